@@ -1,0 +1,55 @@
+"""What a schedule family is: a name, a placement, and a function from a pipeline's shape to every rank's compute order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, instruction
+from megatron_pp.plan.placement import LOOP
+
+Order = list[Instruction]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """P ranks, V chunks a rank, M microbatches in groups of G (1 <= G <= M)."""
+
+    pipeline_size: int
+    num_chunks: int
+    num_microbatches: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """A schedule family.
+
+    name           what ``config.pipeline_schedule`` says
+    orders         Shape -> one compute order per rank
+    placement      which rank and chunk holds which stage
+    chunks         the number of chunks a rank must have: None for any, else exactly that many
+    splits_weight  whether the orders have W instructions (backward split into input and weight gradients)
+    source         where the rule comes from
+    summary        one line for people who choose
+    """
+
+    name: str
+    orders: Callable[[Shape], list[Order]]
+    source: str
+    summary: str
+    placement: str = LOOP
+    chunks: int | None = None
+    splits_weight: bool = False
+
+
+def f(chunk: int, mb: int) -> Instruction:
+    return instruction(FORWARD, chunk, mb)
+
+
+def b(chunk: int, mb: int) -> Instruction:
+    return instruction(BACKWARD, chunk, mb)
+
+
+def w(chunk: int, mb: int) -> Instruction:
+    return instruction(WEIGHT, chunk, mb)

@@ -1,0 +1,58 @@
+"""Let backwards overtake forwards that can not run yet: what makes ragged groups of an interleaved order run at all.
+
+With a last group shorter than P, a strict alternation can wait in a circle: a rank holds back its next backward for a forward whose input is
+behind that very backward on another rank. Running the backward first breaks the circle and never costs memory.
+"""
+
+from __future__ import annotations
+
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
+from megatron_pp.plan.orders.family import Order
+from megatron_pp.plan.placement import Placement
+
+
+def let_backwards_overtake(orders: list[Order], placement: Placement) -> list[Order]:
+    """Run ``orders`` slot by slot; where a rank's next operation is a forward without its input and its next backward could run, run that.
+
+    The order among forwards and the order among backwards stay as they were, so gradients are added up in the same order.
+    """
+    return _SlotBySlot(orders, placement).run()
+
+
+class _SlotBySlot:
+    def __init__(self, orders: list[Order], placement: Placement) -> None:
+        self.placement = placement
+        self.todo = [list(reversed(order)) for order in orders]  # next operation last
+        self.done: set[tuple[str, int, int]] = set()  # (op, stage, microbatch)
+        self.result: list[Order] = [[] for _ in orders]
+
+    def run(self) -> list[Order]:
+        while any(self.todo):
+            chosen = [(rank, self._choose(rank)) for rank in range(len(self.todo))]
+            ran = [(rank, op) for rank, op in chosen if op is not None]
+            if not ran:  # the circle is not of this kind: hand on what is left, and let the clock say what is wrong
+                return [done + todo[::-1] for done, todo in zip(self.result, self.todo, strict=True)]
+            for rank, op in ran:
+                self.todo[rank].remove(op)
+                self.result[rank].append(op)
+                self.done.add((op.op, self.placement.stages[rank][op.chunk], op.mb))
+        return self.result
+
+    def _choose(self, rank: int) -> Instruction | None:
+        todo = self.todo[rank]
+        if not todo:
+            return None
+        if self._ready(rank, todo[-1]):
+            return todo[-1]
+        if todo[-1].op != FORWARD:
+            return None
+        backward = next((op for op in reversed(todo) if op.op == BACKWARD), None)
+        return backward if backward is not None and self._ready(rank, backward) else None
+
+    def _ready(self, rank: int, op: Instruction) -> bool:
+        stage = self.placement.stages[rank][op.chunk]
+        if op.op == FORWARD:
+            return stage == 0 or (FORWARD, stage - 1, op.mb) in self.done
+        own = (FORWARD, stage, op.mb) in self.done
+        last = stage == self.placement.num_stages - 1
+        return own and (last or (BACKWARD, stage + 1, op.mb) in self.done)

@@ -1,0 +1,72 @@
+"""Which rank and model chunk holds which stage.
+
+A pipeline of P ranks with V chunks each has S = P * V stages; activations go from stage s to s + 1.
+
+``loop``  chunk c on rank r is stage c * P + r (Megatron's interleaving; arXiv 2104.04473, section 2.2).
+``v``     chunk c runs forward over the ranks when c is even, backward when odd: with two chunks, chunk 0 is stage r and chunk 1 stage
+          2P - 1 - r (arXiv 2405.15362, section 3), so the first and last stage share rank 0 and the turn stays on rank P - 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+LOOP = "loop"
+V_SHAPE = "v"
+PLACEMENTS = (LOOP, V_SHAPE)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Stage <-> (rank, chunk), for P ranks with V chunks each.
+
+    Raises ValueError for a kind that is not in PLACEMENTS or sizes below 1.
+    """
+
+    kind: str
+    pipeline_size: int
+    num_chunks: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in PLACEMENTS:
+            raise ValueError(f"placement {self.kind!r} is not known; it is one of {', '.join(PLACEMENTS)}")
+        if self.pipeline_size < 1 or self.num_chunks < 1:
+            raise ValueError(f"pipeline size {self.pipeline_size} and chunks {self.num_chunks} must be at least 1")
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline_size * self.num_chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """The stage that ``chunk`` on ``rank`` holds."""
+        backward_leg = self.kind == V_SHAPE and chunk % 2 == 1
+        return chunk * self.pipeline_size + (self.pipeline_size - 1 - rank if backward_leg else rank)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """``stages[rank][chunk]``."""
+        return tuple(tuple(self.stage(r, c) for c in range(self.num_chunks)) for r in range(self.pipeline_size))
+
+    @cached_property
+    def homes(self) -> tuple[tuple[int, int], ...]:
+        """``homes[stage]`` is its (rank, chunk)."""
+        where = {s: (r, c) for r, row in enumerate(self.stages) for c, s in enumerate(row)}
+        return tuple(where[s] for s in range(self.num_stages))
+
+    def is_first_stage(self, rank: int, chunk: int) -> bool:
+        return self.stage(rank, chunk) == 0
+
+    def is_last_stage(self, rank: int, chunk: int) -> bool:
+        return self.stage(rank, chunk) == self.num_stages - 1
+
+    def crosses_ranks(self, stage: int) -> bool:
+        """Whether what stage ``stage`` hands to ``stage + 1`` travels between ranks."""
+        return self.homes[stage][0] != self.homes[stage + 1][0]
+
+    def rank_edges(self) -> list[tuple[int, int]]:
+        """Ordered (source, destination) rank pairs along which activations travel; gradients go the other way. Sorted, each once."""
+        edges = {
+            (self.homes[s][0], self.homes[s + 1][0]) for s in range(self.num_stages - 1) if self.crosses_ranks(s)
+        }
+        return sorted(edges)

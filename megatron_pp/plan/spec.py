@@ -1,0 +1,105 @@
+"""What identifies a plan: the spec that is built, verified and cached once, and the plan itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_pp.plan.instruction import Instruction, format_program
+from megatron_pp.plan.placement import Placement
+
+OVERLAP = "overlap"  # posts early, waits late
+BATCHED = "batched"  # one grouped call per compute boundary, waited there
+PLAIN = "plain"  # the same exchange as single operations, waited together at that boundary
+POLICIES = (OVERLAP, BATCHED, PLAIN)
+
+ONE_WAY = "one_way"  # every (source, destination, activation or gradient) is a FIFO of its own
+SHARED = "shared"  # everything between two ranks is one FIFO, in the order each of them posted
+CHANNELS = (ONE_WAY, SHARED)
+
+HOOKS = "hooks"  # data-parallel hooks fire in the last backward of a chunk, outside no_sync
+EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as Megatron does
+
+
+class PlanError(ValueError):
+    """A plan can not be built or was refused; the message names the rank, the instruction and what is missing, in words."""
+
+
+@dataclass(frozen=True)
+class PlanSpec:
+    """Everything a plan depends on; hashable, the key of the cache.
+
+    schedule          family name, a key of ``megatron_pp.plan.orders.SCHEDULES``
+    pipeline_size     P, ranks in the pipeline
+    num_chunks        V, model chunks per rank
+    num_microbatches  M >= 1
+    group_size        microbatches per group of an interleaved order (Megatron's microbatch_group_size_per_vp_stage);
+                      ignored by families without groups
+    policy            overlap, batched or plain
+    channels          one_way or shared
+    forward_only      evaluation: forwards alone
+    variable_shapes   shapes travel before the tensors
+    release_after     compute slots between posting a send and its RELEASE under ``overlap`` (>= 1)
+    lookahead         compute slots by which a receive is posted ahead of its use, under ``overlap`` with one_way channels (>= 0)
+    grad_sync         hooks or explicit
+    param_sync        whether PARAM_SYNC marks are wanted
+    """
+
+    schedule: str
+    pipeline_size: int
+    num_chunks: int
+    num_microbatches: int
+    group_size: int = 0
+    policy: str = OVERLAP
+    channels: str = ONE_WAY
+    forward_only: bool = False
+    variable_shapes: bool = False
+    release_after: int = 2
+    lookahead: int = 1
+    grad_sync: str = HOOKS
+    param_sync: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("lowering policy", self.policy, POLICIES)
+        _one_of("channels", self.channels, CHANNELS)
+        _one_of("grad_sync", self.grad_sync, (HOOKS, EXPLICIT))
+        for name, value, least in (
+            ("pipeline size", self.pipeline_size, 1),
+            ("number of model chunks", self.num_chunks, 1),
+            ("number of microbatches", self.num_microbatches, 1),
+            ("group size", self.group_size, 0),
+            ("release_after", self.release_after, 1),
+            ("lookahead", self.lookahead, 0),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+
+    @property
+    def effective_group_size(self) -> int:
+        """Microbatches per group: P when unset, never more than M."""
+        return min(self.group_size or self.pipeline_size, self.num_microbatches)
+
+    def describe(self) -> str:
+        """One line, as error messages and drawings head it."""
+        kind = "forward only" if self.forward_only else "training"
+        return (
+            f"{self.schedule} P={self.pipeline_size} V={self.num_chunks} M={self.num_microbatches} "
+            f"group={self.effective_group_size} {self.policy}/{self.channels} {kind}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A lowered plan: one program per rank. ``orders`` keeps the compute order it came from."""
+
+    spec: PlanSpec
+    placement: Placement
+    programs: tuple[tuple[Instruction, ...], ...]
+    orders: tuple[tuple[Instruction, ...], ...] = field(repr=False, default=())
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {r}: {format_program(p)}" for r, p in enumerate(self.programs))
+
+
+def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise PlanError(f"{what} {value!r} is not known; it is one of {', '.join(known)}")
