@@ -1,0 +1,49 @@
+"""What every test, and every process a test starts, runs under."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+
+
+def _name_of_loopback() -> str | None:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def _set_environment() -> None:
+    """Before torch is imported: one thread per process, since tests run many; gloo on the loopback interface.
+
+    PYTHONPATH lets the processes that tests start (torchrun, python -m) find the package and `tests` from any
+    directory, installed or not.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    loopback = _name_of_loopback()
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(PROJECT_ROOT) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(PROJECT_ROOT), *filter(None, paths)])
+    if str(PROJECT_ROOT) not in sys.path:
+        sys.path.insert(0, str(PROJECT_ROOT))
+
+
+_set_environment()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needing_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if not needing_gpu:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in needing_gpu:
+        item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
