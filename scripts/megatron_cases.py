@@ -1,0 +1,131 @@
+"""What is compared with Megatron-core, as data: which model, cut how, run by which schedule.
+
+Plain dataclasses without torch, so that a test or a script can list cases and read results without starting anything.
+`megatron_lab` builds and runs one case on a rank; `megatron_runner` runs lists of them on sets of processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+POLICIES = ("overlap", "overlap+flush", "batched", "plain")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A small GPT of Megatron-core, and the data it sees. Sizes are in tokens, features and layers."""
+
+    layers: int = 8
+    hidden: int = 16
+    heads: int = 2
+    vocab: int = 48
+    seq: int = 8
+    micro_batch: int = 2
+    tied: bool = False
+    position: str = "rope"
+    dropout: float = 0.0
+    experts: int | None = None
+    per_token_loss: bool = False
+    extra_config: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a model under one cut and one way to communicate. `engine` is "ours" or "megatron"."""
+
+    model: Model = field(default_factory=Model)
+    engine: str = "ours"
+    pp: int = 1
+    vp: int | None = None
+    tp: int = 1
+    dp: int = 1
+    microbatches: int = 8
+    policy: str = "plain"
+    deallocate: bool = True
+    variable_shapes: bool = False
+    forward_only: bool = False
+    group: int | None = None
+    steps: int = 1
+    optimizer: str | None = None  # None, "adam" or "distributed"
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    align_param_gather: bool = False
+    bucket_size: int | None = None
+    evaluate_between: bool = False
+    trace: bool = False
+    schedule: str | None = None  # config.pipeline_schedule of our engine
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    def label(self) -> str:
+        """One line that tells this case from the others of a table."""
+        parts = [f"P={self.pp}", f"V={self.vp or '-'}", self.policy]
+        parts.append("dealloc" if self.deallocate else "keep")
+        if self.variable_shapes:
+            parts.append("variable")
+        if self.forward_only:
+            parts.append("forward-only")
+        if self.group is not None:
+            parts.append(f"group={self.group}")
+        if self.tp > 1:
+            parts.append(f"TP={self.tp}")
+        if self.dp > 1:
+            parts.append(f"DP={self.dp}")
+        if self.model.tied:
+            parts.append("tied")
+        return " ".join(parts)
+
+
+@dataclass
+class Job:
+    """A case to run and what to do with its losses and gradients.
+
+    `save` and `reference` are paths of torch files; "{rank}" in them becomes the rank. `reference` is what the run's own
+    losses, gradients and parameters are compared with.
+    """
+
+    case: Case
+    save: str | None = None
+    reference: str | None = None
+    deadline: float = 60.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(raw: dict[str, Any]) -> Job:
+        raw = dict(raw)
+        case = dict(raw.pop("case"))
+        model = dict(case.pop("model"))
+        model["extra_config"] = tuple((k, v) for k, v in model["extra_config"])
+        return Job(case=Case(model=Model(**model), **case), **raw)
+
+
+@dataclass
+class Outcome:
+    """What became of a job. `status` is "ok", "error" or "hang"; the differences are the largest over all ranks.
+
+    loss_difference, grad_difference: largest absolute difference (inf where a number is not finite).
+    grad_size: largest absolute gradient, to see that the comparison compared something.
+    compared: number of parameters compared, over all ranks.
+    """
+
+    status: str
+    message: str = ""
+    loss_difference: float | None = None
+    grad_difference: float | None = None
+    param_difference: float | None = None
+    grad_size: float = 0.0
+    compared: int = 0
+    losses: list[float] = field(default_factory=list)
+    traces: list[list[str]] = field(default_factory=list)
+
+    def short(self) -> str:
+        """For a cell of a table: what differs, or what went wrong."""
+        if self.status != "ok":
+            return self.status if not self.message else f"{self.status}: {self.message}"
+        worst = max(x for x in (self.loss_difference, self.grad_difference, 0.0) if x is not None)
+        return "0" if worst == 0 else f"{worst:.3g}"
