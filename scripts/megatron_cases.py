@@ -54,6 +54,7 @@ class Case:
     bucket_size: int | None = None
     evaluate_between: bool = False
     trace: bool = False
+    split_tied: bool = False  # give tied embeddings two parameters of equal values, and add their gradients at the end
     schedule: str | None = None  # config.pipeline_schedule of our engine
 
     @property

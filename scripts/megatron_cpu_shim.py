@@ -23,12 +23,14 @@ What is redirected, and why Megatron needs it:
 | backend "nccl", `pg_options`, `barrier(device_ids=)`    | gloo, none, none           | parallel_state                                    |
 | `torch.distributed`'s coalescing                        | the operations one by one  | DDP's and the distributed optimizer's buckets     |
 | `reduce_scatter_tensor`, `all_gather_into_tensor` flags | gloo's, with AVG as SUM/n  | the distributed optimizer                         |
+| `moe_utils.te_general_gemm`                             | None                       | 0.16's router, which forgets it without TE        |
 | `import triton` (Megatron's main branch only)           | a stand-in, never executed | kernels that are defined on import                |
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.machinery
 import importlib.util
 import logging
@@ -123,12 +125,14 @@ def redirect() -> None:
     if getattr(torch.cuda, "_megatron_cpu_shim", False):
         return
     torch.cuda._megatron_cpu_shim = True  # type: ignore[attr-defined]
+    importlib.import_module("torch._dynamo")  # wants the real torch.cuda; torch's optimizers would import it later
     _MODE.__enter__()
     _redirect_cuda_module()
     _redirect_compile()
     _redirect_distributed()
-    _provide_triton()
-    _redirect_rng_tracker()
+    with triton_stand_in():
+        _redirect_rng_tracker()
+        _complete_moe_utils()
 
 
 def _redirect_cuda_module() -> None:
@@ -265,9 +269,14 @@ def _average_by_hand(name: str) -> None:
     setattr(dist, name, wrapped)
 
 
-def _provide_triton() -> None:
-    """Megatron's main branch defines triton kernels on import. They are never called on the CPU."""
+@contextlib.contextmanager
+def triton_stand_in() -> Iterator[None]:
+    """Put this around `import megatron...`: its main branch defines triton kernels on import, never called on the CPU.
+
+    Afterwards triton is absent again, or torch itself would take it for a real one.
+    """
     if importlib.util.find_spec("triton") is not None:
+        yield
         return
 
     class StandIn(types.ModuleType):
@@ -278,12 +287,17 @@ def _provide_triton() -> None:
                 raise AttributeError(name)
             return _kernel
 
-    for name in ("triton", "triton.language"):
-        module = StandIn(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
-        sys.modules[name] = module
+    names = ("triton", "triton.language")
+    for name in names:
+        sys.modules[name] = StandIn(name)
+        sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
     sys.modules["triton"].language = sys.modules["triton.language"]  # type: ignore[attr-defined]
     sys.modules["triton"].__version__ = "0.0.0"  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 def _kernel(*args: Any, **kwargs: Any) -> Any:
@@ -303,3 +317,10 @@ def _redirect_rng_tracker() -> None:
     tracker._get_cuda_rng_state, tracker._set_cuda_rng_state = get_state, set_state
     # The tracker warns that the CPU's state changed inside a CUDA fork. Here that is what it is for.
     logging.getLogger(tracker.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _complete_moe_utils() -> None:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

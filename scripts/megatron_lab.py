@@ -16,22 +16,25 @@ from typing import Any
 
 import megatron_cpu_shim
 
+warnings.simplefilter("ignore")  # no Apex, no Transformer Engine, names that torch deprecates: all known here
 megatron_cpu_shim.redirect()
-warnings.filterwarnings("ignore", module=r"megatron\.")  # no Apex, no Transformer Engine: known here
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+with megatron_cpu_shim.triton_stand_in():
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron_cases import Case, Job, Model  # noqa: E402
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -101,6 +104,27 @@ def make_config(case: Case) -> TransformerConfig:
     return config
 
 
+class SequenceParallelNorm(torch.nn.LayerNorm):
+    """A layer norm whose parameters Megatron sums over the tensor-parallel ranks; its own needs Transformer Engine."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def layer_spec(case: Case) -> Any:
+    spec = get_gpt_layer_local_spec(num_experts=case.model.experts, moe_grouped_gemm=False)
+    if case.tp == 1:
+        return spec
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * _layers_of_a_chunk(case), layer_norm=SequenceParallelNorm)
+
+
+def _layers_of_a_chunk(case: Case) -> int:
+    return case.model.layers // (case.pp * (case.vp or 1))
+
+
 def build_chunks(case: Case, config: TransformerConfig) -> list[torch.nn.Module]:
     """This rank's model chunks, with the weights that their names say."""
     model = case.model
@@ -110,12 +134,12 @@ def build_chunks(case: Case, config: TransformerConfig) -> list[torch.nn.Module]
         place = dict(ignore_virtual=False, vp_stage=vp_stage)
         gpt = GPTModel(
             config,
-            get_gpt_layer_local_spec(num_experts=model.experts, moe_grouped_gemm=False),
+            layer_spec(case),
             vocab_size=model.vocab,
             max_sequence_length=model.seq,
             pre_process=parallel_state.is_pipeline_first_stage(**place),
             post_process=parallel_state.is_pipeline_last_stage(**place),
-            share_embeddings_and_output_weights=model.tied,
+            share_embeddings_and_output_weights=model.tied and not case.split_tied,
             position_embedding_type=model.position,
             vp_stage=vp_stage,
         )
@@ -284,7 +308,12 @@ class Run:
             raise AssertionError(f"evaluation changed {changed}")
 
     def gradients(self) -> Tensors:
-        return {name: p.main_grad for chunk in self.chunks for name, p in global_names(chunk, self.case.model.tied)}
+        result: Tensors = {}
+        for chunk in self.chunks:
+            for name, parameter in global_names(chunk, self.case.model.tied):
+                grad = parameter.main_grad
+                result[name] = result[name] + grad if name in result else grad
+        return result
 
     def parameters(self) -> Tensors:
         return {name: p.data for chunk in self.chunks for name, p in global_names(chunk, self.case.model.tied)}

@@ -215,13 +215,18 @@ def parity_jobs(cases: list[Case], directory: str | Path) -> list[Job]:
 
 
 def reference_case(case: Case) -> Case:
-    """One process that holds the whole model, under Megatron's own schedule."""
+    """One process that holds the whole model, under Megatron's own schedule.
+
+    Tied embeddings: a pipeline accumulates the gradients of the embedding and of the output layer apart and adds the two sums
+    in finalisation, so the reference keeps them apart too. Added microbatch by microbatch, the last bit would differ.
+    """
     return Case(
         model=case.model,
         engine="megatron",
         microbatches=case.microbatches,
         variable_shapes=case.variable_shapes,
         deallocate=False,
+        split_tied=case.model.tied,
     )
 
 
