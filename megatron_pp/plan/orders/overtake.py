@@ -28,26 +28,26 @@ class _SlotBySlot:
 
     def run(self) -> list[Order]:
         while any(self.todo):
-            chosen = [(rank, self._choose(rank)) for rank in range(len(self.todo))]
-            ran = [(rank, op) for rank, op in chosen if op is not None]
+            chosen = {rank: self._choose(rank) for rank in range(len(self.todo))}
+            ran = [(rank, self.todo[rank].pop(at)) for rank, at in chosen.items() if at is not None]
             if not ran:  # the circle is not of this kind: hand on what is left, and let the clock say what is wrong
                 return [done + todo[::-1] for done, todo in zip(self.result, self.todo, strict=True)]
             for rank, op in ran:
-                self.todo[rank].remove(op)
                 self.result[rank].append(op)
                 self.done.add((op.op, self.placement.stages[rank][op.chunk], op.mb))
         return self.result
 
-    def _choose(self, rank: int) -> Instruction | None:
+    def _choose(self, rank: int) -> int | None:
+        """Where in ``todo[rank]`` the operation of this slot stands; None where the rank has to idle."""
         todo = self.todo[rank]
         if not todo:
             return None
         if self._ready(rank, todo[-1]):
-            return todo[-1]
+            return -1
         if todo[-1].op != FORWARD:
             return None
-        backward = next((op for op in reversed(todo) if op.op == BACKWARD), None)
-        return backward if backward is not None and self._ready(rank, backward) else None
+        backward = next((i for i in range(-1, -len(todo) - 1, -1) if todo[i].op == BACKWARD), None)
+        return backward if backward is not None and self._ready(rank, todo[backward]) else None
 
     def _ready(self, rank: int, op: Instruction) -> bool:
         stage = self.placement.stages[rank][op.chunk]

@@ -1,0 +1,47 @@
+"""Build, verify and cache plans: a training step only executes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from megatron_pp.plan.lower import lower
+from megatron_pp.plan.orders import SCHEDULES, Family, Shape
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
+from megatron_pp.plan.verify import Verdict, verify
+
+
+@lru_cache(maxsize=64)
+def build_plan(spec: PlanSpec) -> Plan:
+    """The plan of ``spec``, verified. The same spec gives the same object.
+
+    Raises PlanError for an unknown schedule, a number of chunks the schedule can not have, or a plan that ``verify`` refuses.
+    """
+    return verified_plan(spec)[0]
+
+
+@lru_cache(maxsize=64)
+def verified_plan(spec: PlanSpec) -> tuple[Plan, Verdict]:
+    """The plan and what ``verify`` found: the peaks of memory on every rank."""
+    plan = lowered_plan(spec)
+    return plan, verify(plan)
+
+
+def lowered_plan(spec: PlanSpec) -> Plan:
+    """The plan of ``spec`` before it is verified."""
+    family = family_of(spec)
+    placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
+    shape = Shape(spec.pipeline_size, spec.num_chunks, spec.num_microbatches, spec.effective_group_size)
+    orders = family.orders(shape)
+    programs = lower(spec, placement, orders)
+    return Plan(spec, placement, tuple(map(tuple, programs)), tuple(map(tuple, orders)))
+
+
+def family_of(spec: PlanSpec) -> Family:
+    """The schedule family that ``spec`` names. Raises PlanError."""
+    family = SCHEDULES.get(spec.schedule)
+    if family is None:
+        raise PlanError(f"schedule {spec.schedule!r} is not known; it is one of {', '.join(SCHEDULES)}")
+    if family.chunks is not None and spec.num_chunks != family.chunks:
+        raise PlanError(f"schedule {family.name} has {family.chunks} model chunk(s) a rank, not {spec.num_chunks}")
+    return family

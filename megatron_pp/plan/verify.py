@@ -1,0 +1,40 @@
+"""Accept or refuse a plan: completeness, buffer lifetime, memory (``lifetime.py``), rendezvous deadlock and crossing messages
+(``rendezvous.py``). What is refused is refused with the rank, the instruction and the cycle or the missing piece, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_pp.plan.lifetime import RankPeaks, check_rank
+from megatron_pp.plan.rendezvous import check_rendezvous
+from megatron_pp.plan.spec import Plan, PlanError
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an accepted plan needs: peaks of live pipeline tensors, per rank."""
+
+    ranks: tuple[RankPeaks, ...]
+
+    @property
+    def worst_rank(self) -> int:
+        """The rank with the most pipeline tensors alive together."""
+        return max(range(len(self.ranks)), key=lambda r: self.ranks[r].tensors)
+
+    def __str__(self) -> str:
+        r = self.worst_rank
+        each = self.ranks[r].each
+        return (
+            f"deadlock-free, every send waited before its buffer is released; peak on rank {r}: {self.ranks[r].tensors} pipeline tensors "
+            f"({each.outputs} outputs, {each.inputs} inputs, {each.act_buffers + each.grad_buffers} receive buffers, "
+            f"{each.pending_sends} pending sends, {each.in_flight} microbatch chunks in flight)"
+        )
+
+
+def verify(plan: Plan, deallocate: bool = True) -> Verdict:
+    """Raises PlanError for a plan that is incomplete, hangs, or reads, frees or receives wrongly."""
+    if len(plan.programs) != plan.spec.pipeline_size:
+        raise PlanError(f"the plan has {len(plan.programs)} rank programs for a pipeline of {plan.spec.pipeline_size}")
+    peaks = tuple(check_rank(plan, rank, deallocate) for rank in range(len(plan.programs)))
+    check_rendezvous(plan)
+    return Verdict(peaks)
