@@ -1,0 +1,100 @@
+"""The errors a user of the pipeline meets. A leaf: imports nothing from the package, and not torch.
+
+Every class takes the message first and everything else by keyword with a default, so that an error survives pickling
+(process pools and torchrun's error files do that) with its attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class PipelineError(RuntimeError):
+    """Anything that ends a pipeline step on a rank which is not itself the cause in user code."""
+
+
+class PipelinePeerError(PipelineError):
+    """Another rank of the pipeline raised; this rank was stopped because of it, within seconds.
+
+    rank            pipeline rank that raised, -1 if unknown
+    instruction     where it was in its plan, as printed (``F0.3``), empty if before or after the plan
+    exception_type  qualified name of the exception raised there, such as ``ValueError``
+    message         its text
+    traceback_tail  the last lines of its traceback
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        rank: int = -1,
+        instruction: str = "",
+        exception_type: str = "",
+        message: str = "",
+        traceback_tail: str = "",
+    ) -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.instruction = instruction
+        self.exception_type = exception_type
+        self.message = message
+        self.traceback_tail = traceback_tail
+
+
+class PipelineStallError(PipelineError):
+    """No rank moved for ``p2p_timeout``, or a peer died or stopped: raised on the survivors instead of a hang.
+
+    suspects  pipeline ranks that no longer report, or never entered the step
+    progress  pipeline rank -> one line on where it last was and how long ago it said so
+    """
+
+    def __init__(
+        self, text: str, *, suspects: tuple[int, ...] = (), progress: Mapping[int, str] | None = None
+    ) -> None:
+        super().__init__(text)
+        self.suspects = suspects
+        self.progress = dict(progress or {})
+
+
+class PipelineMismatchError(PipelineError):
+    """Ranks disagree: on the plan or shapes at the entry of a step, or a tensor arrived that is not the one expected.
+
+    field   what differs, such as ``num_microbatches`` or ``dtype``
+    values  pipeline rank -> its value, as text
+    """
+
+    def __init__(self, text: str, *, field: str = "", values: Mapping[int, str] | None = None) -> None:
+        super().__init__(text)
+        self.field = field
+        self.values = dict(values or {})
+
+
+class P2PError(PipelineError):
+    """Sending or receiving between two pipeline stages failed or was asked for wrongly."""
+
+
+class P2PTimeoutError(P2PError):
+    """A send or a receive did not complete in the time given to it."""
+
+
+class P2PTypeError(P2PError, TypeError):
+    """What was given to send is not a tensor, or has the wrong dtype, device or layout for the channel."""
+
+
+class P2PShapeError(P2PError, ValueError):
+    """The shape of a tensor to send or receive is missing, malformed or not the one agreed."""
+
+
+class CommunicatorClosedError(P2PError):
+    """The communicator was aborted or closed; make a new one (and process groups, if they were aborted with it)."""
+
+
+class WireMismatchError(P2PError, PipelineMismatchError):
+    """Wire check: the tensor that arrived is not the one that the plan expects at this point.
+
+    field and values as for :class:`PipelineMismatchError`; values has the sender's and the receiver's entry.
+    """
+
+
+class ScheduleInputError(PipelineError, ValueError):
+    """What the caller gave to a schedule is impossible; raised before any communication."""
