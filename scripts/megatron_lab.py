@@ -35,6 +35,7 @@ with megatron_cpu_shim.triton_stand_in():
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    import megatron_trace
 from megatron_cases import Case, Job, Model  # noqa: E402
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -330,8 +331,11 @@ def engine(case: Case) -> contextlib.AbstractContextManager[Any]:
 def run_job(job: Job) -> dict[str, Any]:
     """Run the job's case on this rank, save or compare what came out, and report it as plain numbers."""
     case = job.case
-    with engine(case):
+    lines: list[str] = []
+    with engine(case), megatron_trace.recording(lines) if case.trace else contextlib.nullcontext():
         run = Run(case)
+        if case.trace:
+            megatron_trace.hook_config(run.config, run.chunks, lines)
         if case.forward_only:
             for grad in run.gradients().values():
                 grad.fill_(0.5)  # must survive
@@ -349,6 +353,7 @@ def run_job(job: Job) -> dict[str, Any]:
         torch.save(snapshot, job.save.format(rank=rank))
     report: dict[str, Any] = {
         "losses": [float(loss[0]) for loss in run.losses],
+        "trace": lines,
         "grad_size": max(float(grad.abs().max()) for grad in snapshot["grads"].values()),
     }
     if job.reference is not None:

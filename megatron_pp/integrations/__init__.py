@@ -1,0 +1,1 @@
+"""Plug-ins that put this engine under other training stacks."""
