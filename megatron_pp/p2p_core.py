@@ -1,0 +1,241 @@
+"""The small core of point-to-point communication that the engine uses: post a send, post a receive, post a batch; each returns a WaitHandle.
+
+A send goes out on a detached alias of the tensor, and the handle keeps the alias: deallocation swaps the storage under the tensor, the alias still holds
+the old one, and it goes when the send is done. PyTorch's own reference is to the tensor *object*, whose storage is swapped along
+(pytorch#148590), so it does not protect; another object does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_pp.errors import CommunicatorClosedError, P2PShapeError, P2PTypeError
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.transport import P2PRequest, Transport, Work
+from megatron_pp.wait_handle import ShapedReceiveHandle, Tensors, WaitHandle
+
+Shape = Sequence[int]
+MAX_DIMENSIONS = 8
+_HEADER_LENGTH = 1 + MAX_DIMENSIONS
+
+
+class Send(NamedTuple):
+    """A send for ``post_batch``."""
+
+    value: Tensors
+    peer: int
+    channel: str
+
+
+class Receive(NamedTuple):
+    """A receive for ``post_batch``; ``shapes`` is one shape or a list of shapes."""
+
+    shapes: Any
+    peer: int
+    channel: str
+    requires_grad: bool = True
+
+
+class P2PCore:
+    """Posts sends and receives to peers of one pipeline group and keeps every handle that is not finished.
+
+    ``config`` is any object with Megatron's field names; read are ``pipeline_dtype``, ``variable_seq_lengths``, ``p2p_timeout``, ``batch_p2p_sync``.
+    """
+
+    def __init__(self, transport: Transport, config: Any) -> None:
+        self.transport = transport
+        self.config = config
+        self.rank = transport.rank
+        self.size = transport.size
+        self.device = transport.device
+        self.dtype: torch.dtype | None = getattr(config, "pipeline_dtype", None)
+        self.variable_shapes = bool(
+            getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
+        )
+        # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
+        seconds = getattr(config, "p2p_timeout", None)
+        self.timeout = None if transport.pollable or seconds is None else timedelta(seconds=seconds)
+        self.synchronize_batches = bool(getattr(config, "batch_p2p_sync", False)) and self.device.type == "cuda"
+        self.pending: set[WaitHandle] = set()
+        self.closed = False
+
+    # -- posting ---------------------------------------------------------------------------------------------------------------
+
+    def post_send(self, value: Tensors, peer: int, channel: str) -> WaitHandle:
+        """Post the send of ``value`` (a tensor of dtype ``pipeline_dtype`` on the transport's device, or a list of them); never blocks.
+
+        Tensors that are not contiguous are sent as contiguous copies. Raises P2PTypeError for a wrong dtype, device or type, CommunicatorClosedError; nothing is
+        posted then.
+        """
+        aliases = self._aliases(value)
+        works = []
+        for alias in aliases:
+            if self.variable_shapes:
+                header = self._header_of(alias)
+                aliases = (*aliases, header)
+                works.append(self.transport.isend(header, peer, channel))
+            works.append(self.transport.isend(alias, peer, channel))
+        return WaitHandle(self, tuple(works), aliases, None, f"send on channel {channel} to rank {peer}")
+
+    def post_recv(self, shapes: Any, peer: int, channel: str, requires_grad: bool = True) -> WaitHandle:
+        """Allocate a buffer of ``shapes`` (one shape, or a list: then ``handle.tensor`` is a list) and post its receive; never blocks.
+
+        With variable shapes only the number of shapes is looked at; the buffers are allocated in ``wait``.
+        """
+        self._check_open()
+        what = f"receive on channel {channel} from rank {peer}"
+        if self.variable_shapes:
+            count = None if _is_one(shapes) else len(shapes)
+            return ShapedReceiveHandle(self, peer, channel, count, requires_grad, what)
+        if is_single_shape(shapes):
+            tensor = self.allocate(shapes, requires_grad)
+            work = self.transport.irecv(tensor, peer, channel)
+            return WaitHandle(self, (work,), tensor, tensor, what)
+        tensors = [self.allocate(shape, requires_grad) for shape in shapes]
+        works = tuple(self.transport.irecv(t, peer, channel) for t in tensors)
+        return WaitHandle(self, works, tensors, tensors, what)
+
+    def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
+        """Post all requests as one grouped call. Where shapes travel, their exchange is a grouped call of its own before it, and waited."""
+        shapes = self._exchange_headers(requests) if self.variable_shapes else None
+        posts: list[P2PRequest] = []
+        parts: list[tuple[int, int, object, Tensors | None, str]] = []
+        for k, request in enumerate(requests):
+            start = len(posts)
+            if isinstance(request, Send):
+                aliases = self._aliases(request.value)
+                posts += [P2PRequest(True, alias, request.peer, request.channel) for alias in aliases]
+                parts.append((start, len(posts), aliases, None, f"batched send on channel {request.channel} to rank {request.peer}"))
+                continue
+            wanted = request.shapes if shapes is None else shapes[k]
+            single = is_single_shape(wanted)
+            tensors = [self.allocate(s, request.requires_grad) for s in ([wanted] if single else wanted)]
+            posts += [P2PRequest(False, t, request.peer, request.channel) for t in tensors]
+            held = tensors[0] if single else tensors
+            parts.append((start, len(posts), tensors, held, f"batched receive on channel {request.channel} from rank {request.peer}"))
+        works = self.transport.batch(posts)
+        handles = [WaitHandle(self, _works_of(works, a, b), kept, tensor, what) for a, b, kept, tensor, what in parts]
+        if self.synchronize_batches:
+            torch.cuda.synchronize(self.device)
+        return handles
+
+    # -- life ------------------------------------------------------------------------------------------------------------------
+
+    def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
+        """Make ready the channels for activations along ``edges`` (source, destination) and gradients back. Collective."""
+        self.transport.prepare(edges)
+
+    def prepare_for_config(self) -> None:
+        """Make ready the channels that the config's own placement needs."""
+        self.prepare(default_edges(self.config, self.size))
+
+    def wait_all(self) -> None:
+        """Wait on every handle that is not finished, dropped ones included."""
+        for handle in list(self.pending):
+            handle.wait()
+
+    def abort(self) -> None:
+        """Make every blocked and later operation fail. For a failure only: the process group is not usable afterwards."""
+        self.closed = True
+        self.transport.abort()
+
+    def group_is_gone(self) -> bool:
+        """Whether the process group under this communicator was destroyed."""
+        gone = getattr(self.transport, "is_gone", None)
+        return bool(gone()) if gone is not None else False
+
+    # -- inside ----------------------------------------------------------------------------------------------------------------
+
+    def allocate(self, shape: Shape, requires_grad: bool) -> torch.Tensor:
+        """A receive buffer of ``shape`` and ``pipeline_dtype``."""
+        if self.dtype is None:
+            raise P2PTypeError("config.pipeline_dtype is None; to receive between stages it must be the dtype of the activations, as in torch.bfloat16")
+        return torch.empty(tuple(shape), dtype=self.dtype, device=self.device, requires_grad=requires_grad)
+
+    def _aliases(self, value: Tensors) -> tuple[torch.Tensor, ...]:
+        """Contiguous detached aliases of what is to be sent, checked before anything is posted."""
+        self._check_open()
+        tensors = value if isinstance(value, (list, tuple)) else (value,)
+        return tuple(self._alias(tensor) for tensor in tensors)
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor):
+            raise P2PTypeError(f"a {type(tensor).__name__} can not be sent between stages; it must be a tensor or a list of tensors")
+        if tensor.dtype != self.dtype:
+            raise P2PTypeError(f"a tensor of {tensor.dtype} can not be sent between stages: config.pipeline_dtype is {self.dtype}, and the receiver expects that")
+        if tensor.device != self.device:
+            raise P2PTypeError(f"a tensor on {tensor.device} can not be sent between stages: this communicator's tensors lie on {self.device}")
+        alias = tensor.detach()
+        return alias if alias.is_contiguous() else alias.contiguous()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise CommunicatorClosedError(f"pipeline rank {self.rank}: this communicator was closed after a failure; make a new one")
+
+    def post_header(self, peer: int, channel: str) -> tuple[torch.Tensor, Work]:
+        """Post the receive of one shape."""
+        header = self._empty_header()
+        return header, self.transport.irecv(header, peer, channel)
+
+    def _empty_header(self) -> torch.Tensor:
+        return torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self.device)
+
+    def _header_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Number of dimensions and the dimensions, as int64."""
+        if tensor.dim() > MAX_DIMENSIONS:
+            raise P2PShapeError(f"a tensor of {tensor.dim()} dimensions can not be sent with variable_seq_lengths; at most {MAX_DIMENSIONS} are")
+        padded = [tensor.dim(), *tensor.shape] + [0] * (MAX_DIMENSIONS - tensor.dim())
+        return torch.tensor(padded, dtype=torch.int64, device=self.device)
+
+    def decode_header(self, header: torch.Tensor, what: str) -> list[int]:
+        """The shape that a header tells. Raises P2PShapeError where it can not be one."""
+        dims, *sizes = header.tolist()
+        if not 0 <= dims <= MAX_DIMENSIONS or any(s < 0 for s in sizes[:dims]):
+            raise P2PShapeError(f"{what}: a shape of {dims} dimensions {sizes} came; sender and receiver are not at the same message")
+        return sizes[:dims]
+
+    def _exchange_headers(self, requests: Sequence[Send | Receive]) -> dict[int, Any]:
+        """Send and receive the shapes of a batch; returns request index -> received shape (a list of one where a list was asked for)."""
+        posts: list[P2PRequest] = []
+        headers: dict[int, list[torch.Tensor]] = {}
+        for k, request in enumerate(requests):
+            if isinstance(request, Send):
+                mine = [self._header_of(alias) for alias in self._aliases(request.value)]
+            else:
+                count = 1 if _is_one(request.shapes) else len(request.shapes)
+                mine = headers[k] = [self._empty_header() for _ in range(count)]
+            posts += [P2PRequest(isinstance(request, Send), header, request.peer, request.channel) for header in mine]
+        WaitHandle(self, tuple(self.transport.batch(posts)), posts, None, "exchange of shapes").wait()
+        shapes: dict[int, Any] = {}
+        for k, received in headers.items():
+            request = requests[k]
+            told = [self.decode_header(header, f"batched receive from rank {request.peer}") for header in received]
+            shapes[k] = told[0] if isinstance(request, Receive) and _is_one(request.shapes) else told
+        return shapes
+
+
+def _is_one(shapes: Any) -> bool:
+    """Whether one tensor is meant, not a list of them; with variable shapes None stands for one."""
+    return shapes is None or is_single_shape(shapes)
+
+
+def is_single_shape(shapes: Any) -> bool:
+    """Whether ``shapes`` is one shape (a sequence of whole numbers) rather than a list of shapes."""
+    return isinstance(shapes, (tuple, list, torch.Size)) and all(isinstance(d, int) for d in shapes)
+
+
+def default_edges(config: Any, size: int) -> list[tuple[int, int]]:
+    """The rank pairs between which the config's schedule sends activations; Megatron's configs name none and place in a loop."""
+    family = SCHEDULES.get(getattr(config, "pipeline_schedule", None) or "")
+    chunks = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
+    return Placement(family.placement if family else LOOP, size, chunks).rank_edges()
+
+
+def _works_of(works: list[Work], start: int, stop: int) -> tuple[Work, ...]:
+    """The works of requests start..stop; a grouped call may have given a single work for all."""
+    return tuple(works[start:stop]) if len(works) > 1 else tuple(works)

@@ -1,0 +1,156 @@
+"""What carries bytes between pipeline ranks: one narrow interface, and its implementation on torch's process groups.
+
+The interface is what the communicator builds on; ranks that run as threads in one process (``megatron_pp.testing``) bring another implementation.
+Peers are ranks within the pipeline group. A channel is ``ACT`` or ``GRAD``; together with source and destination it names a FIFO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+ACT = "A"
+GRAD = "G"
+CHANNEL_KINDS = (ACT, GRAD)
+
+# gloo keeps messages of different tags apart; the numbers only have to differ from what users send on the same group.
+_TAGS = {ACT: 0x4D5001, GRAD: 0x4D5002}
+_SHARED_TAG = 0x4D5000
+
+
+class Work(Protocol):
+    """What a posted operation returns; torch's Work has this shape."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class P2PRequest(NamedTuple):
+    """One member of a batch."""
+
+    is_send: bool
+    tensor: torch.Tensor
+    peer: int
+    channel: str
+
+
+class Transport(Protocol):
+    """Point-to-point transfers between the ranks of one pipeline group.
+
+    rank, size   this rank and the number of ranks in the group
+    device       where tensors must lie
+    pollable     whether ``Work.is_completed`` tells the truth before ``wait`` (NCCL does; gloo says False until waited)
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    pollable: bool
+
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work: ...
+
+    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work: ...
+
+    def batch(self, requests: Sequence[P2PRequest]) -> list[Work]:
+        """Post all requests as one grouped call; one work per request, or one for all."""
+        ...
+
+    def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
+        """Make ready the channels along which activations travel (source, destination) and gradients travel back. Collective over the group."""
+        ...
+
+    def global_rank(self, rank: int) -> int: ...
+
+    def abort(self) -> None:
+        """Make every blocked or later operation of this rank fail; called from another thread when a peer has failed."""
+        ...
+
+
+class ProcessGroupTransport:
+    """Transfers over a ``torch.distributed`` process group.
+
+    gloo: all channels on the given group, told apart by tag. NCCL ignores tags and runs the operations of one communicator in the order in
+    which they were posted (pytorch#94819), so each one-way channel has a two-rank process group of its own, made by its two members alone; made and
+    warmed up when the plan's edges are known, never in the middle of a step (pytorch#129140, Megatron-LM#5240).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, one_way: bool = True, warm_up: bool = True) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.one_way = one_way
+        self.warm_up = warm_up
+        self.backend = _backend_of(group)
+        self.pollable = self.backend == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+        self._own_groups = self.backend == "nccl" and one_way
+        self._tags = _TAGS if one_way else dict.fromkeys(CHANNEL_KINDS, _SHARED_TAG)
+        self._channel_groups: dict[tuple[int, int, str], dist.ProcessGroup] = {}
+
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        if self._own_groups:
+            pair = self._channel_groups[(self.rank, peer, channel)]
+            return pair.send([tensor], 1 - pair.rank(), 0)
+        return self.group.send([tensor], peer, self._tags[channel])
+
+    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        if self._own_groups:
+            pair = self._channel_groups[(peer, self.rank, channel)]
+            return pair.recv([tensor], 1 - pair.rank(), 0)
+        return self.group.recv([tensor], peer, self._tags[channel])
+
+    def batch(self, requests: Sequence[P2PRequest]) -> list[Work]:
+        if self.backend != "nccl":  # gloo has no grouped call: the same operations, each at once
+            return [(self._send_here if r.is_send else self._recv_here)(r) for r in requests]
+        ops = [
+            dist.P2POp(dist.isend if r.is_send else dist.irecv, r.tensor, self.global_rank(r.peer), self.group)
+            for r in requests
+        ]
+        return dist.batch_isend_irecv(ops)
+
+    def _send_here(self, request: P2PRequest) -> Work:
+        return self.group.send([request.tensor], request.peer, self._tags[request.channel])
+
+    def _recv_here(self, request: P2PRequest) -> Work:
+        return self.group.recv([request.tensor], request.peer, self._tags[request.channel])
+
+    def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
+        if not self._own_groups:
+            return
+        made = []
+        for source, target in sorted(edges):  # one order on all ranks: a pair's creation waits for both of its members
+            for key in ((source, target, ACT), (target, source, GRAD)):
+                if self.rank in key[:2] and key not in self._channel_groups:
+                    ranks = [self.global_rank(key[0]), self.global_rank(key[1])]
+                    self._channel_groups[key] = dist.new_group(
+                        ranks, backend="nccl", use_local_synchronization=True, group_desc=f"pp_{key[2]}_{key[0]}_{key[1]}"
+                    )
+                    made.append(key)
+        if self.warm_up:
+            self._warm_up(made)
+
+    def _warm_up(self, keys: Iterable[tuple[int, int, str]]) -> None:
+        """One small message through each new channel: the communicators exist before the first step needs them."""
+        token = torch.zeros(1, device=self.device)
+        for source, target, channel in keys:
+            work = self.isend(token, target, channel) if source == self.rank else self.irecv(token, source, channel)
+            work.wait()
+        torch.cuda.synchronize(self.device)
+
+    def global_rank(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+    def abort(self) -> None:
+        for group in (self.group, *self._channel_groups.values()):
+            group.abort()
+
+
+def _backend_of(group: dist.ProcessGroup) -> str:
+    """``nccl`` or ``gloo``: which of the group's backends carries the tensors. A mixed group uses NCCL where there is a GPU."""
+    name = dist.get_backend(group)
+    return "nccl" if "nccl" in name and torch.cuda.is_available() else "gloo"

@@ -1,0 +1,122 @@
+"""Handles of posted sends and receives. A handle owns the bytes of its transfer until the transfer is done."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_pp.errors import CommunicatorClosedError, P2PError, P2PTimeoutError
+from megatron_pp.transport import Work
+
+if TYPE_CHECKING:
+    from megatron_pp.p2p_core import P2PCore
+
+Tensors = torch.Tensor | list[torch.Tensor]
+
+
+class WaitHandle:
+    """One posted message (a tensor or a list of tensors).
+
+    ``wait()`` returns when the transfer is done (on CUDA: makes the current stream wait for it, not the host); waiting again is a no-op. Until
+    then the handle, and the communicator that keeps it, hold the tensors, so that dropping the handle or deallocating what was sent is
+    harmless. ``tensor`` is what is being received, None for a send.
+    """
+
+    __slots__ = ("__weakref__", "_core", "_error", "_held", "_works", "tensor", "what")
+
+    def __init__(self, core: P2PCore, works: tuple[Work, ...], held: object, tensor: Tensors | None, what: str) -> None:
+        self._core = core
+        self._works: tuple[Work, ...] | None = works
+        self._held = held
+        self._error: P2PError | None = None
+        self.tensor = tensor
+        self.what = what
+        core.pending.add(self)
+
+    def wait(self) -> None:
+        """Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where the communicator or its process group is
+        gone, P2PError where the transfer failed."""
+        works = self._works
+        if works is None:
+            if self._error is not None:
+                raise self._error
+            return
+        core = self._core
+        try:
+            for work in works:
+                if core.timeout is None:
+                    work.wait()
+                else:
+                    work.wait(core.timeout)
+        except Exception as error:
+            self._works = None
+            self._error = _named(error, self.what, core)
+            raise self._error from error
+        self._finish()
+
+    def _finish(self) -> None:
+        self._works = None
+        self._held = None
+        self._core.pending.discard(self)
+
+    def is_completed(self) -> bool:
+        """Whether the transfer is known to be done. On gloo this is only known once it was waited."""
+        return self._works is None or all(work.is_completed() for work in self._works)
+
+
+class ShapedReceiveHandle(WaitHandle):
+    """A receive whose shapes travel ahead of it: ``wait()`` reads each shape, allocates its tensor, and receives it.
+
+    ``count`` is the number of tensors of the message, None for one that is not in a list.
+    """
+
+    __slots__ = ("_channel", "_count", "_peer", "_requires_grad")
+
+    def __init__(self, core: P2PCore, peer: int, channel: str, count: int | None, requires_grad: bool, what: str) -> None:
+        header, work = core.post_header(peer, channel)
+        super().__init__(core, (work,), header, None, what)
+        self._peer = peer
+        self._channel = channel
+        self._count = count
+        self._requires_grad = requires_grad
+
+    def wait(self) -> None:
+        if self.tensor is not None or self._works is None:
+            super().wait()
+            return
+        received = [self._receive_one()]
+        while len(received) < (self._count or 1):
+            header, work = self._core.post_header(self._peer, self._channel)
+            self._post_again(header, work)
+            received.append(self._receive_one())
+        self.tensor = received[0] if self._count is None else received
+
+    def _receive_one(self) -> torch.Tensor:
+        header = self._held
+        assert isinstance(header, torch.Tensor)
+        super().wait()
+        tensor = self._core.allocate(self._core.decode_header(header, self.what), self._requires_grad)
+        self._post_again(tensor, self._core.transport.irecv(tensor, self._peer, self._channel))
+        super().wait()
+        return tensor
+
+    def _post_again(self, held: torch.Tensor, work: Work) -> None:
+        self._held = held
+        self._works = (work,)
+        self._core.pending.add(self)
+
+
+def _named(error: Exception, what: str, core: P2PCore) -> P2PError:
+    """The error a user sees, for what the transport raised."""
+    if isinstance(error, P2PError):
+        return error
+    text = str(error)
+    where = f"pipeline rank {core.rank}, {what}"
+    if core.closed or core.group_is_gone():
+        return CommunicatorClosedError(f"{where}: the communicator or its process group was closed before the transfer was waited for")
+    if "Timed out" in text or "timeout" in text.lower():
+        seconds = core.timeout.total_seconds() if isinstance(core.timeout, timedelta) else "the process group's"
+        return P2PTimeoutError(f"{where}: not done after {seconds} s (config.p2p_timeout); the peer never posted its end, or is gone: {text}")
+    return P2PError(f"{where}: the transfer failed: {text}")
