@@ -1,0 +1,139 @@
+"""The table of Megatron-core's releases, walked: every release's signatures as published, and the installed one's as they are.
+
+Megatron itself is not imported here; that the installed release matches is checked, with everything else, in the functional tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+
+import pytest
+
+from megatron_pp.integrations import megatron_versions
+from megatron_pp.integrations.megatron_versions import UnknownMegatronError
+
+FORWARD = (
+    "forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, cp_group_size, "
+    "collect_non_loss_data=False, checkpoint_activations_microbatch=None, is_first_microbatch=False, "
+    "current_microbatch=None, vp_stage=None, is_last_stage=True"
+)
+ENTRY = (
+    "*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, decoder_seq_length=None, "
+    "forward_only=False, collect_non_loss_data=False, first_val_step=None, adjust_tensor_shapes_fn=None"
+)
+# backward_step after its three tensors, and what the schedules take after ENTRY (without and with a pipeline)
+PUBLISHED = {
+    "0.14.0": ("model_type, config, pipeline_model_parallel_size=1", "grad_finalize_pgs=None", "p2p_communicator=None, grad_finalize_pgs=None"),
+    "0.15.3": ("model_type, config", "pg_collection=None", "p2p_communicator=None, pg_collection=None"),
+    "0.16.1": ("model_type, config", *["p2p_communicator=None, pg_collection=None, force_all_reduce=False"] * 2),
+    "0.17.1": ("config", *["p2p_communicator=None, pg_collection=None, force_all_reduce=False"] * 2),
+    "0.18.2": ("config", *["p2p_communicator=None, pg_collection=None, force_all_reduce=False"] * 2),
+    "0.19.0": ("config", *["p2p_communicator=None, pg_collection=None, force_all_reduce=False"] * 2),
+    "0.20.0": ("config", *["p2p_communicator=None, pg_collection=None, force_all_reduce=False"] * 2),
+}
+
+
+def published_schedules(version: str, **changed: str) -> types.ModuleType:
+    """A module with the published signatures of a release; `changed` maps a function to another list of parameters."""
+    backward, alone, pipelined = PUBLISHED[version]
+    signatures = {
+        "forward_step": FORWARD,
+        "backward_step": f"input_tensor, output_tensor, output_tensor_grad, {backward}",
+        "clear_embedding_activation_buffer": "config, model, is_last_stage",
+        "finish_embedding_wgrad_compute": "config, embedding_module, is_last_stage, tp_group",
+        "forward_backward_no_pipelining": f"{ENTRY}, {alone}",
+        "forward_backward_pipelining_without_interleaving": f"{ENTRY}, {pipelined}",
+        "forward_backward_pipelining_with_interleaving": f"{ENTRY}, {pipelined}",
+    }
+    signatures.update(changed)
+    module = types.ModuleType("schedules")
+    for name, parameters in signatures.items():
+        exec(f"def {name}({parameters}): ...", module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("version", PUBLISHED)
+def test_every_release_of_the_table_has_the_signatures_it_says(version: str) -> None:
+    row = megatron_versions.row_of(version)
+    megatron_versions.check_signatures(published_schedules(version), row, version)
+
+
+@pytest.mark.parametrize("version", PUBLISHED)
+def test_no_row_stands_for_the_releases_around_it(version: str) -> None:
+    """Each row is needed: where a release's calls differ from its predecessor's, the predecessor's row refuses it."""
+    rows = megatron_versions.TABLE
+    index = rows.index(megatron_versions.row_of(version))
+    if index == 0:
+        return
+    before, row = rows[index - 1], rows[index]
+    same_calls = megatron_versions.expected_signatures(before) == megatron_versions.expected_signatures(row)
+    if same_calls:
+        assert before != row
+        return
+    assert taken_parameters(published_schedules(version), row) == megatron_versions.expected_signatures(row)
+    assert taken_parameters(published_schedules(version), before) != megatron_versions.expected_signatures(before)
+
+
+def taken_parameters(schedules: types.ModuleType, row: megatron_versions.Row) -> dict[str, tuple[str, ...]]:
+    """What the functions that a row speaks of really take, in the row's order; the communicator is optional everywhere."""
+    result = {}
+    for name, expected in megatron_versions.expected_signatures(row).items():
+        taken = [p for p in inspect.signature(getattr(schedules, name)).parameters if p != "p2p_communicator"]
+        result[name] = tuple(sorted(taken, key=lambda p: expected.index(p) if p in expected else len(expected)))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"backward_step": "input_tensor, output_tensor, output_tensor_grad, config, tensor_map"}, "tensor_map"),
+        ({"backward_step": "input_tensor, output_tensor, config"}, "output_tensor_grad"),
+        ({"forward_step": FORWARD.replace("vp_stage=None", "chunk=None")}, "vp_stage"),
+        ({"forward_backward_pipelining_with_interleaving": f"{ENTRY}, groups=None, force_all_reduce=False"}, "pg_collection"),
+        ({"finish_embedding_wgrad_compute": "config, embedding_module, is_last_stage, tp_group, stream"}, "stream"),
+    ],
+)
+def test_an_unknown_signature_is_named(changed: dict[str, str], named: str) -> None:
+    version = "0.20.0"
+    with pytest.raises(UnknownMegatronError, match=named) as caught:
+        megatron_versions.check_signatures(published_schedules(version, **changed), megatron_versions.row_of(version), version)
+    assert version in str(caught.value)
+    assert next(iter(changed)) in str(caught.value)
+
+
+def test_a_missing_function_is_named() -> None:
+    schedules = published_schedules("0.20.0")
+    del schedules.backward_step
+    with pytest.raises(UnknownMegatronError, match="has no backward_step"):
+        megatron_versions.check_signatures(schedules, megatron_versions.row_of("0.20.0"), "0.20.0")
+
+
+def test_new_parameters_with_defaults_are_left_alone() -> None:
+    more = f"{FORWARD}, something_new=None"
+    version = "0.21.3"
+    schedules = published_schedules("0.20.0", forward_step=more)
+    megatron_versions.check_signatures(schedules, megatron_versions.row_of(version), version)
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("0.14.0", (0, 14)), ("0.15.0rc3", (0, 15)), ("0.16.1", (0, 16)), ("0.17.0rc0", (0, 17)), ("0.19.0", (0, 18)), ("1.2.0", (0, 18))],
+)
+def test_the_row_of_a_version(version: str, release: tuple[int, int]) -> None:
+    assert megatron_versions.row_of(version).release == release
+
+
+@pytest.mark.parametrize("version", ["0.13.1", "0.9.0", "unknown"])
+def test_older_than_the_table(version: str) -> None:
+    with pytest.raises(UnknownMegatronError, match=r"oldest supported release is 0\.14"):
+        megatron_versions.row_of(version)
+
+
+def test_only_the_parameters_that_a_function_takes_are_passed() -> None:
+    def backward_step(input_tensor: int, config: int) -> None: ...
+
+    assert megatron_versions.arguments(backward_step, {"input_tensor": 1, "model_type": 2, "config": 3}) == {
+        "input_tensor": 1,
+        "config": 3,
+    }
