@@ -84,13 +84,15 @@ class Case:
 class Job:
     """A case to run and what to do with its losses and gradients.
 
-    `save` and `reference` are paths of torch files; "{rank}" in them becomes the rank. `reference` is what the run's own
-    losses, gradients and parameters are compared with.
+    `save` and `reference` are paths of torch files; "{rank}" in them becomes the rank. `reference` is what the
+    run's own losses, gradients and parameters are compared with. `check` is "module:function", called on every rank
+    with the case in place of all this; what it returns comes back in the outcome's `facts`.
     """
 
     case: Case
     save: str | None = None
     reference: str | None = None
+    check: str | None = None
     deadline: float = 60.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,6 +114,7 @@ class Outcome:
     loss_difference, grad_difference: largest absolute difference (inf where a number is not finite).
     grad_size: largest absolute gradient, to see that the comparison compared something.
     compared: number of parameters compared, over all ranks.
+    traces, facts: per rank, what was recorded and what a check returned.
     """
 
     status: str
@@ -123,6 +126,7 @@ class Outcome:
     compared: int = 0
     losses: list[float] = field(default_factory=list)
     traces: list[list[str]] = field(default_factory=list)
+    facts: list[Any] = field(default_factory=list)
 
     def short(self) -> str:
         """For a cell of a table: what differs, or what went wrong."""

@@ -1,8 +1,9 @@
 """Let Megatron-core run on a CPU with gloo, for tests and for trying things on a laptop.
 
-Megatron-core says "cuda" and "nccl" in many places. `redirect()` answers each of them with the CPU's counterpart, so that
-the real `GPTModel`, `DistributedDataParallel` and distributed optimizer run unchanged. Nothing in `megatron_pp` imports this
-module, and nothing here is needed on a machine with GPUs. Call it once per process, before Megatron is imported:
+Megatron-core says "cuda" and "nccl" in many places. `redirect()` answers each of them with the CPU's counterpart,
+so that the real `GPTModel`, `DistributedDataParallel` and distributed optimizer run unchanged. Nothing in
+`megatron_pp` imports this module, and nothing here is needed on a machine with GPUs. Call it once per process,
+before Megatron is imported:
 
     import megatron_cpu_shim
     megatron_cpu_shim.redirect()
@@ -10,21 +11,21 @@ module, and nothing here is needed on a machine with GPUs. Call it once per proc
 
 What is redirected, and why Megatron needs it:
 
-| place                                                   | becomes                    | who asks for it                                   |
-| ------------------------------------------------------- | -------------------------- | ------------------------------------------------- |
-| `device=` of any torch function, `Tensor.cuda/.to`      | the CPU                    | parameters, buffers, token counts, loss scales    |
-| `Tensor.type()`                                         | says `torch.cuda.…Tensor`  | the optimizers' sorting of parameters by type     |
-| `torch.cuda.is_available/current_device/synchronize/…`  | False, the CPU, or nothing | parallel_state, p2p communication, timers         |
-| `torch.cuda.Stream/Event/stream/current_stream/…`       | objects that do nothing    | DDP, MoE dispatchers, shared experts              |
-| `torch.cuda` random state (get, set, seed)              | the CPU generator          | dropout and initialisation                        |
-| `tensor_parallel.random._get/_set_cuda_rng_state`       | the CPU generator          | the random-state tracker, activation checkpoints  |
-| `torch.cuda.nvtx`                                       | nothing                    | profiling ranges                                  |
-| `torch.compile`                                         | the function itself        | fused bias-gelu, cross entropy                    |
-| backend "nccl", `pg_options`, `barrier(device_ids=)`    | gloo, none, none           | parallel_state                                    |
-| `torch.distributed`'s coalescing                        | the operations one by one  | DDP's and the distributed optimizer's buckets     |
-| `reduce_scatter_tensor`, `all_gather_into_tensor` flags | gloo's, with AVG as SUM/n  | the distributed optimizer                         |
-| `moe_utils.te_general_gemm`                             | None                       | 0.16's router, which forgets it without TE        |
-| `import triton` (Megatron's main branch only)           | a stand-in, never executed | kernels that are defined on import                |
+| place                                                   | becomes                 | who asks for it                 |
+| ------------------------------------------------------- | ----------------------- | ------------------------------- |
+| `device=` of any torch function, `Tensor.cuda/.to`      | the CPU                 | parameters, buffers, scales     |
+| `Tensor.type()`                                         | `torch.cuda.…Tensor`    | sorting of parameters by type   |
+| `torch.cuda.is_available/current_device/synchronize/…`  | False, the CPU, nothing | parallel_state, timers          |
+| `torch.cuda.Stream/Event/stream/current_stream/…`       | objects that do nothing | DDP, MoE dispatchers            |
+| `torch.cuda` random state (get, set, seed)              | the CPU generator       | dropout and initialisation      |
+| `tensor_parallel.random._get/_set_cuda_rng_state`       | the CPU generator       | the random-state tracker        |
+| `torch.cuda.nvtx`                                       | nothing                 | profiling ranges                |
+| `torch.compile`                                         | the function itself     | fused functions                 |
+| backend "nccl", `pg_options`, `barrier(device_ids=)`    | gloo, none, none        | parallel_state                  |
+| `torch.distributed`'s coalescing                        | one by one              | DDP's and optimizer's buckets   |
+| `ReduceOp.AVG`                                          | SUM, then division      | DDP, finalisation               |
+| `moe_utils.te_general_gemm`                             | None                    | 0.16's router without TE        |
+| `import triton` (Megatron's main branch only)           | a stand-in, never run   | kernels defined on import       |
 """
 
 from __future__ import annotations
@@ -194,7 +195,13 @@ def _redirect_distributed() -> None:
     dist._coalescing_manager = _one_by_one  # type: ignore[attr-defined]
     for name in ("all_reduce", "reduce_scatter_tensor", "_reduce_scatter_base"):
         _average_by_hand(name)
-    for name in ("all_reduce", "reduce_scatter_tensor", "_reduce_scatter_base", "all_gather_into_tensor", "_all_gather_base"):
+    for name in (
+        "all_reduce",
+        "reduce_scatter_tensor",
+        "_reduce_scatter_base",
+        "all_gather_into_tensor",
+        "_all_gather_base",
+    ):
         _report_to_manager(name)
 
 
@@ -280,7 +287,7 @@ def triton_stand_in() -> Iterator[None]:
         return
 
     class StandIn(types.ModuleType):
-        __path__: list[str] = []
+        __path__ = ()
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):

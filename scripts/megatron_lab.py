@@ -1,7 +1,8 @@
 """Run one case of `megatron_cases` on this rank: Megatron-core's own GPTModel, DDP and optimizer, under either engine.
 
-The same weights for every cut: a parameter's values depend on its name in the whole model (with the layer's global number), so
-that gradients of any cut can be compared, name by name, with those of one process that holds all layers.
+The same weights for every cut: a parameter's values depend on its name in the whole model (with the layer's global
+number), so that gradients of any cut can be compared, name by name, with those of one process that holds all
+layers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -23,6 +26,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 with megatron_cpu_shim.triton_stand_in():
+    import megatron_trace
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -35,7 +39,6 @@ with megatron_cpu_shim.triton_stand_in():
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    import megatron_trace
 from megatron_cases import Case, Job, Model  # noqa: E402
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -59,8 +62,6 @@ def set_up_parallel_state(case: Case) -> None:
 
 
 def _force_reset() -> dict[str, bool]:
-    import inspect
-
     names = inspect.signature(model_parallel_cuda_manual_seed).parameters
     return {"force_reset_rng": True} if "force_reset_rng" in names else {}
 
@@ -70,13 +71,13 @@ def make_config(case: Case) -> TransformerConfig:
     overlap = case.policy.startswith("overlap")
     moe: dict[str, Any] = {}
     if model.experts:
-        moe = dict(
-            num_moe_experts=model.experts,
-            moe_router_topk=2,
-            moe_aux_loss_coeff=0.1,
-            moe_z_loss_coeff=0.01,
-            moe_router_load_balancing_type="aux_loss",
-        )
+        moe = {
+            "num_moe_experts": model.experts,
+            "moe_router_topk": 2,
+            "moe_aux_loss_coeff": 0.1,
+            "moe_z_loss_coeff": 0.01,
+            "moe_router_load_balancing_type": "aux_loss",
+        }
     config = TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -132,7 +133,7 @@ def build_chunks(case: Case, config: TransformerConfig) -> list[torch.nn.Module]
     chunks: list[torch.nn.Module] = []
     for chunk in range(case.vp or 1):
         vp_stage = chunk if case.vp else None
-        place = dict(ignore_virtual=False, vp_stage=vp_stage)
+        place = {"ignore_virtual": False, "vp_stage": vp_stage}
         gpt = GPTModel(
             config,
             layer_spec(case),
@@ -233,7 +234,8 @@ class Run:
             use_distributed_optimizer=case.optimizer == "distributed",
             bucket_size=case.bucket_size,
         )
-        # As Megatron's training script does: buckets of later chunks are not split, their reduction is not overlapped.
+        # As Megatron's training script does: buckets of later chunks are not split, their reduction is not
+        # overlapped.
         return [
             DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
@@ -304,7 +306,9 @@ class Run:
         with torch.no_grad():
             self.schedule(step, forward_only=True, evaluation=True)
         changed = [name for name, grad in self.gradients().items() if not torch.equal(grad, before[name])]
-        changed += [name for name, value in vars(self.config).items() if name not in fields or fields[name] is not value]
+        changed += [
+            name for name, value in vars(self.config).items() if name not in fields or fields[name] is not value
+        ]
         if changed:
             raise AssertionError(f"evaluation changed {changed}")
 
@@ -331,6 +335,9 @@ def engine(case: Case) -> contextlib.AbstractContextManager[Any]:
 def run_job(job: Job) -> dict[str, Any]:
     """Run the job's case on this rank, save or compare what came out, and report it as plain numbers."""
     case = job.case
+    if job.check is not None:
+        module, function = job.check.split(":")
+        return {"losses": [], "facts": getattr(importlib.import_module(module), function)(case)}
     lines: list[str] = []
     with engine(case), megatron_trace.recording(lines) if case.trace else contextlib.nullcontext():
         run = Run(case)
@@ -369,7 +376,9 @@ def compare(snapshot: dict[str, Any], reference: dict[str, Any], case: Case) -> 
         if len(snapshot["losses"]) != len(reference["losses"]):
             raise AssertionError(f"{len(snapshot['losses'])} losses reported, {len(reference['losses'])} expected")
         result["loss_difference"] = difference(torch.stack(snapshot["losses"]), torch.stack(reference["losses"]))
-    expected = {n: torch.full_like(g, 0.5) for n, g in snapshot["grads"].items()} if case.forward_only else reference["grads"]
+    expected = (
+        {n: torch.full_like(g, 0.5) for n, g in snapshot["grads"].items()} if case.forward_only else reference["grads"]
+    )
     result["grad_difference"] = max(difference(grad, expected[name]) for name, grad in snapshot["grads"].items())
     if snapshot["params"] and reference["params"]:
         result["param_difference"] = max(

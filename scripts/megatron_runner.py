@@ -2,13 +2,15 @@
 
     echo '[{"case": {...}}, ...]' | python scripts/megatron_runner.py
 
-Megatron-core is imported once, then every rank is forked from this process. A set of ranks runs job after job; when one of them
-raises or misses the job's deadline, the whole set is killed and the next job starts a new one. So a schedule that hangs costs its
-deadline and nothing else. From Python: `run_jobs(jobs)` starts this file as a process of its own.
+Megatron-core is imported once, then every rank is forked from this process. A set of ranks runs job after job; when
+one of them raises or misses the job's deadline, the whole set is killed and the next job starts a new one. So a
+schedule that hangs costs its deadline and nothing else. From Python: `run_jobs(jobs)` starts this file as a process
+of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -28,11 +30,11 @@ from megatron_cases import Case, Job, Outcome
 HERE = Path(__file__).resolve().parent
 
 
-class RankFailed(Exception):
+class RankFailedError(Exception):
     """One rank raised; the message is its exception."""
 
 
-class RankHung(Exception):
+class RankHungError(Exception):
     """A rank had not answered by the deadline."""
 
 
@@ -55,7 +57,7 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, job: Job) -> list[dict[str, Any]]:
-        """Every rank's report. Raises RankFailed or RankHung; the set must then be closed."""
+        """Every rank's report. Raises RankFailedError or RankHungError; the set must then be closed."""
         for pipe in self._pipes:
             pipe.send(job)
         answers: dict[int, dict[str, Any]] = {}
@@ -64,7 +66,9 @@ class Ranks:
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankHung(f"ranks {sorted(set(range(self.world)) - set(answers))} silent for {job.deadline:g} s")
+                raise RankHungError(
+                    f"ranks {sorted(set(range(self.world)) - set(answers))} silent for {job.deadline:g} s"
+                )
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 answers[rank] = self._receive(rank)
@@ -74,9 +78,9 @@ class Ranks:
         try:
             kind, value = self._pipes[rank].recv()
         except EOFError:
-            raise RankFailed(f"rank {rank} died") from None
+            raise RankFailedError(f"rank {rank} died") from None
         if kind == "error":
-            raise RankFailed(f"rank {rank}: {value}")
+            raise RankFailedError(f"rank {rank}: {value}")
         return value
 
     def close(self) -> None:
@@ -119,10 +123,10 @@ def serve_jobs(jobs: list[Job]) -> None:
             ranks = Ranks(job.case.world)
         try:
             outcome = merge(ranks.run(job))
-        except (RankFailed, RankHung) as trouble:
+        except (RankFailedError, RankHungError) as trouble:
             ranks.close()
             ranks = None
-            outcome = Outcome("hang" if isinstance(trouble, RankHung) else "error", str(trouble))
+            outcome = Outcome("hang" if isinstance(trouble, RankHungError) else "error", str(trouble))
         print(json.dumps(vars(outcome)), flush=True)
     if ranks is not None:
         ranks.close()
@@ -142,14 +146,15 @@ def merge(reports: list[dict[str, Any]]) -> Outcome:
         compared=sum(report.get("compared", 0) for report in reports),
         losses=next((report["losses"] for report in reversed(reports) if report["losses"]), []),
         traces=[report.get("trace", []) for report in reports],
+        facts=[report.get("facts") for report in reports],
     )
 
 
 def run_jobs(jobs: list[Job], deadline: float = 600.0, on_outcome: Any = None) -> list[Outcome]:
     """Start this file as a process, give it the jobs, and return one Outcome per job.
 
-    deadline: seconds for all of them together; then the process and its ranks are killed and the rest reported as "hang".
-    on_outcome(job, outcome): called for each as it comes.
+    deadline: seconds for all of them together; then the process and its ranks are killed and the rest reported as
+    "hang". on_outcome(job, outcome): called for each as it comes.
     """
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -163,7 +168,8 @@ def run_jobs(jobs: list[Job], deadline: float = 600.0, on_outcome: Any = None) -
         env=environment,
         start_new_session=True,
     )
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     outcomes: list[Outcome] = []
     end = time.monotonic() + deadline
     try:
@@ -192,10 +198,8 @@ def _read_line(process: subprocess.Popen[bytes], end: float) -> bytes | None:
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
     if process.stdout is not None:
         process.stdout.close()
@@ -217,8 +221,9 @@ def parity_jobs(cases: list[Case], directory: str | Path) -> list[Job]:
 def reference_case(case: Case) -> Case:
     """One process that holds the whole model, under Megatron's own schedule.
 
-    Tied embeddings: a pipeline accumulates the gradients of the embedding and of the output layer apart and adds the two sums
-    in finalisation, so the reference keeps them apart too. Added microbatch by microbatch, the last bit would differ.
+    Tied embeddings: a pipeline accumulates the gradients of the embedding and of the output layer apart and adds
+    the two sums in finalisation, so the reference keeps them apart too. Added microbatch by microbatch, the last
+    bit would differ.
     """
     return Case(
         model=case.model,

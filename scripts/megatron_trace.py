@@ -114,7 +114,11 @@ def recording(lines: list[str]) -> Iterator[None]:
         for name in ("clear_embedding_activation_buffer", "finish_embedding_wgrad_compute"):
             original = getattr(schedules, name)
             stack.enter_context(mock.patch.object(schedules, name, _noted(lines, name, original)))
-        stack.enter_context(mock.patch.object(schedules, "create_cudagraphs", lambda: lines.append("create_cudagraphs")))
+        stack.enter_context(
+            mock.patch.object(
+                schedules, "create_cudagraphs", mock.Mock(side_effect=lambda: lines.append("create_cudagraphs"))
+            )
+        )
         if hasattr(schedules, "off_interface"):
             reset = mock.Mock(side_effect=lambda *args, **kwargs: lines.append("offload reset"))
             stack.enter_context(mock.patch.object(schedules.off_interface, "reset", reset))

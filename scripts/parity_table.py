@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Compare gradients and losses of pipelines with those of one process, under Megatron-core's schedules and under megatron_pp's.
+"""Compare losses and gradients of pipelines with those of one process, under Megatron-core's schedules and under ours.
 
     python scripts/parity_table.py                    every case; writes docs/parity.md
     python scripts/parity_table.py --engine ours --pp 2 --output -
 
-A real GPTModel of Megatron-core on the CPU with gloo, the same weights for every cut, 8 microbatches. Each cell is the largest
-absolute difference of any loss or gradient from the run with one process: 0 means equal to the last bit.
+A real GPTModel of Megatron-core on the CPU with gloo, the same weights for every cut, 8 microbatches. Each cell is
+the largest absolute difference of any loss or gradient from the run with one process: 0 means equal to the last
+bit.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def case_of(row: Row, column: tuple[bool, bool], model: Model, engine: str) -> C
 
 
 def cell(outcome: Outcome) -> str:
-    """"0", a difference, or in a word what happened instead."""
+    """ "0", a difference, or in a word what happened instead."""
     if outcome.status == "ok":
         return outcome.short()
     if outcome.status == "hang":
@@ -86,33 +87,41 @@ INTRODUCTION = """# Parity with one process
 
 Written by `scripts/parity_table.py` with megatron-core {megatron} and torch {torch}, on the CPU with gloo.
 
-A real `GPTModel` of Megatron-core (8 layers, fp32, dropout 0), the same weights for every cut, wrapped in Megatron's
-`DistributedDataParallel`, 8 microbatches. Each cell is the largest absolute difference of any loss or any gradient from the run
-with one pipeline rank; **0 means equal to the last bit**. P: pipeline ranks; V: model chunks per rank; group: microbatches
-per group and chunk (`microbatch_group_size_per_vp_stage`). Communication: *overlap* is `overlap_p2p_comm`, *flush*
-adds `overlap_p2p_comm_warmup_flush`, *batched* is `batch_p2p_comm`, *plain* is neither. Outputs are *freed* with
-`deallocate_pipeline_outputs`, else *kept*.
+A real `GPTModel` of Megatron-core (8 layers, fp32, dropout 0), the same weights for every cut, wrapped in
+Megatron's `DistributedDataParallel`, 8 microbatches. Each cell is the largest absolute difference of any loss or
+any gradient from the run with one pipeline rank; **0 means equal to the last bit**. P: pipeline ranks; V: model
+chunks per rank; group: microbatches per group and chunk (`microbatch_group_size_per_vp_stage`). Communication:
+*overlap* is `overlap_p2p_comm`, *flush* adds `overlap_p2p_comm_warmup_flush`, *batched* is `batch_p2p_comm`,
+*plain* is neither. Outputs are *freed* with `deallocate_pipeline_outputs`, else *kept*.
 
-Tied embeddings: a pipeline sums the gradients of the embedding and of the output layer apart and adds the two at the end; the run
-with one process does the same here. (Added microbatch by microbatch, as one process with one shared parameter does, they differ
-in the last bit under every engine, Megatron's included.)
+Tied embeddings: a pipeline sums the gradients of the embedding and of the output layer apart and adds the two at
+the end; the run with one process does the same here. (Added microbatch by microbatch, as one process with one
+shared parameter does, they differ in the last bit under every engine, Megatron's included.)
 
-Not all cells of Megatron's that are wrong are wrong by the same amount every time: what is read from freed memory is whatever
-lies there. *refused* is a clear error before anything runs; *crashes* is an error in the middle of a step; *hangs* means no
-answer within {deadline:g} seconds.
+Not all cells of Megatron's that are wrong are wrong by the same amount every time: what is read from freed memory
+is whatever lies there. *refused* is a clear error before anything runs; *crashes* is an error in the middle of a
+step; *hangs* means no answer within {deadline:g} seconds.
 
-Megatron refuses *overlap* without chunks, and a last group that is smaller than P (8 microbatches in groups of 6 on 4 ranks).
+Megatron refuses *overlap* without chunks, and a last group that is smaller than P (8 microbatches in groups of 6 on
+4 ranks).
 """
 
 
 def summary(engines: list[str], results: dict[Case, Outcome]) -> str:
-    lines = ["## In short", "", "| | cases | equal to the last bit | different | crash or hang | refused |", "|" + " --- |" * 6]
+    lines = [
+        "## In short",
+        "",
+        "| | cases | equal to the last bit | different | crash or hang | refused |",
+        "|" + " --- |" * 6,
+    ]
     for engine in engines:
         cells = [cell(outcome) for case, outcome in results.items() if case.engine == engine]
         equal, refused = cells.count("0"), cells.count("refused")
         broken = cells.count("crashes") + cells.count("hangs")
         name = {"megatron": "Megatron-core's schedules", "ours": "megatron_pp"}[engine]
-        lines.append(f"| {name} | {len(cells)} | {equal} | {len(cells) - equal - refused - broken} | {broken} | {refused} |")
+        lines.append(
+            f"| {name} | {len(cells)} | {equal} | {len(cells) - equal - refused - broken} | {broken} | {refused} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -157,13 +166,17 @@ def main() -> int:
     results = run(sorted(cases, key=lambda case: case.pp), args.deadline)
     versions = {"megatron": importlib.metadata.version("megatron-core"), "torch": importlib.metadata.version("torch")}
     parts = [INTRODUCTION.format(**versions, deadline=args.deadline), summary(engines, results)]
-    parts += [markdown(f"{name.capitalize()} embeddings", model, sizes, engines, results) for name, model in models.items()]
+    parts += [
+        markdown(f"{name.capitalize()} embeddings", model, sizes, engines, results) for name, model in models.items()
+    ]
     text = "\n".join(parts)
     if args.output == "-":
         print(text)
     else:
         Path(args.output).write_text(text, encoding="utf-8")
-    ours = [outcome for case, outcome in results.items() if case.engine == "ours" and cell(outcome) not in ("0", "refused")]
+    ours = [
+        outcome for case, outcome in results.items() if case.engine == "ours" and cell(outcome) not in ("0", "refused")
+    ]
     return 1 if ours else 0
 
 

@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 scripts/pretrain_gpt_megatron.py --pipeline-model-parallel-size 2 \\
         --num-virtual-stages-per-pipeline-rank 2 --train-iters 20
 
-Model, DistributedDataParallel, optimizer and gradient finalisation are Megatron-core's; the one line that plugs in megatron_pp
-is `megatron_core.install()`. Flags are named as Megatron's. Without a GPU it runs on the CPU with gloo, through the shim
-`megatron_cpu_shim.py`. `--compare` trains a second copy of the model under Megatron's own schedule, step by step with the
-first, and prints both losses and the largest difference of any gradient.
+Model, DistributedDataParallel, optimizer and gradient finalisation are Megatron-core's; the one line that plugs in
+megatron_pp is `megatron_core.install()`. Flags are named as Megatron's. Without a GPU it runs on the CPU with gloo,
+through the shim `megatron_cpu_shim.py`. `--compare` trains a second copy of the model under Megatron's own
+schedule, step by step with the first, and prints both losses and the largest difference of any gradient.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--weight-decay", type=float, default=0.01)
     training.add_argument("--clip-grad", type=float, default=1.0)
     training.add_argument("--seed", type=int, default=1234)
-    training.add_argument("--data-path", nargs="*", default=[], help="text files or folders; default: Python's own library")
+    training.add_argument(
+        "--data-path", nargs="*", default=[], help="text files or folders; default: Python's own library"
+    )
     training.add_argument("--max-data-bytes", type=int, default=4_000_000)
     training.add_argument("--eval-interval", type=int, default=0, help="0: never")
     training.add_argument("--calculate-per-token-loss", action="store_true")
@@ -92,7 +94,9 @@ def parse_arguments() -> argparse.Namespace:
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--engine", choices=("megatron_pp", "megatron"), default="megatron_pp")
-    engine.add_argument("--strict", action="store_true", help="raise where megatron_pp would hand back to Megatron's schedule")
+    engine.add_argument(
+        "--strict", action="store_true", help="raise where megatron_pp would hand back to Megatron's schedule"
+    )
     engine.add_argument("--compare", action="store_true", help="train under both engines, in step, and compare")
     args = parser.parse_args()
     check_arguments(parser, args)
@@ -103,11 +107,14 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     world = int(os.environ.get("WORLD_SIZE", "1"))
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if world % model_parallel:
-        parser.error(f"{world} processes can not be divided into pipelines of {model_parallel} (tensor x pipeline size)")
+        parser.error(
+            f"{world} processes can not be divided into pipelines of {model_parallel} (tensor x pipeline size)"
+        )
     per_step = args.micro_batch_size * (world // model_parallel)
     if args.global_batch_size % per_step:
         parser.error(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of micro batch x data-parallel size = {per_step}"
+            f"--global-batch-size {args.global_batch_size} is not a multiple of {per_step} "
+            "(micro batch x data-parallel size)"
         )
     if args.overlap_param_gather and not args.use_distributed_optimizer:
         parser.error("--overlap-param-gather needs --use-distributed-optimizer")

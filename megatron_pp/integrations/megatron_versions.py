@@ -1,8 +1,9 @@
 """What differs between releases of Megatron-core in the places that the plug-in touches, as a table.
 
-Megatron's own `forward_step` and `backward_step` do the compute, so most of what changes from release to release needs no line
-here. What remains is how those functions are called, how gradient finalisation is called, and what a schedule does after it.
-Read in the sources of the tags core_v0.14.0 to core_v0.19.0 and of the main branch of August 2026 (0.20).
+Megatron's own `forward_step` and `backward_step` do the compute, so most of what changes from release to release
+needs no line here. What remains is how those functions are called, how gradient finalisation is called, and what a
+schedule does after it. Read in the sources of the tags core_v0.14.0 to core_v0.19.0 and of the main branch of
+August 2026 (0.20).
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ def row_of(version: str) -> Row:
     rows = [row for row in TABLE if row.release <= release]
     if not rows:
         oldest = ".".join(map(str, TABLE[0].release))
-        raise UnknownMegatronError(f"megatron-core {version} is not supported; the oldest supported release is {oldest}")
+        raise UnknownMegatronError(
+            f"megatron-core {version} is not supported; the oldest supported release is {oldest}"
+        )
     return rows[-1]
 
 
@@ -120,12 +123,12 @@ def expected_signatures(row: Row) -> dict[str, tuple[str, ...]]:
         "backward_step": (*BACKWARD_STEP, *row.backward_only),
         "clear_embedding_activation_buffer": ("config", "model", "is_last_stage"),
         "finish_embedding_wgrad_compute": ("config", "embedding_module", "is_last_stage", "tp_group"),
-        **{name: entry for name in ENTRIES},
+        **dict.fromkeys(ENTRIES, entry),
     }
 
 
 # The communicator of a caller who made one: no pipeline has no use for it, and early releases do not take it there.
-_OPTIONAL = {name: ("p2p_communicator",) for name in ENTRIES}
+_OPTIONAL = dict.fromkeys(ENTRIES, ("p2p_communicator",))
 
 
 def check_signatures(schedules: ModuleType, row: Row, version: str) -> None:
@@ -136,7 +139,9 @@ def check_signatures(schedules: ModuleType, row: Row, version: str) -> None:
     for name, expected in expected_signatures(row).items():
         function = getattr(schedules, name, None)
         if function is None:
-            raise UnknownMegatronError(f"megatron-core {version}: megatron.core.pipeline_parallel.schedules has no {name}")
+            raise UnknownMegatronError(
+                f"megatron-core {version}: megatron.core.pipeline_parallel.schedules has no {name}"
+            )
         parameters = inspect.signature(function).parameters
         known = {*expected, *_OPTIONAL.get(name, ())}
         for missing in [p for p in expected if p not in parameters]:

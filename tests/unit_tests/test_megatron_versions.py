@@ -1,6 +1,7 @@
-"""The table of Megatron-core's releases, walked: every release's signatures as published, and the installed one's as they are.
+"""The table of Megatron-core's releases, walked: every release's signatures as they were published.
 
-Megatron itself is not imported here; that the installed release matches is checked, with everything else, in the functional tests.
+Megatron itself is not imported here; that the installed release matches is checked, with everything else, in the
+functional tests.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ from megatron_pp.integrations import megatron_versions
 from megatron_pp.integrations.megatron_versions import UnknownMegatronError
 
 FORWARD = (
-    "forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, cp_group_size, "
-    "collect_non_loss_data=False, checkpoint_activations_microbatch=None, is_first_microbatch=False, "
+    "forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
+    "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, is_first_microbatch=False, "
     "current_microbatch=None, vp_stage=None, is_last_stage=True"
 )
 ENTRY = (
-    "*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, decoder_seq_length=None, "
-    "forward_only=False, collect_non_loss_data=False, first_val_step=None, adjust_tensor_shapes_fn=None"
+    "*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
+    "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, adjust_tensor_shapes_fn=None"
 )
 # backward_step after its three tensors, and what the schedules take after ENTRY (without and with a pipeline)
 PUBLISHED = {
-    "0.14.0": ("model_type, config, pipeline_model_parallel_size=1", "grad_finalize_pgs=None", "p2p_communicator=None, grad_finalize_pgs=None"),
+    "0.14.0": (
+        "model_type, config, pipeline_model_parallel_size=1",
+        "grad_finalize_pgs=None",
+        "p2p_communicator=None, grad_finalize_pgs=None",
+    ),
     "0.15.3": ("model_type, config", "pg_collection=None", "p2p_communicator=None, pg_collection=None"),
     "0.16.1": ("model_type, config", *["p2p_communicator=None, pg_collection=None, force_all_reduce=False"] * 2),
     "0.17.1": ("config", *["p2p_communicator=None, pg_collection=None, force_all_reduce=False"] * 2),
@@ -76,7 +81,9 @@ def test_no_row_stands_for_the_releases_around_it(version: str) -> None:
 
 
 def taken_parameters(schedules: types.ModuleType, row: megatron_versions.Row) -> dict[str, tuple[str, ...]]:
-    """What the functions that a row speaks of really take, in the row's order; the communicator is optional everywhere."""
+    """What the functions that a row speaks of really take, in the row's order; the communicator is optional
+    everywhere.
+    """
     result = {}
     for name, expected in megatron_versions.expected_signatures(row).items():
         taken = [p for p in inspect.signature(getattr(schedules, name)).parameters if p != "p2p_communicator"]
@@ -90,14 +97,19 @@ def taken_parameters(schedules: types.ModuleType, row: megatron_versions.Row) ->
         ({"backward_step": "input_tensor, output_tensor, output_tensor_grad, config, tensor_map"}, "tensor_map"),
         ({"backward_step": "input_tensor, output_tensor, config"}, "output_tensor_grad"),
         ({"forward_step": FORWARD.replace("vp_stage=None", "chunk=None")}, "vp_stage"),
-        ({"forward_backward_pipelining_with_interleaving": f"{ENTRY}, groups=None, force_all_reduce=False"}, "pg_collection"),
+        (
+            {"forward_backward_pipelining_with_interleaving": f"{ENTRY}, groups=None, force_all_reduce=False"},
+            "pg_collection",
+        ),
         ({"finish_embedding_wgrad_compute": "config, embedding_module, is_last_stage, tp_group, stream"}, "stream"),
     ],
 )
 def test_an_unknown_signature_is_named(changed: dict[str, str], named: str) -> None:
     version = "0.20.0"
     with pytest.raises(UnknownMegatronError, match=named) as caught:
-        megatron_versions.check_signatures(published_schedules(version, **changed), megatron_versions.row_of(version), version)
+        megatron_versions.check_signatures(
+            published_schedules(version, **changed), megatron_versions.row_of(version), version
+        )
     assert version in str(caught.value)
     assert next(iter(changed)) in str(caught.value)
 
@@ -118,7 +130,14 @@ def test_new_parameters_with_defaults_are_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("version", "release"),
-    [("0.14.0", (0, 14)), ("0.15.0rc3", (0, 15)), ("0.16.1", (0, 16)), ("0.17.0rc0", (0, 17)), ("0.19.0", (0, 18)), ("1.2.0", (0, 18))],
+    [
+        ("0.14.0", (0, 14)),
+        ("0.15.0rc3", (0, 15)),
+        ("0.16.1", (0, 16)),
+        ("0.17.0rc0", (0, 17)),
+        ("0.19.0", (0, 18)),
+        ("1.2.0", (0, 18)),
+    ],
 )
 def test_the_row_of_a_version(version: str, release: tuple[int, int]) -> None:
     assert megatron_versions.row_of(version).release == release
