@@ -1,0 +1,38 @@
+"""What the training program raises on bad input, each with one sentence that says what would be right.
+
+A number of processes that does not fit the grid is a :class:`megatron_pp.config_checks.WorldSizeError`. All of these
+are raised on every rank before any communication, except :class:`NonFiniteLossError`, which all ranks raise at the
+same step.
+"""
+
+from __future__ import annotations
+
+from megatron_pp.config_checks import ConfigError
+
+
+class TrainingError(Exception):
+    """Base of all errors the training program reports as one line, without a traceback."""
+
+
+class ArgumentError(TrainingError, ConfigError):
+    """A command-line value is impossible, or two contradict each other."""
+
+
+class DataPathError(TrainingError, OSError):
+    """A data path does not exist, cannot be read, or holds no text."""
+
+
+class TextTooShortError(TrainingError, ValueError):
+    """The text does not fill one global batch."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint is missing, incomplete or damaged."""
+
+
+class CheckpointLayoutError(CheckpointError, ValueError):
+    """A checkpoint belongs to another layout: other stages, layers or sizes."""
+
+
+class NonFiniteLossError(TrainingError, ArithmeticError):
+    """The loss or the gradient became infinite or not a number."""

@@ -1,0 +1,114 @@
+"""What a run leaves for people to read: ``metrics.jsonl``, the progress bar, the loss plot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+METRICS = "metrics.jsonl"
+PLOT = "loss.png"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``, in order. A last line that was cut short is left out."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+class MetricsFile:
+    """Appends one JSON object a line. Opening it drops what a continued run will write anew.
+
+    Args:
+        path: the file; made if missing.
+        from_step: records of later steps than this are removed first.
+    """
+
+    def __init__(self, path: Path, from_step: int) -> None:
+        kept = [record for record in read_metrics(path) if record["step"] <= from_step] if path.exists() else []
+        replacement = path.with_name(f".{path.name}.new")
+        replacement.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        replacement.replace(path)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115  (closed by close)
+
+    def write(self, **record: Any) -> None:
+        """Append one record; it is on its way to the disk when this returns."""
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Progress:
+    """A progress bar on a terminal, and now and then a line elsewhere.
+
+    Args:
+        done, total: steps.
+        interval: steps between two lines where there is no terminal.
+    """
+
+    def __init__(self, done: int, total: int, interval: int) -> None:
+        # tqdm is an extra of the package; only who shows progress needs it.
+        from tqdm import tqdm
+
+        self._on_terminal = sys.stderr.isatty()
+        self._interval = interval
+        self._total = total
+        self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, disable=not self._on_terminal)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def step(self, step: int, loss: float, tokens_per_second: float, bubble: float) -> None:
+        """Show that ``step`` steps are done. ``bubble`` is a share between 0 and 1."""
+        shown = f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s, bubble {bubble:.0%}"
+        self._bar.set_postfix_str(shown, refresh=False)
+        self._bar.update()
+        if not self._on_terminal and (step % self._interval == 0 or step == self._total):
+            print(f"step {step}/{self._total}: {shown}", flush=True)
+
+    def say(self, line: str) -> None:
+        """Print a line without tearing the bar."""
+        self._bar.write(line) if self._on_terminal else print(line, flush=True)
+
+
+def plot_losses(metrics: Path, picture: Path) -> str | None:
+    """Draw the losses of a ``metrics.jsonl`` as a PNG.
+
+    Returns:
+        ``None``, or why there is no picture (matplotlib is an extra of the package).
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        return f"no loss plot: {error}"
+    records = read_metrics(metrics)
+    training = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    validation = [(record["step"], record["validation_loss"]) for record in records if "validation_loss" in record]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    if training:
+        axes.plot(*zip(*training, strict=True), linewidth=0.8, label="training")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), marker="o", label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.grid(alpha=0.3)
+    if training or validation:
+        axes.legend()
+    figure.savefig(picture, dpi=120)
+    return None
