@@ -1,0 +1,143 @@
+"""One step of a Megatron-core training loop through the engine: Megatron's own compute, hooks and finalisation around our plan."""
+
+from __future__ import annotations
+
+
+from typing import Any
+
+import torch
+
+from megatron_pp.integrations.megatron_release import Megatron
+from megatron_pp.output_lifetime import deallocate_output_tensor
+from megatron_pp.plan.spec import Plan
+from megatron_pp.schedules import StepCall
+from megatron_pp.steps import Activation, LossRecord, StepOptions, wrapped_attribute
+
+
+class MegatronSteps:
+    """Runs a microbatch through a chunk with the `forward_step` and `backward_step` of the installed Megatron-core.
+
+    So the scale of MoE's auxiliary loss, multi-token prediction, context-parallel loss factors and the marks for CUDA graphs are those
+    of that release. `record` holds what the loss function reported and, on this rank, the number of tokens.
+    """
+
+    def __init__(
+        self,
+        megatron: Megatron,
+        call: MegatronCall,
+        options: StepOptions,
+    ) -> None:
+        self.schedules = megatron.schedules
+        self.inputs = call.inputs
+        self.config = call.config
+        self.options = options
+        self.chunked = call.chunked
+        self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=call.communicator.device))
+        known = {
+            "model_type": wrapped_attribute(call.inputs.chunks[0], "model_type"),
+            "pipeline_model_parallel_size": call.communicator.size,
+        }
+        self.more_for_backward = {name: known[name] for name in megatron.row.backward_only}
+
+    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
+        """Megatron's `forward_step`; on the last stage the result is the scaled loss."""
+        inputs, options = self.inputs, self.options
+        flags = options.checkpoint_flags
+        output, num_tokens = self.schedules.forward_step(
+            inputs.forward_step_func,
+            inputs.data_iterators[chunk],
+            inputs.chunks[chunk],
+            inputs.num_microbatches,
+            input_tensor,
+            self.record.data,
+            self.config,
+            cp_group_size=options.cp_size,
+            collect_non_loss_data=inputs.collect_non_loss_data,
+            checkpoint_activations_microbatch=None if flags is None else flags[(chunk, mb)],
+            is_first_microbatch=self.schedules.check_first_val_step(
+                inputs.first_val_step, inputs.forward_only, mb == 0
+            ),
+            current_microbatch=mb,
+            vp_stage=chunk if self.chunked else None,
+            is_last_stage=options.is_last_stage[chunk],
+        )
+        self.record.num_tokens += num_tokens
+        return output
+
+    def backward(
+        self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
+    ) -> Activation:
+        """Megatron's `backward_step`; the gradient of `input_tensor`."""
+        if output_grad is not None:
+            # Megatron insists that an output is freed by now. Where its send is still on its way, the handle owns the bytes.
+            deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+        return self.schedules.backward_step(
+            input_tensor=input_tensor,
+            output_tensor=output,
+            output_tensor_grad=output_grad,
+            config=self.config,
+            **self.more_for_backward,
+        )
+
+
+class MegatronCall(StepCall):
+    """One call of a schedule of Megatron-core's.
+
+    alone     without a pipeline
+    chunked   with a list of model chunks
+    The other arguments are those of Megatron's schedules. Raises ScheduleInputError before any communication.
+    """
+
+    def __init__(self, megatron: Megatron, *, alone: bool, chunked: bool, **arguments: Any) -> None:
+        self.megatron = megatron
+        self.alone = alone
+        self.chunked = chunked
+        keyword = megatron.row.groups_keyword
+        groups = arguments.pop(keyword, None)
+        if groups is None:
+            megatron.require_initialised()
+            groups = megatron.default_groups()
+        super().__init__(alone=alone, chunked=chunked, pg_collection=groups, **arguments)
+        self.embedding: Any = None
+
+    @property
+    def finalizes(self) -> bool:
+        return not self.inputs.forward_only and self.config.finalize_model_grads_func is not None
+
+    def begin(self) -> None:
+        config, schedules = self.config, self.megatron.schedules
+        if self.finalizes and not self.alone:
+            self.embedding = schedules.clear_embedding_activation_buffer(config, self.inputs.chunks, self._is_last_rank())
+        super().begin()
+        self.megatron.reset_paged_stash(config, self.inputs.forward_only)
+
+    def make_steps(self, plan: Plan) -> MegatronSteps:
+        return MegatronSteps(self.megatron, self, self.step_options(plan))
+
+    def finish(self, steps: MegatronSteps) -> None:
+        """What Megatron's schedules do after the last backward, in their order."""
+        config, megatron, forward_only = self.config, self.megatron, self.inputs.forward_only
+        if self.finalizes:
+            self._finalize(steps.record.num_tokens)
+        megatron.reset_offload(config, forward_only, self.pg_collection)
+        if self.alone and forward_only:
+            megatron.resynchronise_fsdp(self.inputs.chunks)
+        self.stop_timer()
+        megatron.create_graphs(config)
+
+    def _finalize(self, num_tokens: torch.Tensor) -> None:
+        config, row = self.config, self.megatron.row
+        if not self.alone:
+            self.megatron.schedules.finish_embedding_wgrad_compute(
+                config, self.embedding, self._is_last_rank(), self.pg_collection.tp
+            )
+        more = {"force_all_reduce": self.force_all_reduce} if row.force_all_reduce else {}
+        config.finalize_model_grads_func(
+            self.inputs.chunks,
+            num_tokens if config.calculate_per_token_loss else None,
+            **{row.groups_keyword: self.pg_collection},
+            **more,
+        )
+
+    def _is_last_rank(self) -> bool:
+        return self.communicator.rank == self.communicator.size - 1

@@ -1,0 +1,142 @@
+"""Megatron-core's training loop on this engine: one line, `install()`.
+
+    from megatron_pp.integrations import megatron_core
+    megatron_core.install()
+
+Afterwards `megatron.core.pipeline_parallel.get_forward_backward_func`, wherever it has been imported to, gives schedules that run
+through this engine. Models, optimizers, data-parallel wrappers, configs and process groups stay Megatron's, and so do the forward and
+backward of one microbatch: what the installed release does there it still does. What the engine does not serve is handed back to
+Megatron's own schedule, with one warning that names the reason; `install(strict=True)` raises NotServedError instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+from megatron_pp.integrations.megatron_call import MegatronCall
+from megatron_pp.integrations.megatron_release import Megatron, load_megatron
+from megatron_pp.integrations.megatron_scope import reason_not_served
+from megatron_pp.integrations.megatron_versions import UnknownMegatronError
+
+__all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
+
+logger = logging.getLogger("megatron_pp")
+
+
+class NotServedError(NotImplementedError):
+    """Under `install(strict=True)`: this step would have been handed back to Megatron's own schedule."""
+
+
+class Schedule:
+    """What stands in for one of Megatron's three schedule functions; called with the same keywords."""
+
+    def __init__(self, theirs: Callable[..., Any], selector: ScheduleSelector) -> None:
+        functools.update_wrapper(self, theirs)
+        self.theirs = theirs
+        self.selector = selector
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        """Run one step. Returns what the loss function reported, on the last stage; an empty list elsewhere.
+
+        Raises ScheduleInputError before any communication for arguments or a config that can not be run.
+        """
+        reason = reason_not_served(self.selector.megatron, arguments)
+        if reason is not None:
+            self.selector.tell(reason)
+            return self.theirs(**arguments)
+        alone = self.theirs.__name__ == "forward_backward_no_pipelining"
+        chunked = self.theirs.__name__ == "forward_backward_pipelining_with_interleaving"
+        return MegatronCall(self.selector.megatron, alone=alone, chunked=chunked, **arguments).run()
+
+
+class ScheduleSelector:
+    """What stands in for Megatron's `get_forward_backward_func`; takes what the installed release's takes."""
+
+    def __init__(self, original: Callable[..., Any], megatron: Megatron, strict: bool) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self.megatron = megatron
+        self.strict = strict
+        self.told: set[str] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Schedule:
+        if not any(value is not None for value in (*args, *kwargs.values())):
+            self.megatron.require_initialised()
+        return Schedule(self.original(*args, **kwargs), self)
+
+    def tell(self, reason: str) -> None:
+        """Say once, or under `strict` raise, that Megatron's own schedule runs and why."""
+        if self.strict:
+            raise NotServedError(f"megatron_pp does not serve {reason}; install() without strict=True hands it to Megatron")
+        if reason not in self.told:
+            self.told.add(reason)
+            logger.warning("megatron_pp does not serve %s: Megatron-core's own schedule runs instead", reason)
+
+
+def install(strict: bool = False) -> None:
+    """Make Megatron-core's training loop use this engine, in this process. A second call only sets `strict`.
+
+    strict   raise NotServedError where a step would otherwise be handed back to Megatron's own schedule
+
+    Raises UnknownMegatronError where megatron-core is missing, too old, or has a signature that is not known here; nothing is
+    changed then.
+    """
+    current = _current()
+    if current is not None:
+        current.strict = strict
+        return
+    megatron = load_megatron()
+    original = megatron.schedules.get_forward_backward_func
+    _replace(original, ScheduleSelector(original, megatron, strict))
+
+
+def uninstall() -> None:
+    """Give Megatron-core its own schedules back, everywhere. Nothing happens when it has them."""
+    current = _current()
+    if current is not None:
+        _replace(current, current.original)
+
+
+def is_installed() -> bool:
+    """Whether Megatron-core's schedules run through this engine."""
+    return _current() is not None
+
+
+@contextmanager
+def installed(strict: bool = False) -> Iterator[None]:
+    """`install()` for the length of a `with` block; what was before it is there again after it."""
+    before = _current()
+    strict_before = before.strict if before is not None else False
+    install(strict)
+    try:
+        yield
+    finally:
+        if before is None:
+            uninstall()
+        else:
+            install(strict_before)
+
+
+def _current() -> ScheduleSelector | None:
+    """The selector that is installed. It stands in Megatron's own module and nowhere else, so it can not disagree with it."""
+    schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
+    selector = getattr(schedules, "get_forward_backward_func", None)
+    return selector if isinstance(selector, ScheduleSelector) else None
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Put `new` where `old` stands in any imported module: Megatron's own, and scripts that have imported the name."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict):
+            continue
+        for name in [name for name, value in list(names.items()) if value is old]:
+            setattr(module, name, new)
+
+

@@ -1,0 +1,115 @@
+"""The installed Megatron-core: its modules, its row in the table of releases, and the calls that differ between releases."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.integrations import megatron_versions as versions
+from megatron_pp.integrations.megatron_versions import Row, UnknownMegatronError
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """Megatron-core as it is installed. `version` is as Megatron prints it; `row` says how that release is called."""
+
+    version: str
+    row: Row
+    schedules: ModuleType
+    parallel_state: ModuleType
+    utils: ModuleType
+
+    def require_initialised(self) -> None:
+        """Raises ScheduleInputError unless the process groups of a pipeline exist."""
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            raise ScheduleInputError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group, then "
+                "megatron.core.parallel_state.initialize_model_parallel, before get_forward_backward_func()"
+            )
+        if not self.parallel_state.model_parallel_is_initialized():
+            raise ScheduleInputError(
+                "megatron.core.parallel_state is not initialised; call "
+                "parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) before get_forward_backward_func()"
+            )
+
+    def default_groups(self) -> Any:
+        """The process groups of `parallel_state`, in the collection that this release's schedules make when given none."""
+        build = getattr(self.schedules, "_build_default_pg_collection", None)
+        return build() if build is not None else self._collect_groups()
+
+    def _collect_groups(self) -> Any:
+        state = self.parallel_state
+        config = importlib.import_module("megatron.core.process_groups_config")
+        name = "GradFinalizeProcessGroups" if self.row.groups_keyword == "grad_finalize_pgs" else "ProcessGroupCollection"
+        groups = getattr(config, name)()
+        groups.tp = state.get_tensor_model_parallel_group()
+        groups.cp = state.get_context_parallel_group()
+        groups.pp = state.get_pipeline_model_parallel_group()
+        groups.embd = state.get_embedding_group(check_initialized=False)
+        groups.pos_embd = state.get_position_embedding_group(check_initialized=False)
+        groups.dp_cp = state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+        return groups
+
+    def reset_offload(self, config: Any, forward_only: bool, groups: Any) -> None:
+        """Forget the fine-grained activation offload of this step, when this release does so (Megatron-LM#3739)."""
+        when = self.row.offload_reset
+        if when == versions.NEVER or (when == versions.AFTER_TRAINING and forward_only):
+            return
+        if not getattr(config, "fine_grained_activation_offloading", False):
+            return
+        reset = getattr(self.schedules, "_reset_activation_offload", None)
+        if reset is not None:
+            reset(groups)
+        else:
+            self.schedules.off_interface.reset()
+
+    def reset_paged_stash(self, config: Any, forward_only: bool) -> None:
+        """Start the paged stash of MoE activations afresh, where this release has it."""
+        reset = getattr(self.schedules, "paged_stash_reset", None)
+        if reset is not None and getattr(config, "moe_paged_stash", False):
+            reset(enabled=not forward_only, config=config)
+
+    def resynchronise_fsdp(self, chunks: list[Any]) -> None:
+        """After evaluation without a pipeline: the parameter gathering of Megatron-FSDP, where this release does so."""
+        if not self.row.fsdp_resync:
+            return
+        for chunk in chunks:
+            ddp = getattr(chunk, "ddp_config", None)
+            if ddp is not None and ddp.use_megatron_fsdp and ddp.overlap_param_gather:
+                chunk.synchronize_param_gather()
+
+    def create_graphs(self, config: Any) -> None:
+        """Let Megatron capture the CUDA graphs of its layers, as its own schedules do at their end."""
+        wanted = getattr(config, self.row.graphs_field, None)
+        if wanted is True or wanted == "local":
+            self.schedules.create_cudagraphs()
+
+
+@lru_cache(maxsize=1)
+def load_megatron() -> Megatron:
+    """Import Megatron-core and check that its schedules are called as the table says.
+
+    Raises UnknownMegatronError where it is missing, older than the table, or has a signature that the table does not know.
+    """
+    try:
+        core = importlib.import_module("megatron.core")
+        schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    except ImportError as error:
+        raise UnknownMegatronError(
+            f"megatron-core can not be imported ({error}); install it: pip install 'megatron-core>=0.14'"
+        ) from error
+    row = versions.row_of(core.__version__)
+    versions.check_signatures(schedules, row, core.__version__)
+    return Megatron(
+        version=core.__version__,
+        row=row,
+        schedules=schedules,
+        parallel_state=importlib.import_module("megatron.core.parallel_state"),
+        utils=importlib.import_module("megatron.core.utils"),
+    )
