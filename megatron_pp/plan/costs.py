@@ -1,0 +1,138 @@
+"""What a plan's instructions cost: compute per stage, transfers per directed link.
+
+Times are in one unit of the caller's choice, the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT
+from megatron_pp.plan.spec import PlanError
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Time of each compute operation of one microbatch, per stage in model order (not per rank).
+
+    forward         F
+    backward        B where no W follows: input and weight gradients together
+    backward_input  B where a W follows: input gradients only
+    weight          W
+
+    Raises PlanError for lists of different lengths, and for times that are negative or not finite.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    weight: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("backward", "backward_input", "weight"):
+            if len(getattr(self, name)) != len(self.forward):
+                given = len(getattr(self, name))
+                raise PlanError(f"costs of {name} are given for {given} stages, of forward for {len(self.forward)}")
+        for name in ("forward", "backward", "backward_input", "weight"):
+            for stage, value in enumerate(getattr(self, name)):
+                if not (math.isfinite(value) and value >= 0):
+                    raise PlanError(f"the {name} time of stage {stage} is {value}; it must be finite and at least 0")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward)
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        weight: float = 1.0,
+        backward: float | None = None,
+    ) -> StageCosts:
+        """The same times for every stage; an unsplit backward costs ``backward_input + weight`` unless said otherwise.
+
+        The defaults are the field's unit costs: F = B = W = 1, so that an unsplit backward costs 2.
+        """
+        whole = backward_input + weight if backward is None else backward
+        n = num_stages
+        return cls((forward,) * n, (whole,) * n, (backward_input,) * n, (weight,) * n)
+
+    @classmethod
+    def per_stage(
+        cls,
+        forward: Sequence[float],
+        backward_input: Sequence[float],
+        weight: Sequence[float],
+        backward: Sequence[float] | None = None,
+    ) -> StageCosts:
+        """Lists with one entry per stage; an unsplit backward costs the sum of its halves unless given."""
+        whole = [b + w for b, w in zip(backward_input, weight, strict=False)] if backward is None else backward
+        return cls(tuple(forward), tuple(whole), tuple(backward_input), tuple(weight))
+
+    def of(self, op: str, stage: int, split: bool) -> float:
+        """Time of compute operation ``op`` of ``stage``; ``split``: a WEIGHT of its (chunk, microbatch) follows."""
+        if op == FORWARD:
+            return self.forward[stage]
+        if op == BACKWARD:
+            return (self.backward_input if split else self.backward)[stage]
+        if op == WEIGHT:
+            return self.weight[stage]
+        raise ValueError(f"{op} is not a compute operation")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two ranks: a transfer occupies the wire for ``bytes / bandwidth`` and is there ``latency``
+    after it left the wire. Transfers on one link take turns, in the order in which they became ready.
+
+    latency    in units of time
+    bandwidth  in bytes per unit of time; infinite by default
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise PlanError(f"the latency of a link is {self.latency}; it must be a finite number of at least 0")
+        if not self.bandwidth > 0:
+            raise PlanError(f"the bandwidth of a link is {self.bandwidth}; it must be above 0")
+
+    def wire_time(self, size: float) -> float:
+        return size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a transfer between two ranks costs.
+
+    activation_bytes, gradient_bytes  size of one message (gradients have the activation's size unless given)
+    link                              every directed link that ``links`` does not name
+    links                             (source rank, destination rank) -> its own Link
+    """
+
+    activation_bytes: float = 0.0
+    gradient_bytes: float | None = None
+    link: Link = Link()
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in (("activation_bytes", self.activation_bytes), ("gradient_bytes", self.gradient_bytes)):
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"{name} is {value}; it must be a finite number of at least 0")
+
+    def message_bytes(self, kind: str) -> float:
+        """Size of a message of ``kind`` "A" (activation) or "G" (gradient)."""
+        if kind == "G" and self.gradient_bytes is not None:
+            return self.gradient_bytes
+        return self.activation_bytes
+
+    def between(self, source: int, target: int) -> Link:
+        return self.links.get((source, target), self.link)
+
+
+FREE = Network()
