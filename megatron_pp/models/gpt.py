@@ -14,11 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_pp.config_checks import ConfigError
 from megatron_pp.models.blocks import Block, RotaryEmbedding
 from megatron_pp.models.initialization import initialize_block, initialize_matrix, layer_generator
 
 EMBEDDING = "embedding.weight"
 OUTPUT = "output.weight"
+
+
+def check_model_config(config: Any) -> None:
+    """Refuse sizes that this model cannot have.
+
+    Raises:
+        ConfigError: heads do not divide the hidden size, or a head's size is odd.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if hidden % heads or (hidden // heads) % 2:
+        raise ConfigError(
+            f"hidden_size {hidden} over {heads} attention heads gives {hidden / heads:g} numbers a head: rotary "
+            f"positions need a whole, even number; choose hidden_size as a multiple of {2 * heads}"
+        )
 
 
 class GPTStage(nn.Module):
@@ -44,7 +59,7 @@ class GPTStage(nn.Module):
         seed: seed of the initial weights.
 
     Raises:
-        ValueError: heads do not divide the hidden size, or a head's size is odd.
+        ConfigError: see :func:`check_model_config`.
     """
 
     def __init__(
@@ -69,12 +84,8 @@ class GPTStage(nn.Module):
         self.stream_dtype: torch.dtype = config.pipeline_dtype or torch.float32
         self.input_tensor: Tensor | None = None
 
+        check_model_config(config)
         hidden, heads = config.hidden_size, config.num_attention_heads
-        if hidden % heads or (hidden // heads) % 2:
-            raise ValueError(
-                f"hidden_size {hidden} over {heads} attention heads gives {hidden / heads:g} numbers a head: rotary "
-                f"positions need a whole, even number; choose hidden_size as a multiple of {2 * heads}"
-            )
         if pre_process:
             self.embedding = nn.Embedding(vocab_size, hidden)
         self.rotary = RotaryEmbedding(hidden // heads, max_sequence_length)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_pp.models.gpt import GPTStage
 from megatron_pp.models.tied_embeddings import is_tied_copy, sum_tied_gradients
+from megatron_pp.training.grid import GridMember
 
 
 class GradientFinalizer:
@@ -20,26 +21,13 @@ class GradientFinalizer:
 
     Args:
         chunks: this rank's chunks, unwrapped.
-        data_parallel_group: replicas of this rank's stages.
-        embedding_group: the ranks of the first and the last stage.
-        pipeline_group, last_stage_rank: this rank's pipeline, and the global rank in it that computes the loss; read
-            under a
-            per-token loss only, where the last stage alone knows the number of tokens.
+        grid: the groups of replicas and of the tied embedding; under a per-token loss also the pipeline's, in which the
+            last stage alone knows the number of tokens.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[GPTStage],
-        data_parallel_group: dist.ProcessGroup | None,
-        embedding_group: dist.ProcessGroup | None,
-        pipeline_group: dist.ProcessGroup | None,
-        last_stage_rank: int,
-    ) -> None:
+    def __init__(self, chunks: Sequence[GPTStage], grid: GridMember) -> None:
         self.chunks = chunks
-        self.data_parallel_group = data_parallel_group
-        self.embedding_group = embedding_group
-        self.pipeline_group = pipeline_group
-        self.last_stage_rank = last_stage_rank
+        self.grid = grid
 
     def __call__(self, model: Any, num_tokens: Tensor | None = None, **_: Any) -> None:
         """Finish the gradients of one step, in place.
@@ -51,13 +39,13 @@ class GradientFinalizer:
                 gradients are averaged over replicas.
         """
         gradients = [p.grad for chunk in self.chunks for p in chunk.parameters() if p.grad is not None]
-        divisor: Tensor | int = dist.get_world_size(self.data_parallel_group)
+        divisor: Tensor | int = dist.get_world_size(self.grid.data_group)
         if num_tokens is not None:
-            dist.broadcast(num_tokens, src=self.last_stage_rank, group=self.pipeline_group)
-            dist.all_reduce(num_tokens, group=self.data_parallel_group)
+            dist.broadcast(num_tokens, src=self.grid.last_stage_rank, group=self.grid.pipeline_group)
+            dist.all_reduce(num_tokens, group=self.grid.data_group)
             divisor = num_tokens.clamp(min=1)
-        _reduce_over_replicas(gradients, self.data_parallel_group, divisor)
-        sum_tied_gradients(self.chunks, self.embedding_group)
+        _reduce_over_replicas(gradients, self.grid.data_group, divisor)
+        sum_tied_gradients(self.chunks, self.grid.embedding_group)
 
 
 def _reduce_over_replicas(gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divisor: Tensor | int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 METRICS = "metrics.jsonl"
@@ -64,14 +63,6 @@ class Progress:
         self._total = total
         self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, disable=not self._on_terminal)
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.close()
-
     def step(self, step: int, loss: float, tokens_per_second: float, bubble: float) -> None:
         """Show that ``step`` steps are done. ``bubble`` is a share between 0 and 1."""
         shown = f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s, bubble {bubble:.0%}"
@@ -83,6 +74,53 @@ class Progress:
     def say(self, line: str) -> None:
         """Print a line without tearing the bar."""
         self._bar.write(line) if self._on_terminal else print(line, flush=True)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._bar.close()
+
+
+class Recorder:
+    """Rank 0's metrics and progress; on other ranks (``folder`` is ``None``) every method does nothing.
+
+    Args:
+        folder: the run's folder.
+        done, total: steps done already, and in all.
+        interval: see :class:`Progress`.
+    """
+
+    def __init__(self, folder: Path | None, done: int, total: int, interval: int) -> None:
+        self._metrics = MetricsFile(folder / METRICS, from_step=done) if folder else None
+        self._progress = Progress(done, total, interval) if folder else None
+
+    def training_step(self, step: int, *, loss: float, tokens_per_second: float, bubble: float, **more: float) -> None:
+        """Note that ``step`` steps are done. ``bubble`` is the mean share of idle time over ranks, 0 to 1."""
+        if self._metrics and self._progress:
+            self._metrics.write(
+                step=step, loss=loss, tokens_per_second=round(tokens_per_second, 1), bubble=round(bubble, 4), **more
+            )
+            self._progress.step(step, loss, tokens_per_second, bubble)
+
+    def validation(self, step: int, loss: float) -> None:
+        """Note the validation loss after ``step`` steps."""
+        if self._metrics and self._progress:
+            self._metrics.write(step=step, validation_loss=loss)
+            self._progress.say(f"step {step}: validation loss {loss:.3f}")
+
+    def saved(self, checkpoint: Path) -> None:
+        """Note that a checkpoint has been written."""
+        self.say(f"saved {checkpoint}")
+
+    def say(self, line: str) -> None:
+        """Tell people something."""
+        if self._progress:
+            self._progress.say(line)
+
+    def close(self) -> None:
+        """End the progress bar and close the file."""
+        if self._metrics and self._progress:
+            self._metrics.close()
+            self._progress.close()
 
 
 def plot_losses(metrics: Path, picture: Path) -> str | None:

@@ -1,0 +1,232 @@
+"""The training program's command line: one dataclass of its own, and the flags of ``TransformerConfig``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from megatron_pp.config import TransformerConfig
+from megatron_pp.models.gpt import check_model_config
+from megatron_pp.training.errors import ArgumentError, CheckpointError
+from megatron_pp.training.flags import add_flags, values_of
+from megatron_pp.training.grid import grid_sizes
+
+ARGUMENTS = "arguments.json"
+
+# Fields of TransformerConfig that are no flags here, and why.
+_NOT_FLAGS = {
+    **dict.fromkeys(
+        ("tensor_model_parallel_size", "context_parallel_size", "sequence_parallel"),
+        "this GPT is cut by layers only",
+    ),
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "--precision sets them"),
+    **dict.fromkeys(
+        ("defer_embedding_wgrad_compute", "wgrad_deferral_limit", "kv_channels"), "this GPT has no such part"
+    ),
+    "barrier_with_L1_time": "these timers take no barrier",
+    "deterministic_mode": "read by no part of this program",
+    "pipeline_model_parallel_size": "the program has its own, with another default",
+}
+
+# Where this program's default differs from the config's.
+_CONFIG_DEFAULTS = {
+    "num_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+def _setting(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass
+class RunArguments:
+    """The program's own settings. Each is a flag of the same name.
+
+    Raises:
+        ArgumentError: a value is impossible; the sentence says what would be right.
+    """
+
+    data: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "files and folders of text (default: the source of Python's standard library)",
+            "section": "text",
+        },
+    )
+    max_data_bytes: int = _setting(16 * 2**20, "read no more text than this")
+    validation_fraction: float = _setting(0.05, "share of the text, at its end, that is kept for validation")
+
+    seq_length: int = _setting(128, "tokens (bytes) in a sample", section="batch")
+    micro_batch_size: int = _setting(4, "samples in a microbatch")
+    num_microbatches: int = _setting(8, "microbatches of each replica in a step")
+    pipeline_model_parallel_size: int | None = _setting(
+        None, "P, ranks that share the layers as a pipeline (default: all that --data-parallel-size leaves)"
+    )
+
+    train_steps: int = _setting(300, "optimizer steps", section="optimization")
+    learning_rate: float = _setting(3e-3, "peak learning rate of AdamW")
+    min_learning_rate: float = _setting(3e-4, "learning rate at the last step")
+    warmup_steps: int = _setting(20, "steps in which the learning rate rises to its peak")
+    weight_decay: float = _setting(0.1, "decay of matrices")
+    adam_beta1: float = _setting(0.9, "AdamW's first beta")
+    adam_beta2: float = _setting(0.95, "AdamW's second beta")
+    adam_eps: float = _setting(1e-8, "AdamW's epsilon")
+    clip_grad: float = _setting(1.0, "largest norm of the whole gradient; 0: no clipping")
+    precision: str = _setting("fp32", "bf16: compute and send in bf16, with fp32 weights", choices=("fp32", "bf16"))
+    untie_embeddings_and_output_weights: bool = _setting(False, "give the output projection weights of its own")
+    seed: int = _setting(1234, "seed of weights, sample order and dropout")
+
+    eval_interval: int = _setting(100, "steps between validations; 0: only before and after", section="run")
+    eval_steps: int = _setting(4, "global batches in a validation")
+    log_interval: int = _setting(20, "steps between two lines where there is no terminal for a bar")
+    save_interval: int = _setting(100, "steps between checkpoints; 0: only at the end")
+    keep_checkpoints: int = _setting(2, "newest checkpoints that are kept")
+    run_dir: str | None = _setting(None, "the run's folder, new (default: runs/<date and time>)")
+    resume: str | None = _setting(
+        None, "continue the run in this folder, from its newest checkpoint or from the one whose folder is given"
+    )
+    device: str = _setting("auto", "auto: GPUs when every process has one", choices=("auto", "cpu", "cuda"))
+
+    def __post_init__(self) -> None:
+        for name in (
+            "seq_length",
+            "micro_batch_size",
+            "num_microbatches",
+            "eval_steps",
+            "log_interval",
+            "keep_checkpoints",
+        ):
+            self._at_least(name, 1)
+        for name in (
+            "train_steps",
+            "warmup_steps",
+            "eval_interval",
+            "save_interval",
+            "clip_grad",
+            "weight_decay",
+            "seed",
+        ):
+            self._at_least(name, 0)
+        if not 0.0 < self.learning_rate < float("inf"):
+            raise ArgumentError(f"--learning-rate is {self.learning_rate}; it must be a positive number such as 3e-3")
+        if not 0.0 <= self.min_learning_rate <= self.learning_rate:
+            raise ArgumentError(
+                f"--min-learning-rate is {self.min_learning_rate}; it must lie between 0 and --learning-rate "
+                f"{self.learning_rate}"
+            )
+        if self.run_dir is not None and self.resume is not None:
+            raise ArgumentError(
+                "--run-dir and --resume are both given; a resumed run stays in its own folder: give one"
+            )
+
+    def _at_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        # Written so that not-a-number fails too.
+        if not value >= least:
+            raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (--help lists all flags)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser; flags that are not given leave no attribute."""
+    parser = _Parser(
+        prog="train.py",
+        description="Trains a byte-level GPT through a pipeline. Run it under torchrun, or alone for one process.",
+        # Abbreviations break scripts when a field is added.
+        allow_abbrev=False,
+    )
+    add_flags(parser, RunArguments)
+    add_flags(parser, TransformerConfig, left_out=_NOT_FLAGS)
+    return parser
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A parsed command line: the program's own settings, and what it says about the config."""
+
+    run: RunArguments
+    config: dict[str, Any]
+
+    def save(self, folder: Path) -> None:
+        """Write them to ``folder`` for a later ``--resume``."""
+        content = {"run": asdict(self.run), "config": self.config}
+        (folder / ARGUMENTS).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """Read the command line. With ``--resume``, what it does not say is as the run was started.
+
+    Raises:
+        ArgumentError: an unknown flag or an impossible value.
+        CheckpointError: ``--resume`` names no run.
+    """
+    namespace = make_parser().parse_args(argv)
+    run, config = values_of(namespace, RunArguments), values_of(namespace, TransformerConfig)
+    # Both dataclasses know it; the program's own is the one that counts.
+    config.pop("pipeline_model_parallel_size", None)
+    saved = _saved_arguments(find_run(Path(run["resume"]))) if "resume" in run else {"run": {}, "config": {}}
+    for name in ("run_dir", "resume"):
+        saved["run"].pop(name, None)
+    return Arguments(RunArguments(**{**saved["run"], **run}), {**_CONFIG_DEFAULTS, **saved["config"], **config})
+
+
+def find_run(path: Path) -> Path:
+    """The run's folder, given it or something in it. Raises CheckpointError if there is none."""
+    for folder in (path, *path.resolve().parents[:2]):
+        if (folder / ARGUMENTS).is_file():
+            return folder
+    raise CheckpointError(
+        f"there is no run at {path}; give a folder that --run-dir or runs/ holds, with {ARGUMENTS} in it"
+    )
+
+
+def make_config(arguments: Arguments, world_size: int) -> TransformerConfig:
+    """The config of this run on ``world_size`` processes.
+
+    Raises:
+        WorldSizeError: ``world_size`` does not fit the grid.
+        ConfigError: or another subclass of it; see there.
+    """
+    settings = dict(arguments.config)
+    pipeline_size, replicas = grid_sizes(
+        world_size, arguments.run.pipeline_model_parallel_size, settings.pop("data_parallel_size", None)
+    )
+    compute_dtype = torch.bfloat16 if arguments.run.precision == "bf16" else torch.float32
+    config = TransformerConfig(
+        pipeline_model_parallel_size=pipeline_size,
+        data_parallel_size=replicas,
+        pipeline_dtype=compute_dtype,
+        enable_autocast=compute_dtype != torch.float32,
+        autocast_dtype=compute_dtype,
+        **settings,
+    )
+    check_model_config(config)
+    return config
+
+
+def _saved_arguments(folder: Path) -> dict[str, dict[str, Any]]:
+    try:
+        saved = json.loads((folder / ARGUMENTS).read_text())
+        known = {"run": RunArguments, "config": TransformerConfig}
+        return {
+            part: {f.name: saved[part][f.name] for f in fields(cls) if f.name in saved[part]}
+            for part, cls in known.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / ARGUMENTS} cannot be read ({error!r}); give all flags and a new --run-dir"
+        ) from error

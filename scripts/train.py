@@ -1,0 +1,13 @@
+#!/usr/bin/env python3
+"""Train a byte-level GPT through a pipeline: torchrun --nproc-per-node 2 scripts/train.py --help"""
+
+import sys
+from pathlib import Path
+
+# The checkout this script lies in comes first, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_pp.training.program import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
