@@ -48,7 +48,10 @@ def _param_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before
 
 
 def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before: Marks, after: Marks) -> None:
-    completing = [i for i, op in enumerate(order) if op.op == WEIGHT] or [i for i, op in enumerate(order) if op.op == BACKWARD]
+    split = {(op.chunk, op.mb) for op in order if op.op == WEIGHT}
+    completing = [
+        i for i, op in enumerate(order) if op.op == WEIGHT or (op.op == BACKWARD and (op.chunk, op.mb) not in split)
+    ]
     last = {order[i].chunk: k for k, i in enumerate(completing)}  # chunk -> ordinal of its last gradient-completing operation
     # Megatron: the first rank of a pipeline without chunks has no bubble after its last backward to hide an explicit sync in.
     if spec.grad_sync == HOOKS or (spec.num_chunks == 1 and rank == 0):
