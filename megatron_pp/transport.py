@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_pp.errors import P2PError
+
 ACT = "A"
 GRAD = "G"
 CHANNEL_KINDS = (ACT, GRAD)
@@ -154,3 +156,32 @@ def _backend_of(group: dist.ProcessGroup) -> str:
     """``nccl`` or ``gloo``: which of the group's backends carries the tensors. A mixed group uses NCCL where there is a GPU."""
     name = dist.get_backend(group)
     return "nccl" if "nccl" in name and torch.cuda.is_available() else "gloo"
+
+
+class SoloTransport:
+    """A pipeline of one rank: nothing to send to. Needs no process group."""
+
+    rank = 0
+    size = 1
+    pollable = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        raise P2PError(f"a pipeline of one rank has no rank {peer} to send to")
+
+    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        raise P2PError(f"a pipeline of one rank has no rank {peer} to receive from")
+
+    def batch(self, requests: Sequence[P2PRequest]) -> list[Work]:
+        raise P2PError("a pipeline of one rank has no one to exchange a batch with")
+
+    def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
+        pass
+
+    def global_rank(self, rank: int) -> int:
+        return 0
+
+    def abort(self) -> None:
+        pass

@@ -6,7 +6,7 @@ produced (``clock.py``).
 
 ``overlap``  A send is posted right after its operation and released ``release_after`` operations later. A receive is posted when its message is due, or
              ``lookahead`` operations ahead of its use if that is earlier, and waited right before its use.
-``batched``  All messages whose round falls on a boundary go out there as one batch, waited at once.
+``batched``  All messages whose round falls on a boundary go out there as one batch, waited at once (with ``variable_shapes``, one per round).
 ``plain``    The same messages, singly, waited together.
 
 With ``shared`` channels, both ends must post in one order: posts then stand in the order of rounds, no receive ahead of its round. With ``variable_shapes`` a
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from megatron_pp.plan.clock import logical_ends
 from megatron_pp.plan.instruction import (
@@ -191,14 +192,22 @@ class _RankLowering:
 
     def _emit_posts(self, posts: list[_Post], program: list[Instruction]) -> None:
         if self.spec.policy == BATCHED:
-            program.append(batch(p.post for p in posts))
-            program += _waits(posts) + _releases(posts)
+            for together in self._batches(posts):
+                program.append(batch(p.post for p in together))
+                program += _waits(together) + _releases(together)
         elif self.spec.variable_shapes:
             self._emit_one_by_one(posts, program)
         else:
             program += [p.post for p in posts]
             if self.spec.policy != OVERLAP:
                 program += _waits(posts) + _releases(posts)
+
+    def _batches(self, posts: list[_Post]) -> Iterable[list[_Post]]:
+        """All messages of a boundary in one batch; where shapes travel ahead as a batch of their own, a batch per round, which the peers'
+        batches match one to one."""
+        if not self.spec.variable_shapes:
+            return [posts]
+        return [list(same) for _, same in groupby(posts, key=lambda p: p.round)]
 
     def _emit_one_by_one(self, posts: list[_Post], program: list[Instruction]) -> None:
         """Every receive waited where it is posted; where channels are one-way, sends need not stand behind it."""

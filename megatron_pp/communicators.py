@@ -1,0 +1,53 @@
+"""The communicator of a pipeline group, kept from step to step.
+
+Megatron makes a communicator per call of a schedule. Ours owns NCCL communicators for its one-way channels, so one is made per group and config
+and found again; it goes when the group does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.transport import SoloTransport
+
+_FIELDS = (
+    "pipeline_dtype",
+    "variable_seq_lengths",
+    "mtp_standalone",
+    "batch_p2p_comm",
+    "batch_p2p_sync",
+    "p2p_channels",
+    "p2p_timeout",
+    "p2p_debug",
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_schedule",
+)
+
+# Process groups are process-wide, and so is what hangs on them; weak, so that a destroyed group takes its communicators along.
+_KEPT: WeakKeyDictionary[Any, dict[tuple[Any, ...], P2PCommunicator]] = WeakKeyDictionary()
+
+
+def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
+    """The communicator of ``pp_group`` for the communication fields of ``config``; made on first use, which on NCCL is collective."""
+    kept = _KEPT.setdefault(pp_group, {})
+    key = tuple(getattr(config, field, None) for field in _FIELDS)
+    found = kept.get(key)
+    if found is None or found.closed:
+        transport = next((c.transport for c in kept.values() if not c.closed and _same_channels(c.config, config)), None)
+        found = kept[key] = P2PCommunicator(pp_group, config, transport)
+    found.config = config  # timers and the like may have changed; what the communicator was built from has not
+    return found
+
+
+def _same_channels(one: Any, other: Any) -> bool:
+    return getattr(one, "p2p_channels", "one_way") == getattr(other, "p2p_channels", "one_way")
+
+
+def lone_communicator(config: Any, model: torch.nn.Module) -> P2PCommunicator:
+    """For a pipeline of one rank without any process group."""
+    parameter = next(iter(model.parameters()), None)
+    return P2PCommunicator(None, config, SoloTransport(torch.device("cpu") if parameter is None else parameter.device))

@@ -1,0 +1,335 @@
+"""The engine: walks one rank's plan, one dispatch per instruction.
+
+All state of a step is in dictionaries keyed (chunk, microbatch), with nothing left in them at the end. The engine knows no schedule: order, communication
+and releases stand in the plan, which was verified before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_pp.output_lifetime import deallocate_output_tensor, viewless
+from megatron_pp.p2p_core import P2PCore, Receive, Send
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.spec import Plan
+from megatron_pp.steps import Activation, Steps
+from megatron_pp.sync_hooks import SyncHooks
+from megatron_pp.transport import ACT, GRAD
+from megatron_pp.wait_handle import WaitHandle
+
+Key = tuple[int, int]  # (chunk, microbatch)
+
+
+class _Neighbours(NamedTuple):
+    """Where one chunk's messages come from and go to: pipeline ranks, or chunks of this rank for hand-offs; None where there is no such stage."""
+
+    act_from: int | None
+    act_to: int | None
+    grad_from: int | None
+    grad_to: int | None
+    chunk_before: int | None
+    chunk_after: int | None
+
+
+class Shapes(NamedTuple):
+    """Shapes of what this rank receives and sends towards the last stage: one shape or a list of shapes each."""
+
+    receive: Any
+    send: Any
+
+
+class PlanExecutor:
+    """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction at any time."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        communicator: P2PCore,
+        steps: Steps,
+        hooks: SyncHooks,
+        shapes: Shapes,
+        *,
+        deallocate: bool = True,
+        max_pending_sends: int = 2,
+        weights: Any = None,
+        observer: Any = None,
+    ) -> None:
+        self.plan = plan
+        self.rank = communicator.rank
+        self.program = plan.programs[self.rank]
+        self.communicator = communicator
+        self.steps = steps
+        self.hooks = hooks
+        self.shapes = shapes
+        self.deallocate = deallocate
+        self.weights = weights
+        self.observer = observer
+        self.forward_only = plan.spec.forward_only
+        self.position = 0
+        self.inputs: dict[Key, Activation] = {}
+        self.outputs: dict[Key, Activation] = {}
+        self.output_grads: dict[Key, Activation] = {}
+        self.input_grads: dict[Key, Activation] = {}
+        self.act_receives: dict[Key, WaitHandle] = {}
+        self.grad_receives: dict[Key, WaitHandle] = {}
+        self.act_sends: dict[Key, WaitHandle] = {}
+        self.grad_sends: dict[Key, WaitHandle] = {}
+        self.deferred: deque[tuple[WaitHandle, Callable[[WaitHandle, Key], None], Key]] = deque()
+        self.max_deferred = max_pending_sends if communicator.transport.pollable else 0
+        self.split = {(at.chunk, at.mb) for at in self.program if at.op == ins.WEIGHT} if weights is not None else frozenset()
+        self._sync_open = False
+        self._around = [_neighbours(plan, self.rank, chunk) for chunk in range(plan.spec.num_chunks)]
+
+    def run(self) -> None:
+        """Execute every instruction. Afterwards no tensor, handle or gradient of the step is left here."""
+        handlers = self._handlers()
+        if not self.forward_only:
+            self.hooks.disable_grad_sync()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.forward_only):
+            for self.position, (op, chunk, mb, members) in enumerate(self.program):
+                handlers[op](members or (chunk, mb))
+            self._settle(0)
+        self.hooks.enable_grad_sync()
+        self._check_nothing_left()
+
+    @property
+    def instruction(self) -> Instruction:
+        """The instruction that is being executed (the last one, after the end)."""
+        return self.program[self.position]
+
+    def _handlers(self) -> dict[str, Callable[[Any], None]]:
+        handlers: dict[str, Callable[[Any], None]] = {
+            ins.FORWARD: self._forward,
+            ins.BACKWARD: self._backward,
+            ins.WEIGHT: self._weight,
+            ins.RECV_ACT: self._recv_act,
+            ins.WAIT_ACT: self._wait_act,
+            ins.SEND_ACT: self._send_act,
+            ins.RELEASE_ACT: self._release_act,
+            ins.HAND_ACT: self._hand_act,
+            ins.RECV_GRAD: self._recv_grad,
+            ins.WAIT_GRAD: self._wait_grad,
+            ins.SEND_GRAD: self._send_grad,
+            ins.RELEASE_GRAD: self._release_grad,
+            ins.HAND_GRAD: self._hand_grad,
+            ins.PARAM_SYNC: self._param_sync,
+            ins.GRAD_ENABLE: self._grad_enable,
+            ins.GRAD_SYNC: self._grad_sync,
+            ins.BATCH: self._batch,
+        }
+        if self.observer is None:
+            return handlers
+        return {op: _Observed(handler, self) for op, handler in handlers.items()}
+
+    # -- compute ---------------------------------------------------------------------------------------------------------------
+
+    def _forward(self, key: Key) -> None:
+        around = self._around[key[0]]
+        given = self.inputs.pop(key, None) if self.forward_only else self.inputs.get(key)
+        output = self.steps.forward(key[0], key[1], given)
+        last = around.act_to is None and around.chunk_after is None
+        if not last:
+            self.outputs[key] = _map(viewless, output)
+        elif not self.forward_only:
+            self.outputs[key] = output
+
+    def _backward(self, key: Key) -> None:
+        given, output = self.inputs.pop(key, None), self.outputs.pop(key)
+        output_grad = self.output_grads.pop(key, None)
+        if key in self.split:
+            with self.weights.backward(*key):
+                grad = self.steps.backward(key[0], key[1], given, output, output_grad)
+        else:
+            grad = self.steps.backward(key[0], key[1], given, output, output_grad)
+        if given is not None:
+            self.input_grads[key] = _filled(grad, given)
+        self._close_sync()
+
+    def _weight(self, key: Key) -> None:
+        if key in self.split:
+            self.weights.run(*key)
+        self._close_sync()
+
+    # -- communication: each pair posts and finishes ----------------------------------------------------------------------------
+
+    def _recv_act(self, key: Key) -> None:
+        peer = self._around[key[0]].act_from
+        self.act_receives[key] = self.communicator.post_recv(self.shapes.receive, peer, ACT, not self.forward_only)  # type: ignore[arg-type]
+
+    def _wait_act(self, key: Key) -> None:
+        handle = self.act_receives.pop(key)
+        handle.wait()
+        self.inputs[key] = handle.tensor
+
+    def _recv_grad(self, key: Key) -> None:
+        peer = self._around[key[0]].grad_from
+        self.grad_receives[key] = self.communicator.post_recv(self.shapes.send, peer, GRAD, False)  # type: ignore[arg-type]
+
+    def _wait_grad(self, key: Key) -> None:
+        handle = self.grad_receives.pop(key)
+        handle.wait()
+        self.output_grads[key] = handle.tensor
+
+    def _send_act(self, key: Key) -> None:
+        self.act_sends[key] = self.communicator.post_send(self.outputs[key], self._around[key[0]].act_to, ACT)  # type: ignore[arg-type]
+
+    def _release_act(self, key: Key) -> None:
+        self._release(self.act_sends.pop(key), self._wait_then_deallocate, key)
+
+    def _wait_then_deallocate(self, handle: WaitHandle, key: Key) -> None:
+        """The one place where an output's data is given back: after its send is done, never before (Megatron-LM#4047)."""
+        handle.wait()
+        if self.forward_only:
+            del self.outputs[key]
+        else:  # the backward may have used the output up already
+            deallocate_output_tensor(self.outputs.get(key), self.deallocate)
+
+    def _send_grad(self, key: Key) -> None:
+        self.grad_sends[key] = self.communicator.post_send(self.input_grads[key], self._around[key[0]].grad_to, GRAD)  # type: ignore[arg-type]
+
+    def _release_grad(self, key: Key) -> None:
+        self._release(self.grad_sends.pop(key), self._wait_then_drop, key)
+
+    def _wait_then_drop(self, handle: WaitHandle, key: Key) -> None:
+        handle.wait()
+        del self.input_grads[key]
+
+    def _batch(self, members: Sequence[Instruction]) -> None:
+        requests = [self._request(at) for at in members]
+        for at, handle in zip(members, self.communicator.post_batch(requests), strict=True):
+            self._handles_of(at.op)[(at.chunk, at.mb)] = handle
+
+    def _request(self, at: Instruction) -> Send | Receive:
+        around, key = self._around[at.chunk], (at.chunk, at.mb)
+        if at.op == ins.SEND_ACT:
+            return Send(self.outputs[key], around.act_to, ACT)  # type: ignore[arg-type]
+        if at.op == ins.SEND_GRAD:
+            return Send(self.input_grads[key], around.grad_to, GRAD)  # type: ignore[arg-type]
+        if at.op == ins.RECV_ACT:
+            return Receive(self.shapes.receive, around.act_from, ACT, not self.forward_only)  # type: ignore[arg-type]
+        return Receive(self.shapes.send, around.grad_from, GRAD, False)  # type: ignore[arg-type]
+
+    def _handles_of(self, op: str) -> dict[Key, WaitHandle]:
+        return {
+            ins.SEND_ACT: self.act_sends,
+            ins.SEND_GRAD: self.grad_sends,
+            ins.RECV_ACT: self.act_receives,
+            ins.RECV_GRAD: self.grad_receives,
+        }[op]
+
+    def _release(self, handle: WaitHandle, finish: Callable[[WaitHandle, Key], None], key: Key) -> None:
+        """Finish a send now, or, where the transport can tell that it is still on its way, a little later."""
+        if self.max_deferred and not handle.is_completed():
+            self.deferred.append((handle, finish, key))
+        else:
+            finish(handle, key)
+        if self.deferred:
+            self._settle(self.max_deferred)
+
+    def _settle(self, most: int) -> None:
+        """Finish deferred sends, oldest first: those that are done, and those beyond ``most``."""
+        while self.deferred and (len(self.deferred) > most or self.deferred[0][0].is_completed()):
+            handle, finish, key = self.deferred.popleft()
+            finish(handle, key)
+
+    # -- hand-offs between two chunks of this rank --------------------------------------------------------------------------------
+
+    def _hand_act(self, key: Key) -> None:
+        source = (self._around[key[0]].chunk_before, key[1])
+        output = self.outputs[source] if not self.forward_only else self.outputs.pop(source)  # type: ignore[index, arg-type]
+        self.inputs[key] = _map(self._fresh_leaf, output)
+        if not self.forward_only:
+            deallocate_output_tensor(output, self.deallocate)
+
+    def _fresh_leaf(self, output: torch.Tensor) -> torch.Tensor:
+        leaf = output.detach()
+        return leaf if self.forward_only else leaf.requires_grad_()
+
+    def _hand_grad(self, key: Key) -> None:
+        self.output_grads[key] = self.input_grads.pop((self._around[key[0]].chunk_after, key[1]))  # type: ignore[arg-type]
+
+    # -- data-parallel hooks --------------------------------------------------------------------------------------------------
+
+    def _param_sync(self, key: Key) -> None:
+        self.hooks.param_sync(key[0])
+
+    def _grad_enable(self, key: Key) -> None:
+        self.hooks.enable_grad_sync()
+        self._sync_open = True
+
+    def _grad_sync(self, key: Key) -> None:
+        self.hooks.grad_sync(key[0])
+
+    def _close_sync(self) -> None:
+        """Gradient hooks fire in the one backward that GRAD_ENABLE opened them for."""
+        if self._sync_open:
+            self._sync_open = False
+            self.hooks.disable_grad_sync()
+
+    def _check_nothing_left(self) -> None:
+        left = {
+            name: sorted(getattr(self, name))
+            for name in (
+                "inputs",
+                "outputs",
+                "output_grads",
+                "input_grads",
+                "act_receives",
+                "grad_receives",
+                "act_sends",
+                "grad_sends",
+            )
+            if getattr(self, name)
+        }
+        if left:
+            raise AssertionError(f"rank {self.rank}: the plan ended with tensors or handles left: {left}; this is a fault of the engine")
+
+
+class _Observed:
+    """A handler with the observer's ``begin`` and ``end`` around it."""
+
+    def __init__(self, handler: Callable[[Any], None], executor: PlanExecutor) -> None:
+        self.handler = handler
+        self.executor = executor
+
+    def __call__(self, key: Any) -> None:
+        at, observer = self.executor.instruction, self.executor.observer
+        observer.begin(at)
+        try:
+            self.handler(key)
+        finally:
+            observer.end(at)
+
+
+def _neighbours(plan: Plan, rank: int, chunk: int) -> _Neighbours:
+    placement = plan.placement
+    stage = placement.stages[rank][chunk]
+    before = placement.homes[stage - 1] if stage > 0 else (None, None)
+    after = placement.homes[stage + 1] if stage < placement.num_stages - 1 else (None, None)
+    rank_before = None if before[0] == rank else before[0]
+    rank_after = None if after[0] == rank else after[0]
+    return _Neighbours(
+        act_from=rank_before,
+        act_to=rank_after,
+        grad_from=rank_after,
+        grad_to=rank_before,
+        chunk_before=before[1] if before[0] == rank else None,
+        chunk_after=after[1] if after[0] == rank else None,
+    )
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Activation) -> Activation:
+    """``function`` of a tensor, or of each tensor of a list."""
+    return [function(v) for v in value] if isinstance(value, (list, tuple)) else function(value)
+
+
+def _filled(grad: Activation, given: Activation) -> Activation:
+    """Gradients for the previous stage, which waits for them: zeros where the input had no part in the output."""
+    if isinstance(given, (list, tuple)):
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(grad, given, strict=True)]
+    return torch.zeros_like(given) if grad is None else grad

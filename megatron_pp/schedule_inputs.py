@@ -1,0 +1,183 @@
+"""What a caller gives to a schedule, checked and put in order before any communication."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from megatron_pp import parallel_state
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.microbatch_counts import explain_microbatch_count
+from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
+from megatron_pp.plan.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, PLAIN, PlanSpec
+from megatron_pp.steps import wrapped_attribute
+
+logger = logging.getLogger("megatron_pp")
+
+
+@dataclass
+class StepInputs:
+    """The arguments of one call of a schedule: chunks and iterators as lists, the config found on the model, sizes checked."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterators: Sequence[Any]
+    chunks: list[Any]
+    config: Any
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+
+
+def step_inputs(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    forward_only: bool,
+    collect_non_loss_data: bool,
+    first_val_step: bool | None,
+    chunked: bool,
+) -> StepInputs:
+    """Check and order the arguments. ``chunked``: the schedule takes lists of model chunks and data iterators.
+
+    Raises ScheduleInputError for a missing list, chunks and iterators that differ in number, a number of chunks other than the config's virtual
+    pipeline size, or a microbatch count below 1.
+    """
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    if chunked and not isinstance(model, (list, tuple)):
+        raise ScheduleInputError(
+            f"the interleaved schedule takes a list of model chunks, one per virtual stage; it was given a {type(model).__name__}"
+        )
+    if not chunks:
+        raise ScheduleInputError("model is an empty list; it must hold this rank's model chunks")
+    if not chunked and len(chunks) != 1:
+        raise ScheduleInputError(f"a schedule without model chunks takes one model; it was given a list of {len(chunks)}")
+    iterators = list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator]
+    if chunked and not isinstance(data_iterator, (list, tuple)):
+        raise ScheduleInputError(
+            f"the interleaved schedule takes a list of data iterators, one per model chunk; it was given a {type(data_iterator).__name__}"
+        )
+    if len(iterators) != len(chunks):
+        raise ScheduleInputError(f"{len(iterators)} data iterators were given for {len(chunks)} model chunks; give one per chunk (None where a chunk needs no data)")
+    config = wrapped_attribute(chunks[0], "config")
+    if config is None:
+        raise ScheduleInputError(f"model chunk {type(chunks[0]).__name__} has no attribute config; set it to a TransformerConfig")
+    virtual = getattr(config, "virtual_pipeline_model_parallel_size", None)
+    if chunked and virtual is not None and virtual != len(chunks):
+        raise ScheduleInputError(f"{len(chunks)} model chunks were given, but config.virtual_pipeline_model_parallel_size is {virtual}; they must be equal")
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ScheduleInputError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
+    if not callable(forward_step_func):
+        raise ScheduleInputError(f"forward_step_func is a {type(forward_step_func).__name__}; it must be callable")
+    return StepInputs(
+        forward_step_func, iterators, chunks, config, num_microbatches, forward_only, collect_non_loss_data, first_val_step
+    )
+
+
+def plan_spec(inputs: StepInputs, pipeline_size: int, pollable: bool) -> PlanSpec:
+    """The plan that config and arguments ask for. Raises ScheduleInputError for contradictions."""
+    config, num_chunks = inputs.config, len(inputs.chunks)
+    schedule = getattr(config, "pipeline_schedule", None) or (INTERLEAVED if num_chunks > 1 else ONE_F_ONE_B)
+    family = SCHEDULES.get(schedule)
+    if family is None:
+        raise ScheduleInputError(f"config.pipeline_schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}")
+    if family.chunks is not None and family.chunks != num_chunks:
+        raise ScheduleInputError(f"config.pipeline_schedule {schedule!r} needs {family.chunks} model chunk(s) a rank; {num_chunks} were given")
+    group_size = _group_size(config, pipeline_size, num_chunks)
+    most = getattr(config, "max_pending_sends", 2)
+    return PlanSpec(
+        schedule=schedule,
+        pipeline_size=pipeline_size,
+        num_chunks=num_chunks,
+        num_microbatches=inputs.num_microbatches,
+        group_size=group_size,
+        policy=_policy(config),
+        channels=getattr(config, "p2p_channels", ONE_WAY),
+        forward_only=inputs.forward_only,
+        variable_shapes=bool(getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)),
+        release_after=1 if pollable else max(1, most),
+        grad_sync=HOOKS if getattr(config, "grad_sync_func", None) is None else EXPLICIT,
+        param_sync=getattr(config, "param_sync_func", None) is not None and not inputs.forward_only,
+    )
+
+
+def _group_size(config: Any, pipeline_size: int, num_chunks: int) -> int:
+    size = getattr(config, "microbatch_group_size_per_vp_stage", None) or pipeline_size
+    if num_chunks > 1 and size < pipeline_size:
+        raise ScheduleInputError(
+            f"config.microbatch_group_size_per_vp_stage is {size}; it must be at least the pipeline size, {pipeline_size}"
+        )
+    return size
+
+
+def _policy(config: Any) -> str:
+    overlap, batched = getattr(config, "overlap_p2p_comm", False), getattr(config, "batch_p2p_comm", False)
+    if overlap and batched:
+        raise ScheduleInputError("config.overlap_p2p_comm and config.batch_p2p_comm are both set; a batch is waited as a whole, so set one of them")
+    return OVERLAP if overlap else BATCHED if batched else PLAIN
+
+
+def checkpoint_flags(config: Any, order: Sequence[Instruction]) -> dict[tuple[int, int], bool] | None:
+    """Per (chunk, microbatch), whether Megatron checkpoints all its layers; None where the option is off.
+
+    Of each window as long as a rank's in-flight microbatches, the first ``num_microbatches_with_partial_activation_checkpoints`` checkpoint in part only
+    (arXiv 2205.05198, appendix C).
+    """
+    partial = getattr(config, "num_microbatches_with_partial_activation_checkpoints", None)
+    if partial is None:
+        return None
+    kinds = [op.op for op in order]
+    window = kinds.index(BACKWARD) if BACKWARD in kinds else len(kinds)
+    forwards = [op for op in order if op.op == FORWARD]
+    return {(op.chunk, op.mb): k % window >= partial for k, op in enumerate(forwards)}
+
+
+def tensor_shapes(
+    *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config: Any, tp_size: int, cp_size: int
+) -> list[tuple[int, int, int]]:
+    """Shapes of the activations between stages: [(sequence / cp [/ tp under sequence parallelism], microbatch, hidden)]."""
+    length = (seq_length if decoder_seq_length is None else decoder_seq_length) // cp_size
+    if getattr(config, "sequence_parallel", False):
+        length //= tp_size
+    return [(length, micro_batch_size, config.hidden_size)]
+
+
+def group_sizes(pg_collection: Any, config: Any) -> tuple[int, int]:
+    """(tensor, context) parallel sizes: from the process groups where given, from parallel_state where initialised, else from the config."""
+    sizes = []
+    for name, field in (("tp", "tensor_model_parallel_size"), ("cp", "context_parallel_size")):
+        group = getattr(pg_collection, name, None)
+        if group is not None:
+            sizes.append(group.size())
+        else:
+            sizes.append(getattr(config, field, 1) or 1)
+    return sizes[0], sizes[1]
+
+
+def say_if_slow(spec: PlanSpec) -> None:
+    """Microbatch counts that leave a bubble are supported; say so, once each."""
+    if not spec.forward_only:
+        grouped = spec.num_chunks if spec.schedule == INTERLEAVED else 1
+        _say_if_slow(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size)
+
+
+@lru_cache(maxsize=128)
+def _say_if_slow(num_microbatches: int, pipeline_size: int, num_chunks: int, group_size: int) -> None:
+    verdict = explain_microbatch_count(num_microbatches, pipeline_size, num_chunks, group_size or None)
+    if not verdict.full_speed:
+        logger.warning(verdict.sentence)
+
+
+def default_pipeline_group() -> Any:
+    """The pipeline group of ``parallel_state``. Raises ScheduleInputError where it is not initialised."""
+    if not parallel_state.model_parallel_is_initialized():
+        raise ScheduleInputError(
+            "neither p2p_communicator nor pg_collection.pp was given and megatron_pp.parallel_state is not initialised; call "
+            "parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) after torch.distributed.init_process_group"
+        )
+    return parallel_state.get_pipeline_model_parallel_group()

@@ -1,0 +1,273 @@
+"""The entry points that a Megatron user calls. Each is short: check the arguments, choose a plan, run it.
+
+Signatures and semantics are Megatron-core's. One engine (``engine.py``) runs every schedule; it waits on a send's handle before
+``deallocate_output_tensor``, in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+from typing_extensions import Unpack
+
+from megatron_pp import parallel_state
+from megatron_pp.communicators import communicator_for, lone_communicator
+from megatron_pp.engine import PlanExecutor, Shapes
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.finalize import finalize_gradients
+from megatron_pp.output_lifetime import custom_backward, deallocate_output_tensor
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.orders.family import Shape
+from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
+from megatron_pp.plan.spec import Plan
+from megatron_pp.schedule_inputs import (
+    StepInputs,
+    checkpoint_flags,
+    default_pipeline_group,
+    group_sizes,
+    plan_spec,
+    say_if_slow,
+    step_inputs,
+    tensor_shapes,
+)
+from megatron_pp.steps import ModelSteps, StepOptions, backward_step, forward_step
+from megatron_pp.sync_hooks import SyncHooks
+
+__all__ = [
+    "P2PCommunicator",
+    "backward_step",
+    "custom_backward",
+    "deallocate_output_tensor",
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_step",
+    "get_forward_backward_func",
+    "get_pp_rank_microbatches",
+    "get_schedule_table",
+    "get_tensor_shapes",
+]
+
+ForwardBackward = Callable[..., list[Any]]
+
+
+class StepArguments(TypedDict, total=False):
+    """The keyword arguments of the schedule functions; what each means is told at ``get_forward_backward_func``. The first four are required."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: Any
+    num_microbatches: int
+    seq_length: int | None
+    micro_batch_size: int | None
+    decoder_seq_length: int | None
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    adjust_tensor_shapes_fn: Callable[..., Any] | None
+    p2p_communicator: Any
+    pg_collection: Any
+    force_all_reduce: bool
+
+
+def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
+    """The schedule function for a pipeline of ``pp_size`` ranks with ``vp_size`` model chunks each.
+
+    With neither given, both are taken from ``parallel_state``. The function takes keyword arguments only:
+
+    forward_step_func      (data_iterator, model[, checkpoint_activations_microbatch]) -> (output, loss_func); on the last stage
+                           loss_func(output) -> (loss, report) or (loss, num_tokens, report); None reports the output itself
+    data_iterator, model   one, or with chunks a list of ``vp_size``
+    num_microbatches       M >= 1
+    seq_length, micro_batch_size   tensors between stages are [seq_length / cp [/ tp], micro_batch_size, hidden_size]
+    decoder_seq_length     used instead of seq_length where given
+    forward_only           evaluation: no graph is built, no gradient touched
+    collect_non_loss_data  loss_func(output, non_loss_data=True) is reported
+    first_val_step         FP8 weights are refreshed on the first validation step only
+    adjust_tensor_shapes_fn   (receive shapes, send shapes) -> the same adjusted; not with chunks
+    p2p_communicator, pg_collection   the pipeline group to use; by default parallel_state's
+    force_all_reduce       handed to config.finalize_model_grads_func
+
+    and returns what the loss function reported, in the order of the microbatches, on the last stage; an empty list elsewhere.
+    Raises ScheduleInputError before any communication for impossible arguments.
+    """
+    if pp_size is None and vp_size is None:
+        pp_size = parallel_state.get_pipeline_model_parallel_world_size()
+        vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if vp_size is not None and vp_size > 1:
+        return forward_backward_pipelining_with_interleaving
+    if pp_size is not None and pp_size > 1:
+        return forward_backward_pipelining_without_interleaving if vp_size is None else forward_backward_pipelining_with_interleaving
+    return forward_backward_no_pipelining
+
+
+def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[Any]:
+    """All microbatches through the whole model on this rank: forward and backward in turn. Arguments: get_forward_backward_func."""
+    return _StepCall(chunked=False, alone=True, **arguments).run()
+
+
+def forward_backward_pipelining_without_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
+    """One model chunk a rank, 1F1B unless the config names another schedule. Arguments: get_forward_backward_func."""
+    return _StepCall(chunked=False, alone=False, **arguments).run()
+
+
+def forward_backward_pipelining_with_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
+    """A list of model chunks a rank, interleaved 1F1B unless the config names another schedule. Arguments: get_forward_backward_func."""
+    return _StepCall(chunked=True, alone=False, **arguments).run()
+
+
+def get_schedule_table(num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int) -> list[tuple[int, int]]:
+    """Megatron's table of an interleaved schedule: (microbatch, model chunk) of each virtual microbatch."""
+    return schedule_table(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage)
+
+
+def get_pp_rank_microbatches(
+    num_microbatches: int,
+    num_model_chunks: int,
+    microbatch_group_size_per_vp_stage: int,
+    forward_only: bool = False,
+    overlap_moe_expert_parallel_comm: bool = False,
+    p2p_communicator: Any = None,
+) -> tuple[int, bool, int, int]:
+    """Megatron's numbers for this rank: (virtual microbatches, whether all are warm-up, warm-up, remaining)."""
+    if p2p_communicator is not None:
+        group = p2p_communicator.pp_group
+        size, rank, chunked = group.size(), group.rank(), p2p_communicator.virtual_pipeline_model_parallel_size is not None
+    else:
+        size, rank = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_rank()
+        chunked = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+    total = num_microbatches * num_model_chunks
+    if forward_only:
+        warmup = total
+    elif size == 1:
+        warmup = 0
+    elif chunked:
+        shape = Shape(size, num_model_chunks, num_microbatches, microbatch_group_size_per_vp_stage)
+        warmup = warmup_forwards(shape, rank) + bool(overlap_moe_expert_parallel_comm)
+    else:
+        warmup = size - 1 - rank
+    return total, warmup >= total, min(warmup, total), total - min(warmup, total)
+
+
+def get_tensor_shapes(
+    *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config: Any, tp_group: Any, cp_group: Any
+) -> list[tuple[int, int, int]]:
+    """Megatron's function of this name: shapes of the tensors between stages, one per tensor."""
+    return tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=config,
+        tp_size=tp_group.size(),
+        cp_size=cp_group.size(),
+    )
+
+
+class _StepCall:
+    """One call of a schedule function."""
+
+    def __init__(
+        self,
+        *,
+        chunked: bool,
+        alone: bool,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+    ) -> None:
+        self.inputs = step_inputs(
+            forward_step_func, data_iterator, model, num_microbatches, forward_only, collect_non_loss_data, first_val_step, chunked
+        )
+        self.config = self.inputs.config
+        self.pg_collection = pg_collection
+        self.force_all_reduce = bool(force_all_reduce)
+        self.tp_size, self.cp_size = group_sizes(pg_collection, self.config)
+        if adjust_tensor_shapes_fn is not None and (chunked or alone):
+            raise ScheduleInputError("adjust_tensor_shapes_fn is for pipelines with one model chunk a rank")
+        self.communicator = self._communicator(p2p_communicator, alone)
+        self.shapes = self._shapes(seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn)
+        self.spec = plan_spec(self.inputs, self.communicator.size, self.communicator.transport.pollable)
+        if self.communicator.size > 1:
+            self._check_for_communication()
+            say_if_slow(self.spec)
+
+    def run(self) -> list[Any]:
+        timers, config = getattr(self.config, "timers", None), self.config
+        if timers is not None:
+            timers("forward-backward", log_level=1).start(barrier=getattr(config, "barrier_with_L1_time", True))
+        plan = build_plan(self.spec)
+        steps = self._steps(plan)
+        self.communicator.prepare(plan.placement.rank_edges())
+        PlanExecutor(
+            plan,
+            self.communicator,
+            steps,
+            SyncHooks(config, self.inputs.chunks),
+            self.shapes,
+            deallocate=getattr(config, "deallocate_pipeline_outputs", True),
+            max_pending_sends=getattr(config, "max_pending_sends", 2),
+        ).run()
+        if not self.spec.forward_only:
+            finalize_gradients(
+                config, self.inputs.chunks, steps.record.num_tokens, self.communicator.device, self.pg_collection, self.force_all_reduce
+            )
+        if timers is not None:
+            timers("forward-backward").stop()
+        return steps.record.data
+
+    def _communicator(self, given: Any, alone: bool) -> P2PCommunicator:
+        if isinstance(given, P2PCommunicator):
+            return given
+        group = getattr(given, "pp_group", None) or getattr(self.pg_collection, "pp", None)
+        if group is None and alone and not parallel_state.model_parallel_is_initialized():
+            return lone_communicator(self.config, self.inputs.chunks[0])
+        return communicator_for(group or default_pipeline_group(), self.config)
+
+    def _shapes(self, seq_length: Any, micro_batch_size: Any, decoder_seq_length: Any, adjust: Callable[..., Any] | None) -> Shapes:
+        if self.communicator.size == 1 or self.communicator.variable_shapes:
+            receive: Any = [None]
+            send: Any = [None]
+        else:
+            receive = tensor_shapes(
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                config=self.config,
+                tp_size=self.tp_size,
+                cp_size=self.cp_size,
+            )
+            send = list(receive)
+        if adjust is not None:
+            receive, send = adjust(receive, send)
+        return Shapes(*(shapes[0] if len(shapes) == 1 else list(shapes) for shapes in (receive, send)))
+
+    def _check_for_communication(self) -> None:
+        if self.communicator.dtype is None:
+            raise ScheduleInputError("config.pipeline_dtype is None; set it to the dtype of the activations between stages, such as torch.bfloat16")
+
+    def _steps(self, plan: Plan) -> ModelSteps:
+        inputs, rank = self.inputs, self.communicator.rank
+        options = StepOptions(
+            num_microbatches=inputs.num_microbatches,
+            is_last_stage=[plan.placement.is_last_stage(rank, chunk) for chunk in range(len(inputs.chunks))],
+            device_type=self.communicator.device.type,
+            cp_size=self.cp_size,
+            forward_only=inputs.forward_only,
+            collect_non_loss_data=inputs.collect_non_loss_data,
+            first_val_step=inputs.first_val_step,
+            checkpoint_flags=checkpoint_flags(self.config, plan.orders[rank]),
+        )
+        return ModelSteps(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, self.config, options)

@@ -1,0 +1,30 @@
+"""A plain ``torch.nn.Module`` as a pipeline stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class PipelineStage(torch.nn.Module):
+    """Gives a module what the schedules expect of a model chunk: ``set_input_tensor``, ``config``, ``vp_stage``.
+
+    Called as ``stage(batch)``: on the first stage the module gets ``batch``, elsewhere the tensor (or, for several, the list) that the stage before sent.
+    """
+
+    def __init__(self, module: torch.nn.Module, config: Any, vp_stage: int | None = None) -> None:
+        super().__init__()
+        self.inner = module
+        self.config = config
+        self.vp_stage = vp_stage
+        self.received: Any = None
+
+    def set_input_tensor(self, tensors: Any) -> None:
+        """What the previous stage sent: a list with one tensor, several, or [None] on the first stage."""
+        single = isinstance(tensors, (list, tuple)) and len(tensors) == 1
+        self.received = tensors[0] if single else tensors
+
+    def forward(self, batch: Any = None) -> Any:
+        received, self.received = self.received, None
+        return self.inner(batch if received is None else received)

@@ -1,0 +1,261 @@
+"""One microbatch through one model chunk: forward with its loss, and backward. Megatron's semantics and signatures.
+
+The engine calls a ``Steps`` object; ``ModelSteps`` is ours, and the Megatron-core plug-in brings one that calls Megatron's own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.output_lifetime import run_backward
+
+Activation = Any  # a tensor, a list of tensors, or None at an end of the pipeline
+
+
+class Steps(Protocol):
+    """What the engine asks of the model; a chunk is its index on this rank, ``mb`` the microbatch."""
+
+    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
+        """Run the chunk; on the last stage return the scaled loss."""
+        ...
+
+    def backward(self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation) -> Activation:
+        """Backward through what ``forward`` returned; returns the gradient of ``input_tensor`` (None where it has none)."""
+        ...
+
+
+@dataclass
+class LossRecord:
+    """What the forwards of one step leave behind.
+
+    data        what the loss function reported, in the order of the forwards (last stage only)
+    num_tokens  tokens counted by 3-tuple loss functions: 0, or an integer tensor
+    """
+
+    data: list[Any] = field(default_factory=list)
+    num_tokens: Any = 0
+
+
+def unwrap_model(model: Any) -> Any:
+    """The innermost module: wrappers such as DistributedDataParallel hold it as ``module``."""
+    while hasattr(model, "module") and not hasattr(model, "set_input_tensor"):
+        model = model.module
+    return model
+
+
+def wrapped_attribute(model: Any, name: str, default: Any = None) -> Any:
+    """``name`` of the model, or of what it wraps."""
+    while True:
+        if hasattr(model, name):
+            return getattr(model, name)
+        if not hasattr(model, "module"):
+            return default
+        model = model.module
+
+
+def autocast_context(config: Any, device_type: str) -> AbstractContextManager[Any]:
+    """Megatron's ``enable_autocast`` / ``autocast_dtype``."""
+    if not getattr(config, "enable_autocast", False):
+        return nullcontext()
+    return torch.autocast(device_type, dtype=getattr(config, "autocast_dtype", None) or config.pipeline_dtype)
+
+
+def scaled_loss(output: Any, loss_func: Callable[..., Any] | None, config: Any, num_microbatches: int, cp_size: int, record: LossRecord, non_loss_data: bool = False) -> Any:
+    """Apply the loss function on the last stage and scale its loss as Megatron does.
+
+    A pair (loss, report) is a mean over the microbatch: multiplied by the context-parallel size and divided by the microbatch count. A triple (loss,
+    num_tokens, report) is a sum over tokens: divided by the tokens (at least 1) and the microbatch count, unless
+    ``calculate_per_token_loss``, where the division is left to finalisation (Megatron-LM#1652). None leaves the output as it is and reports it.
+    """
+    if loss_func is None:
+        record.data.append(output)
+        return output
+    if non_loss_data:
+        record.data.append(loss_func(output, non_loss_data=True))
+        return output
+    outputs = loss_func(output)
+    if not isinstance(outputs, (tuple, list)) or len(outputs) not in (2, 3):
+        raise ScheduleInputError(f"the loss function returned {type(outputs).__name__}; it must return (loss, report) or (loss, num_tokens, report)")
+    loss, report = outputs[0], outputs[-1]
+    if len(outputs) == 3:
+        tokens = outputs[1]
+        record.num_tokens = record.num_tokens + tokens
+        if not getattr(config, "calculate_per_token_loss", False):
+            loss = loss / (tokens.clamp(min=1) if isinstance(tokens, torch.Tensor) else max(tokens, 1)) / num_microbatches
+    else:
+        loss = (loss * cp_size if cp_size != 1 else loss) / num_microbatches
+    record.data.append(report)
+    return loss
+
+
+def backward_through(input_tensor: Activation, output: Activation, output_grad: Activation, grad_scale_func: Callable[[Any], Any] | None) -> Activation:
+    """Run backward from ``output`` (a tensor or list, possibly deallocated) and return the gradient(s) of ``input_tensor``.
+
+    On the last stage ``output_grad`` is None, and the loss is first scaled by ``grad_scale_func``. Outputs that need no gradient are skipped; an
+    input that received none gives None.
+    """
+    outputs = list(output) if isinstance(output, (list, tuple)) else [output]
+    grads = list(output_grad) if isinstance(output_grad, (list, tuple)) else [output_grad] * len(outputs)
+    if grads[0] is None and grad_scale_func is not None:
+        outputs[0] = grad_scale_func(outputs[0])
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if isinstance(o, torch.Tensor) and o.requires_grad]
+    if pairs:
+        run_backward([o for o, _ in pairs], [g for _, g in pairs])
+    if isinstance(input_tensor, (list, tuple)):
+        return [None if x is None else x.grad for x in input_tensor]
+    return None if input_tensor is None else input_tensor.grad
+
+
+@dataclass
+class StepOptions:
+    """What ``ModelSteps`` needs to know beside the model: see the schedules' arguments of the same names.
+
+    is_last_stage     per chunk of this rank
+    checkpoint_flags  per (chunk, microbatch): Megatron's third argument of forward_step_func; None where it takes two
+    """
+
+    num_microbatches: int
+    is_last_stage: Sequence[bool]
+    device_type: str = "cpu"
+    cp_size: int = 1
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    checkpoint_flags: dict[tuple[int, int], bool] | None = None
+
+
+class ModelSteps:
+    """Runs a user's ``forward_step_func`` on this rank's model chunks. ``record`` holds the losses afterwards."""
+
+    def __init__(
+        self, forward_step_func: Callable[..., Any], data_iterators: Sequence[Any], chunks: Sequence[Any], config: Any, options: StepOptions
+    ) -> None:
+        self.forward_step_func = forward_step_func
+        self.data_iterators = data_iterators
+        self.chunks = chunks
+        self.config = config
+        self.options = options
+        self.record = LossRecord()
+        self.timers = getattr(config, "timers", None)
+        self.grad_scale_func = getattr(config, "grad_scale_func", None)
+        self._set_input = [_input_setter(chunk) for chunk in chunks]
+        self._mark_first = [wrapped_attribute(chunk, "set_is_first_microbatch") for chunk in chunks]
+        self._mark_microbatch = [wrapped_attribute(chunk, "set_current_microbatch") for chunk in chunks]
+        self._autocast = bool(getattr(config, "enable_autocast", False))
+
+    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
+        if self.timers is not None:
+            self.timers("forward-compute", log_level=2).start()
+        if mb == 0 and self._mark_first[chunk] is not None and self._first_microbatch_counts():
+            self._mark_first[chunk]()
+        if self._mark_microbatch[chunk] is not None:
+            self._mark_microbatch[chunk](mb)
+        self._set_input[chunk](input_tensor if isinstance(input_tensor, list) else [input_tensor])
+        if self._autocast:
+            with autocast_context(self.config, self.options.device_type):
+                output, loss_func = self._call(chunk, mb)
+        else:
+            output, loss_func = self._call(chunk, mb)
+        options = self.options
+        if options.is_last_stage[chunk]:
+            output = scaled_loss(
+                output, loss_func, self.config, options.num_microbatches, options.cp_size, self.record, options.collect_non_loss_data
+            )
+        if self.timers is not None:
+            self.timers("forward-compute").stop()
+        return output
+
+    def backward(self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation) -> Activation:
+        if self.timers is None:
+            return backward_through(input_tensor, output, output_grad, self.grad_scale_func)
+        self.timers("backward-compute", log_level=2).start()
+        grad = backward_through(input_tensor, output, output_grad, self.grad_scale_func)
+        self.timers("backward-compute").stop()
+        return grad
+
+    def _call(self, chunk: int, mb: int) -> tuple[Any, Any]:
+        flags = self.options.checkpoint_flags
+        more = () if flags is None else (flags[(chunk, mb)],)
+        try:
+            return self.forward_step_func(self.data_iterators[chunk], self.chunks[chunk], *more)
+        except StopIteration as end:
+            raise ScheduleInputError(
+                f"the data iterator of chunk {chunk} ended at microbatch {mb}; a step of {self.options.num_microbatches} "
+                "microbatches needs that many items"
+            ) from end
+
+    def _first_microbatch_counts(self) -> bool:
+        """Megatron's rule: while validating, FP8 weights are refreshed on the first validation step only."""
+        if self.options.forward_only and self.options.first_val_step is not None:
+            return self.options.first_val_step
+        return True
+
+
+def _input_setter(chunk: Any) -> Callable[[list[Any]], None]:
+    setter = wrapped_attribute(chunk, "set_input_tensor")
+    if setter is None:
+        raise ScheduleInputError(
+            f"model chunk {type(chunk).__name__} has no set_input_tensor(tensors), by which a stage is given what the stage before it sent; "
+            "wrap a plain module as megatron_pp.PipelineStage(module, config)"
+        )
+    return setter
+
+
+def forward_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    input_tensor: Activation,
+    forward_data_store: list[Any],
+    config: Any,
+    cp_group_size: int = 1,
+    collect_non_loss_data: bool = False,
+    checkpoint_activations_microbatch: bool | None = None,
+    is_first_microbatch: bool = False,
+    current_microbatch: int | None = None,
+    vp_stage: int | None = None,
+    is_last_stage: bool = True,
+) -> tuple[Activation, Any]:
+    """Megatron's function of this name: one microbatch through one chunk. Returns (output or scaled loss, number of tokens).
+
+    ``input_tensor`` is a tensor, None, or a list of them (then a list is returned).
+    """
+    expected = getattr(model, "vp_stage", None)
+    if vp_stage is not None and expected is not None and vp_stage != expected:
+        raise ScheduleInputError(f"chunk {vp_stage} was given the model whose vp_stage is {expected}; pass the chunks in order")
+    flags = None if checkpoint_activations_microbatch is None else {(0, current_microbatch or 0): checkpoint_activations_microbatch}
+    options = StepOptions(
+        num_microbatches,
+        [is_last_stage],
+        device_type=_device_type(input_tensor, model),
+        cp_size=cp_group_size,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=is_first_microbatch,
+        forward_only=True,  # makes first_val_step alone decide whether the first-microbatch mark is set
+        checkpoint_flags=flags,
+    )
+    steps = ModelSteps(forward_step_func, [data_iterator], [model], config, options)
+    steps.record.data = forward_data_store
+    output = steps.forward(0, 0 if is_first_microbatch else current_microbatch or 0, input_tensor)
+    return ([output] if isinstance(input_tensor, list) else output), steps.record.num_tokens
+
+
+def backward_step(input_tensor: Activation, output_tensor: Activation, output_tensor_grad: Activation, *rest: Any) -> Activation:
+    """Megatron's function of this name; ``rest`` is ``(config,)`` or, as up to 0.16, ``(model_type, config)``."""
+    config = rest[-1]
+    return backward_through(input_tensor, output_tensor, output_tensor_grad, getattr(config, "grad_scale_func", None))
+
+
+def _device_type(input_tensor: Activation, model: Any) -> str:
+    first = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+    if isinstance(first, torch.Tensor):
+        return first.device.type
+    parameter = next(iter(model.parameters()), None) if hasattr(model, "parameters") else None
+    return "cpu" if parameter is None else parameter.device.type

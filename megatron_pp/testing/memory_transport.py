@@ -1,0 +1,167 @@
+"""Transfers between ranks that are threads of one process, with rendezvous semantics.
+
+A transfer happens when both ends are posted and at the head of their queues; a work is complete then and not before. Queues are those of ``plan/rendezvous.py``: one per
+one-way channel, or one per pair of ranks when channels are shared, and one per rank for batches; a batch leaves its queue as a whole. What passes here
+passes on NCCL with large messages, and on gloo.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+
+from megatron_pp.transport import P2PRequest
+
+_Queue = tuple[object, ...]
+
+
+class MemoryWork:
+    """One posted operation or batch."""
+
+    def __init__(self, network: MemoryNetwork, rank: int, queue: _Queue, ends: list[_End]) -> None:
+        self.network = network
+        self.rank = rank
+        self.queue = queue
+        self.ends = ends
+        self.left = len(ends)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.network.wait(self, timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.left == 0
+
+
+class _End:
+    """One end of a transfer."""
+
+    def __init__(self, tensor: torch.Tensor, direction: tuple[int, int, str], is_send: bool) -> None:
+        self.tensor = tensor
+        self.direction = direction
+        self.is_send = is_send
+        self.work: MemoryWork | None = None
+
+
+class MemoryNetwork:
+    """Connects ``size`` ranks. Give each thread its ``transport(rank)``."""
+
+    def __init__(self, size: int, one_way: bool = True) -> None:
+        self.size = size
+        self.one_way = one_way
+        self.changed = threading.Condition()
+        self.failure: str | None = None
+        self._queues: dict[_Queue, deque[MemoryWork]] = {}
+        self._open: dict[tuple[bool, tuple[int, int, str]], deque[_End]] = {}
+
+    def transport(self, rank: int) -> MemoryTransport:
+        return MemoryTransport(self, rank)
+
+    def post(self, rank: int, queue: _Queue, ends: list[_End]) -> MemoryWork:
+        with self.changed:
+            work = MemoryWork(self, rank, queue, ends)
+            for end in ends:
+                end.work = work
+            waiting = self._queues.setdefault(queue, deque())
+            waiting.append(work)
+            if len(waiting) == 1:
+                self._activate(work)
+            return work
+
+    def wait(self, work: MemoryWork, timeout: timedelta | None) -> None:
+        seconds = None if timeout is None else timeout.total_seconds()
+        with self.changed:
+            done = self.changed.wait_for(lambda: work.left == 0 or self.failure is not None, seconds)
+        if work.left and self.failure is not None:
+            raise RuntimeError(f"aborted: {self.failure}")
+        if not done:
+            raise RuntimeError(f"Timed out waiting {seconds} s")
+
+    def abort(self, why: str) -> None:
+        """Fail every wait, now and later."""
+        with self.changed:
+            self.failure = why
+            self.changed.notify_all()
+
+    def transfer(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Move the bytes. Both ends are posted and at the head of their queues."""
+        if source.dtype != target.dtype or source.numel() != target.numel():
+            raise RuntimeError(f"sent {source.dtype} {tuple(source.shape)}, receiving {target.dtype} {tuple(target.shape)}")
+        target.data.copy_(source.view(target.shape))
+
+    def _activate(self, work: MemoryWork) -> None:
+        for end in work.ends:
+            partners = self._open.setdefault((not end.is_send, end.direction), deque())
+            if partners:
+                self._meet(end, partners.popleft())
+            else:
+                self._open.setdefault((end.is_send, end.direction), deque()).append(end)
+
+    def _meet(self, one: _End, other: _End) -> None:
+        send, receive = (one, other) if one.is_send else (other, one)
+        try:
+            self.transfer(send.tensor, receive.tensor)
+        except RuntimeError as error:
+            self.abort(str(error))
+        for end in (one, other):
+            work = end.work
+            assert work is not None
+            work.left -= 1
+            if work.left == 0:
+                self._complete(work)
+
+    def _complete(self, work: MemoryWork) -> None:
+        queue = self._queues[work.queue]
+        queue.popleft()
+        work.ends = []
+        self.changed.notify_all()
+        if queue:
+            self._activate(queue[0])
+
+
+class MemoryTransport:
+    """One rank's side of a MemoryNetwork; see ``megatron_pp.transport.Transport``."""
+
+    pollable = False
+
+    def __init__(self, network: MemoryNetwork, rank: int) -> None:
+        self.network = network
+        self.rank = rank
+        self.size = network.size
+        self.device = torch.device("cpu")
+
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> MemoryWork:
+        return self._post_one(_End(tensor, (self.rank, peer, self._channel(channel)), True))
+
+    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> MemoryWork:
+        return self._post_one(_End(tensor, (peer, self.rank, self._channel(channel)), False))
+
+    def batch(self, requests: Sequence[P2PRequest]) -> list[MemoryWork]:
+        ends = [
+            _End(r.tensor, (self.rank, r.peer, "batch") if r.is_send else (r.peer, self.rank, "batch"), r.is_send) for r in requests
+        ]
+        return [self.network.post(self.rank, (self.rank, "batch"), ends)]
+
+    def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
+        pass
+
+    def global_rank(self, rank: int) -> int:
+        return rank
+
+    def abort(self) -> None:
+        self.network.abort(f"rank {self.rank} aborted")
+
+    def _channel(self, channel: str) -> str:
+        return channel if self.network.one_way else "shared"
+
+    def _post_one(self, end: _End) -> MemoryWork:
+        source, target, channel = end.direction
+        if self.network.one_way:
+            queue: _Queue = (self.rank, source, target, channel)
+        else:
+            queue = (self.rank, min(source, target), max(source, target))
+        return self.network.post(self.rank, queue, [end])

@@ -1,0 +1,88 @@
+"""Run the toy model through a real schedule, with ranks as threads, and hand back what is compared with ``toy.reference_run``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.schedules import get_forward_backward_func
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import (
+    ToyBlock,
+    ToyData,
+    ToyResult,
+    gradients_of,
+    merged,
+    toy_chunks,
+    toy_config,
+    toy_forward_step,
+)
+
+
+def placement_of(config: Any, pipeline_size: int, num_chunks: int) -> Placement:
+    """Where the config's schedule puts the stages."""
+    family = SCHEDULES.get(getattr(config, "pipeline_schedule", None) or "")
+    return Placement(family.placement if family else LOOP, pipeline_size, num_chunks)
+
+
+def run_rank(
+    rank: int,
+    pipeline_size: int,
+    num_chunks: int,
+    data: ToyData,
+    config: Any,
+    communicator: P2PCommunicator,
+    *,
+    forward_only: bool = False,
+    block: Callable[[int], torch.nn.Module] = ToyBlock,
+) -> ToyResult:
+    """One step of the toy model on ``rank``; the losses (on the last stage) and the gradients of this rank's stages."""
+    placement = placement_of(config, pipeline_size, num_chunks)
+    chunks = toy_chunks(placement, rank, config, block)
+    chunked = num_chunks > 1
+    step = get_forward_backward_func(pipeline_size, num_chunks if chunked else None)
+    reports = step(
+        forward_step_func=toy_forward_step,
+        data_iterator=[data.iterator() for _ in chunks] if chunked else data.iterator(),
+        model=chunks if chunked else chunks[0],
+        num_microbatches=data.num_microbatches,
+        seq_length=data.seq_length,
+        micro_batch_size=data.micro_batch_size,
+        forward_only=forward_only,
+        p2p_communicator=communicator,
+        pg_collection=SimpleNamespace(pp=communicator.pp_group),
+    )
+    return ToyResult([float(r["loss"]) for r in reports], gradients_of(dict(zip(placement.stages[rank], chunks, strict=True))))
+
+
+def run_in_threads(
+    pipeline_size: int,
+    num_chunks: int,
+    data: ToyData,
+    *,
+    forward_only: bool = False,
+    network: MemoryNetwork | None = None,
+    block: Callable[[int], torch.nn.Module] = ToyBlock,
+    timeout: float = 60.0,
+    **fields: Any,
+) -> ToyResult:
+    """One step with a thread per rank; ``fields`` are config fields. Raises what any rank raised."""
+    chunks = num_chunks if num_chunks > 1 else None
+    fields = {"virtual_pipeline_model_parallel_size": chunks, "variable_seq_lengths": data.variable, **fields}
+    network = network or MemoryNetwork(pipeline_size, fields.get("p2p_channels", "one_way") == "one_way")
+
+    def rank_main(rank: int) -> ToyResult:
+        config = toy_config(**fields)
+        communicator = P2PCommunicator(ThreadGroup(rank, pipeline_size), config, network.transport(rank))
+        return run_rank(
+            rank, pipeline_size, num_chunks, data, config, communicator, forward_only=forward_only, block=block
+        )
+
+    return merged(run_ranks(pipeline_size, rank_main, network.abort, timeout))

@@ -1,0 +1,55 @@
+"""Ranks as threads of one process: quick, debuggable, and with any transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ThreadGroup:
+    """Stands for the pipeline group where ranks are threads: has what the communicator reads of one."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def run_ranks(size: int, rank_main: Callable[[int], T], on_failure: Callable[[str], None] | None = None, timeout: float = 60.0) -> list[T]:
+    """Run ``rank_main(rank)`` in a thread per rank and return the results in rank order.
+
+    The first exception of any rank is raised, after ``on_failure`` (given its text) has had the chance to unblock the others. Raises TimeoutError where ranks are still
+    running after ``timeout`` seconds.
+    """
+    results: list[Any] = [None] * size
+    errors: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = rank_main(rank)
+        except BaseException as error:  # handed to the caller below
+            errors.append((rank, error))
+            if on_failure is not None:
+                on_failure(f"rank {rank}: {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True, name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout)
+    if errors:
+        raise errors[0][1]
+    running = [thread.name for thread in threads if thread.is_alive()]
+    if running:
+        if on_failure is not None:
+            on_failure("timed out")
+        raise TimeoutError(f"{', '.join(running)} still running after {timeout} s")
+    return results

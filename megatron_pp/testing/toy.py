@@ -1,0 +1,133 @@
+"""A small model in stages, and its run in one process: what every schedule's losses and gradients are compared with, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_pp.plan.placement import Placement
+from megatron_pp.stage import PipelineStage
+
+HIDDEN = 4
+
+
+class ToyBlock(torch.nn.Module):
+    """One stage: a linear layer, a nonlinearity and a norm's worth of parameters. Weights depend on the stage number alone."""
+
+    def __init__(self, stage: int, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1000 + stage)
+        self.linear = torch.nn.Linear(hidden, hidden)
+        self.scale = torch.nn.Parameter(torch.ones(hidden))
+        with torch.no_grad():
+            for parameter in (self.linear.weight, self.linear.bias, self.scale):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.scale + x
+
+
+@dataclass(frozen=True)
+class ToyData:
+    """Inputs and targets of M microbatches; [sequence, microbatch, hidden], float32. With ``variable`` each has a sequence length of its own."""
+
+    num_microbatches: int
+    seq_length: int = 3
+    micro_batch_size: int = 2
+    variable: bool = False
+    hidden: int = HIDDEN
+
+    def microbatch(self, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(7 + mb)
+        length = self.seq_length + (mb % 3 if self.variable else 0)
+        shape = (length, self.micro_batch_size, self.hidden)
+        return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+    def iterator(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (self.microbatch(mb) for mb in range(self.num_microbatches))
+
+
+def toy_loss(target: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = (output - target).pow(2).mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def toy_forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """A ``forward_step_func`` over ``ToyData``; every chunk draws its microbatch, the first stage uses its input and the last its target."""
+    x, target = next(data_iterator)
+    return model(x), lambda output: toy_loss(target, output)
+
+
+@dataclass
+class ToyResult:
+    """Losses in microbatch order, and the gradient of every parameter by "stage.name"."""
+
+    losses: list[float] = field(default_factory=list)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def difference(self, other: ToyResult) -> float:
+        """The largest absolute difference of any loss or gradient; infinite where one has what the other lacks or anything is not finite."""
+        if len(self.losses) != len(other.losses) or self.grads.keys() != other.grads.keys():
+            return float("inf")
+        worst = max((abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)), default=0.0)
+        for name, grad in self.grads.items():
+            worst = max(worst, float((grad - other.grads[name]).abs().max()))
+        return worst if worst == worst else float("inf")
+
+
+def toy_config(**fields: Any) -> SimpleNamespace:
+    """A config with Megatron's field names and nothing else."""
+    base: dict[str, Any] = {
+        "pipeline_dtype": torch.float32,
+        "hidden_size": HIDDEN,
+        "virtual_pipeline_model_parallel_size": None,
+        "deallocate_pipeline_outputs": True,
+        "overlap_p2p_comm": False,
+        "batch_p2p_comm": False,
+        "variable_seq_lengths": False,
+        "p2p_timeout": 30.0,
+    }
+    return SimpleNamespace(**{**base, **fields})
+
+
+def reference_run(num_stages: int, data: ToyData, forward_only: bool = False, block: Callable[[int], torch.nn.Module] = ToyBlock) -> ToyResult:
+    """The same model without a pipeline: microbatches one after the other."""
+    stages = [block(stage) for stage in range(num_stages)]
+    result = ToyResult()
+    with torch.set_grad_enabled(not forward_only):
+        for x, target in data.iterator():
+            for stage in stages:
+                x = stage(x)
+            loss, report = toy_loss(target, x)
+            result.losses.append(float(report["loss"]))
+            if not forward_only:
+                (loss / data.num_microbatches).backward()
+    result.grads = gradients_of(dict(enumerate(stages)))
+    return result
+
+
+def toy_chunks(placement: Placement, rank: int, config: Any, block: Callable[[int], torch.nn.Module] = ToyBlock) -> list[PipelineStage]:
+    """The model chunks of ``rank``."""
+    return [PipelineStage(block(stage), config, chunk) for chunk, stage in enumerate(placement.stages[rank])]
+
+
+def gradients_of(stages: dict[int, Any]) -> dict[str, torch.Tensor]:
+    """"stage.name" -> gradient (absent where a parameter has none) of ``stages``: stage number -> module."""
+    return {
+        f"{stage}.{name.removeprefix('inner.')}": parameter.grad
+        for stage, module in stages.items()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def merged(results: Sequence[ToyResult]) -> ToyResult:
+    """One result from those of all ranks."""
+    return ToyResult(
+        losses=[loss for result in results for loss in result.losses],
+        grads={name: grad for result in results for name, grad in result.grads.items()},
+    )
