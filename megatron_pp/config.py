@@ -163,7 +163,7 @@ class ModelParallelConfig:
         return rules.explain_microbatches(self, num_microbatches)
 
     def replace(self: Config, **changes: Any) -> Config:
-        """A changed copy; what was filled in is derived anew (dataclasses.replace would keep it). Raises as the class."""
+        """A changed copy; what was filled in is derived anew (dataclasses.replace keeps it). Raises as the class."""
         fresh: dict[str, Any] = {name: None for name in self._filled_in if name not in changes}
         return dataclasses.replace(self, **fresh, **changes)
 

@@ -7,6 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +36,10 @@ def _set_environment() -> None:
 
 
 _set_environment()
+
+# No test depends on time, or on chance.
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("project")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

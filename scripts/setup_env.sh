@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Makes the environment that the other scripts run in, and prints its python as the only line on stdout.
+#
+#   scripts/setup_env.sh [EXTRA...]        extras of setup.py, such as: train test megatron
+#
+#   MEGATRON_PP_VENV=DIR     where the environment is, or is to be made (default: .venv beside setup.py)
+#   MEGATRON_PP_PYTHON=FILE  use this interpreter as it is and install nothing (clusters with their own torch)
+#
+# A second run with the same extras does nothing but look. Safe to interrupt (what was installed is marked last), to
+# run from any directory, and to run several times at once.
+set -euo pipefail
+
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+say() { printf '%s\n' "$*" >&2; }
+die() { say "setup_env.sh: $*"; exit 1; }
+
+if [[ -n "${MEGATRON_PP_PYTHON:-}" ]]; then
+    command -v -- "$MEGATRON_PP_PYTHON" >/dev/null || die "MEGATRON_PP_PYTHON is $MEGATRON_PP_PYTHON, which is no program"
+    command -v -- "$MEGATRON_PP_PYTHON"
+    exit 0
+fi
+
+venv="${MEGATRON_PP_VENV:-$root/.venv}"
+mkdir -p -- "$(dirname -- "$venv")"
+venv="$(cd -- "$(dirname -- "$venv")" && pwd -P)/$(basename -- "$venv")"
+python="$venv/bin/python"
+stamp="$venv/.megatron_pp_stamp"     # line 1: what the installation was made from; line 2: the extras it has
+half_made="$venv.being_made"         # exists while the bare environment is being made
+
+base_python() { # the newest supported interpreter that can make environments
+    local candidate
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v -- "$candidate"
+            return
+        fi
+    done
+    die "no Python >= 3.10 with the modules venv and ensurepip was found (on Debian: apt install python3-venv)"
+}
+
+fingerprint() { # of everything the installation depends on, the place of the project included
+    { cat -- "$root/setup.py" "$root/scripts/constraints.txt"; printf '%s\n' "$root"; "$python" -VV; } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+}
+
+installed_extras() { # those of an installation that is still good, else nothing
+    [[ -x "$python" && -f "$stamp" && "$(head -n 1 -- "$stamp")" == "$(fingerprint)" ]] || return 1
+    sed -n 2p -- "$stamp"
+}
+
+is_ready() { # EXTRA...
+    local have extra
+    have="$(installed_extras)" || return 1
+    for extra in "$@"; do [[ " $have " == *" $extra "* ]] || return 1; done
+}
+
+make_venv() {
+    if [[ -x "$python" && ! -e "$half_made" ]]; then return; fi
+    if [[ -e "$venv" && ! -e "$half_made" && -n "$(ls -A -- "$venv")" ]]; then
+        die "$venv exists and is no Python environment; remove it, or set MEGATRON_PP_VENV to another place"
+    fi
+    local base
+    base="$(base_python)"
+    say "Making a Python environment in $venv ..."
+    touch -- "$half_made"
+    "$base" -m venv --clear "$venv" >&2
+    rm -f -- "$half_made"
+}
+
+install() { # EXTRA...
+    local joined pip
+    joined="$(IFS=,; printf '%s' "$*")"
+    pip=("$python" -m pip install --disable-pip-version-check --constraint "$root/scripts/constraints.txt")
+    [[ -t 2 ]] || pip+=(--quiet) # progress is for people
+    say "Installing${joined:+ with extras $joined} (once; a few minutes where torch has to be downloaded) ..."
+    rm -f -- "$stamp"
+    # torch first and by itself: megatron-core and others take any version, and must find the pinned one in place.
+    "${pip[@]}" torch setuptools wheel >&2
+    "${pip[@]}" --no-build-isolation --editable "$root${joined:+[$joined]}" >&2
+    (cd / && "$python" -c 'import torch, megatron_pp') || die "torch and megatron_pp can not be imported from $venv"
+    printf '%s\n%s\n' "$(fingerprint)" "$*" >"$stamp.new"
+    mv -f -- "$stamp.new" "$stamp"
+}
+
+if ! is_ready "$@"; then
+    if command -v flock >/dev/null; then
+        exec 9>"$venv.lock"
+        flock 9
+    fi
+    if ! is_ready "$@"; then # another run may have done it while this one waited
+        make_venv
+        # What is there already stays: train.sh after test.sh must not take the tests' packages off the list.
+        read -r -a wanted <<<"$( { installed_extras || true; printf '%s\n' "$@"; } | tr ' ' '\n' | sort -u | tr '\n' ' ')"
+        install ${wanted[@]+"${wanted[@]}"}
+    fi
+fi
+printf '%s\n' "$python"

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Sets up the environment and runs all tests: first unit, then functional (real processes).
+#
+#   scripts/test.sh                              everything
+#   scripts/test.sh -k layout -x                 arguments for pytest, in both halves
+#   scripts/test.sh tests/unit_tests/test_x.py   paths (as seen from here): these only
+#
+#   MEGATRON_PP_TEST_JOBS=N   tests at a time (default: the number of cores, at most 8; half for functional tests,
+#                             each of which starts several processes)
+# See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON.
+set -euo pipefail
+
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+python="$("$root/scripts/setup_env.sh" train viz megatron test)"
+
+export OMP_NUM_THREADS=1
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+if [[ -d /sys/class/net/lo ]]; then
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
+fi
+
+cores="$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
+jobs="${MEGATRON_PP_TEST_JOBS:-$((cores < 8 ? cores : 8))}"
+functional_jobs="${MEGATRON_PP_TEST_JOBS:-$((jobs > 3 ? jobs / 2 : jobs))}"
+
+names_a_path=false
+for argument in "$@"; do
+    if [[ "$argument" != -* && ( "$argument" == */* || "$argument" == *.py* ) && -e "${argument%%::*}" ]]; then
+        names_a_path=true
+    fi
+done
+
+run_pytest() { # JOBS ARGUMENT...
+    local jobs="$1"
+    shift
+    "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "$jobs" "$@"
+}
+
+if $names_a_path; then
+    run_pytest "$functional_jobs" "$@"
+    exit
+fi
+
+NOTHING_COLLECTED=5
+status=0
+for half in "unit_tests $jobs" "functional_tests $functional_jobs"; do
+    read -r folder at_a_time <<<"$half"
+    printf '\n== %s\n' "$folder"
+    code=0
+    run_pytest "$at_a_time" "$root/tests/$folder" "$@" || code=$?
+    # A selection such as -k may leave one half empty.
+    if [[ $code -ne 0 && ! ( $code -eq $NOTHING_COLLECTED && $# -gt 0 ) ]]; then
+        status=$code
+    fi
+done
+exit "$status"
