@@ -1,0 +1,47 @@
+"""Reading and writing files the same way everywhere: clear errors, and nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from megatron_pp.plan.spec import PlanError
+
+
+class ExchangeError(PlanError):
+    """A file is not what it should be; the message says where in it, and what would be right."""
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The file's text. Raises ExchangeError where it can not be read or is no text."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ExchangeError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
+    except OSError as error:
+        raise ExchangeError(f"{path}: can not be read ({error.strerror or error})") from error
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file so that others see the old one or all of the new one, never a part. Raises ExchangeError."""
+    target = Path(path)
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    try:
+        handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with os.fdopen(handle, "wb") as out:
+                out.write(data)
+            os.chmod(scratch, 0o666 & ~_umask())
+            os.replace(scratch, target)
+        except BaseException:
+            Path(scratch).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ExchangeError(f"{path}: can not be written ({error.strerror or error})") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

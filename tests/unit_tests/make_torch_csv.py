@@ -1,0 +1,49 @@
+"""Write the compute order of PyTorch's own pipeline schedules as CSV, one file each: ``make_torch_csv.py FOLDER P M``.
+
+A program of its own, because PyTorch's stages want a process group: here its fake one, which never communicates.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+SINGLE = ("ScheduleGPipe", "Schedule1F1B")
+LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
+def stage(index: int, count: int) -> PipelineStage:
+    return PipelineStage(torch.nn.Linear(2, 2), index, count, torch.device("cpu"))
+
+
+def make(name: str, size: int, microbatches: int) -> schedules._PipelineSchedule:
+    kind = getattr(schedules, name)
+    loss = torch.nn.functional.mse_loss
+    if name in SINGLE:
+        return kind(stage(0, size), microbatches, loss_fn=loss)
+    count = 2 * size
+    mine = (0, count - 1) if name in V_SHAPED else (0, size)
+    return kind([stage(i, count) for i in mine], microbatches, loss_fn=loss)
+
+
+def main(folder: str, size: int, microbatches: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    for name in SINGLE + LOOPED + V_SHAPED:
+        made = make(name, size, microbatches)
+        target = Path(folder) / f"{name}.csv"
+        if hasattr(made, "_dump_csv"):
+            schedules.PipelineScheduleMulti._dump_csv(made, target)
+        else:
+            with target.open("w", newline="") as out:
+                csv.writer(out).writerows(made.pipeline_order.values())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
