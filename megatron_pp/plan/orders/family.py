@@ -1,4 +1,6 @@
-"""What a schedule family is: a name, a placement, and a function from a pipeline's shape to every rank's compute order."""
+"""What a schedule family is: a name, a placement, and a function from a pipeline's shape to every rank's compute
+order.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,10 @@ class Shape:
     group_size: int
 
 
+def _no_remark(shape: Shape) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Family:
     """A schedule family.
@@ -32,6 +38,7 @@ class Family:
     splits_weight  whether the orders have W instructions (backward split into input and weight gradients)
     source         where the rule comes from
     summary        one line for people who choose
+    remark         Shape -> a sentence where the orders are not the family's own but a substitute; empty otherwise
     """
 
     name: str
@@ -41,6 +48,7 @@ class Family:
     placement: str = LOOP
     chunks: int | None = None
     splits_weight: bool = False
+    remark: Callable[[Shape], str] = _no_remark
 
 
 def f(chunk: int, mb: int) -> Instruction:

@@ -1,0 +1,307 @@
+"""A list scheduler: puts all ranks on one clock and lets each take, whenever it is free, the operation that a pattern
+wants next.
+
+A *pattern* (the "building block" of arXiv 2405.15362, section 3) says in which slot a rank would run the forward and
+backward of each chunk's first microbatch; every further microbatch is one period later. Where what the pattern wants
+can not run yet, a rank takes, in this order: a backward that can, a forward that is not far behind and leaves memory
+for those in front of it, a weight gradient, nothing. Weight gradients so fill what would be bubbles, and memory stays
+under a limit. Microbatches of a chunk stay in ascending order throughout, forwards, backwards and weight gradients
+each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from megatron_pp.plan.costs import StageCosts
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, instruction
+from megatron_pp.plan.placement import Placement
+
+Order = list[Instruction]
+UNKNOWN = float("inf")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Slots of one microbatch. ``offsets[rank][(op, chunk)]`` for FORWARD and BACKWARD; microbatch i is ``i *
+    period`` later.
+    """
+
+    period: float
+    offsets: tuple[Mapping[tuple[str, int], float], ...]
+
+    def slot(self, rank: int, op: str, chunk: int, mb: int) -> float:
+        return self.offsets[rank][(op, chunk)] + self.period * mb
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Activation memory, in any unit.
+
+    limits   per rank; infinity for none
+    forward  per stage: what a forward keeps until its backward
+    weight   per stage: the part of it that a split backward keeps until its weight gradient
+    """
+
+    limits: tuple[float, ...]
+    forward: tuple[float, ...]
+    weight: tuple[float, ...]
+
+    @classmethod
+    def in_chunks(cls, placement: Placement, limit: float) -> MemoryModel:
+        """Every forward counts 1 until its weight gradient is done: the papers' count."""
+        ones = (1.0,) * placement.num_stages
+        return cls((limit,) * placement.pipeline_size, ones, ones)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the scheduler decides.
+
+    ahead     slots by which a forward may be behind the pattern's next operation and still run before it, where that
+              one has to wait
+    reserve   memory that such a forward must leave free, if it is of a chunk that others follow on the rank
+    split     whether backwards are split in two
+    patience  a weight gradient is put off for an operation whose input comes within this share of its own time
+    backlog   most weight gradients that may wait; beyond, they go before anything else
+    """
+
+    ahead: float = 0.0
+    reserve: float = 0.0
+    split: bool = True
+    patience: float = 0.0
+    backlog: int | None = None
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What came out: the orders, when the last operation ends, and the peak of memory per rank."""
+
+    orders: list[Order]
+    makespan: float
+    peaks: tuple[float, ...]
+
+
+def schedule(
+    placement: Placement,
+    num_microbatches: int,
+    pattern: Pattern,
+    memory: MemoryModel,
+    costs: StageCosts,
+    rules: Rules,
+    transfer: float = 0.0,
+) -> Scheduled | None:
+    """Run the scheduler; None where it gets stuck because the memory does not suffice."""
+    ranks = [
+        _Rank(rank, placement, num_microbatches, pattern, memory, rules, costs)
+        for rank in range(placement.pipeline_size)
+    ]
+    return _Clock(placement, num_microbatches, ranks, costs, rules, transfer).run()
+
+
+def in_pattern_order(placement: Placement, num_microbatches: int, pattern: Pattern, split: bool) -> list[Order]:
+    """The pattern itself, squeezed: operations in the order of their slots, weight gradients in the first free slot
+    after their backward.
+    """
+    return [
+        _rank_in_pattern_order(rank, placement.num_chunks, num_microbatches, pattern, split)
+        for rank in range(placement.pipeline_size)
+    ]
+
+
+def _rank_in_pattern_order(rank: int, chunks: int, microbatches: int, pattern: Pattern, split: bool) -> Order:
+    slots = [
+        (pattern.slot(rank, op, chunk, mb), op, chunk, mb)
+        for op in (FORWARD, BACKWARD)
+        for chunk in range(chunks)
+        for mb in range(microbatches)
+    ]
+    if split:
+        busy = {slot % pattern.period for slot in pattern.offsets[rank].values()}
+        last = -1.0
+        for slot, _, chunk, mb in sorted(s for s in slots if s[1] == BACKWARD):
+            last = max(last, slot) + 1
+            while last % pattern.period in busy:
+                last += 1
+            slots.append((last, WEIGHT, chunk, mb))
+    return [instruction(op, chunk, mb) for _, op, chunk, mb in sorted(slots)]
+
+
+class _Clock:
+    """All ranks on one clock. ``arrivals[(op, stage)][mb]``: when the result is where it is needed next."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        ranks: Sequence[_Rank],
+        costs: StageCosts,
+        rules: Rules,
+        transfer: float,
+    ) -> None:
+        self.placement = placement
+        self.ranks = ranks
+        self.costs = costs
+        self.rules = rules
+        self.transfer = transfer
+        self.arrivals = {
+            (op, stage): [UNKNOWN] * num_microbatches
+            for op in (FORWARD, BACKWARD)
+            for stage in range(placement.num_stages)
+        }
+        for rank in ranks:
+            rank.arrivals = self.arrivals
+        self.agenda: list[tuple[float, int]] = [(0.0, rank.number) for rank in ranks]
+
+    def run(self) -> Scheduled | None:
+        makespan = 0.0
+        while self.agenda:
+            now, number = heappop(self.agenda)
+            rank = self.ranks[number]
+            if rank.free_at > now:
+                continue
+            chosen = rank.choose(now)
+            if chosen is not None:
+                makespan = max(makespan, self._start(rank, now, chosen))
+            elif rank.wake_at > now:
+                heappush(self.agenda, (rank.wake_at, number))
+        if any(rank.left for rank in self.ranks):
+            return None
+        return Scheduled([rank.order for rank in self.ranks], makespan, tuple(rank.peak for rank in self.ranks))
+
+    def _start(self, rank: _Rank, now: float, chosen: Instruction) -> float:
+        stage = self.placement.stages[rank.number][chosen.chunk]
+        end = now + self.costs.of(chosen.op, stage, self.rules.split)
+        rank.take(chosen, end)
+        heappush(self.agenda, (end, rank.number))
+        if chosen.op != WEIGHT:
+            consumer = stage + (1 if chosen.op == FORWARD else -1)
+            arrival = end
+            if 0 <= consumer < self.placement.num_stages:
+                home = self.placement.homes[consumer][0]
+                if home != rank.number:
+                    arrival += self.transfer
+                heappush(self.agenda, (arrival, home))
+            self.arrivals[(chosen.op, stage)][chosen.mb] = arrival
+        return end
+
+
+class _Rank:
+    """One rank: what is left to do, what memory is used, and the choice of the next operation."""
+
+    def __init__(
+        self,
+        number: int,
+        placement: Placement,
+        num_microbatches: int,
+        pattern: Pattern,
+        memory: MemoryModel,
+        rules: Rules,
+        costs: StageCosts,
+    ) -> None:
+        self.number = number
+        self.pattern = pattern
+        self.rules = rules
+        self.costs = costs
+        self.stages = placement.stages[number]
+        self.last_stage = placement.num_stages - 1
+        self.microbatches = num_microbatches
+        self.memory = memory
+        self.limit = memory.limits[number]
+        self.next = {(op, chunk): 0 for op in (FORWARD, BACKWARD) for chunk in range(len(self.stages))}
+        self.weights: deque[tuple[int, int]] = deque()
+        self.arrivals: Mapping[tuple[str, int], Sequence[float]] = {}
+        self.forward_ends: dict[tuple[int, int], float] = {}
+        self.order: Order = []
+        self.left = (3 if rules.split else 2) * len(self.stages) * num_microbatches
+        self.used = 0.0
+        self.peak = 0.0
+        self.free_at = 0.0
+        self.wake_at = 0.0
+
+    def choose(self, now: float) -> Instruction | None:
+        """The operation to start now; None where the rank has to wait (until ``wake_at``, if it knows)."""
+        self.wake_at = 0.0
+        heads = sorted(
+            (self.pattern.slot(self.number, op, chunk, mb), op, chunk, mb)
+            for (op, chunk), mb in self.next.items()
+            if mb < self.microbatches
+        )
+        if self.rules.backlog is not None and len(self.weights) > self.rules.backlog:
+            return instruction(WEIGHT, *self.weights[0])
+        for _, op, chunk, mb in self._eligible(heads, now):
+            return instruction(op, chunk, mb)
+        if not self.weights:
+            return None
+        if self.rules.patience and self._comes_soon(heads, now):
+            return None
+        return instruction(WEIGHT, *self.weights[0])
+
+    def _eligible(self, heads: list[tuple[float, str, int, int]], now: float) -> list[tuple[float, str, int, int]]:
+        """Of the next operation of each kind, those that may run now, best first."""
+        if not heads:
+            return []
+        first_slot, op, chunk, mb = heads[0]
+        if self._input_at(op, chunk, mb) <= now and (op == BACKWARD or self._fits(chunk, 0.0)):
+            return heads[:1]
+        ready = [head for head in heads if self._input_at(head[1], head[2], head[3]) <= now]
+        backwards = [head for head in ready if head[1] == BACKWARD]
+        return backwards or [
+            head
+            for head in ready
+            if head[0] - first_slot <= self.rules.ahead and self._fits(head[2], self._reserve(head[2]))
+        ]
+
+    def _reserve(self, chunk: int) -> float:
+        return self.rules.reserve if chunk < len(self.stages) - 1 else 0.0
+
+    def _fits(self, chunk: int, reserve: float) -> bool:
+        return self.used + self.memory.forward[self.stages[chunk]] + reserve <= self.limit
+
+    def _input_at(self, op: str, chunk: int, mb: int) -> float:
+        """When the input of the operation is there."""
+        stage = self.stages[chunk]
+        if op == FORWARD:
+            return self.arrivals[(FORWARD, stage - 1)][mb] if stage else 0.0
+        own = self.forward_ends.get((chunk, mb), UNKNOWN)
+        return own if stage == self.last_stage else max(own, self.arrivals[(BACKWARD, stage + 1)][mb])
+
+    def _comes_soon(self, heads: list[tuple[float, str, int, int]], now: float) -> bool:
+        """Whether an operation that is not held back by memory gets its input before the weight gradient would be
+        well under way.
+        """
+        chunk, _ = self.weights[0]
+        until = now + self.rules.patience * self.costs.weight[self.stages[chunk]]
+        coming = [
+            at
+            for _, op, c, mb in heads
+            if now < (at := self._input_at(op, c, mb)) < until and (op == BACKWARD or self._fits(c, 0.0))
+        ]
+        self.wake_at = min(coming, default=0.0)
+        return bool(coming)
+
+    def take(self, chosen: Instruction, end: float) -> None:
+        """``chosen`` starts now and ends at ``end``."""
+        op, chunk, mb, _ = chosen
+        stage = self.stages[chunk]
+        forward, weight = self.memory.forward[stage], self.memory.weight[stage]
+        if op == FORWARD:
+            self.used += forward
+            self.peak = max(self.peak, self.used)
+            self.forward_ends[(chunk, mb)] = end
+        elif op == BACKWARD and self.rules.split:
+            self.used -= forward - weight
+            self.weights.append((chunk, mb))
+        elif op == BACKWARD:
+            self.used -= forward
+        else:
+            self.used -= weight
+            self.weights.popleft()
+        if op != WEIGHT:
+            self.next[(op, chunk)] = mb + 1
+        self.order.append(chosen)
+        self.left -= 1
+        self.free_at = end
