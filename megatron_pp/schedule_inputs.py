@@ -99,7 +99,7 @@ def plan_spec(inputs: StepInputs, pipeline_size: int, pollable: bool) -> PlanSpe
         policy=_policy(config),
         channels=getattr(config, "p2p_channels", ONE_WAY),
         forward_only=inputs.forward_only,
-        variable_shapes=bool(getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)),
+        variable_shapes=_variable_shapes(config),
         release_after=1 if pollable else max(1, most),
         grad_sync=HOOKS if getattr(config, "grad_sync_func", None) is None else EXPLICIT,
         param_sync=getattr(config, "param_sync_func", None) is not None and not inputs.forward_only,
@@ -119,7 +119,15 @@ def _policy(config: Any) -> str:
     overlap, batched = getattr(config, "overlap_p2p_comm", False), getattr(config, "batch_p2p_comm", False)
     if overlap and batched:
         raise ScheduleInputError("config.overlap_p2p_comm and config.batch_p2p_comm are both set; a batch is waited as a whole, so set one of them")
+    if batched and _variable_shapes(config):
+        # The shapes of a batch are a batch of their own, which is waited as a whole before the tensors go out. Neighbours' batches do not pair
+        # one to one, so that would wait for what the neighbour sends later. Nothing is lost: the shapes break up the group anyway.
+        return PLAIN
     return OVERLAP if overlap else BATCHED if batched else PLAIN
+
+
+def _variable_shapes(config: Any) -> bool:
+    return bool(getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False))
 
 
 def checkpoint_flags(config: Any, order: Sequence[Instruction]) -> dict[tuple[int, int], bool] | None:

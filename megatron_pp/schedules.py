@@ -105,17 +105,17 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
 
 def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[Any]:
     """All microbatches through the whole model on this rank: forward and backward in turn. Arguments: get_forward_backward_func."""
-    return _StepCall(chunked=False, alone=True, **arguments).run()
+    return StepCall(chunked=False, alone=True, **arguments).run()
 
 
 def forward_backward_pipelining_without_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
     """One model chunk a rank, 1F1B unless the config names another schedule. Arguments: get_forward_backward_func."""
-    return _StepCall(chunked=False, alone=False, **arguments).run()
+    return StepCall(chunked=False, alone=False, **arguments).run()
 
 
 def forward_backward_pipelining_with_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
     """A list of model chunks a rank, interleaved 1F1B unless the config names another schedule. Arguments: get_forward_backward_func."""
-    return _StepCall(chunked=True, alone=False, **arguments).run()
+    return StepCall(chunked=True, alone=False, **arguments).run()
 
 
 def get_schedule_table(num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int) -> list[tuple[int, int]]:
@@ -165,8 +165,11 @@ def get_tensor_shapes(
     )
 
 
-class _StepCall:
-    """One call of a schedule function."""
+class StepCall:
+    """One call of a schedule function: arguments checked when made, the step executed by ``run``.
+
+    A plug-in for another training stack overrides ``begin``, ``make_steps`` and ``finish``: what runs around and within the plan, never the plan.
+    """
 
     def __init__(
         self,
@@ -192,6 +195,7 @@ class _StepCall:
             forward_step_func, data_iterator, model, num_microbatches, forward_only, collect_non_loss_data, first_val_step, chunked
         )
         self.config = self.inputs.config
+        self.alone = alone
         self.pg_collection = pg_collection
         self.force_all_reduce = bool(force_all_reduce)
         self.tp_size, self.cp_size = group_sizes(pg_collection, self.config)
@@ -205,28 +209,47 @@ class _StepCall:
             say_if_slow(self.spec)
 
     def run(self) -> list[Any]:
-        timers, config = getattr(self.config, "timers", None), self.config
-        if timers is not None:
-            timers("forward-backward", log_level=1).start(barrier=getattr(config, "barrier_with_L1_time", True))
+        """The whole step. Returns what the loss function reported."""
+        self.begin()
         plan = build_plan(self.spec)
-        steps = self._steps(plan)
+        steps = self.make_steps(plan)
         self.communicator.prepare(plan.placement.rank_edges())
         PlanExecutor(
             plan,
             self.communicator,
             steps,
-            SyncHooks(config, self.inputs.chunks),
+            SyncHooks(self.config, self.inputs.chunks),
             self.shapes,
-            deallocate=getattr(config, "deallocate_pipeline_outputs", True),
-            max_pending_sends=getattr(config, "max_pending_sends", 2),
+            deallocate=getattr(self.config, "deallocate_pipeline_outputs", True),
+            max_pending_sends=getattr(self.config, "max_pending_sends", 2),
         ).run()
+        self.finish(steps)
+        return steps.record.data
+
+    def begin(self) -> None:
+        """Before the first instruction."""
+        timers = getattr(self.config, "timers", None)
+        if timers is not None:
+            barrier = getattr(self.config, "barrier_with_L1_time", True)
+            timers("forward-backward", log_level=1).start(barrier=barrier)
+
+    def finish(self, steps: Any) -> None:
+        """After the last instruction: gradients are finalised, the timer stops."""
         if not self.spec.forward_only:
             finalize_gradients(
-                config, self.inputs.chunks, steps.record.num_tokens, self.communicator.device, self.pg_collection, self.force_all_reduce
+                self.config,
+                self.inputs.chunks,
+                steps.record.num_tokens,
+                self.communicator.device,
+                self.pg_collection,
+                self.force_all_reduce,
             )
+        self.stop_timer()
+
+    def stop_timer(self) -> None:
+        timers = getattr(self.config, "timers", None)
         if timers is not None:
             timers("forward-backward").stop()
-        return steps.record.data
 
     def _communicator(self, given: Any, alone: bool) -> P2PCommunicator:
         if isinstance(given, P2PCommunicator):
@@ -258,9 +281,16 @@ class _StepCall:
         if self.communicator.dtype is None:
             raise ScheduleInputError("config.pipeline_dtype is None; set it to the dtype of the activations between stages, such as torch.bfloat16")
 
-    def _steps(self, plan: Plan) -> ModelSteps:
+    def make_steps(self, plan: Plan) -> Any:
+        """What runs a microbatch through a chunk. A subclass may bring its own."""
+        inputs = self.inputs
+        return ModelSteps(
+            inputs.forward_step_func, inputs.data_iterators, inputs.chunks, self.config, self.step_options(plan)
+        )
+
+    def step_options(self, plan: Plan) -> StepOptions:
         inputs, rank = self.inputs, self.communicator.rank
-        options = StepOptions(
+        return StepOptions(
             num_microbatches=inputs.num_microbatches,
             is_last_stage=[plan.placement.is_last_stage(rank, chunk) for chunk in range(len(inputs.chunks))],
             device_type=self.communicator.device.type,
@@ -268,6 +298,6 @@ class _StepCall:
             forward_only=inputs.forward_only,
             collect_non_loss_data=inputs.collect_non_loss_data,
             first_val_step=inputs.first_val_step,
-            checkpoint_flags=checkpoint_flags(self.config, plan.orders[rank]),
+            # Megatron's schedule without a pipeline passes no such flag.
+            checkpoint_flags=None if self.alone else checkpoint_flags(self.config, plan.orders[rank]),
         )
-        return ModelSteps(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, self.config, options)

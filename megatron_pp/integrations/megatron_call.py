@@ -90,7 +90,6 @@ class MegatronCall(StepCall):
 
     def __init__(self, megatron: Megatron, *, alone: bool, chunked: bool, **arguments: Any) -> None:
         self.megatron = megatron
-        self.alone = alone
         self.chunked = chunked
         keyword = megatron.row.groups_keyword
         groups = arguments.pop(keyword, None)
