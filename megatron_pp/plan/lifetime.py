@@ -120,7 +120,6 @@ class _Walk:
         spec = plan.spec
         self.rank = rank
         self.program = plan.programs[rank]
-        self.deallocate = deallocate
         self.forward_only = spec.forward_only
         self.microbatches = spec.num_microbatches
         self.chunks = spec.num_chunks
@@ -128,7 +127,9 @@ class _Walk:
         self.stages = plan.placement.stages[rank]
         self.facts = [0] * (self.chunks * self.microbatches)
         self.required = [self._facts_at_end(s) for s in self.stages]
-        self.local_next = {c: self._chunk_of(s + 1) for c, s in enumerate(self.stages)}
+        self.local_before = [self._chunk_of(s - 1) for s in self.stages]
+        self.local_after = [self._chunk_of(s + 1) for s in self.stages]
+        self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
         self.split = {(i.chunk, i.mb) for i in self.program if i.op == ins.WEIGHT}
         self.memory = Memory()
         self.marks = _Marks(plan, rank)
@@ -198,9 +199,10 @@ class _Walk:
         elif op == ins.WAIT_ACT:
             now.act_buffers -= 1
             now.inputs += 1
-        elif op == ins.HAND_ACT:  # the output's storage becomes the input's
-            now.outputs -= 1
-            now.inputs += 1
+        elif op == ins.HAND_ACT:
+            if self.gives_back:  # the output's storage becomes the input's; else it stays the output's until its backward
+                now.outputs -= 1
+                now.inputs += 1
         elif op == ins.FORWARD:
             now.outputs += not last
             now.inputs -= self.forward_only and not first
@@ -209,7 +211,7 @@ class _Walk:
             now.pending_sends += 1
         elif op == ins.RELEASE_ACT:
             now.pending_sends -= 1
-            kept = not (self.deallocate or self.forward_only or self.facts[at.chunk * self.microbatches + at.mb] & _BACK)
+            kept = not (self.gives_back or self.facts[at.chunk * self.microbatches + at.mb] & _BACK)
             now.outputs -= not kept
         elif op == ins.RECV_GRAD:
             now.grad_buffers += 1
@@ -230,11 +232,14 @@ class _Walk:
     def _account_backward(self, at: Instruction, first: bool, last: bool) -> None:
         now = self.memory
         now.in_flight -= 1
-        now.inputs -= not first
+        handed_in = self.local_before[at.chunk] is not None
+        handed_on = self.local_after[at.chunk] is not None
+        now.inputs -= not first and (self.gives_back or not handed_in)
+        now.outputs -= handed_on and not self.gives_back
         now.output_grads -= not last
         now.input_grads += not first
         released = self.facts[at.chunk * self.microbatches + at.mb] & _ACT_FREED
-        now.outputs -= bool(released and not self.deallocate)
+        now.outputs -= bool(released and not self.gives_back)
         now.weight_backlog += (at.chunk, at.mb) in self.split
 
     def _check_end(self) -> None:
