@@ -115,6 +115,12 @@ def memory_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[
         yield at, replace(now)
 
 
+def tensors_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:
+    """Pipeline tensors alive together right after each instruction of ``rank``'s program. Raises PlanError as check_rank does."""
+    for _, now in _Walk(plan, rank, deallocate).steps():
+        yield now.tensors
+
+
 class _Walk:
     def __init__(self, plan: Plan, rank: int, deallocate: bool) -> None:
         spec = plan.spec
