@@ -119,10 +119,6 @@ def _policy(config: Any) -> str:
     overlap, batched = getattr(config, "overlap_p2p_comm", False), getattr(config, "batch_p2p_comm", False)
     if overlap and batched:
         raise ScheduleInputError("config.overlap_p2p_comm and config.batch_p2p_comm are both set; a batch is waited as a whole, so set one of them")
-    if batched and _variable_shapes(config):
-        # The shapes of a batch are a batch of their own, which is waited as a whole before the tensors go out. Neighbours' batches do not pair
-        # one to one, so that would wait for what the neighbour sends later. Nothing is lost: the shapes break up the group anyway.
-        return PLAIN
     return OVERLAP if overlap else BATCHED if batched else PLAIN
 
 
