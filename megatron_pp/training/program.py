@@ -189,8 +189,5 @@ def _conclude(run: RunArguments, folder: Path, outcome: Outcome, stop: StopReque
         print(f"continue with --resume {folder}")
     else:
         print(f"metrics and plot are in {folder}")
-    print(
-        f"validation loss: {outcome.validation_before:.3f} before, {outcome.validation_after:.3f} after "
-        f"{outcome.steps} steps",
-        flush=True,
-    )
+    after = f", {outcome.validation_after:.3f} after {outcome.validated_at} steps" if outcome.validated_at else ""
+    print(f"validation loss: {outcome.validation_before:.3f} before{after}", flush=True)

@@ -47,7 +47,8 @@ class Outcome:
 
     Attributes:
         steps: optimizer steps done, since the run's very start.
-        validation_before, validation_after: validation loss before the first step and after the last, nats per byte.
+        validation_before, validation_after: validation loss before the first step and the newest, nats per byte.
+        validated_at: steps done when the newest was measured.
         checkpoint: the newest checkpoint.
         interrupted: a signal ended it early.
     """
@@ -55,6 +56,7 @@ class Outcome:
     steps: int
     validation_before: float
     validation_after: float
+    validated_at: int
     checkpoint: Path
     interrupted: bool
 
@@ -109,6 +111,7 @@ class Trainer:
         self.steps_done = 0
         self.validation_before = math.nan
         self.validation_after = math.nan
+        self.validated_at = 0
         self.saved: Path | None = None
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -123,6 +126,7 @@ class Trainer:
         self.steps_done = checkpoint.step
         self.validation_before = checkpoint.progress["validation_before"]
         self.validation_after = checkpoint.progress["validation_after"]
+        self.validated_at = checkpoint.progress["validated_at"]
         self.saved = checkpoint.path
         self.recorder.say(f"continuing from {checkpoint.path}")
         if checkpoint.progress["text"] != self.texts.digest:
@@ -149,7 +153,14 @@ class Trainer:
         if self.saved is None:
             self._save()
         assert self.saved is not None
-        return Outcome(self.steps_done, self.validation_before, self.validation_after, self.saved, interrupted)
+        return Outcome(
+            self.steps_done,
+            self.validation_before,
+            self.validation_after,
+            self.validated_at,
+            self.saved,
+            interrupted,
+        )
 
     def _step(self) -> bool:
         """One optimizer step. Returns whether any rank was asked to stop."""
@@ -180,7 +191,7 @@ class Trainer:
         run = self.run
         results = [self.runner.run(self.texts.validation, i, forward_only=True) for i in range(run.eval_steps)]
         loss = sum(self._agree(result).loss for result in results) / run.eval_steps
-        self.validation_after = loss
+        self.validation_after, self.validated_at = loss, self.steps_done
         self.recorder.validation(self.steps_done, loss)
         return loss
 
@@ -199,6 +210,7 @@ class Trainer:
         progress = {
             "validation_before": self.validation_before,
             "validation_after": self.validation_after,
+            "validated_at": self.validated_at,
             "text": self.texts.digest,
         }
         self.saved = self.writer.save(self.steps_done, self._state(), progress)

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Set everything up and train a small GPT on real text through an interleaved pipeline of real processes.
+#
+#   scripts/train.sh                                 2 ranks x 2 model chunks; about two minutes on two CPU cores
+#   scripts/train.sh --data my_text/ --num-layers 8  flags go on to train.py, after the defaults below; --help lists them
+#   scripts/train.sh --resume runs/20250131-120000   continue a run; its own flags are remembered
+#
+# NPROC=N starts N ranks. By default there is one for each GPU, or two on the CPU where there are fewer than two GPUs.
+# Each start makes a new folder under runs/. Ctrl-C ends after the current step, with a checkpoint.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$root/scripts/setup_env.sh"
+python="${MEGATRON_PP_PYTHON:?setup_env.sh names the interpreter}"
+
+gpus=0
+if command -v nvidia-smi > /dev/null; then
+    gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
+fi
+ranks="${NPROC:-$((gpus >= 2 ? gpus : 2))}"
+
+defaults=()
+if [[ " $* " != *" --resume"* ]]; then
+    defaults=(
+        --virtual-pipeline-model-parallel-size 2
+        --pipeline-schedule interleaved_1f1b
+        --overlap-p2p-comm
+        --num-layers "$((ranks > 2 ? 2 * ranks : 4))"
+    )
+    if [[ " $* " != *" --run-dir"* ]]; then
+        defaults+=(--run-dir "$root/runs/$(date +%Y%m%d-%H%M%S)-$$")
+    fi
+fi
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# One machine: no host name to look up, no other network to ask.
+if [[ -z "${GLOO_SOCKET_IFNAME:-}" && -e /sys/class/net/lo ]]; then
+    export GLOO_SOCKET_IFNAME=lo
+fi
+exec "$python" "$root/scripts/launch.py" --standalone --nproc-per-node "$ranks" \
+    "$root/scripts/train.py" "${defaults[@]}" "$@"
