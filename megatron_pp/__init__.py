@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from megatron_pp.config import TransformerConfig as TransformerConfig
     from megatron_pp.p2p_communication import P2PCommunicator as P2PCommunicator
     from megatron_pp.schedules import get_forward_backward_func as get_forward_backward_func
+    from megatron_pp.stage import PipelineStage as PipelineStage
 
 _EXPORTS = {
     "ConfigError": "megatron_pp.config",
     "ModelParallelConfig": "megatron_pp.config",
     "TransformerConfig": "megatron_pp.config",
     "P2PCommunicator": "megatron_pp.p2p_communication",
+    "PipelineStage": "megatron_pp.stage",
     "get_forward_backward_func": "megatron_pp.schedules",
 }
 
@@ -30,6 +32,7 @@ __all__ = [
     "ConfigError",
     "ModelParallelConfig",
     "P2PCommunicator",
+    "PipelineStage",
     "TransformerConfig",
     "__version__",
     "get_forward_backward_func",
