@@ -34,7 +34,7 @@ def lowered_plan(spec: PlanSpec) -> Plan:
     shape = Shape(spec.pipeline_size, spec.num_chunks, spec.num_microbatches, spec.effective_group_size)
     orders = family.orders(shape)
     programs = lower(spec, placement, orders)
-    return Plan(spec, placement, tuple(map(tuple, programs)), tuple(map(tuple, orders)))
+    return Plan(spec, placement, tuple(map(tuple, programs)), tuple(map(tuple, orders)), family.remark(shape))
 
 
 def family_of(spec: PlanSpec) -> Family:

@@ -10,26 +10,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
+from megatron_pp.plan.pairs import Pairs
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanError
 
 NOT_YET = -1
 
 
-def logical_ends(orders: Sequence[Sequence[Instruction]], placement: Placement, num_microbatches: int) -> list[list[int]]:
+def logical_ends(
+    orders: Sequence[Sequence[Instruction]], placement: Placement, num_microbatches: int, pairs: Pairs | None = None
+) -> list[list[int]]:
     """``ends[rank][i]``: the slot in which the i-th compute operation of ``rank`` ends (the first slot ends at 1).
+
+    The two operations of one of ``pairs`` take two slots together and end together. A pair that would wait in a circle, which
+    its halves alone do not, is taken apart: it is removed from ``pairs``.
 
     Raises PlanError where an operation waits for one that never comes before it, naming both.
     """
-    clock = _Clock(orders, placement, num_microbatches)
+    clock = _Clock(orders, placement, num_microbatches, pairs or [set() for _ in orders])
     return clock.run()
 
 
 class _Clock:
     """Runs all ranks' orders against each other, one slot per operation."""
 
-    def __init__(self, orders: Sequence[Sequence[Instruction]], placement: Placement, num_microbatches: int) -> None:
+    def __init__(
+        self, orders: Sequence[Sequence[Instruction]], placement: Placement, num_microbatches: int, pairs: Pairs
+    ) -> None:
         self.orders = orders
+        self.pairs = pairs
         self.placement = placement
         self.stride = num_microbatches
         cells = placement.num_stages * num_microbatches
@@ -42,6 +51,8 @@ class _Clock:
         ready = list(range(len(self.orders)))
         while ready:
             self._advance(ready.pop(), ready)
+            if not ready:
+                ready = self._take_apart_pairs()
         for rank, order in enumerate(self.orders):
             if len(self.ends[rank]) < len(order):
                 raise PlanError(self._why_stuck(rank))
@@ -51,18 +62,28 @@ class _Clock:
         """Run ``rank`` until it has to wait for another one; wake whoever waited for what it made."""
         order, ends, stages = self.orders[rank], self.ends[rank], self.placement.stages[rank]
         now = ends[-1] if ends else 0
-        for i in range(len(ends), len(order)):
-            op, chunk, mb, _ = order[i]
-            stage = stages[chunk]
-            needed = self._input_end(op, stage, mb)
-            if needed == NOT_YET:
-                self.waiters[(op, stage, mb)] = rank
-                return
-            now = max(now, needed) + 1
-            ends.append(now)
-            woken = self._record(op, stage, mb, now)
-            if woken is not None:
-                ready.append(woken)
+        while len(ends) < len(order):
+            first = len(ends)
+            together = order[first : first + (2 if first in self.pairs[rank] else 1)]
+            for op, chunk, mb, _ in together:
+                needed = self._input_end(op, stages[chunk], mb)
+                if needed == NOT_YET:
+                    self.waiters[(op, stages[chunk], mb)] = rank
+                    return
+                now = max(now, needed)
+            now += len(together)
+            for op, chunk, mb, _ in together:
+                ends.append(now)
+                woken = self._record(op, stages[chunk], mb, now)
+                if woken is not None:
+                    ready.append(woken)
+
+    def _take_apart_pairs(self) -> list[int]:
+        """All ranks wait or are done: take apart the pairs that wait; returns their ranks."""
+        waiting = [rank for rank, ends in enumerate(self.ends) if len(ends) in self.pairs[rank]]
+        for rank in waiting:
+            self.pairs[rank].discard(len(self.ends[rank]))
+        return waiting
 
     def _input_end(self, op: str, stage: int, mb: int) -> int:
         """The slot at whose end the input from another stage is there: 0 where none is needed, NOT_YET where it has not run."""

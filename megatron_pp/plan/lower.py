@@ -9,6 +9,8 @@ produced (``clock.py``).
 ``batched``  All messages whose round falls on a boundary go out there as one batch, waited at once (with ``variable_shapes``, one per round).
 ``plain``    The same messages, singly, waited together.
 
+With ``overlap_pairs``, nothing stands between the halves of a pair (``pairs.py``): what they wait for comes before, what they send after it.
+
 With ``shared`` channels, both ends must post in one order: posts then stand in the order of rounds, no receive ahead of its round. With ``variable_shapes`` a
 receive is complete only once its shape has come, so its wait follows it at once, at its round's boundary: a sender is never held up by a
 receiver that is in no hurry, and what is posted later on the channel can not overtake it.
@@ -43,6 +45,7 @@ from megatron_pp.plan.instruction import (
     instruction,
 )
 from megatron_pp.plan.marks import marks_of
+from megatron_pp.plan.pairs import overlap_pairs
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import BATCHED, ONE_WAY, OVERLAP, PlanSpec
 
@@ -85,14 +88,18 @@ def lower(spec: PlanSpec, placement: Placement, orders: Sequence[Order]) -> list
     """A full program per rank. Raises PlanError where the orders can not run at all."""
     if spec.forward_only:
         orders = [[op for op in order if op.op == FORWARD] for order in orders]
-    ends = logical_ends(orders, placement, spec.num_microbatches)
+    pairs = overlap_pairs(orders) if spec.overlap_pairs and not spec.forward_only else [set() for _ in orders]
+    ends = logical_ends(orders, placement, spec.num_microbatches, pairs)
     ended = {
         (op.op, placement.stages[rank][op.chunk], op.mb): ends[rank][i]
         for rank, order in enumerate(orders)
         for i, op in enumerate(order)
         if op.op in _CODES
     }
-    return [_RankLowering(spec, placement, rank, orders[rank], ends[rank], ended).program() for rank in range(len(orders))]
+    return [
+        _RankLowering(spec, placement, rank, orders[rank], ends[rank], ended, pairs[rank]).program()
+        for rank in range(len(orders))
+    ]
 
 
 class _RankLowering:
@@ -106,6 +113,7 @@ class _RankLowering:
         order: Order,
         ends: list[int],
         ended: dict[tuple[str, int, int], int],
+        pairs: set[int],
     ) -> None:
         self.spec = spec
         self.placement = placement
@@ -113,6 +121,7 @@ class _RankLowering:
         self.order = order
         self.ends = ends
         self.ended = ended
+        self.inside = {first + 1 for first in pairs}  # boundaries between the halves of a pair: nothing may stand there
         self.posts: dict[int, list[_Post]] = defaultdict(list)
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
         self.inputs: dict[int, list[Instruction]] = defaultdict(list)  # waits and hand-offs
@@ -122,7 +131,7 @@ class _RankLowering:
         if self.spec.policy == OVERLAP:
             self._place_late_finishes(sends, receives)
         for send in sends:
-            self.posts[send.use + 1].append(send)
+            self.posts[self._from(send.use + 1)].append(send)
         for receive, boundary in zip(receives, self._receive_boundaries(receives), strict=True):
             self.posts[boundary].append(receive)
         return self._emit()
@@ -139,7 +148,7 @@ class _RankLowering:
             if 0 <= source < self.placement.num_stages:
                 peer = self.placement.homes[source][0]
                 if peer == self.rank:
-                    self.inputs[i].append(instruction(codes.hand, chunk, mb))
+                    self.inputs[self._until(i)].append(instruction(codes.hand, chunk, mb))
                 else:
                     due = self.ended[(op, source, mb)]
                     recv, wait = instruction(codes.recv, chunk, mb), instruction(codes.wait, chunk, mb)
@@ -154,10 +163,19 @@ class _RankLowering:
     def _place_late_finishes(self, sends: list[_Post], receives: list[_Post]) -> None:
         """Under ``overlap``: releases some operations after their send, waits right before the use."""
         for send in sends:
-            self.releases[min(send.use + 1 + self.spec.release_after, len(self.order))].append(send.finish)
+            boundary = min(send.use + 1 + self.spec.release_after, len(self.order))
+            self.releases[self._from(boundary)].append(send.finish)
         if not self.spec.variable_shapes:
             for receive in receives:
-                self.inputs[receive.use].append(receive.finish)
+                self.inputs[self._until(receive.use)].append(receive.finish)
+
+    def _from(self, boundary: int) -> int:
+        """``boundary``, or where it is inside a pair the one after the pair."""
+        return boundary + 1 if boundary in self.inside else boundary
+
+    def _until(self, boundary: int) -> int:
+        """``boundary``, or where it is inside a pair the one before the pair."""
+        return boundary - 1 if boundary in self.inside else boundary
 
     def _receive_boundaries(self, receives: list[_Post]) -> list[int]:
         """Where each receive is posted: at its round's boundary, or earlier by look-ahead where channels allow, in the sender's order."""
@@ -170,7 +188,7 @@ class _RankLowering:
         for k in by_round:
             receive = receives[k]
             channel = (receive.peer, receive.kind)
-            wanted = max(0, min(boundaries[k], receive.use - self.spec.lookahead))
+            wanted = self._until(max(0, min(boundaries[k], self._until(receive.use) - self.spec.lookahead)))
             boundaries[k] = min(wanted, earliest_later.get(channel, wanted))
             earliest_later[channel] = boundaries[k]
         return boundaries
@@ -186,7 +204,8 @@ class _RankLowering:
             program += after.get(i - 1, ())
             if i < len(self.order):
                 program += self.inputs.get(i, ())
-                program += before.get(i, ())
+                program += () if i in self.inside else before.get(i, ())
+                program += before.get(i + 1, ()) if i + 1 in self.inside else ()
                 program.append(self.order[i])
         return program
 

@@ -42,6 +42,7 @@ class PlanSpec:
     lookahead         compute slots by which a receive is posted ahead of its use, under ``overlap`` with one_way channels (>= 0)
     grad_sync         hooks or explicit
     param_sync        whether PARAM_SYNC marks are wanted
+    overlap_pairs     a forward right before a full backward of another microbatch is a pair, to be run as one
     """
 
     schedule: str
@@ -57,6 +58,7 @@ class PlanSpec:
     lookahead: int = 1
     grad_sync: str = HOOKS
     param_sync: bool = False
+    overlap_pairs: bool = False
 
     def __post_init__(self) -> None:
         _one_of("lowering policy", self.policy, POLICIES)
@@ -89,12 +91,14 @@ class PlanSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """A lowered plan: one program per rank. ``orders`` keeps the compute order it came from."""
+    """A lowered plan: one program per rank. ``orders`` keeps the compute order it came from; ``remark`` is a sentence for the log
+    where the orders are not what the schedule's name says, else empty."""
 
     spec: PlanSpec
     placement: Placement
     programs: tuple[tuple[Instruction, ...], ...]
     orders: tuple[tuple[Instruction, ...], ...] = field(repr=False, default=())
+    remark: str = ""
 
     def __str__(self) -> str:
         return "\n".join(f"rank {r}: {format_program(p)}" for r, p in enumerate(self.programs))
