@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.output_lifetime import deallocate_output_tensor
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.spec import Plan
 from megatron_pp.schedules import StepCall
 from megatron_pp.steps import Activation, LossRecord, StepOptions, wrapped_attribute
@@ -98,6 +101,7 @@ class MegatronCall(StepCall):
             groups = megatron.default_groups()
         super().__init__(alone=alone, chunked=chunked, pg_collection=groups, **arguments)
         self.embedding: Any = None
+        self._check_placement()
 
     @property
     def finalizes(self) -> bool:
@@ -123,6 +127,15 @@ class MegatronCall(StepCall):
             megatron.resynchronise_fsdp(self.inputs.chunks)
         self.stop_timer()
         megatron.create_graphs(config)
+
+    def _check_placement(self) -> None:
+        """Megatron-core gives chunk c of rank r the layers of stage c * P + r; another placement would run them in a wrong order."""
+        placement = SCHEDULES[self.spec.schedule].placement
+        if placement != LOOP and self.communicator.size > 1:
+            raise ScheduleInputError(
+                f"config.pipeline_schedule {self.spec.schedule!r} places stages in a {placement}, and Megatron-core's models "
+                "are built for a loop; choose a schedule that places them in a loop"
+            )
 
     def _finalize(self, num_tokens: torch.Tensor) -> None:
         config, row = self.config, self.megatron.row

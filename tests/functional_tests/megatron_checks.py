@@ -1,0 +1,237 @@
+"""Checks of the Megatron-core plug-in that run on ranks, inside the processes of scripts/megatron_runner.py.
+
+Each takes a case, asserts, and returns what the test wants to know of this rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import megatron_lab
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core import pipeline_parallel as megatron_pipeline_parallel
+from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron_cases import Case
+
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.integrations import megatron_core, megatron_release, megatron_versions
+
+
+def installed_release(case: Case) -> dict[str, Any]:
+    """The table's row for what is installed, after its signatures have been checked."""
+    megatron = megatron_release.load_megatron()
+    assert megatron.row == megatron_versions.row_of(megatron.version)
+    return {"version": megatron.version, "release": megatron.row.release}
+
+
+def names_are_replaced_and_restored(case: Case) -> None:
+    original = schedules.get_forward_backward_func
+    script = types.ModuleType("a_training_script")
+    exec("from megatron.core.pipeline_parallel import get_forward_backward_func as get_schedule", script.__dict__)
+    with mock.patch.dict(sys.modules, {script.__name__: script}):
+        megatron_core.install()
+        assert megatron_core.is_installed()
+        ours = schedules.get_forward_backward_func
+        assert ours is not original
+        assert megatron_pipeline_parallel.get_forward_backward_func is ours
+        assert script.get_schedule is ours
+        megatron_core.install()
+        assert schedules.get_forward_backward_func is ours, "a second install must not wrap the first"
+        megatron_core.uninstall()
+        assert not megatron_core.is_installed()
+        for place in (schedules, megatron_pipeline_parallel):
+            assert place.get_forward_backward_func is original
+        assert script.get_schedule is original
+        megatron_core.uninstall()  # nothing to do
+
+
+def context_manager_restores_what_was(case: Case) -> None:
+    original = schedules.get_forward_backward_func
+    with contextlib.suppress(KeyError), megatron_core.installed():
+        assert megatron_core.is_installed()
+        raise KeyError
+    assert schedules.get_forward_backward_func is original
+    megatron_core.install(strict=True)
+    with megatron_core.installed(strict=False):
+        assert not schedules.get_forward_backward_func.strict
+    assert schedules.get_forward_backward_func.strict, "the strictness from before the block must be back"
+    megatron_core.uninstall()
+
+
+def schedules_are_chosen_as_megatron_does(case: Case) -> list[str]:
+    """The names of Megatron's functions that ours stand for, for the pipelines of this case's size with and without chunks."""
+    megatron_lab.set_up_parallel_state(case)
+    with megatron_core.installed():
+        names = [schedules.get_forward_backward_func().__name__]
+        if megatron_release.load_megatron().row.release >= (0, 16):
+            names += [schedules.get_forward_backward_func(*sizes).__name__ for sizes in ((1, None), (2, None), (4, 2))]
+    return names
+
+
+class _Fake:
+    """In place of one of Megatron's schedules, to see that a call has been handed back to it."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, **arguments: Any) -> list[str]:
+        self.calls.append(arguments)
+        return ["megatron's own"]
+
+
+@contextlib.contextmanager
+def _log() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron_pp")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def _fields(config: Any, fields: dict[str, Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for name, value in fields.items():
+            stack.enter_context(mock.patch.object(config, name, value, create=True))
+        yield
+
+
+def _call(run: megatron_lab.Run, **changed: Any) -> list[Any]:
+    """One forward-only call of the schedule with this run's model, arguments changed as told."""
+    arguments: dict[str, Any] = {
+        "forward_step_func": lambda data_iterator, model: megatron_lab.forward_step(False, data_iterator, model),
+        "data_iterator": iter(megatron_lab.batches(run.case, 0)),
+        "model": run.chunks[0],
+        "num_microbatches": run.case.microbatches,
+        "seq_length": run.case.model.seq,
+        "micro_batch_size": run.case.model.micro_batch,
+        "forward_only": True,
+    }
+    if run.case.vp:
+        arguments["data_iterator"] = [iter(megatron_lab.batches(run.case, 0)) for _ in run.chunks]
+        arguments["model"] = run.chunks
+    arguments.update(changed)
+    return schedules.get_forward_backward_func()(**arguments)
+
+
+def unserved_steps_are_handed_back(case: Case) -> list[str]:
+    """Every kind of step that the engine does not serve: Megatron's own function gets the very arguments; one warning each."""
+    run = megatron_lab.Run(case)
+    unserved: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"overlap_moe_expert_parallel_comm": True}, {"forward_only": False}),
+        ({"hybrid_context_parallel": True}, {}),
+        ({"cuda_graph_impl": "full_iteration"}, {}),
+        ({}, {"p2p_communicator": type("MultiModulePipelineCommunicator", (), {})()}),
+    ]
+    fake = _Fake("forward_backward_no_pipelining")
+    warnings: list[str] = []
+    with mock.patch.object(schedules, fake.__name__, fake):
+        for fields, arguments in unserved:
+            with _fields(run.config, fields):
+                with _log() as lines, megatron_core.installed():
+                    for _ in range(2):
+                        assert _call(run, **arguments) == ["megatron's own"]
+                assert len(lines) == 1, f"one warning for two calls, not {lines}"
+                warnings += lines
+                assert all(item in fake.calls[-1].items() for item in arguments.items())
+                before = len(fake.calls)
+                with megatron_core.installed(strict=True):
+                    _raises(megatron_core.NotServedError, "does not serve", lambda a=arguments: _call(run, **a))
+                assert len(fake.calls) == before, "strict must not call Megatron's function"
+        with mock.patch.object(run.config, "overlap_moe_expert_parallel_comm", True, create=True), megatron_core.installed():
+            before = len(fake.calls)
+            assert len(_call(run)) == case.microbatches, "evaluation without the combined 1F1B is served"
+            assert len(fake.calls) == before
+    return warnings
+
+
+def _raises(kind: type[Exception], words: str, function: Any) -> str:
+    try:
+        function()
+    except kind as error:
+        assert words in str(error), f"{words!r} is not in: {error}"
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} was raised ({words})")
+
+
+def impossible_arguments_are_errors(case: Case) -> list[str]:
+    """Each contradiction raises on every rank before anything is sent, and afterwards a step still runs."""
+    run = megatron_lab.Run(case)
+    one = iter(())
+    messages = []
+    with megatron_core.installed():
+        for fields, arguments, words in (
+            ({"overlap_p2p_comm": True, "batch_p2p_comm": True}, {}, "overlap_p2p_comm"),
+            ({"pipeline_dtype": None}, {}, "pipeline_dtype"),
+            ({"microbatch_group_size_per_vp_stage": 1}, {}, "microbatch_group_size_per_vp_stage is 1"),
+            ({"virtual_pipeline_model_parallel_size": 3}, {}, "virtual_pipeline_model_parallel_size is 3"),
+            ({}, {"num_microbatches": 0}, "num_microbatches is 0"),
+            ({}, {"model": run.chunks[0]}, "list of model chunks"),
+            ({}, {"data_iterator": one}, "list of data iterators"),
+            ({}, {"data_iterator": [one]}, "1 data iterators were given for 2"),
+            ({}, {"adjust_tensor_shapes_fn": lambda receive, send: (receive, send)}, "adjust_tensor_shapes_fn"),
+            ({"pipeline_schedule": "zb_v"}, {}, "zb_v"),
+            ({"pipeline_schedule": "zigzag"}, {}, "zigzag"),
+        ):
+            with _fields(run.config, fields):
+                messages.append(_raises(ScheduleInputError, words, lambda a=arguments: _call(run, **a)))
+        reports = _call(run)
+        assert len(reports) == (case.microbatches if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else 0)
+    return messages
+
+
+def parallel_state_is_not_initialised(case: Case) -> str:
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    with megatron_core.installed():
+        return _raises(ScheduleInputError, "parallel_state is not initialised", schedules.get_forward_backward_func)
+
+
+def distributed_is_not_initialised(case: Case) -> str:
+    """Ends this rank's process group, so nothing else can run on these processes."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    with megatron_core.installed():
+        return _raises(ScheduleInputError, "init_process_group", schedules.get_forward_backward_func)
+
+
+def own_groups_and_communicator_are_taken(case: Case) -> list[float]:
+    """The caller passes process groups and Megatron's communicator, as multi-model training scripts do; the losses."""
+    run = megatron_lab.Run(case)
+    megatron = megatron_release.load_megatron()
+    groups = megatron.default_groups()
+    communicator = p2p_communication.P2PCommunicator(pp_group=groups.pp, config=run.config)
+    with megatron_core.installed(), torch.no_grad():
+        reports = _call(run, p2p_communicator=communicator, **{megatron.row.groups_keyword: groups})
+    return [float(report["loss"]) for report in reports]
+
+
+def checkpointed_microbatches(case: Case) -> list[list[Any]]:
+    """What forward_step_func is told about activation checkpointing, under Megatron's schedule and under ours."""
+    told: list[list[Any]] = []
+    run = megatron_lab.Run(case)
+    run.config.num_microbatches_with_partial_activation_checkpoints = 1
+
+    def forward_step(data_iterator: Any, model: Any, *more: Any) -> Any:
+        told[-1].append(more)
+        return megatron_lab.forward_step(False, data_iterator, model)
+
+    for engine in (contextlib.nullcontext, megatron_core.installed):
+        told.append([])
+        with engine():
+            _call(run, forward_step_func=forward_step, forward_only=False)
+    return [[list(more) for more in calls] for calls in told]

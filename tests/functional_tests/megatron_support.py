@@ -1,0 +1,28 @@
+"""Running lists of Megatron-core cases from tests: one set of processes for many cases, one outcome per test."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
+if str(SCRIPTS) not in sys.path:
+    sys.path.insert(0, str(SCRIPTS))
+
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None,
+    reason="megatron-core is not installed",
+)
+
+
+def assert_equal(outcome: object) -> None:
+    """Losses, gradients and, where compared, parameters are equal to the last bit, and there was something to compare."""
+    assert outcome.status == "ok", f"{outcome.status}: {outcome.message}"  # type: ignore[attr-defined]
+    assert outcome.compared > 0  # type: ignore[attr-defined]
+    assert outcome.grad_size > 1e-3, "gradients that are all zero prove nothing"  # type: ignore[attr-defined]
+    assert outcome.loss_difference == 0.0  # type: ignore[attr-defined]
+    assert outcome.grad_difference == 0.0  # type: ignore[attr-defined]
+    assert outcome.param_difference in (None, 0.0)  # type: ignore[attr-defined]

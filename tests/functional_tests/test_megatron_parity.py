@@ -1,0 +1,90 @@
+"""Megatron-core's real GPTModel cut into pipelines, under this engine: losses and gradients equal one process to the last bit.
+
+A part of the matrix that scripts/parity_table.py runs in full. The cases that released Megatron-core gets wrong are all here:
+P=2 V=2 batched, and overlap with freed outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.functional_tests.megatron_support import assert_equal, needs_megatron
+
+from megatron_cases import POLICIES, Case, Job, Model, Outcome  # isort: skip
+from megatron_runner import parity_jobs, run_jobs  # isort: skip
+
+pytestmark = needs_megatron
+
+TIED = Model(tied=True, position="learned_absolute")
+MOE = Model(layers=4, experts=4)
+
+
+def chosen_cases() -> list[Case]:
+    """Every policy on every cut with outputs freed; the other options spread over them so that each pair meets."""
+    cases = []
+    for pp in (2, 4):
+        for number, (vp, policy) in enumerate((vp, policy) for vp in (None, 2) for policy in POLICIES):
+            case = Case(pp=pp, vp=vp, policy=policy)
+            cases += [case, dataclasses.replace(case, variable_shapes=True, deallocate=number % 2 == 0)]
+            cases.append(dataclasses.replace(case, forward_only=True, variable_shapes=number % 2 == 1))
+            cases.append(dataclasses.replace(case, model=TIED, deallocate=number % 3 == 0))
+            if vp is not None:
+                cases.append(dataclasses.replace(case, group=6, variable_shapes=number % 2 == 1))
+        cases.append(Case(pp=pp, vp=2, policy="overlap", microbatches=pp - 1))
+        cases.append(Case(pp=pp, policy="overlap", microbatches=1))
+    for per_token in (False, True):
+        for cut in (Case(pp=2, policy="batched"), Case(pp=2, vp=2, policy="overlap")):
+            cases.append(dataclasses.replace(cut, model=dataclasses.replace(MOE, per_token_loss=per_token)))
+    cases.append(Case(model=Model(layers=4), pp=1, policy="plain"))
+    cases += [Case(pp=4, policy="overlap", schedule=name) for name in ("gpipe", "eager_1f1b")]
+    cases.append(Case(pp=2, vp=2, policy="overlap", schedule="breadth_first"))
+    return sorted(cases, key=lambda case: case.world)
+
+
+def name_of(case: Case) -> str:
+    parts = [case.label(), f"M={case.microbatches}"]
+    if case.model.experts:
+        parts.append("moe")
+    if case.model.per_token_loss:
+        parts.append("per token")
+    if case.schedule:
+        parts.append(case.schedule)
+    return " ".join(parts)
+
+
+CASES = chosen_cases()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
+    jobs = parity_jobs(CASES, tmp_path_factory.mktemp("references"))
+    return {job.case: outcome for job, outcome in zip(jobs, run_jobs(jobs, deadline=400), strict=True)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_losses_and_gradients_equal_one_process(case: Case, outcomes: dict[Case, Outcome]) -> None:
+    assert_equal(outcomes[case])
+
+
+def test_the_tied_reference_is_that_of_one_shared_parameter(tmp_path: Path) -> None:
+    """The reference keeps the two gradients of tied embeddings apart until the end; it is the shared parameter's but for rounding."""
+    apart = Case(model=TIED, engine="megatron", deallocate=False, split_tied=True)
+    shared = dataclasses.replace(apart, split_tied=False)
+    path = str(tmp_path / "apart.pt")
+    _, outcome = run_jobs([Job(apart, save=path), Job(shared, reference=path)], deadline=60)
+    assert outcome.status == "ok", outcome.message
+    assert outcome.loss_difference == 0.0
+    assert outcome.grad_difference is not None
+    assert outcome.grad_difference < 1e-6 * outcome.grad_size
+
+
+def test_the_comparison_sees_what_released_megatron_gets_wrong(tmp_path: Path) -> None:
+    """Without this, a harness that compares nothing would pass the whole matrix."""
+    case = Case(engine="megatron", pp=2, vp=2, policy="batched")
+    *_, outcome = run_jobs(parity_jobs([case], tmp_path), deadline=60)
+    assert outcome.status == "ok", outcome.message
+    assert outcome.grad_difference is not None
+    assert outcome.grad_difference > 1.0

@@ -1,0 +1,75 @@
+"""Plugging in and out of Megatron-core, what is handed back to it, and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.functional_tests.megatron_support import needs_megatron
+
+from megatron_cases import Case, Job, Model, Outcome  # isort: skip
+from megatron_runner import run_jobs  # isort: skip
+
+pytestmark = needs_megatron
+
+CHECKS = "tests.functional_tests.megatron_checks:"
+ALONE = Case(Model(layers=2), microbatches=2)
+PAIR = Case(Model(layers=4), pp=2, vp=2, microbatches=4, policy="plain")
+SINGLE = Case(Model(layers=4), pp=2, microbatches=4, policy="batched")
+
+JOBS = {
+    "installed_release": ALONE,
+    "names_are_replaced_and_restored": ALONE,
+    "context_manager_restores_what_was": ALONE,
+    "schedules_are_chosen_as_megatron_does": ALONE,
+    "unserved_steps_are_handed_back": ALONE,
+    "parallel_state_is_not_initialised": ALONE,
+    "distributed_is_not_initialised": ALONE,  # the last one on its process
+    "impossible_arguments_are_errors": PAIR,
+    "own_groups_and_communicator_are_taken": SINGLE,
+    "checkpointed_microbatches": PAIR,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    jobs = [Job(case, check=CHECKS + name) for name, case in JOBS.items()]
+    return dict(zip(JOBS, run_jobs(jobs, deadline=200), strict=True))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_check(name: str, outcomes: dict[str, Outcome]) -> None:
+    assert outcomes[name].status == "ok", outcomes[name].message
+
+
+def test_each_reason_is_said_in_words(outcomes: dict[str, Outcome]) -> None:
+    (warnings,) = outcomes["unserved_steps_are_handed_back"].facts
+    for words in ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel", "cuda_graph_impl", "several modules"):
+        assert sum(words in line for line in warnings) == 1, f"{words} in {warnings}"
+
+
+def test_the_engine_stands_for_megatrons_choice_of_schedule(outcomes: dict[str, Outcome]) -> None:
+    (names,) = outcomes["schedules_are_chosen_as_megatron_does"].facts
+    assert names[0] == "forward_backward_no_pipelining"
+    if len(names) > 1:
+        assert names[1:] == [
+            "forward_backward_no_pipelining",
+            "forward_backward_pipelining_without_interleaving",
+            "forward_backward_pipelining_with_interleaving",
+        ]
+
+
+def test_errors_are_raised_on_every_rank(outcomes: dict[str, Outcome]) -> None:
+    first, second = outcomes["impossible_arguments_are_errors"].facts
+    assert first == second
+
+
+def test_given_groups_give_losses_on_the_last_stage_only(outcomes: dict[str, Outcome]) -> None:
+    first, last = outcomes["own_groups_and_communicator_are_taken"].facts
+    assert first == []
+    assert len(last) == SINGLE.microbatches
+
+
+def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[str, Outcome]) -> None:
+    for theirs, ours in outcomes["checkpointed_microbatches"].facts:
+        assert theirs == ours
+        assert len({tuple(more) for more in theirs}) == 2, "some microbatches in part, some in full"
