@@ -33,7 +33,7 @@ done
 run_pytest() { # JOBS ARGUMENT...
     local jobs="$1"
     shift
-    "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "$jobs" "$@"
+    "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "$jobs" --dist loadgroup "$@"
 }
 
 if $names_a_path; then
@@ -43,14 +43,19 @@ fi
 
 NOTHING_COLLECTED=5
 status=0
+empty_halves=0
 for half in "unit_tests $jobs" "functional_tests $functional_jobs"; do
     read -r folder at_a_time <<<"$half"
     printf '\n== %s\n' "$folder"
     code=0
     run_pytest "$at_a_time" "$root/tests/$folder" "$@" || code=$?
-    # A selection such as -k may leave one half empty.
-    if [[ $code -ne 0 && ! ( $code -eq $NOTHING_COLLECTED && $# -gt 0 ) ]]; then
+    if [[ $code -eq $NOTHING_COLLECTED ]]; then
+        empty_halves=$((empty_halves + 1)) # a selection such as -k may leave one half empty, but not both
+    elif [[ $code -ne 0 ]]; then
         status=$code
     fi
 done
+if [[ $empty_halves -eq 2 ]]; then
+    status=$NOTHING_COLLECTED
+fi
 exit "$status"

@@ -18,7 +18,10 @@ from megatron_pp.config_checks import WorldSizeError
 from megatron_pp.parallel_grid import fit_grid
 
 WORLD = 4
-DEADLINE = 120.0  # seconds for all processes of one test
+DEADLINE = 180.0  # seconds for all processes
+
+# One set of processes serves all tests here, so they belong on one xdist worker.
+pytestmark = pytest.mark.xdist_group("parallel_state")
 
 GRIDS = [
     {"pipeline_model_parallel_size": 4},
@@ -112,8 +115,17 @@ def use_every_group(rank: int) -> list[dict[str, Any]]:
     return seen
 
 
-def test_every_group_works_and_has_the_right_members(tmp_path):
-    seen = run_processes(use_every_group, tmp_path)
+def everything(rank: int) -> dict[str, Any]:
+    return {"groups": use_every_group(rank), "chunks": walk_chunks(rank), "misuse": misuse(rank)}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_processes(everything, tmp_path_factory.mktemp("processes"))
+
+
+def test_every_group_works_and_has_the_right_members(answers):
+    seen = [answer["groups"] for answer in answers]
     for k, sizes in enumerate(GRIDS):
         grid = fit_grid(
             WORLD,
@@ -160,8 +172,8 @@ def walk_chunks(rank: int) -> dict[str, Any]:
     return found
 
 
-def test_first_and_last_stage_of_a_loop_and_of_a_v(tmp_path):
-    found = run_processes(walk_chunks, tmp_path)
+def test_first_and_last_stage_of_a_loop_and_of_a_v(answers):
+    found = [answer["chunks"] for answer in answers]
     for rank in range(WORLD):
         assert found[rank]["loop", 0] == (rank == 0, False)
         assert found[rank]["loop", 1] == (False, rank == 3)
@@ -199,8 +211,8 @@ def misuse(rank: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_misuse_is_an_error_on_the_rank_that_commits_it(tmp_path):
-    found = run_processes(misuse, tmp_path)
+def test_misuse_is_an_error_on_the_rank_that_commits_it(answers):
+    found = [answer["misuse"] for answer in answers]
     for rank in range(3):
         assert found[rank]["world"][0] == WorldSizeError.__name__
         assert "nearest: 3 or 6 processes" in found[rank]["world"][1]
