@@ -31,6 +31,7 @@ What is redirected, and why Megatron needs it:
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -42,7 +43,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 
@@ -98,36 +98,52 @@ def _says_cuda(value: object) -> bool:
     return isinstance(value, str) and value.split(":")[0] == "cuda"
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Every torch function that is told a CUDA device is told the CPU instead."""
+# Functions of torch, and methods of a tensor, that take a device.
+FACTORIES = (
+    *("arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "logspace", "ones"),
+    *("ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "scalar_tensor"),
+    *("tensor", "as_tensor", "asarray", "tril_indices", "triu_indices", "zeros", "zeros_like"),
+)
+METHODS = ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+
+def _redirect_devices() -> None:
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name in METHODS:
+        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+    plain_type = torch.Tensor.type
+
+    def type_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        told = plain_type(tensor, *args, **kwargs)
+        return told.replace("torch.", "torch.cuda.", 1) if isinstance(told, str) else told
+
+    tensor_class: Any = torch.Tensor
+    tensor_class.type = type_
+    tensor_class.cuda = lambda tensor, *args, **kwargs: tensor
+
+
+def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, told the CPU wherever it is told a CUDA device."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
         if _says_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
-        if any(_says_cuda(a) for a in args):
-            args = tuple(CPU if _says_cuda(a) else a for a in args)
-        return func(*args, **kwargs)
+        return original(*(CPU if _says_cuda(a) else a for a in args), **kwargs)
 
-
-_MODE = _CudaMeansCpu()
+    return function
 
 
 def redirect() -> None:
-    """Redirect this process (and this thread's torch functions) to the CPU. Idempotent; there is no way back."""
+    """Redirect this process to the CPU. Idempotent; there is no way back."""
     if getattr(torch.cuda, "_megatron_cpu_shim", False):
         return
     torch.cuda._megatron_cpu_shim = True  # type: ignore[attr-defined]
     importlib.import_module("torch._dynamo")  # wants the real torch.cuda; torch's optimizers would import it later
-    _MODE.__enter__()
+    _redirect_devices()
     _redirect_cuda_module()
     _redirect_compile()
     _redirect_distributed()
