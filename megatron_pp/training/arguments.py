@@ -124,10 +124,6 @@ class RunArguments:
                 f"--min-learning-rate is {self.min_learning_rate}; it must lie between 0 and --learning-rate "
                 f"{self.learning_rate}"
             )
-        if self.run_dir is not None and self.resume is not None:
-            raise ArgumentError(
-                "--run-dir and --resume are both given; a resumed run stays in its own folder: give one"
-            )
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -163,7 +159,9 @@ class Arguments:
 
     def save(self, folder: Path) -> None:
         """Write them to ``folder`` for a later ``--resume``."""
-        content = {"run": asdict(self.run), "config": self.config}
+        # The run may be continued from another directory.
+        run = {**asdict(self.run), "data": [str(Path(path).absolute()) for path in self.run.data]}
+        content = {"run": run, "config": self.config}
         (folder / ARGUMENTS).write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -178,6 +176,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     run, config = values_of(namespace, RunArguments), values_of(namespace, TransformerConfig)
     # Both dataclasses know it; the program's own is the one that counts.
     config.pop("pipeline_model_parallel_size", None)
+    if {"run_dir", "resume"} <= run.keys():
+        raise ArgumentError("--run-dir and --resume are both given; a resumed run stays in its own folder: give one")
     saved = _saved_arguments(find_run(Path(run["resume"]))) if "resume" in run else {"run": {}, "config": {}}
     for name in ("run_dir", "resume"):
         saved["run"].pop(name, None)

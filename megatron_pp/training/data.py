@@ -70,6 +70,11 @@ def _files_at(path: Path) -> list[Path]:
         )
     if not path.exists():
         raise DataPathError(f"data path {path} does not exist; give existing files or folders to --data")
+    if not path.is_file():
+        # Every rank reads for itself, and a pipe gives its text to one reader only, or to none for ever.
+        raise DataPathError(
+            f"data path {path} is neither a file nor a folder; give existing files or folders to --data"
+        )
     return [path]
 
 
