@@ -10,19 +10,20 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
 
 from megatron_pp.transport import P2PRequest
 
-_Queue = tuple[object, ...]
+Queue = tuple[object, ...]
 
 
 class MemoryWork:
     """One posted operation or batch."""
 
-    def __init__(self, network: MemoryNetwork, rank: int, queue: _Queue, ends: list[_End]) -> None:
+    def __init__(self, network: MemoryNetwork, rank: int, queue: Queue, ends: list[End]) -> None:
         self.network = network
         self.rank = rank
         self.queue = queue
@@ -37,7 +38,7 @@ class MemoryWork:
         return self.left == 0
 
 
-class _End:
+class End:
     """One end of a transfer."""
 
     def __init__(self, tensor: torch.Tensor, direction: tuple[int, int, str], is_send: bool) -> None:
@@ -55,13 +56,17 @@ class MemoryNetwork:
         self.one_way = one_way
         self.changed = threading.Condition()
         self.failure: str | None = None
-        self._queues: dict[_Queue, deque[MemoryWork]] = {}
-        self._open: dict[tuple[bool, tuple[int, int, str]], deque[_End]] = {}
+        self._queues: dict[Queue, deque[MemoryWork]] = {}
+        self._open: dict[tuple[bool, tuple[int, int, str]], deque[End]] = {}
 
     def transport(self, rank: int) -> MemoryTransport:
         return MemoryTransport(self, rank)
 
-    def post(self, rank: int, queue: _Queue, ends: list[_End]) -> MemoryWork:
+    def running(self, rank: int) -> AbstractContextManager[None]:
+        """What ``rank``'s thread runs inside; a network that decides who runs when needs to know."""
+        return nullcontext()
+
+    def post(self, rank: int, queue: Queue, ends: list[End]) -> MemoryWork:
         with self.changed:
             work = MemoryWork(self, rank, queue, ends)
             for end in ends:
@@ -88,26 +93,34 @@ class MemoryNetwork:
             self.changed.notify_all()
 
     def transfer(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Move the bytes. Both ends are posted and at the head of their queues."""
+        """Move the bytes."""
         if source.dtype != target.dtype or source.numel() != target.numel():
-            raise RuntimeError(f"sent {source.dtype} {tuple(source.shape)}, receiving {target.dtype} {tuple(target.shape)}")
+            raise RuntimeError(
+                f"sent {source.dtype} {tuple(source.shape)}, receiving {target.dtype} {tuple(target.shape)}"
+            )
         target.data.copy_(source.view(target.shape))
 
     def _activate(self, work: MemoryWork) -> None:
         for end in work.ends:
             partners = self._open.setdefault((not end.is_send, end.direction), deque())
             if partners:
-                self._meet(end, partners.popleft())
+                self.meet(end, partners.popleft())
             else:
                 self._open.setdefault((end.is_send, end.direction), deque()).append(end)
 
-    def _meet(self, one: _End, other: _End) -> None:
+    def meet(self, one: End, other: End) -> None:
+        """Both ends of a transfer are posted and at the head of their queues."""
         send, receive = (one, other) if one.is_send else (other, one)
         try:
             self.transfer(send.tensor, receive.tensor)
         except RuntimeError as error:
             self.abort(str(error))
-        for end in (one, other):
+        self.complete_end(one)
+        self.complete_end(other)
+
+    def complete_end(self, end: End) -> None:
+        """The bytes of one end have moved."""
+        with self.changed:
             work = end.work
             assert work is not None
             work.left -= 1
@@ -135,14 +148,15 @@ class MemoryTransport:
         self.device = torch.device("cpu")
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> MemoryWork:
-        return self._post_one(_End(tensor, (self.rank, peer, self._channel(channel)), True))
+        return self._post_one(End(tensor, (self.rank, peer, self._channel(channel)), True))
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> MemoryWork:
-        return self._post_one(_End(tensor, (peer, self.rank, self._channel(channel)), False))
+        return self._post_one(End(tensor, (peer, self.rank, self._channel(channel)), False))
 
     def batch(self, requests: Sequence[P2PRequest]) -> list[MemoryWork]:
         ends = [
-            _End(r.tensor, (self.rank, r.peer, "batch") if r.is_send else (r.peer, self.rank, "batch"), r.is_send) for r in requests
+            End(r.tensor, (self.rank, r.peer, "batch") if r.is_send else (r.peer, self.rank, "batch"), r.is_send)
+            for r in requests
         ]
         return [self.network.post(self.rank, (self.rank, "batch"), ends)]
 
@@ -158,10 +172,10 @@ class MemoryTransport:
     def _channel(self, channel: str) -> str:
         return channel if self.network.one_way else "shared"
 
-    def _post_one(self, end: _End) -> MemoryWork:
+    def _post_one(self, end: End) -> MemoryWork:
         source, target, channel = end.direction
         if self.network.one_way:
-            queue: _Queue = (self.rank, source, target, channel)
+            queue: Queue = (self.rank, source, target, channel)
         else:
             queue = (self.rank, min(source, target), max(source, target))
         return self.network.post(self.rank, queue, [end])

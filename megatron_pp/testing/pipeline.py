@@ -59,7 +59,9 @@ def run_rank(
         p2p_communicator=communicator,
         pg_collection=SimpleNamespace(pp=communicator.pp_group),
     )
-    return ToyResult([float(r["loss"]) for r in reports], gradients_of(dict(zip(placement.stages[rank], chunks, strict=True))))
+    return ToyResult(
+        [float(r["loss"]) for r in reports], gradients_of(dict(zip(placement.stages[rank], chunks, strict=True)))
+    )
 
 
 def run_in_threads(
@@ -81,8 +83,9 @@ def run_in_threads(
     def rank_main(rank: int) -> ToyResult:
         config = toy_config(**fields)
         communicator = P2PCommunicator(ThreadGroup(rank, pipeline_size), config, network.transport(rank))
-        return run_rank(
-            rank, pipeline_size, num_chunks, data, config, communicator, forward_only=forward_only, block=block
-        )
+        with network.running(rank):
+            return run_rank(
+                rank, pipeline_size, num_chunks, data, config, communicator, forward_only=forward_only, block=block
+            )
 
     return merged(run_ranks(pipeline_size, rank_main, network.abort, timeout))
