@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""``torchrun``, except that Ctrl-C ends it without a traceback: same arguments, same exit codes, 128 + signal after one.
+"""``torchrun``, except that Ctrl-C ends it without a traceback: same arguments and exit codes, 128 + signal after one.
 
 ``torchrun`` hands the signal to the ranks and waits for them; they finish their step and save.
 """

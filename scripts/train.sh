@@ -6,12 +6,12 @@
 #   scripts/train.sh --resume runs/20250131-120000   continue a run; its own flags are remembered
 #
 # NPROC=N starts N ranks. By default there is one for each GPU, or two on the CPU where there are fewer than two GPUs.
-# Each start makes a new folder under runs/. Ctrl-C ends after the current step, with a checkpoint.
+# Each start makes a new folder under runs/ in the project. Ctrl-C ends after the current step, with a checkpoint.
+# See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-source "$root/scripts/setup_env.sh"
-python="${MEGATRON_PP_PYTHON:?setup_env.sh names the interpreter}"
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+python="$("$root/scripts/setup_env.sh" train)"
 
 gpus=0
 if command -v nvidia-smi > /dev/null; then

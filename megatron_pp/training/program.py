@@ -173,8 +173,8 @@ def _introduce(config: TransformerConfig, texts: Texts, device: torch.device) ->
     grid = f"{size} ranks x {chunks} chunks x {config.data_parallel_size} replicas"
     sizes = f"{len(texts.training.tokens):,} + {len(texts.validation.tokens):,}"
     return (
-        f"{config.schedule_name}, {config.lowering_policy} communication, on {device.type}: {grid}, {config.num_layers} "
-        f"layers of {config.hidden_size}; {sizes} bytes of text to learn from and to validate on"
+        f"{config.schedule_name}, {config.lowering_policy} communication, on {device.type}: {grid}, "
+        f"{config.num_layers} layers of {config.hidden_size}; {sizes} bytes of text to learn from and to validate on"
     )
 
 

@@ -55,7 +55,7 @@ def example_parser() -> Any:
 
 
 def test_flags_set_fields_of_their_type() -> None:
-    argv = "--whole 3 --real 2 --no-switch --text 1,2 --one-of b --paths x y".split()
+    argv = ["--whole", "3", "--real", "2", "--no-switch", "--text", "1,2", "--one-of", "b", "--paths", "x", "y"]
     values = values_of(example_parser().parse_args(argv), Example)
     assert values == {
         "whole": 3,
@@ -105,9 +105,9 @@ def test_every_schedule_and_communication_option_is_a_flag() -> None:
 
 def test_flags_reach_the_config() -> None:
     config = config_of(
-        *"--virtual-pipeline-model-parallel-size 2 --overlap-p2p-comm --max-pending-sends 5".split(),
-        *"--microbatch-group-size-per-vp-stage 3 --no-deallocate-pipeline-outputs --num-layers 7".split(),
-        *"--pipeline-model-parallel-layout 1,3,2,1 --p2p-channels shared --p2p-timeout 7.5".split(),
+        *["--virtual-pipeline-model-parallel-size", "2", "--overlap-p2p-comm", "--max-pending-sends", "5"],
+        *["--microbatch-group-size-per-vp-stage", "3", "--no-deallocate-pipeline-outputs", "--num-layers", "7"],
+        *["--pipeline-model-parallel-layout", "1,3,2,1", "--p2p-channels", "shared", "--p2p-timeout", "7.5"],
     )
     assert (config.pipeline_model_parallel_size, config.num_chunks, config.data_parallel_size) == (2, 2, 1)
     assert config.lowering_policy == "overlap"
@@ -205,7 +205,7 @@ BAD_INPUT = {
 
 @pytest.fixture
 def second_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is rank 1 of 2 with no peer in sight: whoever tried to communicate would fail otherwise than asked."""
+    """This process is rank 1 of 2 with no peer in sight: who tried to communicate would wait."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -271,7 +271,9 @@ def test_a_folder_with_a_run_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/step-00000003"])
 def test_a_resumed_run_remembers_its_flags(tmp_path: Path, inside: str) -> None:
-    started = parse_arguments("--num-layers 8 --overlap-p2p-comm --learning-rate 1e-3 --run-dir x --data a /b".split())
+    started = parse_arguments(
+        ["--num-layers", "8", "--overlap-p2p-comm", "--learning-rate", "1e-3", "--run-dir", "x", "--data", "a", "/b"]
+    )
     save_run(tmp_path, started)
     resumed = parse_arguments(["--resume", str(tmp_path / inside), "--train-steps", "17"])
     assert resumed.config == started.config
