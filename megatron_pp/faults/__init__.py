@@ -1,0 +1,7 @@
+"""Errors instead of hangs: see ``guard.py``."""
+
+from __future__ import annotations
+
+from megatron_pp.faults.guard import FaultGuard as FaultGuard
+
+__all__ = ["FaultGuard"]

@@ -1,0 +1,95 @@
+"""Make the operations of a process group fail that block, or will block, another thread of this process.
+
+What was tried on torch 2.13, two processes, the waiting thread inside ``work.wait()`` without a timeout:
+
+gloo, ``ProcessGroup.abort`` and ``shutdown``: no effect, and ``Work.abort`` exists in C++ only. But a wait that times
+out wakes everybody: gloo then closes all connections of the group ("Application timeout caused pair closure" here,
+"Connection closed by peer" there). Any wait will do, so the abort is a receive that nobody answers, given one
+millisecond. It takes 3 to 13 ms, collectives on the group fail as well, and ``destroy_process_group`` and
+``init_process_group`` work afterwards.
+
+gloo, a transfer that is half on the wire: is not woken, neither by that nor by the death of the peer. gloo tells the
+operations that are queued, and one that is being transferred has left its queue (``Pair::signalException`` in
+gloo/transport/tcp/pair.cc). Its ``wait`` returns when its own timeout is over, by default the group's half hour. Hence
+``interruptible.py``.
+
+NCCL: ``ProcessGroup.abort`` (``ncclCommAbort``) makes the kernels leave and the synchronisation of the stream return,
+without an error on the waiting thread; the communicator refuses further calls, and the guard looks at its verdict when
+the step ends. Read in c10d's source; to be run on GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger("megatron_pp")
+
+# A tag on which nobody sends, beside the ones that carry activations and gradients.
+_ABORT_TAG = 0x4D50FF
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Abort each of ``groups``: what is blocked on it in this process raises or returns, and later calls fail. Never
+    raises.
+
+    NCCL communicators are aborted as one NCCL group, since one abort may wait for another (pytorch#119797).
+    """
+    nccl: list[dist.ProcessGroup] = []
+    for group in groups:
+        if _backend(group, "cuda", "nccl") is not None:
+            nccl.append(group)
+        if _backend(group, "cpu", "gloo") is not None:
+            _abort_gloo(group)
+    _abort_nccl(nccl)
+
+
+def abort_all_groups() -> None:
+    """Abort every process group that this process is a member of, the default one last."""
+    world = dist.distributed_c10d._world
+    abort_groups(sorted(world.pg_names, key=lambda group: group is world.default_pg))
+
+
+def _backend(group: dist.ProcessGroup, device: str, name: str) -> object | None:
+    """The group's backend for ``device``, if it is the one called ``name``."""
+    try:
+        backend = group._get_backend(torch.device(device))
+    except RuntimeError:
+        return None
+    return backend if backend.name() == name else None
+
+
+def _abort_gloo(group: dist.ProcessGroup) -> None:
+    if group.size() < 2:
+        return
+    peer = (group.rank() + 1) % group.size()
+    # gloo has one set of connections per network interface and picks it by tag.
+    interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    for tag in range(_ABORT_TAG, _ABORT_TAG + interfaces):
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the timeout is what was wanted; "closed" means somebody was here before
+            group.recv([torch.empty(1)], peer, tag).wait(_AT_ONCE)
+
+
+def _abort_nccl(groups: list[dist.ProcessGroup]) -> None:
+    if not groups:
+        return
+    together = _backend(groups[0], "cuda", "nccl")
+    start, end = getattr(together, "_group_start", None), getattr(together, "_group_end", None)
+    try:
+        if start is not None and end is not None:
+            start()
+        for group in groups:
+            group.abort()
+        if start is not None and end is not None:
+            end()
+    except Exception as error:  # a communicator that is already gone is as good as aborted
+        logger.warning("aborting NCCL communicators: %s", error)

@@ -1,0 +1,137 @@
+"""In words: what each rank waits for, where it was last, and its last instructions beside the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Progress
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.spec import Plan
+
+_BEFORE, _AFTER = 6, 3
+
+
+class Source(Protocol):
+    """What a step is watched through: the engine's ``PlanExecutor`` is one. ``position`` is the index of the current
+    instruction."""
+
+    plan: Plan
+    position: int
+
+
+def waits_on(placement: Placement, rank: int, at: Instruction) -> tuple[int, ...]:
+    """Pipeline ranks whose part in a transfer ``at`` on ``rank`` may have to wait for; empty for compute."""
+    if at.op == ins.BATCH:
+        return tuple(sorted({peer for member in at.members for peer in waits_on(placement, rank, member)}))
+    if at.op not in _TOWARDS:
+        return ()
+    stage = placement.stage(rank, at.chunk) + _TOWARDS[at.op]
+    return (placement.homes[stage][0],) if 0 <= stage < placement.num_stages else ()
+
+
+# Where the partner of a communication instruction is: the stage after, or the one before.
+_TOWARDS = {
+    ins.RECV_ACT: -1,
+    ins.WAIT_ACT: -1,
+    ins.SEND_GRAD: -1,
+    ins.RELEASE_GRAD: -1,
+    ins.RECV_GRAD: 1,
+    ins.WAIT_GRAD: 1,
+    ins.SEND_ACT: 1,
+    ins.RELEASE_ACT: 1,
+}
+_WORDS = {
+    ins.WAIT_ACT: "waits for the activation of {where} from rank {peer}",
+    ins.WAIT_GRAD: "waits for the gradient of {where} from rank {peer}",
+    ins.RELEASE_ACT: "waits for rank {peer} to take the activation of {where}",
+    ins.RELEASE_GRAD: "waits for rank {peer} to take the gradient of {where}",
+}
+
+
+def doing(placement: Placement, rank: int, at: Instruction) -> str:
+    """What ``rank`` does in instruction ``at``: ``waits for the activation of chunk 1, microbatch 3 from rank 1``."""
+    peers = waits_on(placement, rank, at)
+    if at.op in _WORDS and peers:
+        return _WORDS[at.op].format(where=f"chunk {at.chunk}, microbatch {at.mb}", peer=peers[0])
+    return f"is in {at.name}"
+
+
+def instruction_at(plan: Plan, rank: int, position: int) -> Instruction | None:
+    """The instruction at ``position`` of ``rank``'s program; None beyond its ends."""
+    program = plan.programs[rank] if 0 <= rank < len(plan.programs) else ()
+    return program[position] if 0 <= position < len(program) else None
+
+
+def progress_line(plan: Plan | None, rank: int, progress: Progress | None, idle: float | None) -> str:
+    """One line on where ``rank`` last was. ``idle``: seconds since it moved, None if unknown."""
+    if progress is None:
+        return f"rank {rank}: has not reported since this rank looks for it"
+    ago = "" if idle is None else f" {max(idle, 0.0):.1f} s ago"
+    if progress.state == DONE:
+        return f"rank {rank}: finished step {progress.step}{ago}"
+    if progress.state == ENTERING:
+        return f"rank {rank}: entered step {progress.step}{ago} and compares plans with the others"
+    at = instruction_at(plan, rank, progress.position) if plan is not None else None
+    if plan is None or at is None or str(at) != progress.text:
+        return f"rank {rank}: step {progress.step}, {progress.text or 'no instruction'}; last moved{ago}"
+    what = doing(plan.placement, rank, at)
+    place = f"{at}, instruction {progress.position + 1} of {len(plan.programs[rank])}"
+    return f"rank {rank}: step {progress.step}, {what} ({place}); last moved{ago}"
+
+
+def busy_ranks(plan: Plan, positions: Mapping[int, int]) -> tuple[int, ...]:
+    """Ranks that wait for nobody: where none moves, it is they who hold the others up."""
+    found = []
+    for rank, position in sorted(positions.items()):
+        at = instruction_at(plan, rank, position)
+        if at is not None and at.op in ins.COMPUTE_OPS:
+            found.append(rank)
+    return tuple(found)
+
+
+def beside_the_plan(plan: Plan, positions: Mapping[int, int]) -> str:
+    """Each rank's program around its position, the current instruction between ``>`` and ``<``."""
+    return "\n".join(f"rank {rank}: {_window(plan.programs[rank], at)}" for rank, at in sorted(positions.items()))
+
+
+def _window(program: Sequence[Instruction], position: int) -> str:
+    start, stop = max(0, position - _BEFORE), min(len(program), position + 1 + _AFTER)
+    words = [f">{at}<" if k == position else str(at) for k, at in enumerate(program[start:stop], start)]
+    return " ".join((["..."] if start > 0 else []) + words + (["..."] if stop < len(program) else []))
+
+
+def stall_text(
+    rank: int, plan: Plan | None, own: Progress, seen: Mapping[int, tuple[Progress, float]], size: int, why: str
+) -> str:
+    """The message of a PipelineStallError. ``seen``: other ranks' progress, and seconds since
+    they moved."""
+    where = {**seen, rank: (own, own.idle)}
+    lines = {r: progress_line(plan, r, *where.get(r, (None, None))) for r in range(size)}
+    head = f"pipeline stalled: {why}. {_headline(rank, plan, own, seen)}".rstrip()
+    parts = [head, "Where each rank was:", *(f"  {lines[r]}" for r in range(size))]
+    positions = {r: p.position for r, (p, _) in where.items() if p.state == IN_STEP and p.step == own.step}
+    if plan is not None and positions:
+        window = beside_the_plan(plan, positions)
+        parts += ["Beside the plan:", *(f"  {line}" for line in window.splitlines())]
+    return "\n".join(parts)
+
+
+def _headline(rank: int, plan: Plan | None, own: Progress, seen: Mapping[int, tuple[Progress, float]]) -> str:
+    """``rank 2 waits for the activation of chunk 1, microbatch 3 from rank 1, which last reported FORWARD of ..., 41 s
+    ago``."""
+    at = instruction_at(plan, rank, own.position) if plan is not None else None
+    if plan is None or at is None or str(at) != own.text:
+        return f"rank {rank}: {own.text}" if own.text else ""
+    text = f"rank {rank} {doing(plan.placement, rank, at)}"
+    for peer in waits_on(plan.placement, rank, at):
+        if peer not in seen:
+            text += f", which has not reported (rank {peer})"
+            continue
+        progress, idle = seen[peer]
+        last = instruction_at(plan, peer, progress.position)
+        told = f"the end of step {progress.step}" if progress.state == DONE else last.name if last else progress.text
+        text += f", which last reported {told}, {max(idle, 0.0):.1f} s ago"
+    return text

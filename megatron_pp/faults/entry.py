@@ -1,0 +1,61 @@
+"""Whether all ranks enter a step with the same plan and fitting shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megatron_pp.faults.records import Entry, Progress
+
+SENDS = "shape sent towards the last stage"
+RECEIVES = "shape received from the stage before"
+
+
+class Mismatch(NamedTuple):
+    """What differs: the field and the value of each of two ranks."""
+
+    field: str
+    values: dict[int, str]
+
+    def __str__(self) -> str:
+        told = ", ".join(f"rank {rank} has {value}" for rank, value in sorted(self.values.items()))
+        return f"the ranks of the pipeline do not agree on {self.field}: {told}"
+
+
+def arrived(entries: Mapping[int, Entry], step: int) -> set[int]:
+    """Ranks that have entered ``step`` with a description, or passed on to a later one (which they do only where all
+    agreed)."""
+    return {rank for rank, entry in entries.items() if entry.step >= step}
+
+
+def find_mismatch(
+    own_rank: int, entries: Mapping[int, Entry], progress: Mapping[int, Progress], step: int
+) -> Mismatch | None:
+    """Compare what is known so far with this rank's entry: ranks that entered ``step`` with a description, and ranks
+    that are in it with the one that they entered an earlier step with. The lowest rank that differs, in the first
+    field that does."""
+    mine = entries.get(own_rank)
+    if mine is None:
+        return None
+    for rank, entry in sorted(entries.items()):
+        without_new = entry.step < step and rank in progress and progress[rank].step >= step
+        if entry.step == step or without_new:
+            found = _difference(own_rank, mine.description, rank, entry.description)
+            if found is not None:
+                return found
+    return None
+
+
+def _difference(one: int, mine: Mapping[str, str], other: int, theirs: Mapping[str, str]) -> Mismatch | None:
+    for name in [*mine, *(n for n in theirs if n not in mine)]:
+        if name in (SENDS, RECEIVES):
+            continue
+        a, b = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if a != b:
+            return Mismatch(name, {one: a, other: b})
+    for source, target, sends, receives in ((one, other, mine, theirs), (other, one, theirs, mine)):
+        sent, received = sends.get(SENDS), receives.get(RECEIVES)
+        if target == source + 1 and sent != received:
+            name = f"the shape of activations (sent by rank {source}, received by rank {target})"
+            return Mismatch(name, {source: str(sent), target: str(received)})
+    return None

@@ -1,0 +1,309 @@
+"""Errors instead of hangs: what a pipeline step runs under.
+
+``with guard.step(executor): ...`` costs a few assignments. While the step runs, two threads sleep most of the time:
+the link tells the store once a second where this rank is and looks for failures of others, the watch judges whether
+the pipeline has stalled. Where a rank raises, it leaves a record; the others find it within half a second, abort their
+communicators, so that whatever they wait for fails, and the guard turns that failure into an error that says who,
+where and why.
+
+A rank that has finished its step before another one fails is not disturbed in what it does then: it learns of the
+failure when it enters its next step. After a failure the guard and its communicator are closed; a program that goes on
+makes new ones (the process groups of an aborted communicator have to be made anew as well, ``destroy_process_group``
+and ``init_process_group`` work).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Hashable, Mapping
+from types import TracebackType
+from typing import Any
+
+from megatron_pp.errors import CommunicatorClosedError, PipelineError
+from megatron_pp.faults.board import Board
+from megatron_pp.faults.diagnosis import Source, busy_ranks, stall_text
+from megatron_pp.faults.entry import arrived, find_mismatch
+from megatron_pp.faults.judge import Own, judge
+from megatron_pp.faults.link import Link, Pace
+from megatron_pp.faults.liveness import state_of
+from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, Progress
+from megatron_pp.faults.tracker import Tracker
+from megatron_pp.faults.verdict import error_of, first_line, is_consequence, tail_of, type_name
+from megatron_pp.faults.watch import Watch
+
+logger = logging.getLogger("megatron_pp")
+
+# Seconds.
+_TELLING = 3.0  # that a rank which failed gives the store to take its record
+_GRACE = 6.0  # that a rank whose transfer failed looks for the reason
+
+Describe = Callable[[], Mapping[str, str]]
+
+
+class FaultGuard:
+    """One per communicator, long-lived.
+
+    store        any torch Store that all ranks of the pipeline share; see ``Board``
+    pipeline     name of the pipeline group; rank, size: within it
+    timeout      seconds (``config.p2p_timeout``) without a sign of life, or without anybody moving, after which the
+                 step is given up
+    abort        makes blocked and later transfers of this rank's communicator fail; called from another thread
+    escalate     called where that did not bring this rank out of its step: aborts all else it may be blocked in
+                 (tensor- or data-parallel groups)
+    global_rank, world_size   in the whole job; by default the pipeline is the job
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        pipeline: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        abort: Callable[[], None],
+        *,
+        escalate: Callable[[], None] | None = None,
+        global_rank: int | None = None,
+        world_size: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pipeline = pipeline
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.verdict: Failure | None = None
+        self._abort = abort
+        self._escalate = escalate
+        self._clock = clock
+        self._global_rank = rank if global_rank is None else global_rank
+        self._tracker = Tracker(rank, size, clock)
+        board = Board(store, pipeline, rank, size, self._global_rank)
+        self._link = Link(board, Pace.of(timeout, world_size or size), self._tracker.observe, clock)
+        self._watch = Watch(self)
+        self._entered_with: Hashable = None
+        self._over: str | None = None
+        self._raised: PipelineError | None = None
+        self._main = 0
+
+    # -- what the engine calls -----------------------------------------------------------------------------------------
+
+    def step(self, source: Source, key: Hashable = None, describe: Describe | None = None) -> Step:
+        """A context manager around one step. ``source`` tells the position; ``key`` is compared with the last step's,
+        and where it changed, ``describe()`` (field name -> value) is compared among all ranks before the step begins.
+
+        Raises, entering or leaving: PipelinePeerError, PipelineStallError, PipelineMismatchError,
+        CommunicatorClosedError after a failure. An error of this rank's own is raised as it is.
+        """
+        return Step(self, source, key, describe)
+
+    def phase(self, text: str) -> None:
+        """What this rank does when it is through with the plan, within the step; "" inside the plan."""
+        self._tracker.phase = text
+
+    def close(self) -> None:
+        """End the threads."""
+        self._over = self._over or "it was closed"
+        self._tracker.end()
+        self._watch.close()
+        self._link.close()
+
+    def reset(self) -> None:
+        """After a failure, with a communicator that works again: begin anew. Every rank of the job has to."""
+        self.verdict = None
+        self._over = None
+        self._entered_with = None
+        self._tracker.step = 0
+        self._link.forget()
+
+    # -- entering ------------------------------------------------------------------------------------------------------
+
+    def enter(self, source: Source, key: Hashable, describe: Describe | None) -> None:
+        """See ``step``."""
+        if self._over is not None:
+            raise CommunicatorClosedError(
+                f"pipeline rank {self.rank}: this communicator can not be used any more: {self._over}"
+            )
+        self._main = threading.get_ident()
+        self._tracker.begin(source)
+        self._link.wake()
+        self._watch.wake()
+        if describe is not None and key != self._entered_with:
+            self._check_entry(dict(describe()))
+            self._entered_with = key
+
+    def _check_entry(self, description: dict[str, str]) -> None:
+        link, step = self._link, self._tracker.step
+        entry = Entry(step, description, self._tracker.process)
+        self._tracker.entering(True)
+        try:
+            link.tell(entry, 0.0)
+            with link.lock:
+                link.lock.wait_for(lambda: self.verdict is not None or self._entry_is_settled(step))
+                mismatch = find_mismatch(self.rank, link.view.entries, self._steps_of_others(), step)
+            if mismatch is not None:
+                values = {str(rank): value for rank, value in mismatch.values.items()}
+                failure = self._failure(MISMATCH, message=str(mismatch), field=mismatch.field, values=values)
+                self._conclude(failure, True)
+            if self.verdict is not None:
+                raise self._error()
+        finally:
+            self._tracker.entering(False)
+            link.hurry(False)
+
+    def _entry_is_settled(self, step: int) -> bool:
+        entries = self._link.view.entries
+        if find_mismatch(self.rank, entries, self._steps_of_others(), step) is not None:
+            return True
+        return len(arrived(entries, step)) == self.size
+
+    def _steps_of_others(self) -> dict[int, Progress]:
+        return {rank: seen.progress for rank, seen in self._link.view.seen.items()}
+
+    # -- leaving -------------------------------------------------------------------------------------------------------
+
+    def leave(self, error: BaseException | None) -> None:
+        """The step ended, with ``error`` or without; raises what the caller should see instead of it."""
+        try:
+            if error is None:
+                if self.verdict is not None:
+                    raise self._error()
+            elif is_consequence(error) or (self.verdict is not None and type(error) is RuntimeError):
+                raise self._reason_for(error) from error
+            elif error is not self._raised:
+                self._conclude(self._own_failure(error), True)
+        finally:
+            if error is not None or self.verdict is not None:
+                self._over = self._over or first_line(self.verdict)
+            self._tracker.end()
+
+    def _own_failure(self, error: BaseException) -> Failure:
+        """This rank is the cause."""
+        instruction, where = self._tracker.place()
+        return self._failure(
+            EXCEPTION,
+            instruction=instruction,
+            where=where,
+            exception_type=type_name(error),
+            message=str(error),
+            traceback_tail=tail_of(error),
+        )
+
+    def _reason_for(self, error: BaseException) -> PipelineError:
+        """A transfer failed: why? Somebody's record, a process that is gone, a rank that is silent; or the connection
+        alone."""
+        self._tracker.failed = True
+        self._link.hurry(True)
+        with self._link.lock:
+            self._link.lock.wait_for(lambda: self.verdict is not None, min(_GRACE, max(self.timeout, 1.0)))
+        self._link.hurry(False)
+        if self.verdict is None:
+            here = self._tracker.observe()
+            assert here is not None
+            reason = str(error).partition("\n")[0]
+            self._conclude(
+                self._stall(here, f"a transfer of rank {self.rank} failed ({type_name(error)}: {reason})", ()), True
+            )
+        assert self.verdict is not None
+        return self._error()
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def act(self) -> bool:
+        """Called by the watch, often: if there is a failure to act on, make every transfer here fail; whether it
+        did."""
+        failure, is_news = self.verdict or self._link.view.failure, False
+        here = self._tracker.observe()
+        if here is None:
+            return False
+        if failure is None:
+            failure, is_news = self._judge(here), True
+        if failure is None:
+            return False
+        self._conclude(failure, is_news)
+        return True
+
+    def _judge(self, here: Progress) -> Failure | None:
+        view = self._link.view
+        with self._link.lock:
+            own = Own(self.rank, self.size, here.step, here.idle, self._tracker.waits_on(), self._tracker.failed)
+            found = judge(view, own, self.timeout, self._clock(), state_of)
+        return None if found is None else self._stall(here, found.why, found.suspects)
+
+    def _conclude(self, failure: Failure, is_news: bool) -> None:
+        """Settle on ``failure``, tell the others if they do not know it yet, and make every transfer here fail."""
+        if is_news:
+            self._link.tell(failure, _TELLING)
+        with self._link.lock:
+            self.verdict = self.verdict or failure
+            self._link.lock.notify_all()
+        self._abort()
+
+    def escalate(self) -> None:
+        """This rank did not come out of its step."""
+        if self._escalate is not None:
+            self._escalate()
+
+    def in_step(self) -> bool:
+        """Whether this rank is inside a step."""
+        return self._tracker.source is not None
+
+    def show_stack(self) -> None:
+        """This rank does not leave its step at all: it hangs in code that nobody can interrupt. Say where."""
+        frame = sys._current_frames().get(self._main)
+        stack = "".join(traceback.format_stack(frame)[-8:]) if frame is not None else ""
+        logger.error(
+            "pipeline rank %d was to leave its step (%s) but is still in %s:\n%s",
+            self.rank, first_line(self.verdict), self._tracker.place()[1], stack,
+        )  # fmt: skip
+
+    def _error(self) -> PipelineError:
+        """What this rank raises because of the verdict."""
+        assert self.verdict is not None
+        self._raised = error_of(self.verdict, self.pipeline, self.rank, self._tracker.place()[1])
+        return self._raised
+
+    def _failure(self, kind: str, **content: Any) -> Failure:
+        return Failure(kind, self.pipeline, self.rank, self._global_rank, **content)
+
+    def _stall(self, here: Progress, why: str, suspects: tuple[int, ...]) -> Failure:
+        now = self._clock()
+        view = self._link.view
+        seen = {rank: (s.progress, now - s.moved_at) for rank, s in view.seen.items()}
+        source = self._tracker.source
+        plan = None if source is None else source.plan
+        if plan is not None and not suspects:
+            in_step = {r: p.position for r, (p, _) in {**seen, self.rank: (here, 0.0)}.items() if p.state == IN_STEP}
+            suspects = busy_ranks(plan, in_step)
+        text = stall_text(self.rank, plan, here, seen, self.size, why)
+        instruction, where = self._tracker.place()
+        return self._failure(STALL, message=text, instruction=instruction, where=where, suspects=suspects)
+
+
+class Step:
+    """One step under a guard; a context manager."""
+
+    __slots__ = ("_describe", "_guard", "_key", "_source")
+
+    def __init__(self, guard: FaultGuard, source: Source, key: Hashable, describe: Describe | None) -> None:
+        self._guard = guard
+        self._source = source
+        self._key = key
+        self._describe = describe
+
+    def __enter__(self) -> FaultGuard:
+        try:
+            self._guard.enter(self._source, self._key, self._describe)
+        except BaseException as error:
+            if self._guard.in_step():
+                self._guard.leave(error)
+            raise
+        return self._guard
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._guard.leave(error)

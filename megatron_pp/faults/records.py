@@ -1,0 +1,165 @@
+"""What ranks tell each other through the store: where they are, what they entered with, and what failed.
+
+Records are small JSON objects. Reading never trusts: what is not a record of the expected form raises RecordError, and
+nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+MAX_RECORD_BYTES = 1 << 20
+MAX_TEXT = 20_000
+
+IN_STEP = "in_step"
+ENTERING = "entering"
+DONE = "done"
+
+EXCEPTION = "exception"  # a rank raised an error of its own
+MISMATCH = "mismatch"  # ranks entered a step with different plans or shapes
+STALL = "stall"  # a rank died, stopped, or nobody moves
+KINDS = (EXCEPTION, MISMATCH, STALL)
+
+
+class RecordError(ValueError):
+    """Bytes from the store are not a record."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """Which process a rank is. ``host`` tells machines (and process namespaces) apart; ``started`` is the kernel's
+    start time, so that a reused pid is seen."""
+
+    host: str = ""
+    pid: int = 0
+    started: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a rank is.
+
+    step      its step number, counted from 1
+    state     entering, in_step or done
+    position  index of the current instruction in its program
+    text      that instruction, as printed, or what else it does
+    idle      seconds since it moved, at the time of writing and by its own clock
+    beat      grows with every record, so that a reader sees that the writer lives
+    """
+
+    step: int
+    state: str
+    position: int = 0
+    text: str = ""
+    idle: float = 0.0
+    beat: int = 0
+    process: Process = dataclasses.field(default_factory=Process)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a rank entered a step with: field name -> value as text."""
+
+    step: int
+    description: dict[str, str]
+    process: Process = dataclasses.field(default_factory=Process)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why all ranks leave their step.
+
+    kind            exception, mismatch or stall
+    pipeline        name of the pipeline group in which it happened
+    rank            pipeline rank that reports it (the one that raised; for a stall the one that noticed)
+    global_rank     that rank's number in the whole job
+    instruction     as printed, such as F0.3; empty where it was outside the plan
+    where           the same in words
+    exception_type  qualified name of the exception
+    message         its text
+    traceback_tail  its last lines
+    suspects        for a stall, the pipeline ranks that do not answer
+    field, values   for a mismatch
+    """
+
+    kind: str
+    pipeline: str
+    rank: int
+    global_rank: int
+    instruction: str = ""
+    where: str = ""
+    exception_type: str = ""
+    message: str = ""
+    traceback_tail: str = ""
+    suspects: tuple[int, ...] = ()
+    field: str = ""
+    values: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+Record = TypeVar("Record", Progress, Entry, Failure)
+
+
+def encode(record: Progress | Entry | Failure) -> str:
+    """The record as JSON; long texts are cut in the middle."""
+    return json.dumps({name: _cut(value) for name, value in asdict(record).items()})
+
+
+def decode(kind: type[Record], data: bytes | str) -> Record:
+    """The record of type ``kind`` in ``data``. Raises RecordError."""
+    if len(data) > MAX_RECORD_BYTES:
+        raise RecordError(f"a record of {len(data)} bytes; at most {MAX_RECORD_BYTES} are read")
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"not JSON: {error}") from None
+    return _build(kind, content)
+
+
+def _build(kind: Any, content: object) -> Any:
+    if not isinstance(content, dict):
+        raise RecordError(f"a {kind.__name__} record is a JSON object, not a {type(content).__name__}")
+    known = {f.name: f for f in fields(kind)}
+    unknown = sorted(set(content) - set(known))
+    if unknown:
+        raise RecordError(f"a {kind.__name__} record has no field {unknown[0]!r}")
+    try:
+        return kind(**{name: _checked(kind, name, str(known[name].type), value) for name, value in content.items()})
+    except TypeError as error:
+        raise RecordError(f"{kind.__name__}: {error}") from None
+
+
+def _checked(kind: Any, name: str, declared: str, value: object) -> object:
+    """``value``, if it is what the field is declared to hold."""
+    if declared == "Process":
+        return _build(Process, value)
+    if name == "kind" and value not in KINDS:
+        raise RecordError(f"{kind.__name__}.kind is {value!r}; it is one of {', '.join(KINDS)}")
+    if not _fits(declared, value):
+        raise RecordError(f"{kind.__name__}.{name} is {str(value)[:40]!r}; it must be {declared}")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _fits(declared: str, value: object) -> bool:
+    if declared == "str":
+        return isinstance(value, str)
+    if declared == "dict[str, str]":
+        return isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+    if declared == "tuple[int, ...]":
+        return isinstance(value, list) and all(_is_int(v) for v in value)
+    if declared == "float":
+        return isinstance(value, float) or _is_int(value)
+    return _is_int(value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        half = MAX_TEXT // 2
+        return f"{value[:half]} [...] {value[-half:]}"
+    return value

@@ -1,0 +1,83 @@
+"""Where this rank is. The engine only assigns ``position``; the guard's threads read it from here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from megatron_pp.faults.diagnosis import Source, instruction_at, waits_on
+from megatron_pp.faults.liveness import this_process
+from megatron_pp.faults.records import ENTERING, IN_STEP, Progress
+
+
+class Tracker:
+    """One rank's position, and since when it has it. Everything here is cheap and takes no lock.
+
+    failed  whether a transfer of this rank has failed and the reason is being looked for
+    """
+
+    def __init__(self, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rank = rank
+        self.size = size
+        self.source: Source | None = None
+        self.step = 0
+        self.phase = ""
+        self.failed = False
+        self.process = this_process()
+        self._clock = clock
+        self._entering = False
+        self._last: tuple[int, int, str, bool] = (0, 0, "", False)
+        self._moved_at = 0.0
+
+    def begin(self, source: Source) -> None:
+        """A step begins. Assigning ``source`` is what the other threads see, so it comes last."""
+        self.step += 1
+        self.phase = ""
+        self.failed = False
+        self._moved_at = self._clock()
+        self.source = source
+
+    def end(self) -> None:
+        """The step is over."""
+        self.source = None
+        self._entering = False
+
+    def entering(self, on: bool) -> None:
+        """Whether this rank compares plans with the others."""
+        self._entering = on
+
+    def observe(self) -> Progress | None:
+        """Progress now; None outside a step."""
+        source = self.source
+        if source is None:
+            return None
+        here = (self.step, source.position, self.phase, self._entering)
+        now = self._clock()
+        if here != self._last:
+            self._last = here
+            self._moved_at = now
+        at = instruction_at(source.plan, self.rank, here[1])
+        text = self.phase or ("" if at is None else str(at))
+        state = ENTERING if self._entering else IN_STEP
+        return Progress(here[0], state, here[1], text, round(now - self._moved_at, 3), 0, self.process)
+
+    def waits_on(self) -> tuple[int, ...]:
+        """Pipeline ranks that this rank may be waiting for: the partners of a transfer; all, outside the plan; none
+        while it computes."""
+        source = self.source
+        if source is None:
+            return ()
+        at = instruction_at(source.plan, self.rank, source.position)
+        if self._entering or self.phase or at is None:
+            return tuple(r for r in range(self.size) if r != self.rank)
+        return waits_on(source.plan.placement, self.rank, at)
+
+    def place(self) -> tuple[str, str]:
+        """The current instruction as printed and in words; outside the plan, what else this rank does."""
+        source = self.source
+        at = None if source is None else instruction_at(source.plan, self.rank, source.position)
+        if self._entering:
+            return "", "the entry of the step"
+        if self.phase or at is None:
+            return "", self.phase or "the step"
+        return str(at), at.name

@@ -1,0 +1,82 @@
+"""What one rank knows about the others, and since when by its own clock. Filled by the link's thread, read by the
+guard's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_pp.faults.records import Entry, Failure, Process, Progress
+
+_READS_TO_BE_SURE = 3
+
+
+@dataclass
+class Seen:
+    """The newest progress record of one rank.
+
+    beat_at      when its beat was first seen (seconds, this rank's monotonic clock)
+    moved_at     when, by this clock, that rank last moved
+    reads_since  how often it was read since with the same beat
+    """
+
+    progress: Progress
+    beat_at: float
+    moved_at: float
+    reads_since: int = 0
+
+    def update(self, progress: Progress, now: float) -> None:
+        """Take in what was read at ``now``."""
+        if progress.beat == self.progress.beat:
+            self.reads_since += 1
+            return
+        self.progress = progress
+        self.beat_at = now
+        self.moved_at = now - progress.idle  # its own clock measured idle; clocks of machines are not compared
+        self.reads_since = 0
+
+    def silent_for(self, now: float) -> float:
+        """Seconds without a sign of life; 0 until several reads have found none, since a reader that was itself
+        stopped has missed them."""
+        return now - self.beat_at if self.reads_since >= _READS_TO_BE_SURE else 0.0
+
+
+@dataclass
+class View:
+    """What is known of the pipeline by one of its ranks.
+
+    reading_since   since when the others are being read without a break; None while this rank moves
+    broken_since    since when the store gives errors, None while it answers; ``broken`` is the error
+    asked_at        when the question to the store that is still open was asked
+    """
+
+    failure: Failure | None = None
+    seen: dict[int, Seen] = field(default_factory=dict)
+    entries: dict[int, Entry] = field(default_factory=dict)
+    reading_since: float | None = None
+    broken_since: float | None = None
+    broken: str = ""
+    asked_at: float | None = None
+
+    def note_progress(self, records: Mapping[int, Progress], now: float) -> None:
+        """Take in the records of the other ranks, read at ``now``."""
+        if self.reading_since is None:
+            self.reading_since = now
+            self.seen.clear()
+        for rank, progress in records.items():
+            if rank in self.seen:
+                self.seen[rank].update(progress, now)
+            else:
+                self.seen[rank] = Seen(progress, now, now - progress.idle)
+
+    def process_of(self, rank: int) -> Process | None:
+        """The process that ``rank`` said it is."""
+        if rank in self.seen and self.seen[rank].progress.process.pid:
+            return self.seen[rank].progress.process
+        return self.entries[rank].process if rank in self.entries else None
+
+    def moved_at(self, rank: int) -> float | None:
+        """When ``rank`` last moved, as far as this rank knows; None if it is not reading."""
+        if rank in self.seen:
+            return self.seen[rank].moved_at
+        return self.reading_since
