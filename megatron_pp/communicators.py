@@ -1,16 +1,19 @@
 """The communicator of a pipeline group, kept from step to step.
 
-Megatron makes a communicator per call of a schedule. Ours owns NCCL communicators for its one-way channels, so one is made per group and config
-and found again; it goes when the group does.
+Megatron makes a communicator per call of a schedule. Ours owns NCCL communicators for its one-way channels, so one is
+made per group and config and found again; it goes when the group does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from megatron_pp.errors import CommunicatorClosedError
+from megatron_pp.faults.wiring import close_guard
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.transport import SoloTransport
 
@@ -27,20 +30,50 @@ _FIELDS = (
     "pipeline_schedule",
 )
 
-# Process groups are process-wide, and so is what hangs on them; weak, so that a destroyed group takes its communicators along.
+# Process groups are process-wide, and so is what hangs on them. A communicator holds its group, so that weak keys
+# alone would not let go of a destroyed one.
 _KEPT: WeakKeyDictionary[Any, dict[tuple[Any, ...], P2PCommunicator]] = WeakKeyDictionary()
 
 
 def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
-    """The communicator of ``pp_group`` for the communication fields of ``config``; made on first use, which on NCCL is collective."""
+    """The communicator of ``pp_group`` for the communication fields of ``config``; made on first use, which on NCCL is
+    collective."""
+    _forget_destroyed_groups()
     kept = _KEPT.setdefault(pp_group, {})
     key = tuple(getattr(config, field, None) for field in _FIELDS)
     found = kept.get(key)
-    if found is None or found.closed:
-        transport = next((c.transport for c in kept.values() if not c.closed and _same_channels(c.config, config)), None)
+    if any(c.closed for c in kept.values()):
+        raise CommunicatorClosedError(
+            "the pipeline's process group was aborted after a failure; to go on, call "
+            "torch.distributed.destroy_process_group "
+            "and make the groups anew"
+        )
+    if found is None:
+        transport = next((c.transport for c in kept.values() if _same_channels(c.config, config)), None)
         found = kept[key] = P2PCommunicator(pp_group, config, transport)
     found.config = config  # timers and the like may have changed; what the communicator was built from has not
     return found
+
+
+def close_communicators() -> None:
+    """End the threads of all communicators, and forget them. For the end of a program, or before process groups are
+    destroyed."""
+    for communicators in _KEPT.values():
+        _close(communicators.values())
+    _KEPT.clear()
+
+
+def _forget_destroyed_groups() -> None:
+    for group in [g for g, kept in _KEPT.items() if any(c.group_is_gone() for c in kept.values())]:
+        _close(_KEPT.pop(group).values())
+
+
+def _close(communicators: Iterable[P2PCommunicator]) -> None:
+    for communicator in communicators:
+        close_guard(communicator)
+        close = getattr(communicator.transport, "close", None)
+        if close is not None:
+            close()
 
 
 def _same_channels(one: Any, other: Any) -> bool:

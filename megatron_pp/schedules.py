@@ -1,7 +1,7 @@
 """The entry points that a Megatron user calls. Each is short: check the arguments, choose a plan, run it.
 
-Signatures and semantics are Megatron-core's. One engine (``engine.py``) runs every schedule; it waits on a send's handle before
-``deallocate_output_tensor``, in one place.
+Signatures and semantics are Megatron-core's. One engine (``engine.py``) runs every schedule; it waits on a send's
+handle before ``deallocate_output_tensor``, in one place.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron_pp import parallel_state
 from megatron_pp.communicators import communicator_for, lone_communicator
 from megatron_pp.engine import PlanExecutor, Shapes
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.faults.wiring import describe_step, guarded
 from megatron_pp.finalize import finalize_gradients
 from megatron_pp.output_lifetime import custom_backward, deallocate_output_tensor
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -23,7 +24,6 @@ from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.plan.spec import Plan
 from megatron_pp.schedule_inputs import (
-    StepInputs,
     checkpoint_flags,
     default_pipeline_group,
     group_sizes,
@@ -54,7 +54,9 @@ ForwardBackward = Callable[..., list[Any]]
 
 
 class StepArguments(TypedDict, total=False):
-    """The keyword arguments of the schedule functions; what each means is told at ``get_forward_backward_func``. The first four are required."""
+    """The keyword arguments of the schedule functions; what each means is told at ``get_forward_backward_func``. The
+    first four are required.
+    """
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
@@ -77,8 +79,9 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
 
     With neither given, both are taken from ``parallel_state``. The function takes keyword arguments only:
 
-    forward_step_func      (data_iterator, model[, checkpoint_activations_microbatch]) -> (output, loss_func); on the last stage
-                           loss_func(output) -> (loss, report) or (loss, num_tokens, report); None reports the output itself
+    forward_step_func      (data_iterator, model[, checkpoint_activations_microbatch]) -> (output, loss_func); on the
+                           last stage loss_func(output) -> (loss, report) or (loss, num_tokens, report); None reports
+                           the output itself
     data_iterator, model   one, or with chunks a list of ``vp_size``
     num_microbatches       M >= 1
     seq_length, micro_batch_size   tensors between stages are [seq_length / cp [/ tp], micro_batch_size, hidden_size]
@@ -90,8 +93,8 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     p2p_communicator, pg_collection   the pipeline group to use; by default parallel_state's
     force_all_reduce       handed to config.finalize_model_grads_func
 
-    and returns what the loss function reported, in the order of the microbatches, on the last stage; an empty list elsewhere.
-    Raises ScheduleInputError before any communication for impossible arguments.
+    and returns what the loss function reported, in the order of the microbatches, on the last stage; an empty list
+    elsewhere. Raises ScheduleInputError before any communication for impossible arguments.
     """
     if pp_size is None and vp_size is None:
         pp_size = parallel_state.get_pipeline_model_parallel_world_size()
@@ -99,12 +102,18 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     if vp_size is not None and vp_size > 1:
         return forward_backward_pipelining_with_interleaving
     if pp_size is not None and pp_size > 1:
-        return forward_backward_pipelining_without_interleaving if vp_size is None else forward_backward_pipelining_with_interleaving
+        return (
+            forward_backward_pipelining_without_interleaving
+            if vp_size is None
+            else forward_backward_pipelining_with_interleaving
+        )
     return forward_backward_no_pipelining
 
 
 def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """All microbatches through the whole model on this rank: forward and backward in turn. Arguments: get_forward_backward_func."""
+    """All microbatches through the whole model on this rank: forward and backward in turn. Arguments:
+    get_forward_backward_func.
+    """
     return StepCall(chunked=False, alone=True, **arguments).run()
 
 
@@ -114,11 +123,15 @@ def forward_backward_pipelining_without_interleaving(**arguments: Unpack[StepArg
 
 
 def forward_backward_pipelining_with_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """A list of model chunks a rank, interleaved 1F1B unless the config names another schedule. Arguments: get_forward_backward_func."""
+    """A list of model chunks a rank, interleaved 1F1B unless the config names another schedule. Arguments:
+    get_forward_backward_func.
+    """
     return StepCall(chunked=True, alone=False, **arguments).run()
 
 
-def get_schedule_table(num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int) -> list[tuple[int, int]]:
+def get_schedule_table(
+    num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
+) -> list[tuple[int, int]]:
     """Megatron's table of an interleaved schedule: (microbatch, model chunk) of each virtual microbatch."""
     return schedule_table(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage)
 
@@ -134,9 +147,16 @@ def get_pp_rank_microbatches(
     """Megatron's numbers for this rank: (virtual microbatches, whether all are warm-up, warm-up, remaining)."""
     if p2p_communicator is not None:
         group = p2p_communicator.pp_group
-        size, rank, chunked = group.size(), group.rank(), p2p_communicator.virtual_pipeline_model_parallel_size is not None
+        size, rank, chunked = (
+            group.size(),
+            group.rank(),
+            p2p_communicator.virtual_pipeline_model_parallel_size is not None,
+        )
     else:
-        size, rank = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_rank()
+        size, rank = (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
         chunked = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
     total = num_microbatches * num_model_chunks
     if forward_only:
@@ -168,7 +188,8 @@ def get_tensor_shapes(
 class StepCall:
     """One call of a schedule function: arguments checked when made, the step executed by ``run``.
 
-    A plug-in for another training stack overrides ``begin``, ``make_steps`` and ``finish``: what runs around and within the plan, never the plan.
+    A plug-in for another training stack overrides ``begin``, ``make_steps`` and ``finish``: what runs around and
+    within the plan, never the plan.
     """
 
     def __init__(
@@ -192,7 +213,14 @@ class StepCall:
         force_all_reduce: bool = False,
     ) -> None:
         self.inputs = step_inputs(
-            forward_step_func, data_iterator, model, num_microbatches, forward_only, collect_non_loss_data, first_val_step, chunked
+            forward_step_func,
+            data_iterator,
+            model,
+            num_microbatches,
+            forward_only,
+            collect_non_loss_data,
+            first_val_step,
+            chunked,
         )
         self.config = self.inputs.config
         self.alone = alone
@@ -213,8 +241,7 @@ class StepCall:
         self.begin()
         plan = build_plan(self.spec)
         steps = self.make_steps(plan)
-        self.communicator.prepare(plan.placement.rank_edges())
-        PlanExecutor(
+        executor = PlanExecutor(
             plan,
             self.communicator,
             steps,
@@ -222,9 +249,17 @@ class StepCall:
             self.shapes,
             deallocate=getattr(self.config, "deallocate_pipeline_outputs", True),
             max_pending_sends=getattr(self.config, "max_pending_sends", 2),
-        ).run()
-        self.finish(steps)
+        )
+        with guarded(self.communicator, self.config, executor, (self.spec, self.shapes), self.describe) as guard:
+            self.communicator.prepare(plan.placement.rank_edges())
+            executor.run()
+            guard.phase("the work after the plan (gradient synchronisation and finalisation)")
+            self.finish(steps)
         return steps.record.data
+
+    def describe(self) -> dict[str, str]:
+        """What all ranks of the pipeline have to agree on, as text; compared when it changes."""
+        return describe_step(self.spec, self.shapes, self.communicator.dtype)
 
     def begin(self) -> None:
         """Before the first instruction."""
@@ -259,7 +294,9 @@ class StepCall:
             return lone_communicator(self.config, self.inputs.chunks[0])
         return communicator_for(group or default_pipeline_group(), self.config)
 
-    def _shapes(self, seq_length: Any, micro_batch_size: Any, decoder_seq_length: Any, adjust: Callable[..., Any] | None) -> Shapes:
+    def _shapes(
+        self, seq_length: Any, micro_batch_size: Any, decoder_seq_length: Any, adjust: Callable[..., Any] | None
+    ) -> Shapes:
         if self.communicator.size == 1 or self.communicator.variable_shapes:
             receive: Any = [None]
             send: Any = [None]
@@ -279,7 +316,10 @@ class StepCall:
 
     def _check_for_communication(self) -> None:
         if self.communicator.dtype is None:
-            raise ScheduleInputError("config.pipeline_dtype is None; set it to the dtype of the activations between stages, such as torch.bfloat16")
+            raise ScheduleInputError(
+                "config.pipeline_dtype is None; set it to the dtype of the activations between stages, such as "
+                "torch.bfloat16"
+            )
 
     def make_steps(self, plan: Plan) -> Any:
         """What runs a microbatch through a chunk. A subclass may bring its own."""

@@ -1,7 +1,8 @@
 """What carries bytes between pipeline ranks: one narrow interface, and its implementation on torch's process groups.
 
-The interface is what the communicator builds on; ranks that run as threads in one process (``megatron_pp.testing``) bring another implementation.
-Peers are ranks within the pipeline group. A channel is ``ACT`` or ``GRAD``; together with source and destination it names a FIFO.
+The interface is what the communicator builds on; ranks that run as threads in one process (``megatron_pp.testing``)
+bring another implementation. Peers are ranks within the pipeline group. A channel is ``ACT`` or ``GRAD``; together
+with source and destination it names a FIFO.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.errors import P2PError
+from megatron_pp.faults.abort import abort_groups
+from megatron_pp.faults.interruptible import LARGE_BYTES, InterruptibleWork, Interrupter
 
 ACT = "A"
 GRAD = "G"
@@ -63,22 +66,28 @@ class Transport(Protocol):
         ...
 
     def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
-        """Make ready the channels along which activations travel (source, destination) and gradients travel back. Collective over the group."""
+        """Make ready the channels along which activations travel (source, destination) and gradients travel back.
+        Collective over the group.
+        """
         ...
 
     def global_rank(self, rank: int) -> int: ...
 
     def abort(self) -> None:
-        """Make every blocked or later operation of this rank fail; called from another thread when a peer has failed."""
+        """Make every blocked or later operation of this rank fail; called from another thread when a peer failed."""
         ...
+
+    # Where ranks are to learn of each other's failures: ``store`` (a torch Store that all share) and ``name`` (of this
+    # pipeline, different from others on the same store).
 
 
 class ProcessGroupTransport:
     """Transfers over a ``torch.distributed`` process group.
 
-    gloo: all channels on the given group, told apart by tag. NCCL ignores tags and runs the operations of one communicator in the order in
-    which they were posted (pytorch#94819), so each one-way channel has a two-rank process group of its own, made by its two members alone; made and
-    warmed up when the plan's edges are known, never in the middle of a step (pytorch#129140, Megatron-LM#5240).
+    gloo: all channels on the given group, told apart by tag. NCCL ignores tags and runs the operations of one
+    communicator in the order in which they were posted (pytorch#94819), so each one-way channel has a two-rank
+    process group of its own, made by its two members alone; made and warmed up when the plan's edges are known, never
+    in the middle of a step (pytorch#129140, Megatron-LM#5240).
     """
 
     def __init__(self, group: dist.ProcessGroup, one_way: bool = True, warm_up: bool = True) -> None:
@@ -89,22 +98,27 @@ class ProcessGroupTransport:
         self.warm_up = warm_up
         self.backend = _backend_of(group)
         self.pollable = self.backend == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+        )
         self._own_groups = self.backend == "nccl" and one_way
         self._tags = _TAGS if one_way else dict.fromkeys(CHANNEL_KINDS, _SHARED_TAG)
         self._channel_groups: dict[tuple[int, int, str], dist.ProcessGroup] = {}
+        self.aborted = False
+        self._interrupter = Interrupter()
+        self._large = False
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         if self._own_groups:
             pair = self._channel_groups[(self.rank, peer, channel)]
             return pair.send([tensor], 1 - pair.rank(), 0)
-        return self.group.send([tensor], peer, self._tags[channel])
+        return self._waited(self.group.send([tensor], peer, self._tags[channel]), tensor)
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         if self._own_groups:
             pair = self._channel_groups[(peer, self.rank, channel)]
             return pair.recv([tensor], 1 - pair.rank(), 0)
-        return self.group.recv([tensor], peer, self._tags[channel])
+        return self._waited(self.group.recv([tensor], peer, self._tags[channel]), tensor)
 
     def batch(self, requests: Sequence[P2PRequest]) -> list[Work]:
         if self.backend != "nccl":  # gloo has no grouped call: the same operations, each at once
@@ -116,10 +130,23 @@ class ProcessGroupTransport:
         return dist.batch_isend_irecv(ops)
 
     def _send_here(self, request: P2PRequest) -> Work:
-        return self.group.send([request.tensor], request.peer, self._tags[request.channel])
+        return self._waited(
+            self.group.send([request.tensor], request.peer, self._tags[request.channel]), request.tensor
+        )
 
     def _recv_here(self, request: P2PRequest) -> Work:
-        return self.group.recv([request.tensor], request.peer, self._tags[request.channel])
+        return self._waited(
+            self.group.recv([request.tensor], request.peer, self._tags[request.channel]), request.tensor
+        )
+
+    def _waited(self, work: Work, tensor: torch.Tensor) -> Work:
+        """gloo never wakes who waits for a message that is half on the wire, or behind one that is, when the
+        connection ends.
+        """
+        if self.backend != "gloo":
+            return work
+        self._large = self._large or tensor.numel() * tensor.element_size() >= LARGE_BYTES
+        return InterruptibleWork(work, self._interrupter) if self._large else work
 
     def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
         if not self._own_groups:
@@ -130,7 +157,10 @@ class ProcessGroupTransport:
                 if self.rank in key[:2] and key not in self._channel_groups:
                     ranks = [self.global_rank(key[0]), self.global_rank(key[1])]
                     self._channel_groups[key] = dist.new_group(
-                        ranks, backend="nccl", use_local_synchronization=True, group_desc=f"pp_{key[2]}_{key[0]}_{key[1]}"
+                        ranks,
+                        backend="nccl",
+                        use_local_synchronization=True,
+                        group_desc=f"pp_{key[2]}_{key[0]}_{key[1]}",
                     )
                     made.append(key)
         if self.warm_up:
@@ -148,12 +178,33 @@ class ProcessGroupTransport:
         return dist.get_global_rank(self.group, rank)
 
     def abort(self) -> None:
-        for group in (self.group, *self._channel_groups.values()):
-            group.abort()
+        self.aborted = True
+        abort_groups((self.group, *self._channel_groups.values()))
+        self._interrupter.interrupt("a rank of the pipeline has failed")
+
+    def close(self) -> None:
+        """The process group is gone, or about to go."""
+        self._interrupter.close()
+
+    def is_gone(self) -> bool:
+        """Whether the process group was destroyed."""
+        return self.group not in dist.distributed_c10d._world.pg_map
+
+    @property
+    def store(self) -> dist.Store:
+        """The store of the job; see ``megatron_pp.faults``."""
+        return dist.distributed_c10d._get_default_store()
+
+    @property
+    def name(self) -> str:
+        """The global ranks of the pipeline, in order."""
+        return "-".join(map(str, dist.get_process_group_ranks(self.group)))
 
 
 def _backend_of(group: dist.ProcessGroup) -> str:
-    """``nccl`` or ``gloo``: which of the group's backends carries the tensors. A mixed group uses NCCL where there is a GPU."""
+    """``nccl`` or ``gloo``: which of the group's backends carries the tensors. A mixed group uses NCCL where there is
+    a GPU.
+    """
     name = dist.get_backend(group)
     return "nccl" if "nccl" in name and torch.cuda.is_available() else "gloo"
 

@@ -1,8 +1,9 @@
 """Transfers between ranks that are threads of one process, with rendezvous semantics.
 
-A transfer happens when both ends are posted and at the head of their queues; a work is complete then and not before. Queues are those of ``plan/rendezvous.py``: one per
-one-way channel, or one per pair of ranks when channels are shared, and one per rank for batches; a batch leaves its queue as a whole. What passes here
-passes on NCCL with large messages, and on gloo.
+A transfer happens when both ends are posted and at the head of their queues; a work is complete then and not before.
+Queues are those of ``plan/rendezvous.py``: one per one-way channel, or one per pair of ranks when channels are
+shared, and one per rank for batches; a batch leaves its queue as a whole. What passes here passes on NCCL with large
+messages, and on gloo.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -49,11 +51,16 @@ class End:
 
 
 class MemoryNetwork:
-    """Connects ``size`` ranks. Give each thread its ``transport(rank)``."""
+    """Connects ``size`` ranks. Give each thread its ``transport(rank)``.
 
-    def __init__(self, size: int, one_way: bool = True) -> None:
+    store  through which the ranks learn of each other's failures (``torch.distributed.HashStore()``); without one
+           there is no fault guard
+    """
+
+    def __init__(self, size: int, one_way: bool = True, store: Any = None) -> None:
         self.size = size
         self.one_way = one_way
+        self.store = store
         self.changed = threading.Condition()
         self.failure: str | None = None
         self._queues: dict[Queue, deque[MemoryWork]] = {}
@@ -140,9 +147,11 @@ class MemoryTransport:
     """One rank's side of a MemoryNetwork; see ``megatron_pp.transport.Transport``."""
 
     pollable = False
+    name = "threads"
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
         self.network = network
+        self.store = network.store
         self.rank = rank
         self.size = network.size
         self.device = torch.device("cpu")
