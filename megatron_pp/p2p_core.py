@@ -1,8 +1,9 @@
-"""The small core of point-to-point communication that the engine uses: post a send, post a receive, post a batch; each returns a WaitHandle.
+"""The small core of point-to-point communication that the engine uses: post a send, post a receive, post a batch;
+each returns a WaitHandle.
 
-A send goes out on a detached alias of the tensor, and the handle keeps the alias: deallocation swaps the storage under the tensor, the alias still holds
-the old one, and it goes when the send is done. PyTorch's own reference is to the tensor *object*, whose storage is swapped along
-(pytorch#148590), so it does not protect; another object does.
+A send goes out on a detached alias of the tensor, and the handle keeps the alias: deallocation swaps the storage
+under the tensor, the alias still holds the old one, and it goes when the send is done. PyTorch's own reference is to
+the tensor *object*, whose storage is swapped along (pytorch#148590), so it does not protect; another object does.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Receive(NamedTuple):
 class P2PCore:
     """Posts sends and receives to peers of one pipeline group and keeps every handle that is not finished.
 
-    ``config`` is any object with Megatron's field names; read are ``pipeline_dtype``, ``variable_seq_lengths``, ``p2p_timeout``, ``batch_p2p_sync``.
+    ``config`` is any object with Megatron's field names; read are ``pipeline_dtype``, ``variable_seq_lengths``,
+    ``p2p_timeout``, ``batch_p2p_sync``.
     """
 
     def __init__(self, transport: Transport, config: Any) -> None:
@@ -62,15 +64,18 @@ class P2PCore:
         self.timeout = None if transport.pollable or seconds is None else timedelta(seconds=seconds)
         self.synchronize_batches = bool(getattr(config, "batch_p2p_sync", False)) and self.device.type == "cuda"
         self.pending: set[WaitHandle] = set()
-        self.closed = False
+        self.under_guard = False  # then the fault guard keeps time: a slow peer that is alive is no error
+        self._closed = False
 
-    # -- posting ---------------------------------------------------------------------------------------------------------------
+    # -- posting
+    # ---------------------------------------------------------------------------------------------------------------
 
     def post_send(self, value: Tensors, peer: int, channel: str) -> WaitHandle:
-        """Post the send of ``value`` (a tensor of dtype ``pipeline_dtype`` on the transport's device, or a list of them); never blocks.
+        """Post the send of ``value`` (a tensor of dtype ``pipeline_dtype`` on the transport's device, or a list of
+        them); never blocks.
 
-        Tensors that are not contiguous are sent as contiguous copies. Raises P2PTypeError for a wrong dtype, device or type, CommunicatorClosedError; nothing is
-        posted then.
+        Tensors that are not contiguous are sent as contiguous copies. Raises P2PTypeError for a wrong dtype, device
+        or type, CommunicatorClosedError; nothing is posted then.
         """
         aliases = self._aliases(value)
         works = []
@@ -83,7 +88,8 @@ class P2PCore:
         return WaitHandle(self, tuple(works), aliases, None, f"send on channel {channel} to rank {peer}")
 
     def post_recv(self, shapes: Any, peer: int, channel: str, requires_grad: bool = True) -> WaitHandle:
-        """Allocate a buffer of ``shapes`` (one shape, or a list: then ``handle.tensor`` is a list) and post its receive; never blocks.
+        """Allocate a buffer of ``shapes`` (one shape, or a list: then ``handle.tensor`` is a list) and post its
+        receive; never blocks.
 
         With variable shapes only the number of shapes is looked at; the buffers are allocated in ``wait``.
         """
@@ -101,7 +107,9 @@ class P2PCore:
         return WaitHandle(self, works, tensors, tensors, what)
 
     def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
-        """Post all requests as one grouped call. Where shapes travel, their exchange is a grouped call of its own before it, and waited."""
+        """Post all requests as one grouped call. Where shapes travel, their exchange is a grouped call of its own
+        before it, and waited.
+        """
         shapes = self._exchange_headers(requests) if self.variable_shapes else None
         posts: list[P2PRequest] = []
         parts: list[tuple[int, int, object, Tensors | None, str]] = []
@@ -110,24 +118,41 @@ class P2PCore:
             if isinstance(request, Send):
                 aliases = self._aliases(request.value)
                 posts += [P2PRequest(True, alias, request.peer, request.channel) for alias in aliases]
-                parts.append((start, len(posts), aliases, None, f"batched send on channel {request.channel} to rank {request.peer}"))
+                parts.append(
+                    (
+                        start,
+                        len(posts),
+                        aliases,
+                        None,
+                        f"batched send on channel {request.channel} to rank {request.peer}",
+                    )
+                )
                 continue
             wanted = request.shapes if shapes is None else shapes[k]
             single = is_single_shape(wanted)
             tensors = [self.allocate(s, request.requires_grad) for s in ([wanted] if single else wanted)]
             posts += [P2PRequest(False, t, request.peer, request.channel) for t in tensors]
             held = tensors[0] if single else tensors
-            parts.append((start, len(posts), tensors, held, f"batched receive on channel {request.channel} from rank {request.peer}"))
+            parts.append(
+                (
+                    start,
+                    len(posts),
+                    tensors,
+                    held,
+                    f"batched receive on channel {request.channel} from rank {request.peer}",
+                )
+            )
         works = self.transport.batch(posts)
         handles = [WaitHandle(self, _works_of(works, a, b), kept, tensor, what) for a, b, kept, tensor, what in parts]
         if self.synchronize_batches:
             torch.cuda.synchronize(self.device)
         return handles
 
-    # -- life ------------------------------------------------------------------------------------------------------------------
+    # -- life
+    # ------------------------------------------------------------------------------------------------------------------
 
     def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
-        """Make ready the channels for activations along ``edges`` (source, destination) and gradients back. Collective."""
+        """Make ready the channels for activations along ``edges`` (source, target) and gradients back. Collective."""
         self.transport.prepare(edges)
 
     def prepare_for_config(self) -> None:
@@ -140,21 +165,30 @@ class P2PCore:
             handle.wait()
 
     def abort(self) -> None:
-        """Make every blocked and later operation fail. For a failure only: the process group is not usable afterwards."""
-        self.closed = True
+        """Make every blocked and later operation fail. For failures only: the process group is unusable afterwards."""
+        self._closed = True
         self.transport.abort()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this communicator, or another one on the same transport, was aborted."""
+        return self._closed or bool(getattr(self.transport, "aborted", False))
 
     def group_is_gone(self) -> bool:
         """Whether the process group under this communicator was destroyed."""
         gone = getattr(self.transport, "is_gone", None)
         return bool(gone()) if gone is not None else False
 
-    # -- inside ----------------------------------------------------------------------------------------------------------------
+    # -- inside
+    # ----------------------------------------------------------------------------------------------------------------
 
     def allocate(self, shape: Shape, requires_grad: bool) -> torch.Tensor:
         """A receive buffer of ``shape`` and ``pipeline_dtype``."""
         if self.dtype is None:
-            raise P2PTypeError("config.pipeline_dtype is None; to receive between stages it must be the dtype of the activations, as in torch.bfloat16")
+            raise P2PTypeError(
+                "config.pipeline_dtype is None; to receive between stages it must be the dtype of the activations, "
+                "as in torch.bfloat16"
+            )
         return torch.empty(tuple(shape), dtype=self.dtype, device=self.device, requires_grad=requires_grad)
 
     def _aliases(self, value: Tensors) -> tuple[torch.Tensor, ...]:
@@ -165,17 +199,27 @@ class P2PCore:
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, torch.Tensor):
-            raise P2PTypeError(f"a {type(tensor).__name__} can not be sent between stages; it must be a tensor or a list of tensors")
+            raise P2PTypeError(
+                f"a {type(tensor).__name__} can not be sent between stages; it must be a tensor or a list of tensors"
+            )
         if tensor.dtype != self.dtype:
-            raise P2PTypeError(f"a tensor of {tensor.dtype} can not be sent between stages: config.pipeline_dtype is {self.dtype}, and the receiver expects that")
+            raise P2PTypeError(
+                f"a tensor of {tensor.dtype} can not be sent between stages: config.pipeline_dtype is {self.dtype}, "
+                "and the receiver expects that"
+            )
         if tensor.device != self.device:
-            raise P2PTypeError(f"a tensor on {tensor.device} can not be sent between stages: this communicator's tensors lie on {self.device}")
+            raise P2PTypeError(
+                f"a tensor on {tensor.device} can not be sent between stages: this communicator's tensors lie on "
+                f"{self.device}"
+            )
         alias = tensor.detach()
         return alias if alias.is_contiguous() else alias.contiguous()
 
     def _check_open(self) -> None:
         if self.closed:
-            raise CommunicatorClosedError(f"pipeline rank {self.rank}: this communicator was closed after a failure; make a new one")
+            raise CommunicatorClosedError(
+                f"pipeline rank {self.rank}: this communicator was closed after a failure; make a new one"
+            )
 
     def post_header(self, peer: int, channel: str) -> tuple[torch.Tensor, Work]:
         """Post the receive of one shape."""
@@ -188,7 +232,10 @@ class P2PCore:
     def _header_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Number of dimensions and the dimensions, as int64."""
         if tensor.dim() > MAX_DIMENSIONS:
-            raise P2PShapeError(f"a tensor of {tensor.dim()} dimensions can not be sent with variable_seq_lengths; at most {MAX_DIMENSIONS} are")
+            raise P2PShapeError(
+                f"a tensor of {tensor.dim()} dimensions can not be sent with variable_seq_lengths; at most "
+                f"{MAX_DIMENSIONS} are"
+            )
         padded = [tensor.dim(), *tensor.shape] + [0] * (MAX_DIMENSIONS - tensor.dim())
         return torch.tensor(padded, dtype=torch.int64, device=self.device)
 
@@ -196,11 +243,15 @@ class P2PCore:
         """The shape that a header tells. Raises P2PShapeError where it can not be one."""
         dims, *sizes = header.tolist()
         if not 0 <= dims <= MAX_DIMENSIONS or any(s < 0 for s in sizes[:dims]):
-            raise P2PShapeError(f"{what}: a shape of {dims} dimensions {sizes} came; sender and receiver are not at the same message")
+            raise P2PShapeError(
+                f"{what}: a shape of {dims} dimensions {sizes} came; sender and receiver are not at the same message"
+            )
         return sizes[:dims]
 
     def _exchange_headers(self, requests: Sequence[Send | Receive]) -> dict[int, Any]:
-        """Send and receive the shapes of a batch; returns request index -> received shape (a list of one where a list was asked for)."""
+        """Send and receive the shapes of a batch; returns request index -> received shape (a list of one where a list
+        was asked for).
+        """
         posts: list[P2PRequest] = []
         headers: dict[int, list[torch.Tensor]] = {}
         for k, request in enumerate(requests):
@@ -230,7 +281,9 @@ def is_single_shape(shapes: Any) -> bool:
 
 
 def default_edges(config: Any, size: int) -> list[tuple[int, int]]:
-    """The rank pairs between which the config's schedule sends activations; Megatron's configs name none and place in a loop."""
+    """The rank pairs between which the config's schedule sends activations; Megatron's configs name none and place in
+    a loop.
+    """
     family = SCHEDULES.get(getattr(config, "pipeline_schedule", None) or "")
     chunks = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
     return Placement(family.placement if family else LOOP, size, chunks).rank_edges()

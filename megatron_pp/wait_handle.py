@@ -19,9 +19,10 @@ Tensors = torch.Tensor | list[torch.Tensor]
 class WaitHandle:
     """One posted message (a tensor or a list of tensors).
 
-    ``wait()`` returns when the transfer is done (on CUDA: makes the current stream wait for it, not the host); waiting again is a no-op. Until
-    then the handle, and the communicator that keeps it, hold the tensors, so that dropping the handle or deallocating what was sent is
-    harmless. ``tensor`` is what is being received, None for a send.
+    ``wait()`` returns when the transfer is done (on CUDA: makes the current stream wait for it, not the host);
+    waiting again is a no-op. Until then the handle, and the communicator that keeps it, hold the tensors, so that
+    dropping the handle or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a
+    send.
     """
 
     __slots__ = ("__weakref__", "_core", "_error", "_held", "_works", "tensor", "what")
@@ -36,8 +37,8 @@ class WaitHandle:
         core.pending.add(self)
 
     def wait(self) -> None:
-        """Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where the communicator or its process group is
-        gone, P2PError where the transfer failed."""
+        """Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where the
+        communicator or its process group is gone, P2PError where the transfer failed."""
         works = self._works
         if works is None:
             if self._error is not None:
@@ -46,7 +47,7 @@ class WaitHandle:
         core = self._core
         try:
             for work in works:
-                if core.timeout is None:
+                if core.timeout is None or core.under_guard:
                     work.wait()
                 else:
                     work.wait(core.timeout)
@@ -74,7 +75,9 @@ class ShapedReceiveHandle(WaitHandle):
 
     __slots__ = ("_channel", "_count", "_peer", "_requires_grad")
 
-    def __init__(self, core: P2PCore, peer: int, channel: str, count: int | None, requires_grad: bool, what: str) -> None:
+    def __init__(
+        self, core: P2PCore, peer: int, channel: str, count: int | None, requires_grad: bool, what: str
+    ) -> None:
         header, work = core.post_header(peer, channel)
         super().__init__(core, (work,), header, None, what)
         self._peer = peer
@@ -115,8 +118,13 @@ def _named(error: Exception, what: str, core: P2PCore) -> P2PError:
     text = str(error)
     where = f"pipeline rank {core.rank}, {what}"
     if core.closed or core.group_is_gone():
-        return CommunicatorClosedError(f"{where}: the communicator or its process group was closed before the transfer was waited for")
+        return CommunicatorClosedError(
+            f"{where}: the communicator or its process group was closed before the transfer was waited for"
+        )
     if "Timed out" in text or "timeout" in text.lower():
         seconds = core.timeout.total_seconds() if isinstance(core.timeout, timedelta) else "the process group's"
-        return P2PTimeoutError(f"{where}: not done after {seconds} s (config.p2p_timeout); the peer never posted its end, or is gone: {text}")
+        return P2PTimeoutError(
+            f"{where}: not done after {seconds} s (config.p2p_timeout); the peer never posted its end, or is gone: "
+            f"{text}"
+        )
     return P2PError(f"{where}: the transfer failed: {text}")
