@@ -1,7 +1,6 @@
-"""One step of a Megatron-core training loop through the engine: Megatron's own compute, hooks and finalisation around our plan."""
+"""One step of a Megatron-core training loop: Megatron's own compute, hooks and finalisation around our plan."""
 
 from __future__ import annotations
-
 
 from typing import Any
 
@@ -20,8 +19,9 @@ from megatron_pp.steps import Activation, LossRecord, StepOptions, wrapped_attri
 class MegatronSteps:
     """Runs a microbatch through a chunk with the `forward_step` and `backward_step` of the installed Megatron-core.
 
-    So the scale of MoE's auxiliary loss, multi-token prediction, context-parallel loss factors and the marks for CUDA graphs are those
-    of that release. `record` holds what the loss function reported and, on this rank, the number of tokens.
+    So the scale of MoE's auxiliary loss, multi-token prediction, context-parallel loss factors and the marks for
+    CUDA graphs are those of that release. `record` holds what the loss function reported and, on this rank, the
+    number of tokens.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class MegatronSteps:
     ) -> Activation:
         """Megatron's `backward_step`; the gradient of `input_tensor`."""
         if output_grad is not None:
-            # Megatron insists that an output is freed by now. Where its send is still on its way, the handle owns the bytes.
+            # Megatron insists that an output is freed by now. Where its send is still on its way, the handle owns
+            # the bytes.
             deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
         return self.schedules.backward_step(
             input_tensor=input_tensor,
@@ -110,7 +111,9 @@ class MegatronCall(StepCall):
     def begin(self) -> None:
         config, schedules = self.config, self.megatron.schedules
         if self.finalizes and not self.alone:
-            self.embedding = schedules.clear_embedding_activation_buffer(config, self.inputs.chunks, self._is_last_rank())
+            self.embedding = schedules.clear_embedding_activation_buffer(
+                config, self.inputs.chunks, self._is_last_rank()
+            )
         super().begin()
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
 
@@ -129,12 +132,15 @@ class MegatronCall(StepCall):
         megatron.create_graphs(config)
 
     def _check_placement(self) -> None:
-        """Megatron-core gives chunk c of rank r the layers of stage c * P + r; another placement would run them in a wrong order."""
+        """Megatron-core gives chunk c of rank r the layers of stage c * P + r.
+
+        Another placement would run them in a wrong order.
+        """
         placement = SCHEDULES[self.spec.schedule].placement
         if placement != LOOP and self.communicator.size > 1:
             raise ScheduleInputError(
-                f"config.pipeline_schedule {self.spec.schedule!r} places stages in a {placement}, and Megatron-core's models "
-                "are built for a loop; choose a schedule that places them in a loop"
+                f"config.pipeline_schedule {self.spec.schedule!r} places stages in a {placement}, and Megatron-core's "
+                "models are built for a loop; choose a schedule that places them in a loop"
             )
 
     def _finalize(self, num_tokens: torch.Tensor) -> None:

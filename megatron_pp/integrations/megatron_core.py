@@ -3,10 +3,11 @@
     from megatron_pp.integrations import megatron_core
     megatron_core.install()
 
-Afterwards `megatron.core.pipeline_parallel.get_forward_backward_func`, wherever it has been imported to, gives schedules that run
-through this engine. Models, optimizers, data-parallel wrappers, configs and process groups stay Megatron's, and so do the forward and
-backward of one microbatch: what the installed release does there it still does. What the engine does not serve is handed back to
-Megatron's own schedule, with one warning that names the reason; `install(strict=True)` raises NotServedError instead.
+Afterwards `megatron.core.pipeline_parallel.get_forward_backward_func`, wherever it has been imported to, gives
+schedules that run through this engine. Models, optimizers, data-parallel wrappers, configs and process groups stay
+Megatron's, and so do the forward and backward of one microbatch: what the installed release does there it still
+does. What the engine does not serve is handed back to Megatron's own schedule, with one warning that names the
+reason; `install(strict=True)` raises NotServedError instead.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-
 
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron
@@ -73,7 +73,9 @@ class ScheduleSelector:
     def tell(self, reason: str) -> None:
         """Say once, or under `strict` raise, that Megatron's own schedule runs and why."""
         if self.strict:
-            raise NotServedError(f"megatron_pp does not serve {reason}; install() without strict=True hands it to Megatron")
+            raise NotServedError(
+                f"megatron_pp does not serve {reason}; install() without strict=True hands it to Megatron"
+            )
         if reason not in self.told:
             self.told.add(reason)
             logger.warning("megatron_pp does not serve %s: Megatron-core's own schedule runs instead", reason)
@@ -84,8 +86,8 @@ def install(strict: bool = False) -> None:
 
     strict   raise NotServedError where a step would otherwise be handed back to Megatron's own schedule
 
-    Raises UnknownMegatronError where megatron-core is missing, too old, or has a signature that is not known here; nothing is
-    changed then.
+    Raises UnknownMegatronError where megatron-core is missing, too old, or has a signature that is not known here;
+    nothing is changed then.
     """
     current = _current()
     if current is not None:
@@ -124,7 +126,10 @@ def installed(strict: bool = False) -> Iterator[None]:
 
 
 def _current() -> ScheduleSelector | None:
-    """The selector that is installed. It stands in Megatron's own module and nowhere else, so it can not disagree with it."""
+    """The selector that is installed.
+
+    It stands in Megatron's own module and nowhere else, so it can not disagree with it.
+    """
     schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
     selector = getattr(schedules, "get_forward_backward_func", None)
     return selector if isinstance(selector, ScheduleSelector) else None
@@ -138,5 +143,3 @@ def _replace(old: Any, new: Any) -> None:
             continue
         for name in [name for name, value in list(names.items()) if value is old]:
             setattr(module, name, new)
-
-

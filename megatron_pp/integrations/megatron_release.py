@@ -1,4 +1,4 @@
-"""The installed Megatron-core: its modules, its row in the table of releases, and the calls that differ between releases."""
+"""The installed Megatron-core: modules, its row in the table of releases, and calls that differ between releases."""
 
 from __future__ import annotations
 
@@ -34,19 +34,21 @@ class Megatron:
             )
         if not self.parallel_state.model_parallel_is_initialized():
             raise ScheduleInputError(
-                "megatron.core.parallel_state is not initialised; call "
-                "parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) before get_forward_backward_func()"
+                "megatron.core.parallel_state is not initialised; call parallel_state.initialize_model_parallel("
+                "pipeline_model_parallel_size=...) before get_forward_backward_func()"
             )
 
     def default_groups(self) -> Any:
-        """The process groups of `parallel_state`, in the collection that this release's schedules make when given none."""
+        """The process groups of `parallel_state`, in the collection that this release makes when it is given none."""
         build = getattr(self.schedules, "_build_default_pg_collection", None)
         return build() if build is not None else self._collect_groups()
 
     def _collect_groups(self) -> Any:
         state = self.parallel_state
         config = importlib.import_module("megatron.core.process_groups_config")
-        name = "GradFinalizeProcessGroups" if self.row.groups_keyword == "grad_finalize_pgs" else "ProcessGroupCollection"
+        name = (
+            "GradFinalizeProcessGroups" if self.row.groups_keyword == "grad_finalize_pgs" else "ProcessGroupCollection"
+        )
         groups = getattr(config, name)()
         groups.tp = state.get_tensor_model_parallel_group()
         groups.cp = state.get_context_parallel_group()
@@ -95,7 +97,8 @@ class Megatron:
 def load_megatron() -> Megatron:
     """Import Megatron-core and check that its schedules are called as the table says.
 
-    Raises UnknownMegatronError where it is missing, older than the table, or has a signature that the table does not know.
+    Raises UnknownMegatronError where it is missing, older than the table, or has a signature that the table does
+    not know.
     """
     try:
         core = importlib.import_module("megatron.core")

@@ -10,7 +10,7 @@ from megatron_pp.steps import wrapped_attribute
 
 
 def reason_not_served(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:
-    """Why this call of a schedule is Megatron's own to run, as the object of "does not serve ..."; None where it is served.
+    """Why a call of a schedule is Megatron's own to run, as the object of "does not serve ..."; None where it is ours.
 
     arguments   the keywords of one call of a schedule
     """
@@ -39,7 +39,11 @@ def _own_loops(config: Any, forward_only: bool) -> str | None:
 
 
 def _captures_whole_step(config: Any) -> bool:
-    """Megatron says so in a field of its own, later as a scope (a string, then an enum or a list of them), later as the kind."""
+    """
+
+    egatron says so in a field of its own, later as a scope (a string, then an enum or a list of them), later as the
+    kind.
+    """
     kind, scope = getattr(config, "cuda_graph_impl", None), getattr(config, "cuda_graph_scope", None)
     if kind == "full_iteration":
         return True

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import megatron_lab
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -67,7 +68,7 @@ def context_manager_restores_what_was(case: Case) -> None:
 
 
 def schedules_are_chosen_as_megatron_does(case: Case) -> list[str]:
-    """The names of Megatron's functions that ours stand for, for the pipelines of this case's size with and without chunks."""
+    """The names of Megatron's functions that ours stand for, with and without a pipeline and chunks."""
     megatron_lab.set_up_parallel_state(case)
     with megatron_core.installed():
         names = [schedules.get_forward_backward_func().__name__]
@@ -128,7 +129,10 @@ def _call(run: megatron_lab.Run, **changed: Any) -> list[Any]:
 
 
 def unserved_steps_are_handed_back(case: Case) -> list[str]:
-    """Every kind of step that the engine does not serve: Megatron's own function gets the very arguments; one warning each."""
+    """Every kind of step that the engine does not serve: Megatron's own function gets the arguments.
+
+    One warning each.
+    """
     run = megatron_lab.Run(case)
     unserved: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"overlap_moe_expert_parallel_comm": True}, {"forward_only": False}),
@@ -151,7 +155,10 @@ def unserved_steps_are_handed_back(case: Case) -> list[str]:
                 with megatron_core.installed(strict=True):
                     _raises(megatron_core.NotServedError, "does not serve", lambda a=arguments: _call(run, **a))
                 assert len(fake.calls) == before, "strict must not call Megatron's function"
-        with mock.patch.object(run.config, "overlap_moe_expert_parallel_comm", True, create=True), megatron_core.installed():
+        with (
+            mock.patch.object(run.config, "overlap_moe_expert_parallel_comm", True, create=True),
+            megatron_core.installed(),
+        ):
             before = len(fake.calls)
             assert len(_call(run)) == case.microbatches, "evaluation without the combined 1F1B is served"
             assert len(fake.calls) == before
@@ -159,12 +166,10 @@ def unserved_steps_are_handed_back(case: Case) -> list[str]:
 
 
 def _raises(kind: type[Exception], words: str, function: Any) -> str:
-    try:
+    with pytest.raises(kind) as caught:
         function()
-    except kind as error:
-        assert words in str(error), f"{words!r} is not in: {error}"
-        return str(error)
-    raise AssertionError(f"no {kind.__name__} was raised ({words})")
+    assert words in str(caught.value)
+    return str(caught.value)
 
 
 def impossible_arguments_are_errors(case: Case) -> list[str]:

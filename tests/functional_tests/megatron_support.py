@@ -19,7 +19,7 @@ needs_megatron = pytest.mark.skipif(
 
 
 def assert_equal(outcome: object) -> None:
-    """Losses, gradients and, where compared, parameters are equal to the last bit, and there was something to compare."""
+    """Losses, gradients and, where compared, parameters are equal to the last bit, and something was compared."""
     assert outcome.status == "ok", f"{outcome.status}: {outcome.message}"  # type: ignore[attr-defined]
     assert outcome.compared > 0  # type: ignore[attr-defined]
     assert outcome.grad_size > 1e-3, "gradients that are all zero prove nothing"  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Megatron-core's real GPTModel cut into pipelines, under this engine: losses and gradients equal one process to the last bit.
+"""Megatron-core's real GPTModel cut into pipelines, under this engine: losses and gradients equal one process exactly.
 
-A part of the matrix that scripts/parity_table.py runs in full. The cases that released Megatron-core gets wrong are all here:
-P=2 V=2 batched, and overlap with freed outputs.
+A part of the matrix that scripts/parity_table.py runs in full. The cases that released Megatron-core gets wrong are
+all here: P=2 V=2 batched, and overlap with freed outputs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def test_losses_and_gradients_equal_one_process(case: Case, outcomes: dict[Case,
 
 
 def test_the_tied_reference_is_that_of_one_shared_parameter(tmp_path: Path) -> None:
-    """The reference keeps the two gradients of tied embeddings apart until the end; it is the shared parameter's but for rounding."""
+    """The reference keeps the two gradients of tied embeddings apart until the end.
+
+    But for rounding it is the shared one's.
+    """
     apart = Case(model=TIED, engine="megatron", deallocate=False, split_tied=True)
     shared = dataclasses.replace(apart, split_tied=False)
     path = str(tmp_path / "apart.pt")

@@ -1,4 +1,4 @@
-"""Whole training steps of Megatron-core under this engine and under Megatron's own schedule: the same parameters, the same hooks.
+"""Training steps of Megatron-core under this engine and under Megatron's own schedule: the same parameters and hooks.
 
 Megatron's data-parallel wrapper, its optimizers and its finalisation, several steps, evaluation in between.
 """
@@ -23,7 +23,14 @@ SAFE = {"engine": "megatron", "policy": "plain", "deallocate": False}
 CASES = {
     "gradient reduction overlapped": Case(SMALL, pp=2, dp=2, steps=5, optimizer="adam", overlap_grad_reduce=True),
     "distributed optimizer, gather overlapped": Case(
-        SMALL, pp=2, dp=2, steps=5, optimizer="distributed", overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=2000
+        SMALL,
+        pp=2,
+        dp=2,
+        steps=5,
+        optimizer="distributed",
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        bucket_size=2000,
     ),
     "chunks, distributed optimizer, gather overlapped": Case(
         SMALL, pp=2, vp=2, dp=2, steps=5, optimizer="distributed", overlap_grad_reduce=True, overlap_param_gather=True
@@ -42,10 +49,25 @@ CASES = {
         bucket_size=2000,
     ),
     "hooks aligned, one chunk": Case(
-        SMALL, pp=2, dp=2, steps=3, policy="batched", optimizer="adam", overlap_grad_reduce=True, align_param_gather=True
+        SMALL,
+        pp=2,
+        dp=2,
+        steps=3,
+        policy="batched",
+        optimizer="adam",
+        overlap_grad_reduce=True,
+        align_param_gather=True,
     ),
     "evaluation between steps": Case(
-        SMALL, pp=2, vp=2, dp=2, steps=3, policy="overlap", optimizer="distributed", overlap_grad_reduce=True, evaluate_between=True
+        SMALL,
+        pp=2,
+        vp=2,
+        dp=2,
+        steps=3,
+        policy="overlap",
+        optimizer="distributed",
+        overlap_grad_reduce=True,
+        evaluate_between=True,
     ),
     "tensor and sequence parallel": Case(SMALL, pp=2, tp=2, steps=2, policy="batched", optimizer="adam"),
     "tensor and sequence parallel, chunks": Case(SMALL, pp=2, vp=2, tp=2, policy="overlap"),
@@ -58,7 +80,11 @@ CASES = {
         Model(
             layers=4,
             dropout=0.1,
-            extra_config=(("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1)),
+            extra_config=(
+                ("recompute_granularity", "full"),
+                ("recompute_method", "uniform"),
+                ("recompute_num_layers", 1),
+            ),
         ),
         pp=2,
         vp=2,
@@ -105,7 +131,9 @@ def traced(vp: int | None, aligned: bool, pp: int = 2) -> Case:
     )
 
 
-TRACED = [traced(vp, aligned, pp) for pp in (1, 2, 4) for vp in (None, 2) for aligned in (False, True) if pp > 1 or vp is None]
+TRACED = [
+    traced(vp, aligned, pp) for pp in (1, 2, 4) for vp in (None, 2) for aligned in (False, True) if pp > 1 or vp is None
+]
 TRACED = [dataclasses.replace(case, model=Model(layers=8)) if case.pp * (case.vp or 1) > 4 else case for case in TRACED]
 
 
@@ -114,11 +142,13 @@ def traces() -> dict[tuple[Case, str], Outcome]:
     # Megatron's batched exchange is wrong in its values at P=2 V=2, not in its order.
     jobs = [Job(dataclasses.replace(case, engine=engine)) for case in TRACED for engine in ("megatron", "ours")]
     results = run_jobs(jobs, deadline=200)
-    return {(dataclasses.replace(job.case, engine="ours"), job.case.engine): o for job, o in zip(jobs, results, strict=True)}
+    return {
+        (dataclasses.replace(job.case, engine="ours"), job.case.engine): o for job, o in zip(jobs, results, strict=True)
+    }
 
 
 def comparable(lines: list[str]) -> list[str]:
-    """Without the timers of single transfers, which are Megatron's communicator's, and without a no_sync that nothing happens in.
+    """Without the timers of single transfers (Megatron's communicator's), and without a no_sync around nothing.
 
     Megatron enters no_sync in evaluation and never leaves it; ours does not enter it there.
     """
@@ -128,16 +158,24 @@ def comparable(lines: list[str]) -> list[str]:
             continue
         kept.append(line)
     text = "\n".join(kept) + "\n"
-    for empty in ("no_sync 0 enter\nno_sync 0 exit\n", "no_sync 0 enter\nno_sync 1 enter\nno_sync 1 exit\nno_sync 0 exit\n"):
+    for empty in (
+        "no_sync 0 enter\nno_sync 0 exit\n",
+        "no_sync 0 enter\nno_sync 1 enter\nno_sync 1 exit\nno_sync 0 exit\n",
+    ):
         text = text.replace(empty, "")
     training, _, evaluation = text.partition("timer forward-backward stop\n")
     evaluation = "\n".join(line for line in evaluation.splitlines() if not line.startswith("no_sync"))
     return [*training.splitlines(), "-- evaluation --", *evaluation.splitlines()]
 
 
-@pytest.mark.parametrize("case", TRACED, ids=lambda case: f"{case.label()} {'aligned' if case.align_param_gather else ''}")
+@pytest.mark.parametrize(
+    "case", TRACED, ids=lambda case: f"{case.label()} {'aligned' if case.align_param_gather else ''}"
+)
 def test_hooks_fire_where_megatrons_schedule_fires_them(case: Case, traces: dict[tuple[Case, str], Outcome]) -> None:
-    """The same calls of forward_step, backward_step, no_sync, param_sync, grad_sync, timers, finalisation and resets, in the same order."""
+    """
+
+    he same calls of the step functions, no_sync, param_sync, grad_sync, timers and finalisation, in the same order.
+    """
     ours, theirs = traces[(case, "ours")], traces[(case, "megatron")]
     assert ours.status == "ok", ours.message
     assert theirs.status == "ok", theirs.message

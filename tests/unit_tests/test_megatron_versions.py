@@ -21,7 +21,8 @@ FORWARD = (
 )
 ENTRY = (
     "*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
-    "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, adjust_tensor_shapes_fn=None"
+    "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
+    "adjust_tensor_shapes_fn=None"
 )
 # backward_step after its three tensors, and what the schedules take after ENTRY (without and with a pipeline)
 PUBLISHED = {
