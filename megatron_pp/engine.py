@@ -1,7 +1,7 @@
 """The engine: walks one rank's plan, one dispatch per instruction.
 
-All state of a step is in dictionaries keyed (chunk, microbatch), with nothing left in them at the end. The engine knows no schedule: order, communication
-and releases stand in the plan, which was verified before.
+All state of a step is in dictionaries keyed (chunk, microbatch), with nothing left in them at the end. The engine
+knows no schedule: order, communication and releases stand in the plan, which was verified before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ Key = tuple[int, int]  # (chunk, microbatch)
 
 
 class _Neighbours(NamedTuple):
-    """Where one chunk's messages come from and go to: pipeline ranks, or chunks of this rank for hand-offs; None where there is no such stage."""
+    """Where one chunk's messages come from and go to: pipeline ranks, or chunks of this rank for hand-offs; None
+    where there is no such stage.
+    """
 
     act_from: int | None
     act_to: int | None
@@ -44,7 +46,9 @@ class Shapes(NamedTuple):
 
 
 class PlanExecutor:
-    """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction at any time."""
+    """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction at any
+    time.
+    """
 
     def __init__(
         self,
@@ -81,7 +85,9 @@ class PlanExecutor:
         self.grad_sends: dict[Key, WaitHandle] = {}
         self.deferred: deque[tuple[WaitHandle, Callable[[WaitHandle, Key], None], Key]] = deque()
         self.max_deferred = max_pending_sends if communicator.transport.pollable else 0
-        self.split = {(at.chunk, at.mb) for at in self.program if at.op == ins.WEIGHT} if weights is not None else frozenset()
+        self.split = (
+            {(at.chunk, at.mb) for at in self.program if at.op == ins.WEIGHT} if weights is not None else frozenset()
+        )
         self._sync_open = False
         self._around = [_neighbours(plan, self.rank, chunk) for chunk in range(plan.spec.num_chunks)]
 
@@ -91,7 +97,8 @@ class PlanExecutor:
         if not self.forward_only:
             self.hooks.disable_grad_sync()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.forward_only):
-            for self.position, (op, chunk, mb, members) in enumerate(self.program):
+            for position, (op, chunk, mb, members) in enumerate(self.program):
+                self.position = position
                 handlers[op](members or (chunk, mb))
             self._settle(0)
         self.hooks.enable_grad_sync()
@@ -126,7 +133,7 @@ class PlanExecutor:
             return handlers
         return {op: _Observed(handler, self) for op, handler in handlers.items()}
 
-    # -- compute ---------------------------------------------------------------------------------------------------------------
+    # -- compute ---------------------------------------------------------------------------------------------
 
     def _forward(self, key: Key) -> None:
         around = self._around[key[0]]
@@ -155,7 +162,7 @@ class PlanExecutor:
             self.weights.run(*key)
         self._close_sync()
 
-    # -- communication: each pair posts and finishes ----------------------------------------------------------------------------
+    # -- communication: each pair posts and finishes ---------------------------------------------------------
 
     def _recv_act(self, key: Key) -> None:
         peer = self._around[key[0]].act_from
@@ -182,7 +189,7 @@ class PlanExecutor:
         self._release(self.act_sends.pop(key), self._wait_then_deallocate, key)
 
     def _wait_then_deallocate(self, handle: WaitHandle, key: Key) -> None:
-        """The one place where an output's data is given back: after its send is done, never before (Megatron-LM#4047)."""
+        """The one place where an output's data is given back: once its send is done, not before (Megatron-LM#4047)."""
         handle.wait()
         if self.forward_only:
             del self.outputs[key]
@@ -237,7 +244,7 @@ class PlanExecutor:
             handle, finish, key = self.deferred.popleft()
             finish(handle, key)
 
-    # -- hand-offs between two chunks of this rank --------------------------------------------------------------------------------
+    # -- hand-offs between two chunks of this rank -----------------------------------------------------------
 
     def _hand_act(self, key: Key) -> None:
         source = (self._around[key[0]].chunk_before, key[1])
@@ -253,7 +260,7 @@ class PlanExecutor:
     def _hand_grad(self, key: Key) -> None:
         self.output_grads[key] = self.input_grads.pop((self._around[key[0]].chunk_after, key[1]))  # type: ignore[arg-type]
 
-    # -- data-parallel hooks --------------------------------------------------------------------------------------------------
+    # -- data-parallel hooks ---------------------------------------------------------------------------------
 
     def _param_sync(self, key: Key) -> None:
         self.hooks.param_sync(key[0])
@@ -287,7 +294,9 @@ class PlanExecutor:
             if getattr(self, name)
         }
         if left:
-            raise AssertionError(f"rank {self.rank}: the plan ended with tensors or handles left: {left}; this is a fault of the engine")
+            raise AssertionError(
+                f"rank {self.rank}: the plan ended with tensors or handles left: {left}; this is a fault of the engine"
+            )
 
 
 class _Observed:

@@ -14,11 +14,17 @@ from megatron_pp.steps import wrapped_attribute
 
 
 def finalize_gradients(
-    config: Any, chunks: Sequence[Any], num_tokens: Any, device: torch.device, pg_collection: Any, force_all_reduce: bool
+    config: Any,
+    chunks: Sequence[Any],
+    num_tokens: Any,
+    device: torch.device,
+    pg_collection: Any,
+    force_all_reduce: bool,
 ) -> None:
     """Finish deferred weight gradients of the embedding, then call the config's function as this version of it expects.
 
-    The order is Megatron's: deferred weight gradients, then data-parallel reduction, then the embedding's (Megatron-LM#1012).
+    The order is Megatron's: deferred weight gradients, then data-parallel reduction, then the embedding's
+    (Megatron-LM#1012).
     """
     finalize = getattr(config, "finalize_model_grads_func", None)
     if getattr(config, "defer_embedding_wgrad_compute", False):
@@ -41,7 +47,8 @@ def _finish_embedding(chunks: Sequence[Any]) -> None:
             return
     if any(wrapped_attribute(chunk, "post_process", False) for chunk in chunks):
         raise ScheduleInputError(
-            "config.defer_embedding_wgrad_compute is set, but no model chunk of the last stage has finish_embedding_wgrad_compute(); unset the field"
+            "config.defer_embedding_wgrad_compute is set, but no model chunk of the last stage has "
+            "finish_embedding_wgrad_compute(); unset the field"
         )
 
 

@@ -1,8 +1,9 @@
 """Giving an output's memory back while its graph is still needed, and running backward through what is left of it.
 
-Once a stage's output has been sent, only its ``grad_fn`` is of use. Swapping its storage for one element frees the activation without touching the graph
-(Megatron-LM's deallocate_pipeline_outputs). Freeing it while a send still reads it is the race of Megatron-LM#4047; the engine
-releases only after it has waited on the send's handle, and the handle owns the bytes besides.
+Once a stage's output has been sent, only its ``grad_fn`` is of use. Swapping its storage for one element frees the
+activation without touching the graph (Megatron-LM's deallocate_pipeline_outputs). Freeing it while a send still reads
+it is the race of Megatron-LM#4047; the engine releases only after it has waited on the send's handle, and the handle
+owns the bytes besides.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch.autograd import Variable
 def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
     """Replace the data of ``out`` by a single element of the same dtype on the same device, keeping its graph.
 
-    ``out`` is a tensor of any shape and dtype, a list, tuple or dict of such (each is deallocated), or None (nothing happens). Views
-    are accepted. Nothing happens unless ``deallocate_pipeline_outputs``. Raises TypeError for anything else.
+    ``out`` is a tensor of any shape and dtype, a list, tuple or dict of such (each is deallocated), or None (nothing
+    happens). Views are accepted. Nothing happens unless ``deallocate_pipeline_outputs``. Raises TypeError for
+    anything else.
     """
     if out is None or not deallocate_pipeline_outputs:
         return
@@ -31,7 +33,9 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
         for item in out.values():
             deallocate_output_tensor(item, True)
     else:
-        raise TypeError(f"deallocate_output_tensor takes a tensor or a list, tuple or dict of tensors, not {type(out).__name__}")
+        raise TypeError(
+            f"deallocate_output_tensor takes a tensor or a list, tuple or dict of tensors, not {type(out).__name__}"
+        )
 
 
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
@@ -45,17 +49,20 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
 def run_backward(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
     """Backward from ``outputs`` with ``grads``, accumulating into leaves.
 
-    Calls the autograd engine itself: ``torch.autograd.backward`` insists that an output and its gradient have one shape, which a
-    deallocated output has not. Raises ValueError where a gradient is None and the output has more than one element.
+    Calls the autograd engine itself: ``torch.autograd.backward`` insists that an output and its gradient have one
+    shape, which a deallocated output has not. Raises ValueError where a gradient is None and the output has more than
+    one element.
     """
     filled = []
     for output, grad in zip(outputs, grads, strict=True):
         if grad is None:
             if output.numel() != 1:
-                raise ValueError(f"an output of shape {tuple(output.shape)} needs a gradient; only a scalar's may be left out")
+                raise ValueError(
+                    f"an output of shape {tuple(output.shape)} needs a gradient; only a scalar's may be left out"
+                )
             grad = torch.ones_like(output, memory_format=torch.preserve_format)
         filled.append(grad)
-    Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    Variable._execution_engine.run_backward(
         tuple(outputs), tuple(filled), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
@@ -77,6 +84,7 @@ class _Viewless(torch.autograd.Function):
 def viewless(output: torch.Tensor) -> torch.Tensor:
     """``output`` itself, or, where it is a view, a tensor with its bytes and graph that is none.
 
-    A view holds its base, and the base the whole storage: deallocating the view alone would give nothing back (Megatron-LM#6483).
+    A view holds its base, and the base the whole storage: deallocating the view alone would give nothing back
+    (Megatron-LM#6483).
     """
     return output if output._base is None else _Viewless.apply(output)

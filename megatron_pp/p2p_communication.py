@@ -1,7 +1,9 @@
-"""Point-to-point communication between pipeline stages, with Megatron's method names, signatures and return conventions.
+"""Point-to-point communication between pipeline stages, with Megatron's method names, signatures and return
+conventions.
 
-Everything a method posts is posted before anything is waited. Activations travel to the next rank and gradients to the previous one on
-channels of their own, so nothing crosses between one pair of ranks, also when next and previous are the same rank (P=2).
+Everything a method posts is posted before anything is waited. Activations travel to the next rank and gradients to
+the previous one on channels of their own, so nothing crosses between one pair of ranks, also when next and previous
+are the same rank (P=2).
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ class P2PCommunicator(P2PCore):
     """Sends to and receives from the neighbours in ``pp_group``.
 
     pp_group   the pipeline group: a torch ProcessGroup, or, with ``transport``, anything with ``rank()`` and ``size()``
-    config     any object with Megatron's field names: ``pipeline_dtype``, ``variable_seq_lengths``, ``batch_p2p_comm``, ``timers``,
-               ``virtual_pipeline_model_parallel_size``; and ours where present: ``p2p_channels``, ``warm_up_p2p``, ``p2p_timeout``
+    config     any object with Megatron's field names: ``pipeline_dtype``, ``variable_seq_lengths``,
+               ``batch_p2p_comm``, ``timers``, ``virtual_pipeline_model_parallel_size``; and ours where present:
+               ``p2p_channels``, ``warm_up_p2p``, ``p2p_timeout``
     transport  what carries the bytes; by default the process group itself
 
-    Construction on NCCL creates and warms up the neighbours' communicators and is collective over the group.
-    Shapes are in elements, [sequence, microbatch, hidden] in Megatron's models. Receives return tensors with ``requires_grad`` set.
+    Construction on NCCL creates and warms up the neighbours' communicators and is collective over the group. Shapes
+    are in elements, [sequence, microbatch, hidden] in Megatron's models. Receives return tensors with
+    ``requires_grad`` set.
     """
 
     def __init__(self, pp_group: Any, config: Any, transport: Transport | None = None) -> None:
@@ -44,14 +48,16 @@ class P2PCommunicator(P2PCore):
         self.virtual_pipeline_model_parallel_size = getattr(config, "virtual_pipeline_model_parallel_size", None)
         self.prepare_for_config()
 
-    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors | None | list[None]:
-        """Receive activations from the previous rank: one tensor for one shape, a list for a list of shapes; None(s) on the first stage."""
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors | list[None] | None:
+        """Receive activations from the previous rank: one tensor for one shape, a list for a list of shapes; None(s)
+        on the first stage.
+        """
         if is_first_stage:
             return _nothing(tensor_shapes)
         with _Timer(self.config, "forward-recv"):
             return self._exchange(recv_prev=tensor_shapes)[0]
 
-    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Tensors | None | list[None]:
+    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Tensors | list[None] | None:
         """Receive gradients from the next rank, as ``recv_forward``; None(s) on the last stage."""
         if is_last_stage:
             return _nothing(tensor_shapes)
@@ -70,15 +76,21 @@ class P2PCommunicator(P2PCore):
             with _Timer(self.config, "backward-send"):
                 self._exchange(send_prev=input_tensor_grads)
 
-    def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Tensors | None | list[None]:
-        """Send activations to, and receive gradients from, the next rank. A single tensor gives a single gradient, a list a list."""
+    def send_forward_recv_backward(
+        self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
+    ) -> Tensors | list[None] | None:
+        """Send activations to, and receive gradients from, the next rank. A single tensor gives a single gradient, a
+        list a list.
+        """
         shapes = _shapes_like(output_tensors, tensor_shapes)
         if is_last_stage:
             return _nothing(shapes)
         with _Timer(self.config, "forward-send-backward-recv"):
             return self._exchange(send_next=output_tensors, recv_next=shapes)[1]
 
-    def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Tensors | None | list[None]:
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
+    ) -> Tensors | list[None] | None:
         """Send gradients to, and receive activations from, the previous rank."""
         shapes = _shapes_like(input_tensor_grads, tensor_shapes)
         if is_first_stage:
@@ -91,8 +103,8 @@ class P2PCommunicator(P2PCore):
     ) -> Any:
         """Send to the next rank (unless None), receive from the previous one (if ``recv_prev``).
 
-        With ``overlap_p2p_comm`` nothing is waited and the result is ``(tensor, handles)``, a dict of WaitHandle keyed ``send_next``,
-        ``recv_prev``; the tensor may be read after ``handles["recv_prev"].wait()``.
+        With ``overlap_p2p_comm`` nothing is waited and the result is ``(tensor, handles)``, a dict of WaitHandle
+        keyed ``send_next``, ``recv_prev``; the tensor may be read after ``handles["recv_prev"].wait()``.
         """
         with _Timer(self.config, "forward-send-forward-recv"):
             got, _, handles = self._exchange(
@@ -101,7 +113,11 @@ class P2PCommunicator(P2PCore):
         return (got, handles) if overlap_p2p_comm else got
 
     def send_backward_recv_backward(
-        self, input_tensor_grad: torch.Tensor | None, recv_next: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
+        self,
+        input_tensor_grad: torch.Tensor | None,
+        recv_next: bool,
+        tensor_shape: Shape,
+        overlap_p2p_comm: bool = False,
     ) -> Any:
         """Send to the previous rank (unless None), receive from the next one (if ``recv_next``); handles as in
         ``send_forward_recv_forward``, keyed ``send_prev``, ``recv_next``."""
@@ -130,12 +146,19 @@ class P2PCommunicator(P2PCore):
         return got_prev, got_next
 
     def _exchange(
-        self, *, send_next: Any = None, send_prev: Any = None, recv_prev: Any = None, recv_next: Any = None, wait: bool = True
+        self,
+        *,
+        send_next: Any = None,
+        send_prev: Any = None,
+        recv_prev: Any = None,
+        recv_next: Any = None,
+        wait: bool = True,
     ) -> tuple[Any, Any, Handles]:
-        """Post what is asked for, as one batch or singly; wait unless told not to. Returns (from previous, from next, handles).
+        """Post what is asked for, as one batch or singly; wait unless told not to. Returns (from previous, from next,
+        handles).
 
-        The order (activations before gradients, sends before receives) is the same on every rank, which is what matches messages between two ranks that
-        are each other's next and previous on one communicator.
+        The order (activations before gradients, sends before receives) is the same on every rank, which is what
+        matches messages between two ranks that are each other's next and previous on one communicator.
         """
         wanted: dict[str, Send | Receive] = {}
         if send_next is not None:

@@ -67,8 +67,7 @@ class P2PCore:
         self.under_guard = False  # then the fault guard keeps time: a slow peer that is alive is no error
         self._closed = False
 
-    # -- posting
-    # ---------------------------------------------------------------------------------------------------------------
+    # -- posting ---------------------------------------------------------------------------------------------
 
     def post_send(self, value: Tensors, peer: int, channel: str) -> WaitHandle:
         """Post the send of ``value`` (a tensor of dtype ``pipeline_dtype`` on the transport's device, or a list of
@@ -118,38 +117,23 @@ class P2PCore:
             if isinstance(request, Send):
                 aliases = self._aliases(request.value)
                 posts += [P2PRequest(True, alias, request.peer, request.channel) for alias in aliases]
-                parts.append(
-                    (
-                        start,
-                        len(posts),
-                        aliases,
-                        None,
-                        f"batched send on channel {request.channel} to rank {request.peer}",
-                    )
-                )
+                what = f"batched send on channel {request.channel} to rank {request.peer}"
+                parts.append((start, len(posts), aliases, None, what))
                 continue
             wanted = request.shapes if shapes is None else shapes[k]
             single = is_single_shape(wanted)
             tensors = [self.allocate(s, request.requires_grad) for s in ([wanted] if single else wanted)]
             posts += [P2PRequest(False, t, request.peer, request.channel) for t in tensors]
             held = tensors[0] if single else tensors
-            parts.append(
-                (
-                    start,
-                    len(posts),
-                    tensors,
-                    held,
-                    f"batched receive on channel {request.channel} from rank {request.peer}",
-                )
-            )
+            what = f"batched receive on channel {request.channel} from rank {request.peer}"
+            parts.append((start, len(posts), tensors, held, what))
         works = self.transport.batch(posts)
         handles = [WaitHandle(self, _works_of(works, a, b), kept, tensor, what) for a, b, kept, tensor, what in parts]
         if self.synchronize_batches:
             torch.cuda.synchronize(self.device)
         return handles
 
-    # -- life
-    # ------------------------------------------------------------------------------------------------------------------
+    # -- life ------------------------------------------------------------------------------------------------
 
     def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
         """Make ready the channels for activations along ``edges`` (source, target) and gradients back. Collective."""
@@ -179,8 +163,7 @@ class P2PCore:
         gone = getattr(self.transport, "is_gone", None)
         return bool(gone()) if gone is not None else False
 
-    # -- inside
-    # ----------------------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
 
     def allocate(self, shape: Shape, requires_grad: bool) -> torch.Tensor:
         """A receive buffer of ``shape`` and ``pipeline_dtype``."""
@@ -289,6 +272,6 @@ def default_edges(config: Any, size: int) -> list[tuple[int, int]]:
     return Placement(family.placement if family else LOOP, size, chunks).rank_edges()
 
 
-def _works_of(works: list[Work], start: int, stop: int) -> tuple[Work, ...]:
+def _works_of(works: Sequence[Work], start: int, stop: int) -> tuple[Work, ...]:
     """The works of requests start..stop; a grouped call may have given a single work for all."""
     return tuple(works[start:stop]) if len(works) > 1 else tuple(works)

@@ -11,8 +11,8 @@ from typing import Any
 from megatron_pp import parallel_state
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.microbatch_counts import explain_microbatch_count
-from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
+from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
 from megatron_pp.plan.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, PLAIN, PlanSpec
 from megatron_pp.steps import wrapped_attribute
 
@@ -21,7 +21,9 @@ logger = logging.getLogger("megatron_pp")
 
 @dataclass
 class StepInputs:
-    """The arguments of one call of a schedule: chunks and iterators as lists, the config found on the model, sizes checked."""
+    """The arguments of one call of a schedule: chunks and iterators as lists, the config found on the model, sizes
+    checked.
+    """
 
     forward_step_func: Callable[..., Any]
     data_iterators: Sequence[Any]
@@ -45,37 +47,56 @@ def step_inputs(
 ) -> StepInputs:
     """Check and order the arguments. ``chunked``: the schedule takes lists of model chunks and data iterators.
 
-    Raises ScheduleInputError for a missing list, chunks and iterators that differ in number, a number of chunks other than the config's virtual
-    pipeline size, or a microbatch count below 1.
+    Raises ScheduleInputError for a missing list, chunks and iterators that differ in number, a number of chunks other
+    than the config's virtual pipeline size, or a microbatch count below 1.
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     if chunked and not isinstance(model, (list, tuple)):
         raise ScheduleInputError(
-            f"the interleaved schedule takes a list of model chunks, one per virtual stage; it was given a {type(model).__name__}"
+            "the interleaved schedule takes a list of model chunks, one per virtual stage; it was given a "
+            f"{type(model).__name__}"
         )
     if not chunks:
         raise ScheduleInputError("model is an empty list; it must hold this rank's model chunks")
     if not chunked and len(chunks) != 1:
-        raise ScheduleInputError(f"a schedule without model chunks takes one model; it was given a list of {len(chunks)}")
+        raise ScheduleInputError(
+            f"a schedule without model chunks takes one model; it was given a list of {len(chunks)}"
+        )
     iterators = list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator]
     if chunked and not isinstance(data_iterator, (list, tuple)):
         raise ScheduleInputError(
-            f"the interleaved schedule takes a list of data iterators, one per model chunk; it was given a {type(data_iterator).__name__}"
+            "the interleaved schedule takes a list of data iterators, one per model chunk; it was given a "
+            f"{type(data_iterator).__name__}"
         )
     if len(iterators) != len(chunks):
-        raise ScheduleInputError(f"{len(iterators)} data iterators were given for {len(chunks)} model chunks; give one per chunk (None where a chunk needs no data)")
+        raise ScheduleInputError(
+            f"{len(iterators)} data iterators were given for {len(chunks)} model chunks; give one per chunk (None "
+            "where a chunk needs no data)"
+        )
     config = wrapped_attribute(chunks[0], "config")
     if config is None:
-        raise ScheduleInputError(f"model chunk {type(chunks[0]).__name__} has no attribute config; set it to a TransformerConfig")
+        raise ScheduleInputError(
+            f"model chunk {type(chunks[0]).__name__} has no attribute config; set it to a TransformerConfig"
+        )
     virtual = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if chunked and virtual is not None and virtual != len(chunks):
-        raise ScheduleInputError(f"{len(chunks)} model chunks were given, but config.virtual_pipeline_model_parallel_size is {virtual}; they must be equal")
+        raise ScheduleInputError(
+            f"{len(chunks)} model chunks were given, but config.virtual_pipeline_model_parallel_size is {virtual}; "
+            "they must be equal"
+        )
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ScheduleInputError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
     if not callable(forward_step_func):
         raise ScheduleInputError(f"forward_step_func is a {type(forward_step_func).__name__}; it must be callable")
     return StepInputs(
-        forward_step_func, iterators, chunks, config, num_microbatches, forward_only, collect_non_loss_data, first_val_step
+        forward_step_func,
+        iterators,
+        chunks,
+        config,
+        num_microbatches,
+        forward_only,
+        collect_non_loss_data,
+        first_val_step,
     )
 
 
@@ -87,7 +108,10 @@ def plan_spec(inputs: StepInputs, pipeline_size: int, pollable: bool) -> PlanSpe
     if family is None:
         raise ScheduleInputError(f"config.pipeline_schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}")
     if family.chunks is not None and family.chunks != num_chunks:
-        raise ScheduleInputError(f"config.pipeline_schedule {schedule!r} needs {family.chunks} model chunk(s) a rank; {num_chunks} were given")
+        raise ScheduleInputError(
+            f"config.pipeline_schedule {schedule!r} needs {family.chunks} model chunk(s) a rank; {num_chunks} were "
+            "given"
+        )
     group_size = _group_size(config, pipeline_size, num_chunks)
     most = getattr(config, "max_pending_sends", 2)
     return PlanSpec(
@@ -110,7 +134,8 @@ def _group_size(config: Any, pipeline_size: int, num_chunks: int) -> int:
     size = getattr(config, "microbatch_group_size_per_vp_stage", None) or pipeline_size
     if num_chunks > 1 and size < pipeline_size:
         raise ScheduleInputError(
-            f"config.microbatch_group_size_per_vp_stage is {size}; it must be at least the pipeline size, {pipeline_size}"
+            f"config.microbatch_group_size_per_vp_stage is {size}; it must be at least the pipeline size, "
+            f"{pipeline_size}"
         )
     return size
 
@@ -118,7 +143,10 @@ def _group_size(config: Any, pipeline_size: int, num_chunks: int) -> int:
 def _policy(config: Any) -> str:
     overlap, batched = getattr(config, "overlap_p2p_comm", False), getattr(config, "batch_p2p_comm", False)
     if overlap and batched:
-        raise ScheduleInputError("config.overlap_p2p_comm and config.batch_p2p_comm are both set; a batch is waited as a whole, so set one of them")
+        raise ScheduleInputError(
+            "config.overlap_p2p_comm and config.batch_p2p_comm are both set; a batch is waited as a whole, so set "
+            "one of them"
+        )
     return OVERLAP if overlap else BATCHED if batched else PLAIN
 
 
@@ -129,8 +157,8 @@ def _variable_shapes(config: Any) -> bool:
 def checkpoint_flags(config: Any, order: Sequence[Instruction]) -> dict[tuple[int, int], bool] | None:
     """Per (chunk, microbatch), whether Megatron checkpoints all its layers; None where the option is off.
 
-    Of each window as long as a rank's in-flight microbatches, the first ``num_microbatches_with_partial_activation_checkpoints`` checkpoint in part only
-    (arXiv 2205.05198, appendix C).
+    Of each window as long as a rank's in-flight microbatches, the first
+    ``num_microbatches_with_partial_activation_checkpoints`` checkpoint in part only (arXiv 2205.05198, appendix C).
     """
     partial = getattr(config, "num_microbatches_with_partial_activation_checkpoints", None)
     if partial is None:
@@ -144,7 +172,9 @@ def checkpoint_flags(config: Any, order: Sequence[Instruction]) -> dict[tuple[in
 def tensor_shapes(
     *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config: Any, tp_size: int, cp_size: int
 ) -> list[tuple[int, int, int]]:
-    """Shapes of the activations between stages: [(sequence / cp [/ tp under sequence parallelism], microbatch, hidden)]."""
+    """Shapes of the activations between stages: [(sequence / cp [/ tp under sequence parallelism], microbatch,
+    hidden)].
+    """
     length = (seq_length if decoder_seq_length is None else decoder_seq_length) // cp_size
     if getattr(config, "sequence_parallel", False):
         length //= tp_size
@@ -152,7 +182,9 @@ def tensor_shapes(
 
 
 def group_sizes(pg_collection: Any, config: Any) -> tuple[int, int]:
-    """(tensor, context) parallel sizes: from the process groups where given, from parallel_state where initialised, else from the config."""
+    """(tensor, context) parallel sizes: from the process groups where given, from parallel_state where initialised,
+    else from the config.
+    """
     sizes = []
     for name, field in (("tp", "tensor_model_parallel_size"), ("cp", "context_parallel_size")):
         group = getattr(pg_collection, name, None)
@@ -181,7 +213,8 @@ def default_pipeline_group() -> Any:
     """The pipeline group of ``parallel_state``. Raises ScheduleInputError where it is not initialised."""
     if not parallel_state.model_parallel_is_initialized():
         raise ScheduleInputError(
-            "neither p2p_communicator nor pg_collection.pp was given and megatron_pp.parallel_state is not initialised; call "
-            "parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) after torch.distributed.init_process_group"
+            "neither p2p_communicator nor pg_collection.pp was given and megatron_pp.parallel_state is not "
+            "initialised; call parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) after "
+            "torch.distributed.init_process_group"
         )
     return parallel_state.get_pipeline_model_parallel_group()

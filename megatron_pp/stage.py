@@ -10,7 +10,8 @@ import torch
 class PipelineStage(torch.nn.Module):
     """Gives a module what the schedules expect of a model chunk: ``set_input_tensor``, ``config``, ``vp_stage``.
 
-    Called as ``stage(batch)``: on the first stage the module gets ``batch``, elsewhere the tensor (or, for several, the list) that the stage before sent.
+    Called as ``stage(batch)``: on the first stage the module gets ``batch``, elsewhere the tensor (or, for several,
+    the list) that the stage before sent.
     """
 
     def __init__(self, module: torch.nn.Module, config: Any, vp_stage: int | None = None) -> None:

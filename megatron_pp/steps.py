@@ -1,6 +1,7 @@
 """One microbatch through one model chunk: forward with its loss, and backward. Megatron's semantics and signatures.
 
-The engine calls a ``Steps`` object; ``ModelSteps`` is ours, and the Megatron-core plug-in brings one that calls Megatron's own functions.
+The engine calls a ``Steps`` object; ``ModelSteps`` is ours, and the Megatron-core plug-in brings one that calls
+Megatron's own functions.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ class Steps(Protocol):
         """Run the chunk; on the last stage return the scaled loss."""
         ...
 
-    def backward(self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation) -> Activation:
-        """Backward through what ``forward`` returned; returns the gradient of ``input_tensor`` (None where it has none)."""
+    def backward(
+        self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
+    ) -> Activation:
+        """Backward through what ``forward`` returned; returns the gradient of ``input_tensor`` (None where it has
+        none).
+        """
         ...
 
 
@@ -66,12 +71,21 @@ def autocast_context(config: Any, device_type: str) -> AbstractContextManager[An
     return torch.autocast(device_type, dtype=getattr(config, "autocast_dtype", None) or config.pipeline_dtype)
 
 
-def scaled_loss(output: Any, loss_func: Callable[..., Any] | None, config: Any, num_microbatches: int, cp_size: int, record: LossRecord, non_loss_data: bool = False) -> Any:
+def scaled_loss(
+    output: Any,
+    loss_func: Callable[..., Any] | None,
+    config: Any,
+    num_microbatches: int,
+    cp_size: int,
+    record: LossRecord,
+    non_loss_data: bool = False,
+) -> Any:
     """Apply the loss function on the last stage and scale its loss as Megatron does.
 
-    A pair (loss, report) is a mean over the microbatch: multiplied by the context-parallel size and divided by the microbatch count. A triple (loss,
-    num_tokens, report) is a sum over tokens: divided by the tokens (at least 1) and the microbatch count, unless
-    ``calculate_per_token_loss``, where the division is left to finalisation (Megatron-LM#1652). None leaves the output as it is and reports it.
+    A pair (loss, report) is a mean over the microbatch: multiplied by the context-parallel size and divided by the
+    microbatch count. A triple (loss, num_tokens, report) is a sum over tokens: divided by the tokens (at least 1) and
+    the microbatch count, unless ``calculate_per_token_loss``, where the division is left to finalisation
+    (Megatron-LM#1652). None leaves the output as it is and reports it.
     """
     if loss_func is None:
         record.data.append(output)
@@ -81,24 +95,32 @@ def scaled_loss(output: Any, loss_func: Callable[..., Any] | None, config: Any, 
         return output
     outputs = loss_func(output)
     if not isinstance(outputs, (tuple, list)) or len(outputs) not in (2, 3):
-        raise ScheduleInputError(f"the loss function returned {type(outputs).__name__}; it must return (loss, report) or (loss, num_tokens, report)")
+        raise ScheduleInputError(
+            f"the loss function returned {type(outputs).__name__}; it must return (loss, report) or (loss, "
+            "num_tokens, report)"
+        )
     loss, report = outputs[0], outputs[-1]
     if len(outputs) == 3:
         tokens = outputs[1]
         record.num_tokens = record.num_tokens + tokens
         if not getattr(config, "calculate_per_token_loss", False):
-            loss = loss / (tokens.clamp(min=1) if isinstance(tokens, torch.Tensor) else max(tokens, 1)) / num_microbatches
+            loss = (
+                loss / (tokens.clamp(min=1) if isinstance(tokens, torch.Tensor) else max(tokens, 1)) / num_microbatches
+            )
     else:
         loss = (loss * cp_size if cp_size != 1 else loss) / num_microbatches
     record.data.append(report)
     return loss
 
 
-def backward_through(input_tensor: Activation, output: Activation, output_grad: Activation, grad_scale_func: Callable[[Any], Any] | None) -> Activation:
-    """Run backward from ``output`` (a tensor or list, possibly deallocated) and return the gradient(s) of ``input_tensor``.
+def backward_through(
+    input_tensor: Activation, output: Activation, output_grad: Activation, grad_scale_func: Callable[[Any], Any] | None
+) -> Activation:
+    """Run backward from ``output`` (a tensor or list, possibly deallocated) and return the gradient(s) of
+    ``input_tensor``.
 
-    On the last stage ``output_grad`` is None, and the loss is first scaled by ``grad_scale_func``. Outputs that need no gradient are skipped; an
-    input that received none gives None.
+    On the last stage ``output_grad`` is None, and the loss is first scaled by ``grad_scale_func``. Outputs that need
+    no gradient are skipped; an input that received none gives None.
     """
     outputs = list(output) if isinstance(output, (list, tuple)) else [output]
     grads = list(output_grad) if isinstance(output_grad, (list, tuple)) else [output_grad] * len(outputs)
@@ -134,7 +156,12 @@ class ModelSteps:
     """Runs a user's ``forward_step_func`` on this rank's model chunks. ``record`` holds the losses afterwards."""
 
     def __init__(
-        self, forward_step_func: Callable[..., Any], data_iterators: Sequence[Any], chunks: Sequence[Any], config: Any, options: StepOptions
+        self,
+        forward_step_func: Callable[..., Any],
+        data_iterators: Sequence[Any],
+        chunks: Sequence[Any],
+        config: Any,
+        options: StepOptions,
     ) -> None:
         self.forward_step_func = forward_step_func
         self.data_iterators = data_iterators
@@ -165,13 +192,21 @@ class ModelSteps:
         options = self.options
         if options.is_last_stage[chunk]:
             output = scaled_loss(
-                output, loss_func, self.config, options.num_microbatches, options.cp_size, self.record, options.collect_non_loss_data
+                output,
+                loss_func,
+                self.config,
+                options.num_microbatches,
+                options.cp_size,
+                self.record,
+                options.collect_non_loss_data,
             )
         if self.timers is not None:
             self.timers("forward-compute").stop()
         return output
 
-    def backward(self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation) -> Activation:
+    def backward(
+        self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
+    ) -> Activation:
         if self.timers is None:
             return backward_through(input_tensor, output, output_grad, self.grad_scale_func)
         self.timers("backward-compute", log_level=2).start()
@@ -186,7 +221,8 @@ class ModelSteps:
             return self.forward_step_func(self.data_iterators[chunk], self.chunks[chunk], *more)
         except StopIteration as end:
             raise ScheduleInputError(
-                f"the data iterator of chunk {chunk} ended at microbatch {mb}; a step of {self.options.num_microbatches} "
+                f"the data iterator of chunk {chunk} ended at microbatch {mb}; a step of "
+                f"{self.options.num_microbatches} "
                 "microbatches needs that many items"
             ) from end
 
@@ -201,7 +237,8 @@ def _input_setter(chunk: Any) -> Callable[[list[Any]], None]:
     setter = wrapped_attribute(chunk, "set_input_tensor")
     if setter is None:
         raise ScheduleInputError(
-            f"model chunk {type(chunk).__name__} has no set_input_tensor(tensors), by which a stage is given what the stage before it sent; "
+            f"model chunk {type(chunk).__name__} has no set_input_tensor(tensors), by which a stage is given what "
+            "the stage before it sent; "
             "wrap a plain module as megatron_pp.PipelineStage(module, config)"
         )
     return setter
@@ -223,14 +260,21 @@ def forward_step(
     vp_stage: int | None = None,
     is_last_stage: bool = True,
 ) -> tuple[Activation, Any]:
-    """Megatron's function of this name: one microbatch through one chunk. Returns (output or scaled loss, number of tokens).
+    """Megatron's function of this name: one microbatch through one chunk. Returns (output or scaled loss, number of
+    tokens).
 
     ``input_tensor`` is a tensor, None, or a list of them (then a list is returned).
     """
     expected = getattr(model, "vp_stage", None)
     if vp_stage is not None and expected is not None and vp_stage != expected:
-        raise ScheduleInputError(f"chunk {vp_stage} was given the model whose vp_stage is {expected}; pass the chunks in order")
-    flags = None if checkpoint_activations_microbatch is None else {(0, current_microbatch or 0): checkpoint_activations_microbatch}
+        raise ScheduleInputError(
+            f"chunk {vp_stage} was given the model whose vp_stage is {expected}; pass the chunks in order"
+        )
+    flags = (
+        None
+        if checkpoint_activations_microbatch is None
+        else {(0, current_microbatch or 0): checkpoint_activations_microbatch}
+    )
     options = StepOptions(
         num_microbatches,
         [is_last_stage],
@@ -247,7 +291,9 @@ def forward_step(
     return ([output] if isinstance(input_tensor, list) else output), steps.record.num_tokens
 
 
-def backward_step(input_tensor: Activation, output_tensor: Activation, output_tensor_grad: Activation, *rest: Any) -> Activation:
+def backward_step(
+    input_tensor: Activation, output_tensor: Activation, output_tensor_grad: Activation, *rest: Any
+) -> Activation:
     """Megatron's function of this name; ``rest`` is ``(config,)`` or, as up to 0.16, ``(model_type, config)``."""
     config = rest[-1]
     return backward_through(input_tensor, output_tensor, output_tensor_grad, getattr(config, "grad_scale_func", None))

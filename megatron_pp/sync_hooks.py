@@ -12,8 +12,9 @@ import torch
 class SyncHooks:
     """Opens and closes ``no_sync`` and calls the sync functions at the places where the plan has its marks.
 
-    ``config.no_sync_func`` is a function that returns a context manager, or a list of them; without one, the ``no_sync`` of chunks that are
-    torch DistributedDataParallel is used. ``grad_sync_func`` and ``param_sync_func`` take a chunk's parameters: one function or one per chunk.
+    ``config.no_sync_func`` is a function that returns a context manager, or a list of them; without one, the
+    ``no_sync`` of chunks that are torch DistributedDataParallel is used. ``grad_sync_func`` and ``param_sync_func``
+    take a chunk's parameters: one function or one per chunk.
     """
 
     def __init__(self, config: Any, chunks: Sequence[Any]) -> None:

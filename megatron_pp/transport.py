@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_pp.errors import P2PError
 from megatron_pp.faults.abort import abort_groups
-from megatron_pp.faults.interruptible import LARGE_BYTES, InterruptibleWork, Interrupter
+from megatron_pp.faults.interruptible import LARGE_BYTES, Interrupter, InterruptibleWork
 
 ACT = "A"
 GRAD = "G"
@@ -61,7 +61,7 @@ class Transport(Protocol):
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work: ...
 
-    def batch(self, requests: Sequence[P2PRequest]) -> list[Work]:
+    def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         """Post all requests as one grouped call; one work per request, or one for all."""
         ...
 
@@ -120,7 +120,7 @@ class ProcessGroupTransport:
             return pair.recv([tensor], 1 - pair.rank(), 0)
         return self._waited(self.group.recv([tensor], peer, self._tags[channel]), tensor)
 
-    def batch(self, requests: Sequence[P2PRequest]) -> list[Work]:
+    def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         if self.backend != "nccl":  # gloo has no grouped call: the same operations, each at once
             return [(self._send_here if r.is_send else self._recv_here)(r) for r in requests]
         ops = [
@@ -225,7 +225,7 @@ class SoloTransport:
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         raise P2PError(f"a pipeline of one rank has no rank {peer} to receive from")
 
-    def batch(self, requests: Sequence[P2PRequest]) -> list[Work]:
+    def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         raise P2PError("a pipeline of one rank has no one to exchange a batch with")
 
     def prepare(self, edges: Iterable[tuple[int, int]]) -> None:

@@ -1,8 +1,9 @@
 """The instruction set of a pipeline plan: every instruction prints as it parses.
 
-An instruction is a small immutable tuple ``(op, chunk, mb, members)``. ``chunk`` is the model chunk on its rank (Megatron's
-``vp_stage``), ``mb`` the microbatch. Printed form: ``F0.3`` is the forward of chunk 0, microbatch 3; ``GS1`` the gradient
-sync of chunk 1 (no microbatch); ``[SA0.3 RG0.2]`` a batch of sends and receives that go out as one grouped call.
+An instruction is a small immutable tuple ``(op, chunk, mb, members)``. ``chunk`` is the model chunk on its rank
+(Megatron's ``vp_stage``), ``mb`` the microbatch. Printed form: ``F0.3`` is the forward of chunk 0, microbatch 3;
+``GS1`` the gradient sync of chunk 1 (no microbatch); ``[SA0.3 RG0.2]`` a batch of sends and receives that go out as
+one grouped call.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ def parse_instruction(text: str) -> Instruction:
         return batch(parse_instruction(part) for part in text[1:-1].split())
     found = _TOKEN.match(text)
     if found is None or found.group(1) not in ALL_OPS:
-        raise InstructionError(f"{text[:40]!r} is not an instruction; it would look like F0.3, SA1.2, GS0 or [SA0.3 RG0.2]")
+        raise InstructionError(
+            f"{text[:40]!r} is not an instruction; it would look like F0.3, SA1.2, GS0 or [SA0.3 RG0.2]"
+        )
     op, chunk, mb = found.groups()
     if (mb is None) != (op in MARK_OPS):
         need = "no microbatch (as in GS0)" if op in MARK_OPS else "a chunk and a microbatch (as in F0.3)"

@@ -1,7 +1,8 @@
-"""Where Megatron's data-parallel hooks fire: parameter and gradient synchronisation, staggered so that all ranks start them together.
+"""Where Megatron's data-parallel hooks fire: parameter and gradient synchronisation, staggered so that all ranks
+start them together.
 
-Collectives slow compute down, so Megatron starts them in the same slot on every pipeline rank: rank r is r slots behind rank 0 in the
-forward direction and ahead in the backward one (Megatron's interleaved schedule; apex#1611).
+Collectives slow compute down, so Megatron starts them in the same slot on every pipeline rank: rank r is r slots
+behind rank 0 in the forward direction and ahead in the backward one (Megatron's interleaved schedule; apex#1611).
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def marks_of(spec: PlanSpec, rank: int, order: Sequence[Instruction]) -> tuple[M
 
 
 def _param_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before: Marks) -> None:
-    """Chunks 0 and 1 up front; chunk c + 1 when the first microbatch of chunk c is due on rank 0. One chunk alone is left to the wrapper's own
-    pre-forward hooks, as in Megatron."""
+    """Chunks 0 and 1 up front; chunk c + 1 when the first microbatch of chunk c is due on rank 0. One chunk alone is
+    left to the wrapper's own pre-forward hooks, as in Megatron."""
     if spec.num_chunks == 1:
         return
     forwards = [i for i, op in enumerate(order) if op.op == FORWARD]
@@ -52,8 +53,10 @@ def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before:
     completing = [
         i for i, op in enumerate(order) if op.op == WEIGHT or (op.op == BACKWARD and (op.chunk, op.mb) not in split)
     ]
-    last = {order[i].chunk: k for k, i in enumerate(completing)}  # chunk -> ordinal of its last gradient-completing operation
-    # Megatron: the first rank of a pipeline without chunks has no bubble after its last backward to hide an explicit sync in.
+    # chunk -> ordinal of its last gradient-completing operation
+    last = {order[i].chunk: k for k, i in enumerate(completing)}
+    # Megatron: the first rank of a pipeline without chunks has no bubble after its last backward to hide an explicit
+    # sync in.
     if spec.grad_sync == HOOKS or (spec.num_chunks == 1 and rank == 0):
         for chunk, k in last.items():
             before[_enable_at(spec, order, completing[k])].append(instruction(GRAD_ENABLE, chunk))
@@ -65,7 +68,9 @@ def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before:
 
 
 def _enable_at(spec: PlanSpec, order: Sequence[Instruction], completing: int) -> int:
-    """Right before the completing operation; without a pipeline before the last forward, so that wrappers which prepare in forward see it."""
+    """Right before the completing operation; without a pipeline before the last forward, so that wrappers which
+    prepare in forward see it.
+    """
     alone = spec.pipeline_size == 1 and spec.num_chunks == 1
     if alone and completing > 0 and order[completing - 1].op == FORWARD:
         return completing - 1

@@ -3,8 +3,9 @@
 A pipeline of P ranks with V chunks each has S = P * V stages; activations go from stage s to s + 1.
 
 ``loop``  chunk c on rank r is stage c * P + r (Megatron's interleaving; arXiv 2104.04473, section 2.2).
-``v``     chunk c runs forward over the ranks when c is even, backward when odd: with two chunks, chunk 0 is stage r and chunk 1 stage
-          2P - 1 - r (arXiv 2405.15362, section 3), so the first and last stage share rank 0 and the turn stays on rank P - 1.
+``v``     chunk c runs forward over the ranks when c is even, backward when odd: with two chunks, chunk 0 is stage r
+          and chunk 1 stage 2P - 1 - r (arXiv 2405.15362, section 3), so the first and last stage share rank 0 and the
+          turn stays on rank P - 1.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Placement:
         return self.homes[stage][0] != self.homes[stage + 1][0]
 
     def rank_edges(self) -> list[tuple[int, int]]:
-        """Ordered (source, destination) rank pairs along which activations travel; gradients go the other way. Sorted, each once."""
-        edges = {
-            (self.homes[s][0], self.homes[s + 1][0]) for s in range(self.num_stages - 1) if self.crosses_ranks(s)
-        }
+        """Ordered (source, destination) rank pairs along which activations travel; gradients go the other way.
+        Sorted, each once.
+        """
+        edges = {(self.homes[s][0], self.homes[s + 1][0]) for s in range(self.num_stages - 1) if self.crosses_ranks(s)}
         return sorted(edges)

@@ -1,5 +1,6 @@
-"""Accept or refuse a plan: completeness, buffer lifetime, memory (``lifetime.py``), rendezvous deadlock and crossing messages
-(``rendezvous.py``). What is refused is refused with the rank, the instruction and the cycle or the missing piece, in words."""
+"""Accept or refuse a plan: completeness, buffer lifetime, memory (``lifetime.py``), rendezvous deadlock and crossing
+messages (``rendezvous.py``). What is refused is refused with the rank, the instruction and the cycle or the missing
+piece, in words."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Verdict:
         r = self.worst_rank
         each = self.ranks[r].each
         return (
-            f"deadlock-free, every send waited before its buffer is released; peak on rank {r}: {self.ranks[r].tensors} pipeline tensors "
+            f"deadlock-free, every send waited before its buffer is released; peak on rank {r}: "
+            f"{self.ranks[r].tensors} pipeline tensors "
             f"({each.outputs} outputs, {each.inputs} inputs, {each.act_buffers + each.grad_buffers} receive buffers, "
             f"{each.pending_sends} pending sends, {each.in_flight} microbatch chunks in flight)"
         )

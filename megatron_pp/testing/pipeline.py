@@ -1,4 +1,6 @@
-"""Run the toy model through a real schedule, with ranks as threads, and hand back what is compared with ``toy.reference_run``."""
+"""Run the toy model through a real schedule, with ranks as threads, and hand back what is compared with
+``toy.reference_run``.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     results = run_processes(rank_main, 4, args=(...), timeout=60)
 
-``rank_main(rank, size, *args)`` must be importable (a module-level function): processes are spawned. A process group of the given backend is initialised before it, over a
-FileStore, so no port is chosen, and destroyed after it.
+``rank_main(rank, size, *args)`` must be importable (a module-level function): processes are spawned. A process group
+of the given backend is initialised before it, over a FileStore, so no port is chosen, and destroyed after it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _JOIN_SECONDS = 5.0
 
 
 class RankFailedError(RuntimeError):
-    """A rank raised; the message has its traceback. ``errors`` maps every rank that failed to its exception's (type name, text)."""
+    """A rank raised; the message has its traceback. ``errors`` maps every rank that failed to its exception's (type
+    name, text).
+    """
 
     def __init__(self, message: str, errors: dict[int, tuple[str, str]]) -> None:
         super().__init__(message)
@@ -46,8 +48,8 @@ def run_processes(
 ) -> list[Any]:
     """Run ``rank_main(rank, size, *args)`` in ``size`` processes and return the results (picklable) in rank order.
 
-    ``backend`` None leaves process groups to ``rank_main``. Raises RankFailedError as soon as a rank has raised (after a moment for the others to
-    report, too), RanksTimedOutError at the deadline; no process outlives the call.
+    ``backend`` None leaves process groups to ``rank_main``. Raises RankFailedError as soon as a rank has raised
+    (after a moment for the others to report, too), RanksTimedOutError at the deadline; no process outlives the call.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="megatron_pp_ranks_") as folder:
@@ -71,7 +73,9 @@ def run_processes(
 class _Setup:
     """What a rank needs before ``rank_main``; plain data."""
 
-    def __init__(self, rank: int, size: int, backend: str | None, store: str, group_timeout: float, environment: dict[str, str]) -> None:
+    def __init__(
+        self, rank: int, size: int, backend: str | None, store: str, group_timeout: float, environment: dict[str, str]
+    ) -> None:
         self.rank = rank
         self.size = size
         self.backend = backend
@@ -90,7 +94,11 @@ def _rank_process(pipe: Connection, setup: _Setup, rank_main: Callable[..., Any]
         if setup.backend is not None:
             store = dist.FileStore(setup.store, setup.size)
             dist.init_process_group(
-                setup.backend, store=store, rank=setup.rank, world_size=setup.size, timeout=timedelta(seconds=setup.group_timeout)
+                setup.backend,
+                store=store,
+                rank=setup.rank,
+                world_size=setup.size,
+                timeout=timedelta(seconds=setup.group_timeout),
             )
         result = rank_main(setup.rank, setup.size, *args)
         if setup.backend is not None and dist.is_initialized():
@@ -132,9 +140,13 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
     if errors:
         first = min(errors)
         text = "\n".join(f"rank {rank}: {name}: {why}" for rank, (name, why, _) in sorted(errors.items()))
-        raise RankFailedError(f"{text}\n\nof rank {first}:\n{errors[first][2]}", {r: (n, w) for r, (n, w, _) in errors.items()})
+        raise RankFailedError(
+            f"{text}\n\nof rank {first}:\n{errors[first][2]}", {r: (n, w) for r, (n, w, _) in errors.items()}
+        )
     if open_pipes:
-        raise RanksTimedOutError(f"rank(s) {sorted(open_pipes.values())} were still running after {timeout} s and were killed")
+        raise RanksTimedOutError(
+            f"rank(s) {sorted(open_pipes.values())} were still running after {timeout} s and were killed"
+        )
     return [results[rank] for rank in range(len(pipes))]
 
 

@@ -23,11 +23,13 @@ class ThreadGroup:
         return self._size
 
 
-def run_ranks(size: int, rank_main: Callable[[int], T], on_failure: Callable[[str], None] | None = None, timeout: float = 60.0) -> list[T]:
+def run_ranks(
+    size: int, rank_main: Callable[[int], T], on_failure: Callable[[str], None] | None = None, timeout: float = 60.0
+) -> list[T]:
     """Run ``rank_main(rank)`` in a thread per rank and return the results in rank order.
 
-    The first exception of any rank is raised, after ``on_failure`` (given its text) has had the chance to unblock the others. Raises TimeoutError where ranks are still
-    running after ``timeout`` seconds.
+    The first exception of any rank is raised, after ``on_failure`` (given its text) has had the chance to unblock the
+    others. Raises TimeoutError where ranks are still running after ``timeout`` seconds.
     """
     results: list[Any] = [None] * size
     errors: list[tuple[int, BaseException]] = []

@@ -1,4 +1,6 @@
-"""A small model in stages, and its run in one process: what every schedule's losses and gradients are compared with, to the last bit."""
+"""A small model in stages, and its run in one process: what every schedule's losses and gradients are compared with,
+to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ HIDDEN = 4
 
 
 class ToyBlock(torch.nn.Module):
-    """One stage: a linear layer, a nonlinearity and a norm's worth of parameters. Weights depend on the stage number alone."""
+    """One stage: a linear layer, a nonlinearity and a norm's worth of parameters. Weights depend on the stage number
+    alone.
+    """
 
     def __init__(self, stage: int, hidden: int = HIDDEN) -> None:
         super().__init__()
@@ -33,7 +37,9 @@ class ToyBlock(torch.nn.Module):
 
 @dataclass(frozen=True)
 class ToyData:
-    """Inputs and targets of M microbatches; [sequence, microbatch, hidden], float32. With ``variable`` each has a sequence length of its own."""
+    """Inputs and targets of M microbatches; [sequence, microbatch, hidden], float32. With ``variable`` each has a
+    sequence length of its own.
+    """
 
     num_microbatches: int
     seq_length: int = 3
@@ -57,7 +63,9 @@ def toy_loss(target: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def toy_forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """A ``forward_step_func`` over ``ToyData``; every chunk draws its microbatch, the first stage uses its input and the last its target."""
+    """A ``forward_step_func`` over ``ToyData``; every chunk draws its microbatch, the first stage uses its input and
+    the last its target.
+    """
     x, target = next(data_iterator)
     return model(x), lambda output: toy_loss(target, output)
 
@@ -70,7 +78,9 @@ class ToyResult:
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def difference(self, other: ToyResult) -> float:
-        """The largest absolute difference of any loss or gradient; infinite where one has what the other lacks or anything is not finite."""
+        """The largest absolute difference of any loss or gradient; infinite where one has what the other lacks or
+        anything is not finite.
+        """
         if len(self.losses) != len(other.losses) or self.grads.keys() != other.grads.keys():
             return float("inf")
         worst = max((abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)), default=0.0)
@@ -94,7 +104,9 @@ def toy_config(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**base, **fields})
 
 
-def reference_run(num_stages: int, data: ToyData, forward_only: bool = False, block: Callable[[int], torch.nn.Module] = ToyBlock) -> ToyResult:
+def reference_run(
+    num_stages: int, data: ToyData, forward_only: bool = False, block: Callable[[int], torch.nn.Module] = ToyBlock
+) -> ToyResult:
     """The same model without a pipeline: microbatches one after the other."""
     stages = [block(stage) for stage in range(num_stages)]
     result = ToyResult()
@@ -110,13 +122,15 @@ def reference_run(num_stages: int, data: ToyData, forward_only: bool = False, bl
     return result
 
 
-def toy_chunks(placement: Placement, rank: int, config: Any, block: Callable[[int], torch.nn.Module] = ToyBlock) -> list[PipelineStage]:
+def toy_chunks(
+    placement: Placement, rank: int, config: Any, block: Callable[[int], torch.nn.Module] = ToyBlock
+) -> list[PipelineStage]:
     """The model chunks of ``rank``."""
     return [PipelineStage(block(stage), config, chunk) for chunk, stage in enumerate(placement.stages[rank])]
 
 
 def gradients_of(stages: dict[int, Any]) -> dict[str, torch.Tensor]:
-    """"stage.name" -> gradient (absent where a parameter has none) of ``stages``: stage number -> module."""
+    """Gradient (absent where a parameter has none) by "stage.name", of ``stages``: stage number -> module."""
     return {
         f"{stage}.{name.removeprefix('inner.')}": parameter.grad
         for stage, module in stages.items()

@@ -1,5 +1,6 @@
-"""Breadth-first (arXiv 2211.05953, section 4): every chunk runs all its microbatches before the next chunk starts, backwards likewise in
-reverse. Largest memory (V M chunks), but each chunk's parameters and gradients are touched in one stretch, which suits sharded data parallelism.
+"""Breadth-first (arXiv 2211.05953, section 4): every chunk runs all its microbatches before the next chunk starts,
+backwards likewise in reverse. Largest memory (V M chunks), but each chunk's parameters and gradients are touched in
+one stretch, which suits sharded data parallelism.
 """
 
 from __future__ import annotations

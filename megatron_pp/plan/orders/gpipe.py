@@ -1,7 +1,9 @@
-"""GPipe: all forwards, then all backwards (arXiv 1811.06965, section 2.3). The simplest order and the largest memory: M microbatches.
+"""GPipe: all forwards, then all backwards (arXiv 1811.06965, section 2.3). The simplest order and the largest memory:
+M microbatches.
 
-Only the order within a rank differs from the paper's figure: backwards run in the order of the forwards, so that gradients are added up in the same order
-as under 1F1B and are equal to the last bit. With several chunks a rank the same idea is called breadth-first.
+Only the order within a rank differs from the paper's figure: backwards run in the order of the forwards, so that
+gradients are added up in the same order as under 1F1B and are equal to the last bit. With several chunks a rank the
+same idea is called breadth-first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Interleaved 1F1B (arXiv 2104.04473, section 2.2.2): a rank's V chunks take turns, a group of G microbatches at a time.
+"""Interleaved 1F1B (arXiv 2104.04473, section 2.2.2): a rank's V chunks take turns, a group of G microbatches at a
+time.
 
-Rank r warms up with 2 (P-1-r) + (V-1) G forwards, Megatron's number, then alternates. Backwards follow the same table with the chunks reversed.
-G = P is the classic order; G > P trades memory for slack between a chunk and the next one. Where a group is shorter than P, backwards may overtake
-forwards that still wait for their input.
+Rank r warms up with 2 (P-1-r) + (V-1) G forwards, Megatron's number, then alternates. Backwards follow the same table
+with the chunks reversed. G = P is the classic order; G > P trades memory for slack between a chunk and the next one.
+Where a group is shorter than P, backwards may overtake forwards that still wait for their input.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from megatron_pp.plan.placement import LOOP, Placement
 
 
 def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """(microbatch, chunk) for each virtual microbatch: group by group, within a group chunk by chunk. The last group may be short.
+    """(microbatch, chunk) for each virtual microbatch: group by group, within a group chunk by chunk. The last group
+    may be short.
 
     P=2, G=3, M=5, V=2 gives microbatches 0 1 2 0 1 2 3 4 3 4 on chunks 0 0 0 1 1 1 0 0 1 1.
     """

@@ -1,5 +1,5 @@
-"""1F1B (PipeDream-Flush; arXiv 2104.04473, section 2.2.1): P-1-r warm-up forwards, then one forward and one backward in turn, then the
-backwards that are left. Rank r holds at most P - r microbatches.
+"""1F1B (PipeDream-Flush; arXiv 2104.04473, section 2.2.1): P-1-r warm-up forwards, then one forward and one backward
+in turn, then the backwards that are left. Rank r holds at most P - r microbatches.
 
 ``warmup_then_steady`` is shared with every family that is a warm-up followed by strict alternation.
 """
@@ -10,7 +10,9 @@ from megatron_pp.plan.orders.family import Order, Shape, b, f
 
 
 def warmup_then_steady(forwards: Order, backwards: Order, warmup: int) -> Order:
-    """``warmup`` forwards, then a forward and a backward in turn until the forwards are used up, then the remaining backwards."""
+    """``warmup`` forwards, then a forward and a backward in turn until the forwards are used up, then the remaining
+    backwards.
+    """
     warmup = min(warmup, len(forwards))
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
