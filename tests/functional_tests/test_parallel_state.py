@@ -163,7 +163,9 @@ def walk_chunks(rank: int) -> dict[str, Any]:
             where = {"ignore_virtual": False, "vp_stage": chunk}
             found[placement, chunk] = (state.is_pipeline_first_stage(**where), state.is_pipeline_last_stage(**where))
         found[placement, "rank"] = (state.is_pipeline_first_stage(), state.is_pipeline_last_stage())
-        found[placement, "embedding"] = state.is_rank_in_embedding_group()
+        found[placement, "embedding"] = (
+            dist.get_process_group_ranks(state.get_embedding_group()) if state.is_rank_in_embedding_group() else None
+        )
         if rank == 0:
             found["unsaid"] = error_of(lambda: state.is_pipeline_first_stage(ignore_virtual=False))
         state.set_virtual_pipeline_model_parallel_world_size(None)
@@ -178,11 +180,11 @@ def test_first_and_last_stage_of_a_loop_and_of_a_v(answers):
         assert found[rank]["loop", 0] == (rank == 0, False)
         assert found[rank]["loop", 1] == (False, rank == 3)
         assert found[rank]["loop", "rank"] == (rank == 0, rank == 3)
-        assert found[rank]["loop", "embedding"] == (rank in (0, 3))
+        assert found[rank]["loop", "embedding"] == ([0, 3] if rank in (0, 3) else None)
         assert found[rank]["v", 0] == (rank == 0, False)
         assert found[rank]["v", 1] == (False, rank == 0)
         assert found[rank]["v", "rank"] == (rank == 0, rank == 0)
-        assert found[rank]["v", "embedding"] == (rank == 0)
+        assert found[rank]["v", "embedding"] == ([0] if rank == 0 else None)
         assert found[rank]["loop", "V"] is None
     kind, sentence = found[0]["unsaid"]
     assert (kind, "vp_stage=" in sentence) == ("ParallelStateError", True)

@@ -116,6 +116,7 @@ REFUSED = [
     ((4, 2), {"layout": "Ett|tmL"}, "has 'm'"),
     ((4, 2), {"layout": ""}, "is empty"),
     ((4, 2), {"layout": "tt|ttL"}, "name 'embedding' once, first"),
+    ((4, 2), {"layout": "EttL|ttL"}, "name 'loss' once, last"),
     ((4, 2), {"layout": "Ett|Lt"}, "name 'loss' once, last"),
     ((4, 2), {"layout": "Ett|ttEL"}, "name 'embedding' once, first"),
     ((4, 2), {"layout": "t*99999999999"}, "repeats 't'"),
