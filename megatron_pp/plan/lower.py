@@ -161,9 +161,16 @@ class _RankLowering:
         return sends, receives
 
     def _place_late_finishes(self, sends: list[_Post], receives: list[_Post]) -> None:
-        """Under ``overlap``: releases some operations after their send, waits right before the use."""
+        """Under ``overlap``: releases some operations after their send, waits right before the use.
+
+        An output is released before its own backward at the latest: the gradient that comes back shows that the send is done, and what is
+        released then needs no memory in the backward.
+        """
+        backwards = {(op.chunk, op.mb): i for i, op in enumerate(self.order) if op.op == BACKWARD}
         for send in sends:
             boundary = min(send.use + 1 + self.spec.release_after, len(self.order))
+            if send.finish.op == RELEASE_ACT:
+                boundary = min(boundary, backwards.get((send.finish.chunk, send.finish.mb), boundary))
             self.releases[self._from(boundary)].append(send.finish)
         if not self.spec.variable_shapes:
             for receive in receives:
