@@ -74,7 +74,7 @@ class GradientClipper:
         max_norm: the gradient is scaled down to this norm; 0 leaves it as it is.
 
     Raises:
-        RuntimeError: a parameter lies on two stages.
+        RuntimeError: a parameter lies on two ranks.
     """
 
     def __init__(self, chunks: Sequence[GPTStage], pipeline_group: dist.ProcessGroup | None, max_norm: float) -> None:
@@ -84,9 +84,7 @@ class GradientClipper:
         counted = _counted_parameters(chunks)
         everyone: list[Any] = [None] * dist.get_world_size(pipeline_group)
         dist.all_gather_object(everyone, sorted(counted), group=pipeline_group)
-        places = {name: place for place, name in enumerate(sorted(name for names in everyone for name in names))}
-        if len(places) != sum(map(len, everyone)):
-            raise RuntimeError("a parameter of the model lies on two stages")
+        places = places_of(everyone)
         self._num_places = len(places)
         self._placed = [(places[name], parameter) for name, parameter in counted.items()]
 
@@ -108,6 +106,15 @@ class GradientClipper:
             factor = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0).float()
             torch._foreach_mul_(gradients, factor)
         return norm
+
+
+def places_of(names_of_ranks: Sequence[Sequence[str]]) -> dict[str, int]:
+    """A place for every parameter of the model, in one order on all ranks. Raises RuntimeError if two ranks hold one."""
+    names = sorted(name for names in names_of_ranks for name in names)
+    twice = sorted({name for name, next_name in zip(names, names[1:], strict=False) if name == next_name})
+    if twice:
+        raise RuntimeError(f"two ranks of the pipeline hold the same parameter: {', '.join(twice)}")
+    return {name: place for place, name in enumerate(names)}
 
 
 def _counted_parameters(chunks: Sequence[GPTStage]) -> dict[str, nn.Parameter]:

@@ -1,0 +1,225 @@
+"""Checkpoints: exact, whole or not there, and nothing in them is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_pp.training import checkpoint as module
+from megatron_pp.training.checkpoint import (
+    DESCRIPTION,
+    LATEST,
+    Checkpoint,
+    CheckpointWriter,
+    check_layout,
+    find_checkpoint,
+    load_tensors,
+    restore_rng,
+    rng_tensors,
+)
+from megatron_pp.training.errors import CheckpointError, CheckpointLayoutError
+
+LAYOUT = {"stages": 2, "layers_of_stages": [[0], [1, 2]]}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lone_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_tensors(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "model.weight": torch.randn(5, 3, generator=draw),
+        "model.half": torch.randn(7, generator=draw).bfloat16(),
+        "optimizer.step": torch.tensor(float(seed)),
+        "rng": torch.randint(256, (9,), generator=draw, dtype=torch.uint8),
+        "empty": torch.zeros(0),
+    }
+
+
+def save(folder: Path, step: int, keep: int = 2) -> Path:
+    return CheckpointWriter(folder, keep, LAYOUT).save(step, make_tensors(step), {"note": step})
+
+
+def loaded(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in make_tensors(0).items()}
+    load_tensors(checkpoint, tensors)
+    return tensors
+
+
+def assert_holds(checkpoint: Checkpoint, step: int) -> None:
+    assert (checkpoint.step, checkpoint.progress) == (step, {"note": step})
+    expected = make_tensors(step)
+    for name, tensor in loaded(checkpoint).items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("given", ["checkpoints", ".", "checkpoints/step-00000004"])
+def test_what_is_saved_is_loaded(tmp_path: Path, given: str) -> None:
+    path = save(tmp_path / "checkpoints", 4)
+    found = find_checkpoint(tmp_path / given)
+    assert found.path.resolve() == path.resolve()
+    check_layout(found, LAYOUT)
+    assert_holds(found, 4)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LATEST, "step-00000004", "step-00000005"]
+    assert_holds(find_checkpoint(tmp_path), 5)
+    assert_holds(find_checkpoint(tmp_path / "step-00000004"), 4)
+
+
+def test_a_step_saved_again_leaves_the_first_whole(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 3), save(tmp_path, 3)
+    assert first != second
+    assert find_checkpoint(tmp_path).path == second
+    assert_holds(find_checkpoint(first), 3)
+
+
+class _PowerCut(BaseException):
+    """Ends a save where it strikes; no handler of ours may stop it."""
+
+
+# Where the power goes off: a function, and the last part of the path it must be given.
+MOMENTS = {
+    "tensors are being written": (torch, "save", ""),
+    "tensors are written": (module.json, "dumps", ""),
+    "the description is written": (os, "rename", "step-00000002"),
+    "it has its name": (os, "replace", LATEST),
+    "latest names it": (os, "rename", ".step-00000001.unfinished"),
+    "the former is out of sight": (shutil, "rmtree", ".step-00000001.unfinished"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_save_cut_short_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    save(tmp_path, 1, keep=1)
+    owner, name, ending = MOMENTS[moment]
+    original = getattr(owner, name)
+
+    def strike(*args: object, **kwargs: object) -> object:
+        if ending and not any(str(argument).endswith("/" + ending) for argument in args):
+            return original(*args, **kwargs)
+        raise _PowerCut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, strike)
+        # torch.distributed.checkpoint turns whatever happens while it writes into an error of its own.
+        with pytest.raises((_PowerCut, CheckpointError)):
+            save(tmp_path, 2, keep=1)
+    has_moved = moment in ("latest names it", "the former is out of sight")
+    assert_holds(find_checkpoint(tmp_path), 2 if has_moved else 1)
+    save(tmp_path, 3, keep=1)
+    assert_holds(find_checkpoint(tmp_path), 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step-00000003"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/checkpoints cannot be written"):
+        save(tmp_path / "checkpoints", 1)
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        # Where tensors are written to files.
+        patch.setattr(torch, "save", full)
+        with pytest.raises(CheckpointError, match="step-00000002 cannot be written: .*No space left"):
+            save(tmp_path, 2)
+    assert_holds(find_checkpoint(tmp_path), 1)
+
+
+def test_another_layout_is_refused_by_what_differs(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointLayoutError, match=r"stages is 2 there and 3 here; width is None there and 8 here"):
+        check_layout(find_checkpoint(tmp_path), {**LAYOUT, "stages": 3, "width": 8})
+
+
+def test_where_there_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+        find_checkpoint(tmp_path / "nowhere")
+    (tmp_path / LATEST).write_text("step-00000009\n")
+    with pytest.raises(CheckpointError, match=r"step-00000009.* cannot be read"):
+        find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 2, "step": 1}'])
+def test_damaged_descriptions_are_refused(tmp_path: Path, text: str) -> None:
+    path = save(tmp_path, 1)
+    (path / DESCRIPTION).write_text(text)
+    with pytest.raises(CheckpointError, match="use another checkpoint|has format 2"):
+        find_checkpoint(tmp_path)
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="cannot be loaded: .*model.unknown"):
+        load_tensors(find_checkpoint(tmp_path), {"model.unknown": torch.zeros(1)})
+
+
+def test_damaged_tensors_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (data,) = path.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        loaded(find_checkpoint(tmp_path))
+
+
+class _Bomb:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.mark.parametrize("where", ["index", "tensor"])
+def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, where: str) -> None:
+    path, proof = save(tmp_path / "checkpoints", 1), tmp_path / "was-run"
+    bomb = pickle.dumps(_Bomb(proof))
+    if where == "index":
+        (path / ".metadata").write_bytes(bomb)
+    else:
+        (data,) = path.glob("*.distcp")
+        data.write_bytes(bomb.ljust(data.stat().st_size, b"\0"))
+    with pytest.raises(CheckpointError, match="which no checkpoint of ours holds|cannot be loaded"):
+        loaded(find_checkpoint(tmp_path))
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1})])
+def test_a_damaged_index_is_refused(tmp_path: Path, content: bytes) -> None:
+    (save(tmp_path, 1) / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match="index is damaged"):
+        loaded(find_checkpoint(tmp_path))
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    saved = {name: state.clone() for name, state in rng_tensors(0, CPU).items()}
+    expected = torch.rand(4)
+    buffers = rng_tensors(0, CPU)
+    for name, state in saved.items():
+        buffers[name].copy_(state)
+    restore_rng(buffers, 0, CPU)
+    assert torch.equal(torch.rand(4), expected)
