@@ -9,6 +9,7 @@ owns the bytes besides.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
     if out is None or not deallocate_pipeline_outputs:
         return
     if isinstance(out, torch.Tensor):
-        out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
+        out.data = _one_element(out.dtype, out.device)
     elif isinstance(out, (list, tuple)):
         for item in out:
             deallocate_output_tensor(item, True)
@@ -36,6 +37,12 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
         raise TypeError(
             f"deallocate_output_tensor takes a tensor or a list, tuple or dict of tensors, not {type(out).__name__}"
         )
+
+
+@lru_cache(maxsize=64)
+def _one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What stands in for deallocated data; never read, so all outputs of a kind may share it."""
+    return torch.empty((1,), device=device, dtype=dtype)
 
 
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:

@@ -22,6 +22,7 @@ from megatron_pp.wait_handle import ShapedReceiveHandle, Tensors, WaitHandle
 
 Shape = Sequence[int]
 MAX_DIMENSIONS = 8
+_SEND, _RECEIVE, _BATCHED = "send", "receive", "batched send or receive"
 _HEADER_LENGTH = 1 + MAX_DIMENSIONS
 
 
@@ -66,6 +67,8 @@ class P2PCore:
         self.pending: set[WaitHandle] = set()
         self.under_guard = False  # then the fault guard keeps time: a slow peer that is alive is no error
         self._closed = False
+        # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.
+        self._templates: dict[tuple[int, ...], torch.Tensor] = {}
 
     # -- posting ---------------------------------------------------------------------------------------------
 
@@ -76,15 +79,19 @@ class P2PCore:
         Tensors that are not contiguous are sent as contiguous copies. Raises P2PTypeError for a wrong dtype, device
         or type, CommunicatorClosedError; nothing is posted then.
         """
-        aliases = self._aliases(value)
-        works = []
-        for alias in aliases:
+        if isinstance(value, torch.Tensor) and not self.variable_shapes:  # the usual case, on the hot path
+            self._check_open()
+            alias = self._alias(value)
+            return WaitHandle(self, (self.transport.isend(alias, peer, channel),), alias, None, _SEND, peer, channel)
+        works, held = [], []
+        for alias in self._aliases(value):
             if self.variable_shapes:
                 header = self._header_of(alias)
-                aliases = (*aliases, header)
+                held.append(header)
                 works.append(self.transport.isend(header, peer, channel))
+            held.append(alias)
             works.append(self.transport.isend(alias, peer, channel))
-        return WaitHandle(self, tuple(works), aliases, None, f"send on channel {channel} to rank {peer}")
+        return WaitHandle(self, tuple(works), held, None, _SEND, peer, channel)
 
     def post_recv(self, shapes: Any, peer: int, channel: str, requires_grad: bool = True) -> WaitHandle:
         """Allocate a buffer of ``shapes`` (one shape, or a list: then ``handle.tensor`` is a list) and post its
@@ -93,17 +100,17 @@ class P2PCore:
         With variable shapes only the number of shapes is looked at; the buffers are allocated in ``wait``.
         """
         self._check_open()
-        what = f"receive on channel {channel} from rank {peer}"
         if self.variable_shapes:
             count = None if _is_one(shapes) else len(shapes)
-            return ShapedReceiveHandle(self, peer, channel, count, requires_grad, what)
+            return ShapedReceiveHandle(self, peer, channel, count, requires_grad, _RECEIVE)
         if is_single_shape(shapes):
             tensor = self.allocate(shapes, requires_grad)
-            work = self.transport.irecv(tensor, peer, channel)
-            return WaitHandle(self, (work,), tensor, tensor, what)
+            return WaitHandle(
+                self, (self.transport.irecv(tensor, peer, channel),), tensor, tensor, _RECEIVE, peer, channel
+            )
         tensors = [self.allocate(shape, requires_grad) for shape in shapes]
         works = tuple(self.transport.irecv(t, peer, channel) for t in tensors)
-        return WaitHandle(self, works, tensors, tensors, what)
+        return WaitHandle(self, works, tensors, tensors, _RECEIVE, peer, channel)
 
     def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
         """Post all requests as one grouped call. Where shapes travel, their exchange is a grouped call of its own
@@ -111,24 +118,25 @@ class P2PCore:
         """
         shapes = self._exchange_headers(requests) if self.variable_shapes else None
         posts: list[P2PRequest] = []
-        parts: list[tuple[int, int, object, Tensors | None, str]] = []
+        parts: list[tuple[int, int, object, Tensors | None]] = []
         for k, request in enumerate(requests):
             start = len(posts)
             if isinstance(request, Send):
                 aliases = self._aliases(request.value)
                 posts += [P2PRequest(True, alias, request.peer, request.channel) for alias in aliases]
-                what = f"batched send on channel {request.channel} to rank {request.peer}"
-                parts.append((start, len(posts), aliases, None, what))
+                parts.append((start, len(posts), aliases, None))
                 continue
             wanted = request.shapes if shapes is None else shapes[k]
             single = is_single_shape(wanted)
             tensors = [self.allocate(s, request.requires_grad) for s in ([wanted] if single else wanted)]
             posts += [P2PRequest(False, t, request.peer, request.channel) for t in tensors]
             held = tensors[0] if single else tensors
-            what = f"batched receive on channel {request.channel} from rank {request.peer}"
-            parts.append((start, len(posts), tensors, held, what))
+            parts.append((start, len(posts), tensors, held))
         works = self.transport.batch(posts)
-        handles = [WaitHandle(self, _works_of(works, a, b), kept, tensor, what) for a, b, kept, tensor, what in parts]
+        handles = [
+            WaitHandle(self, _works_of(works, a, b), kept, tensor, _BATCHED, request.peer, request.channel)
+            for (a, b, kept, tensor), request in zip(parts, requests, strict=True)
+        ]
         if self.synchronize_batches:
             torch.cuda.synchronize(self.device)
         return handles
@@ -172,7 +180,11 @@ class P2PCore:
                 "config.pipeline_dtype is None; to receive between stages it must be the dtype of the activations, "
                 "as in torch.bfloat16"
             )
-        return torch.empty(tuple(shape), dtype=self.dtype, device=self.device, requires_grad=requires_grad)
+        like = self._templates.get(shape if type(shape) is tuple else tuple(shape))
+        if like is None:
+            like = self._templates[tuple(shape)] = torch.empty((), dtype=self.dtype, device=self.device).expand(shape)
+        buffer = torch.empty_like(like)
+        return buffer.requires_grad_() if requires_grad else buffer
 
     def _aliases(self, value: Tensors) -> tuple[torch.Tensor, ...]:
         """Contiguous detached aliases of what is to be sent, checked before anything is posted."""
@@ -260,7 +272,12 @@ def _is_one(shapes: Any) -> bool:
 
 def is_single_shape(shapes: Any) -> bool:
     """Whether ``shapes`` is one shape (a sequence of whole numbers) rather than a list of shapes."""
-    return isinstance(shapes, (tuple, list, torch.Size)) and all(isinstance(d, int) for d in shapes)
+    if not isinstance(shapes, (tuple, list)):  # torch.Size is a tuple
+        return False
+    for size in shapes:  # a loop: this is asked for every receive, and a generator costs more than the answer
+        if not isinstance(size, int):
+            return False
+    return True
 
 
 def default_edges(config: Any, size: int) -> list[tuple[int, int]]:

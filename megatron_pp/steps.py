@@ -122,6 +122,10 @@ def backward_through(
     On the last stage ``output_grad`` is None, and the loss is first scaled by ``grad_scale_func``. Outputs that need
     no gradient are skipped; an input that received none gives None.
     """
+    if isinstance(output, torch.Tensor) and isinstance(input_tensor, torch.Tensor) and output_grad is not None:
+        if output.requires_grad:  # a stage inside the pipeline with one tensor either way: the usual case, on the hot path
+            run_backward((output,), (output_grad,))
+        return input_tensor.grad
     outputs = list(output) if isinstance(output, (list, tuple)) else [output]
     grads = list(output_grad) if isinstance(output_grad, (list, tuple)) else [output_grad] * len(outputs)
     if grads[0] is None and grad_scale_func is not None:

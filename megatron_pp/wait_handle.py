@@ -25,16 +25,32 @@ class WaitHandle:
     send.
     """
 
-    __slots__ = ("__weakref__", "_core", "_error", "_held", "_works", "tensor", "what")
+    __slots__ = ("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "tensor")
 
-    def __init__(self, core: P2PCore, works: tuple[Work, ...], held: object, tensor: Tensors | None, what: str) -> None:
+    def __init__(
+        self,
+        core: P2PCore,
+        works: tuple[Work, ...],
+        held: object,
+        tensor: Tensors | None,
+        kind: str,
+        peer: int = -1,
+        channel: str = "",
+    ) -> None:
         self._core = core
         self._works: tuple[Work, ...] | None = works
         self._held = held
         self._error: P2PError | None = None
         self.tensor = tensor
-        self.what = what
+        self._kind = kind
+        self._peer = peer
+        self._channel = channel
         core.pending.add(self)
+
+    @property
+    def what(self) -> str:
+        """In words, for errors."""
+        return self._kind if self._peer < 0 else f"{self._kind} on channel {self._channel}, with rank {self._peer}"
 
     def wait(self) -> None:
         """Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where the
@@ -45,22 +61,20 @@ class WaitHandle:
                 raise self._error
             return
         core = self._core
+        timeout = None if core.under_guard else core.timeout
         try:
             for work in works:
-                if core.timeout is None or core.under_guard:
+                if timeout is None:
                     work.wait()
                 else:
-                    work.wait(core.timeout)
+                    work.wait(timeout)
         except Exception as error:
             self._works = None
             self._error = _named(error, self.what, core)
             raise self._error from error
-        self._finish()
-
-    def _finish(self) -> None:
         self._works = None
         self._held = None
-        self._core.pending.discard(self)
+        core.pending.discard(self)
 
     def is_completed(self) -> bool:
         """Whether the transfer is known to be done. On gloo this is only known once it was waited."""
@@ -73,15 +87,13 @@ class ShapedReceiveHandle(WaitHandle):
     ``count`` is the number of tensors of the message, None for one that is not in a list.
     """
 
-    __slots__ = ("_channel", "_count", "_peer", "_requires_grad")
+    __slots__ = ("_count", "_requires_grad")
 
     def __init__(
-        self, core: P2PCore, peer: int, channel: str, count: int | None, requires_grad: bool, what: str
+        self, core: P2PCore, peer: int, channel: str, count: int | None, requires_grad: bool, kind: str
     ) -> None:
         header, work = core.post_header(peer, channel)
-        super().__init__(core, (work,), header, None, what)
-        self._peer = peer
-        self._channel = channel
+        super().__init__(core, (work,), header, None, kind, peer, channel)
         self._count = count
         self._requires_grad = requires_grad
 
