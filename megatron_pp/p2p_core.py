@@ -274,7 +274,7 @@ def is_single_shape(shapes: Any) -> bool:
     """Whether ``shapes`` is one shape (a sequence of whole numbers) rather than a list of shapes."""
     if not isinstance(shapes, (tuple, list)):  # torch.Size is a tuple
         return False
-    for size in shapes:  # a loop: this is asked for every receive, and a generator costs more than the answer
+    for size in shapes:  # noqa: SIM110 (asked for every receive, and a generator costs more than the answer)
         if not isinstance(size, int):
             return False
     return True

@@ -123,7 +123,8 @@ def backward_through(
     no gradient are skipped; an input that received none gives None.
     """
     if isinstance(output, torch.Tensor) and isinstance(input_tensor, torch.Tensor) and output_grad is not None:
-        if output.requires_grad:  # a stage inside the pipeline with one tensor either way: the usual case, on the hot path
+        # One tensor either way, inside the pipeline: the usual case, on the hot path.
+        if output.requires_grad:
             run_backward((output,), (output_grad,))
         return input_tensor.grad
     outputs = list(output) if isinstance(output, (list, tuple)) else [output]
