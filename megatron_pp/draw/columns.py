@@ -1,0 +1,134 @@
+"""Timelines as compact columns: what the HTML page draws from. Times are whole ticks, 2^31 of them a timeline."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron_pp.draw.palette import block_colour, ink_on
+from megatron_pp.draw.timeline import Lane, Timeline
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, RELEASE_ACT, RELEASE_GRAD, WAIT_ACT, WAIT_GRAD, WEIGHT
+from megatron_pp.plan.simulation import Event, Transfer
+from megatron_pp.plan.spec import PlanError
+
+_TICKS = 2**31
+_COMPUTE = {FORWARD: 0, BACKWARD: 1, WEIGHT: 2}
+_WAITS = {WAIT_ACT: 0, WAIT_GRAD: 1, RELEASE_ACT: 2, RELEASE_GRAD: 3}
+_MOST_CHUNKS, _MOST_MICROBATCHES = 2**10, 2**20
+_MOST_MEMORY_STEPS = 4000  # a lane; more are thinned, peaks kept
+
+
+class ColumnStore:
+    """Columns one after another in one buffer; each is named by [offset in bytes, length]."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def add(self, typecode: str, values: Iterable[Any]) -> list[int]:
+        """Append a column of 32-bit values: ``I`` whole numbers, ``f`` floats (little-endian)."""
+        column = array(typecode, values)
+        offset = len(self.data)
+        self.data += column.tobytes()
+        return [offset, len(column)]
+
+
+def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
+    """The page's description of ``timeline``, its columns added to ``store``.
+
+    Raises PlanError beyond 1024 chunks or a million microbatches.
+    """
+    if timeline.num_chunks > _MOST_CHUNKS or timeline.num_microbatches > _MOST_MICROBATCHES:
+        raise PlanError(f"the page shows at most {_MOST_CHUNKS} chunks and {_MOST_MICROBATCHES} microbatches")
+    end = timeline.end or 1.0
+    tick = end / _TICKS
+    sent = _sent_by(timeline)
+    lanes = [_lane(lane, sent[k], tick, store) for k, lane in enumerate(timeline.lanes)]
+    for lane, stages in zip(lanes, timeline.stages, strict=True):
+        lane["stages"] = list(stages)
+    chunks = range(timeline.num_chunks)
+    shades = [[block_colour(op, c, timeline.num_chunks) for c in chunks] for op in _COMPUTE]
+    return {
+        "title": timeline.title,
+        "unit": timeline.unit,
+        "end": end,
+        "tick": tick,
+        "chunks": timeline.num_chunks,
+        "lanes": lanes,
+        "hasTransfers": any(s for pair in sent for s in pair),
+        "hasMemory": any(lane.memory for lane in timeline.lanes),
+        "mostMemory": max((v for lane in timeline.lanes for _, v in lane.memory), default=1.0) or 1.0,
+        "shades": [[c.hex for c in row] for row in shades],
+        "inks": [[ink_on(c).hex for c in row] for row in shades],
+    }
+
+
+def _lane(lane: Lane, sent: tuple[list[Transfer], list[Transfer]], tick: float, store: ColumnStore) -> dict[str, Any]:
+    memory = thinned(lane.memory, _MOST_MEMORY_STEPS)
+    return {
+        "name": lane.name,
+        "compute": _events(lane.compute, _COMPUTE, tick, store),
+        "waits": _events(lane.waits, _WAITS, tick, store),
+        "activations": _transfers(sent[0], tick, store),
+        "gradients": _transfers(sent[1], tick, store),
+        "memory": {
+            "times": store.add("I", (_ticks(t, tick) for t, _ in memory)),
+            "values": store.add("f", (v for _, v in memory)),
+            "peak": max((v for _, v in lane.memory), default=0.0),
+        },
+    }
+
+
+def _events(events: Sequence[Event], codes: dict[str, int], tick: float, store: ColumnStore) -> dict[str, list[int]]:
+    return {
+        "starts": store.add("I", (_ticks(e.start, tick) for e in events)),
+        "lengths": store.add("I", (_ticks(e.end - e.start, tick) for e in events)),
+        "codes": store.add(
+            "I", (codes[e.instruction.op] << 30 | e.instruction.chunk << 20 | e.instruction.mb for e in events)
+        ),
+    }
+
+
+def _transfers(transfers: Sequence[Transfer], tick: float, store: ColumnStore) -> dict[str, list[int]]:
+    return {
+        "starts": store.add("I", (_ticks(t.start, tick) for t in transfers)),
+        "lengths": store.add("I", (_ticks(t.end - t.start, tick) for t in transfers)),
+        "codes": store.add("I", (t.mb for t in transfers)),
+        "where": store.add("I", (t.target << 20 | t.stage for t in transfers)),
+    }
+
+
+def _sent_by(timeline: Timeline) -> list[tuple[list[Transfer], list[Transfer]]]:
+    """Per lane, the activations and the gradients that it sends, in order of time, without those that take none."""
+    sent: list[tuple[list[Transfer], list[Transfer]]] = [([], []) for _ in timeline.lanes]
+    for t in timeline.transfers:
+        if t.end > t.start:
+            sent[t.source][t.kind == "G"].append(t)
+    for pair in sent:
+        for transfers in pair:
+            transfers.sort(key=lambda t: t.start)
+    return sent
+
+
+def _ticks(time: float, tick: float) -> int:
+    return min(2**32 - 1, max(0, round(time / tick)))
+
+
+def thinned(steps: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """At most about ``most`` of the steps: of those that fall into one stretch of time, the highest and the last."""
+    if len(steps) <= most:
+        return list(steps)
+    stretch = steps[-1][0] / (most / 2) or 1.0
+    kept: list[tuple[float, float]] = []
+    group: list[tuple[float, float]] = []
+    for step in steps:
+        if group and int(step[0] / stretch) != int(group[0][0] / stretch):
+            kept += _highest_and_last(group)
+            group = []
+        group.append(step)
+    return kept + _highest_and_last(group)
+
+
+def _highest_and_last(group: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    highest = max(group, key=lambda step: step[1])
+    return [highest] if highest is group[-1] else [highest, group[-1]]

@@ -1,0 +1,114 @@
+"""The classic table of a lecture: one row per rank, one column per time step, every operation one step long.
+
+With one chunk a rank, rank r is stage r. A cell names the operation and its microbatch: ``F2``, ``B0``; ``F1.2`` is of
+chunk 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from megatron_pp.draw.palette import block_colour, ink_on
+from megatron_pp.plan.clock import logical_ends
+from megatron_pp.plan.instruction import FORWARD, SEND_OPS, Instruction
+from megatron_pp.plan.spec import Plan
+
+_IDLE = "."
+
+
+@dataclass(frozen=True)
+class GridFacts:
+    """What the grid of one schedule shows.
+
+    steps        columns of the grid
+    idle_steps   empty cells, per rank
+    in_flight    per rank, the most (chunk, microbatch) pairs between forward and backward
+    sent         per rank, messages sent in one training step
+    """
+
+    name: str
+    steps: int
+    idle_steps: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    sent: tuple[int, ...]
+
+    @property
+    def bubble_share(self) -> float:
+        return sum(self.idle_steps) / (self.steps * len(self.idle_steps)) if self.steps else 0.0
+
+
+def grid_cells(plan: Plan) -> list[list[Instruction | None]]:
+    """``cells[rank][step]``: what runs there, None where the rank is idle."""
+    orders = _orders(plan)
+    ends = logical_ends(orders, plan.placement, plan.spec.num_microbatches)
+    steps = max((e[-1] for e in ends if e), default=0)
+    cells: list[list[Instruction | None]] = [[None] * steps for _ in orders]
+    for rank, order in enumerate(orders):
+        for at, end in zip(order, ends[rank], strict=True):
+            cells[rank][end - 1] = at
+    return cells
+
+
+def grid_facts(plan: Plan) -> GridFacts:
+    cells = grid_cells(plan)
+    return GridFacts(
+        name=plan.spec.schedule,
+        steps=len(cells[0]),
+        idle_steps=tuple(row.count(None) for row in cells),
+        in_flight=tuple(_in_flight(row) for row in cells),
+        sent=tuple(
+            sum(one.op in SEND_OPS for at in program for one in at.members or (at,)) for program in plan.programs
+        ),
+    )
+
+
+def render_grid(plan: Plan, width: int = 80) -> list[Text]:
+    """The table, in panels of at most ``width`` columns; the header row numbers the time steps from 1."""
+    cells = grid_cells(plan)
+    chunks = plan.spec.num_chunks
+    steps = len(cells[0])
+    cell = max([len(str(steps))] + [len(_name(at, chunks)) for row in cells for at in row if at is not None]) + 1
+    heads = [f"{'stage' if chunks == 1 else 'rank'} {rank}" for rank in range(len(cells))]
+    margin = max(len("time step"), max(map(len, heads))) + 1
+    per_panel = max(1, (width - margin) // cell)
+    lines: list[Text] = []
+    for start in range(0, steps, per_panel):
+        stop = min(steps, start + per_panel)
+        numbers = "".join(str(step + 1).rjust(cell) for step in range(start, stop))
+        lines.append(Text("time step".ljust(margin) + numbers, style="dim"))
+        lines += [_row(head, row[start:stop], margin, cell, chunks) for head, row in zip(heads, cells, strict=True)]
+        lines.append(Text())
+    return lines[:-1]
+
+
+def _row(head: str, row: Sequence[Instruction | None], margin: int, cell: int, chunks: int) -> Text:
+    line = Text(head.ljust(margin))
+    for at in row:
+        if at is None:
+            line.append(_IDLE.rjust(cell), style="dim")
+            continue
+        name = _name(at, chunks)
+        colour = block_colour(at.op, at.chunk, chunks)
+        line.append(" " * (cell - len(name)))
+        line.append(name, style=f"{ink_on(colour).hex} on {colour.hex}")
+    return line
+
+
+def _name(at: Instruction, chunks: int) -> str:
+    return f"{at.op}{at.mb}" if chunks == 1 else f"{at.op}{at.chunk}.{at.mb}"
+
+
+def _orders(plan: Plan) -> list[list[Instruction]]:
+    return [[at for at in order if at.op == FORWARD or not plan.spec.forward_only] for order in plan.orders]
+
+
+def _in_flight(row: Sequence[Instruction | None]) -> int:
+    now = peak = 0
+    for at in row:
+        if at is not None and at.op in "FB":
+            now += 1 if at.op == FORWARD else -1
+            peak = max(peak, now)
+    return peak

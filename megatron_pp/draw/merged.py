@@ -1,0 +1,36 @@
+"""Level of detail for pictures of a fixed width: blocks that are thinner than a pixel, added up per pixel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megatron_pp.plan.simulation import Event
+
+
+class Piece(NamedTuple):
+    """Something to draw from ``left`` to ``right`` (pixels): one block, or the shares of operations in one pixel."""
+
+    left: float
+    right: float
+    event: Event | None
+    shares: tuple[tuple[str, float], ...] = ()
+
+
+def pieces(events: Sequence[Event], pixels_per_unit: float) -> Iterator[Piece]:
+    """Blocks of at least a pixel as they are; the others as one piece a pixel, of the share that each operation has."""
+    pixel, shares = -1, dict[str, float]()
+    for event in events:
+        left, right = event.start * pixels_per_unit, event.end * pixels_per_unit
+        if right - left < 1.0 and int(left) == pixel:
+            shares[event.instruction.op] = shares.get(event.instruction.op, 0.0) + right - left
+            continue
+        if shares:
+            yield Piece(pixel, pixel + 1, None, tuple(shares.items()))
+        if right - left < 1.0:
+            pixel, shares = int(left), {event.instruction.op: right - left}
+        else:
+            pixel, shares = -1, {}
+            yield Piece(left, right, event)
+    if shares:
+        yield Piece(pixel, pixel + 1, None, tuple(shares.items()))

@@ -1,0 +1,406 @@
+"use strict";
+// Draws timelines on canvases from compact columns: no element per block, so half a million blocks are fine.
+// All timelines of a page share one visible stretch of time.
+
+const OPS = ["F", "B", "W"];
+const NAMES = { F: "forward", B: "backward", W: "weight gradients" };
+const WAITS = ["wait for an activation", "wait for a gradient", "release an output (own send)", "release a gradient (own send)"];
+const ROW = { block: 22, strip: 4, memory: 26, gap: 8 };
+const AXIS = 22;
+
+const view = { from: 0, to: 1, end: 1, picked: -1 };
+let charts = [];
+let colours = {};
+
+async function unpack(id) {
+  const text = document.getElementById(id).textContent.trim();
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).arrayBuffer();
+}
+
+function column(buffer, at, Kind) {
+  return new Kind(buffer, at[0], at[1]);
+}
+
+// ---- geometry
+
+function laneHeight(chart) {
+  const strips = chart.hasTransfers ? 2 * ROW.strip + 3 : 0;
+  return ROW.block + strips + (chart.hasMemory ? ROW.memory + 4 : 0) + ROW.gap;
+}
+
+function margin(chart) {
+  return chart.margin;
+}
+
+function x(chart, time) {
+  return margin(chart) + ((time - view.from) / (view.to - view.from)) * (chart.width - margin(chart) - 8);
+}
+
+function timeAt(chart, px) {
+  return view.from + ((px - margin(chart)) / (chart.width - margin(chart) - 8)) * (view.to - view.from);
+}
+
+// ---- drawing
+
+function readColours() {
+  const style = getComputedStyle(document.documentElement);
+  for (const name of ["paper", "ink", "soft", "rule", "idle", "wait", "memory", "memory-fill", "act", "grad"]) {
+    colours[name] = style.getPropertyValue("--" + name).trim();
+  }
+}
+
+function firstEndingAfter(starts, lengths, tick) {
+  let low = 0, high = starts.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (starts[middle] + lengths[middle] < tick) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+function draw(chart) {
+  const ratio = window.devicePixelRatio || 1;
+  const box = chart.canvas.getBoundingClientRect();
+  chart.width = box.width;
+  const height = AXIS + chart.lanes.length * laneHeight(chart) + 4;
+  if (chart.canvas.width !== Math.round(box.width * ratio) || chart.canvas.height !== Math.round(height * ratio)) {
+    chart.canvas.style.height = height + "px";
+    chart.canvas.width = Math.round(box.width * ratio);
+    chart.canvas.height = Math.round(height * ratio);
+  }
+  const pen = chart.canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.fillStyle = colours.paper;
+  pen.fillRect(0, 0, chart.width, height);
+  drawAxis(chart, pen, height);
+  const top = chart.canvas.getBoundingClientRect().top;
+  chart.lanes.forEach((lane, k) => {
+    const y = AXIS + k * laneHeight(chart);
+    if (top + y > window.innerHeight + 300 || top + y + laneHeight(chart) < -300) return; // off the screen
+    drawLane(chart, pen, lane, y);
+  });
+}
+
+function tickStep(span, most) {
+  const raw = span / Math.max(1, most), power = 10 ** Math.floor(Math.log10(raw));
+  return [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw * (1 - 1e-9));
+}
+
+function drawAxis(chart, pen, height) {
+  const step = tickStep(view.to - view.from, (chart.width - margin(chart)) / 90);
+  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  pen.font = "11px system-ui, sans-serif";
+  pen.textBaseline = "middle";
+  pen.textAlign = "left";
+  pen.fillStyle = colours.soft;
+  pen.fillText(chart.unit, 4, AXIS / 2);
+  for (let k = Math.ceil(view.from / step - 1e-9); k * step <= view.to + 1e-9 * step; k++) {
+    const at = x(chart, k * step);
+    pen.fillStyle = colours.rule;
+    pen.fillRect(at, AXIS - 6, 1, height);
+    pen.fillStyle = colours.soft;
+    pen.fillText((k * step).toFixed(decimals), at + 3, AXIS / 2);
+  }
+}
+
+function drawLane(chart, pen, lane, y) {
+  const left = margin(chart), right = chart.width - 8;
+  pen.fillStyle = colours.ink;
+  pen.font = "12px system-ui, sans-serif";
+  pen.textAlign = "left";
+  pen.textBaseline = "middle";
+  pen.fillText(lane.name, 4, y + ROW.block / 2);
+  pen.save();
+  pen.beginPath();
+  pen.rect(left, y, right - left, laneHeight(chart));
+  pen.clip();
+  pen.fillStyle = colours.idle;
+  pen.fillRect(x(chart, 0), y, x(chart, chart.end) - x(chart, 0), ROW.block);
+  drawStrip(chart, pen, lane.waits, y + ROW.block / 2 - 2, 4, () => colours.wait);
+  drawBlocks(chart, pen, lane, y);
+  if (chart.hasTransfers) {
+    drawStrip(chart, pen, lane.activations, y + ROW.block + 2, ROW.strip, () => colours.act);
+    drawStrip(chart, pen, lane.gradients, y + ROW.block + 3 + ROW.strip, ROW.strip, () => colours.grad);
+  }
+  if (chart.hasMemory) drawMemory(chart, pen, lane, y + laneHeight(chart) - ROW.gap - ROW.memory);
+  pen.restore();
+}
+
+function visible(chart, columns) {
+  const first = firstEndingAfter(columns.starts, columns.lengths, view.from / chart.tick);
+  return [first, view.to / chart.tick];
+}
+
+function drawBlocks(chart, pen, lane, y) {
+  const { starts, lengths, codes } = lane.compute;
+  const [first, last] = visible(chart, lane.compute);
+  pen.font = "11px system-ui, sans-serif";
+  pen.textAlign = "center";
+  let pixel = -1, filled = [0, 0, 0]; // of blocks thinner than a pixel, each operation's share of the pixel, stacked
+  const flush = () => {
+    let top = y;
+    for (const op of [0, 1, 2]) {
+      const height = Math.min(1, filled[op]) * ROW.block;
+      pen.fillStyle = chart.shades[op][0];
+      if (height > 0) pen.fillRect(pixel, top, 1, height);
+      top += height;
+    }
+    filled = [0, 0, 0];
+  };
+  for (let i = first; i < starts.length && starts[i] <= last; i++) {
+    const a = x(chart, starts[i] * chart.tick), b = x(chart, (starts[i] + lengths[i]) * chart.tick);
+    const op = codes[i] >>> 30;
+    if (b - a < 1) {
+      if (Math.floor(a) !== pixel) { flush(); pixel = Math.floor(a); }
+      filled[op] += b - a;
+      continue;
+    }
+    const chunk = (codes[i] >>> 20) & 1023, mb = codes[i] & 0xfffff;
+    const faded = view.picked >= 0 && view.picked !== mb;
+    pen.globalAlpha = faded ? 0.25 : 1;
+    pen.fillStyle = chart.shades[op][chunk];
+    pen.fillRect(a, y, b - a > 3 ? b - a - 0.6 : b - a, ROW.block);
+    const label = chart.chunks > 1 && b - a > 34 ? `${OPS[op]}${chunk}.${mb}` : `${OPS[op]}${mb}`;
+    if (b - a > 6.6 * label.length + 2) {
+      pen.fillStyle = chart.inks[op][chunk];
+      const from = Math.max(a, margin(chart)), to = Math.min(b, chart.width - 8);
+      if (to - from > 6.6 * label.length) pen.fillText(label, (from + to) / 2, y + ROW.block / 2 + 0.5);
+    }
+    pen.globalAlpha = 1;
+  }
+  flush();
+}
+
+function drawStrip(chart, pen, columns, y, height, colour) {
+  const { starts, lengths, codes } = columns;
+  const [first, last] = visible(chart, columns);
+  let drawnTo = -1;
+  for (let i = first; i < starts.length && starts[i] <= last; i++) {
+    const a = x(chart, starts[i] * chart.tick), b = Math.max(a + 0.7, x(chart, (starts[i] + lengths[i]) * chart.tick));
+    if (b < drawnTo + 0.4) continue;
+    pen.globalAlpha = view.picked >= 0 && view.picked !== (codes[i] & 0xfffff) ? 0.2 : 1;
+    pen.fillStyle = colour();
+    pen.fillRect(a, y, b - a, height);
+    drawnTo = b;
+  }
+  pen.globalAlpha = 1;
+}
+
+function drawMemory(chart, pen, lane, y) {
+  const { times, values } = lane.memory;
+  const scale = (v) => y + ROW.memory * (1 - v / chart.mostMemory);
+  pen.beginPath();
+  pen.moveTo(x(chart, 0), y + ROW.memory);
+  for (let i = 0; i < times.length; i++) {
+    const a = x(chart, times[i] * chart.tick);
+    const b = x(chart, i + 1 < times.length ? times[i + 1] * chart.tick : chart.end);
+    pen.lineTo(a, scale(values[i]));
+    pen.lineTo(b, scale(values[i]));
+  }
+  pen.lineTo(x(chart, chart.end), y + ROW.memory);
+  pen.closePath();
+  pen.fillStyle = colours["memory-fill"];
+  pen.fill();
+  pen.strokeStyle = colours.memory;
+  pen.lineWidth = 1;
+  pen.stroke();
+  pen.fillStyle = colours.soft;
+  pen.font = "10px system-ui, sans-serif";
+  pen.textAlign = "right";
+  pen.fillText(`peak ${size(lane.memory.peak)}`, chart.width - 12, y + 6);
+}
+
+// ---- what is under the pointer
+
+function size(bytes) {
+  for (const [unit, one] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]) {
+    if (bytes >= one) return `${(bytes / one).toPrecision(3)} ${unit}`;
+  }
+  return `${bytes.toFixed(0)} B`;
+}
+
+function at(columns, tick) {
+  let low = 0, high = columns.starts.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (columns.starts[middle] <= tick) low = middle; else high = middle - 1;
+  }
+  const inside = columns.starts.length && columns.starts[low] <= tick && tick <= columns.starts[low] + columns.lengths[low];
+  return inside ? low : -1;
+}
+
+function span(chart, columns, i) {
+  const start = columns.starts[i] * chart.tick, length = columns.lengths[i] * chart.tick;
+  const n = (v) => Number(v.toPrecision(6)).toString();
+  return `${n(start)} to ${n(start + length)} ${chart.unit} (${n(length)})`;
+}
+
+function describe(chart, px, py) {
+  const k = Math.floor((py - AXIS) / laneHeight(chart));
+  const lane = chart.lanes[k];
+  if (!lane || px < margin(chart)) return null;
+  const y = py - AXIS - k * laneHeight(chart), tick = timeAt(chart, px) / chart.tick, slack = (view.to - view.from) / chart.tick / 600;
+  if (y <= ROW.block) {
+    const i = at(lane.compute, tick);
+    if (i >= 0) {
+      const code = lane.compute.codes[i], op = OPS[code >>> 30], chunk = (code >>> 20) & 1023, mb = code & 0xfffff;
+      return { mb, text: `${op}${chunk}.${mb}  ${lane.name}\n${NAMES[op]} of chunk ${chunk}, microbatch ${mb} (stage ${lane.stages[chunk]})\n${span(chart, lane.compute, i)}` };
+    }
+    const w = at(lane.waits, tick);
+    if (w >= 0) {
+      const code = lane.waits.codes[w];
+      return { mb: code & 0xfffff, text: `${lane.name}: ${WAITS[code >>> 30]}\nchunk ${(code >>> 20) & 1023}, microbatch ${code & 0xfffff}\n${span(chart, lane.waits, w)}` };
+    }
+    return { mb: -1, text: `${lane.name}: idle` };
+  }
+  if (chart.hasTransfers && y <= ROW.block + 2 * ROW.strip + 4) {
+    const [kind, columns] = y <= ROW.block + 2.5 + ROW.strip ? ["activation", lane.activations] : ["gradient", lane.gradients];
+    let i = at(columns, tick);
+    if (i < 0) i = at(columns, tick + slack);
+    if (i < 0) return null;
+    const where = columns.where[i];
+    return { mb: columns.codes[i] & 0xfffff, text: `${kind} of microbatch ${columns.codes[i] & 0xfffff}, ${lane.name} to rank ${where >>> 20} (for stage ${where & 0xfffff})\n${span(chart, columns, i)}` };
+  }
+  if (chart.hasMemory) {
+    const { times, values } = lane.memory;
+    let i = 0;
+    while (i + 1 < times.length && times[i + 1] <= tick) i++;
+    return { mb: -1, text: `${lane.name}: ${size(values[i])} in use, peak ${size(lane.memory.peak)}` };
+  }
+  return null;
+}
+
+// ---- moving about
+
+function redraw() {
+  requestAnimationFrame(() => charts.forEach(draw));
+}
+
+function zoom(factor, centre) {
+  const middle = centre ?? (view.from + view.to) / 2;
+  const least = view.end * 1e-6;
+  let from = middle - (middle - view.from) * factor, to = middle + (view.to - middle) * factor;
+  if (to - from < least) return;
+  show(from, to);
+}
+
+function show(from, to) {
+  const span = Math.min(to - from, view.end);
+  view.from = Math.min(Math.max(0, from), view.end - span);
+  view.to = view.from + span;
+  redraw();
+}
+
+function listen(chart) {
+  const tip = document.getElementById("tip");
+  let dragged = null;
+  chart.canvas.addEventListener("wheel", (event) => {
+    const scrolls = document.documentElement.scrollHeight > window.innerHeight + 4;
+    if (scrolls && !event.ctrlKey && !event.metaKey && !event.shiftKey) return;
+    event.preventDefault();
+    const px = event.clientX - chart.canvas.getBoundingClientRect().left;
+    if (event.shiftKey) {
+      const by = ((event.deltaX || event.deltaY) / chart.width) * (view.to - view.from);
+      show(view.from + by, view.to + by);
+    } else {
+      zoom(Math.exp(event.deltaY * 0.0015), timeAt(chart, px));
+    }
+  }, { passive: false });
+  chart.canvas.addEventListener("pointerdown", (event) => {
+    dragged = { px: event.clientX, from: view.from, to: view.to, moved: false };
+    chart.canvas.setPointerCapture(event.pointerId);
+  });
+  chart.canvas.addEventListener("pointermove", (event) => {
+    const box = chart.canvas.getBoundingClientRect();
+    if (dragged) {
+      const by = ((dragged.px - event.clientX) / (chart.width - margin(chart))) * (dragged.to - dragged.from);
+      dragged.moved = dragged.moved || Math.abs(dragged.px - event.clientX) > 3;
+      if (dragged.moved) show(dragged.from + by, dragged.to + by);
+    }
+    const found = describe(chart, event.clientX - box.left, event.clientY - box.top);
+    tip.style.display = found ? "block" : "none";
+    if (found) {
+      tip.textContent = found.text;
+      tip.style.left = Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8) + "px";
+      tip.style.top = Math.min(event.clientY + 14, window.innerHeight - tip.offsetHeight - 8) + "px";
+    }
+  });
+  chart.canvas.addEventListener("pointerup", (event) => {
+    const box = chart.canvas.getBoundingClientRect();
+    if (dragged && !dragged.moved) {
+      const found = describe(chart, event.clientX - box.left, event.clientY - box.top);
+      view.picked = found && found.mb !== view.picked ? found.mb : -1;
+      redraw();
+    }
+    dragged = null;
+  });
+  chart.canvas.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+  chart.canvas.addEventListener("dblclick", () => show(0, view.end));
+}
+
+function controls() {
+  const by = (share) => { const d = (view.to - view.from) * share; show(view.from + d, view.to + d); };
+  const actions = { in: () => zoom(0.5), out: () => zoom(2), fit: () => show(0, view.end), theme: toggleTheme };
+  for (const [id, action] of Object.entries(actions)) document.getElementById(id).addEventListener("click", action);
+  const keys = { "+": actions.in, "=": actions.in, "-": actions.out, 0: actions.fit, ArrowLeft: () => by(-0.2), ArrowRight: () => by(0.2) };
+  window.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || !keys[event.key]) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
+  window.addEventListener("resize", redraw);
+  window.addEventListener("scroll", redraw, { passive: true });
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColours(); redraw(); });
+}
+
+function toggleTheme() {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : window.matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+  readColours();
+  redraw();
+}
+
+// ---- start
+
+function columnsOf(buffer, at) {
+  const columns = { starts: column(buffer, at.starts, Uint32Array), lengths: column(buffer, at.lengths, Uint32Array), codes: column(buffer, at.codes, Uint32Array) };
+  if (at.where) columns.where = column(buffer, at.where, Uint32Array);
+  return columns;
+}
+
+function laneOf(buffer, lane) {
+  const values = column(buffer, lane.memory.values, Float32Array);
+  return {
+    name: lane.name,
+    stages: lane.stages,
+    compute: columnsOf(buffer, lane.compute),
+    waits: columnsOf(buffer, lane.waits),
+    activations: columnsOf(buffer, lane.activations),
+    gradients: columnsOf(buffer, lane.gradients),
+    memory: { times: column(buffer, lane.memory.times, Uint32Array), values, peak: lane.memory.peak },
+  };
+}
+
+async function start() {
+  const head = JSON.parse(document.getElementById("head").textContent);
+  const buffer = await unpack("columns");
+  charts = head.timelines.map((t, k) => ({
+    ...t,
+    canvas: document.getElementById("chart" + k),
+    lanes: t.lanes.map((lane) => laneOf(buffer, lane)),
+    margin: Math.max(52, 8 + 7 * Math.max(...t.lanes.map((lane) => lane.name.length))),
+  }));
+  view.end = view.to = Math.max(...charts.map((c) => c.end)) || 1;
+  readColours();
+  charts.forEach(listen);
+  controls();
+  const window_ = /^#t=([\d.]+),([\d.]+)$/.exec(location.hash); // #t=from,to opens a stretch of time
+  if (window_) show(Number(window_[1]), Number(window_[2]));
+  charts.forEach(draw);
+  document.body.dataset.ready = String(charts.reduce((n, c) => n + c.lanes.reduce((m, l) => m + l.compute.starts.length, 0), 0));
+}
+
+start().catch((error) => { document.getElementById("problem").textContent = "This page could not be drawn: " + error; });

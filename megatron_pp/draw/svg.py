@@ -1,0 +1,168 @@
+"""A timeline as SVG: one file, titles to hover over, light or dark as the reader's system says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from megatron_pp.draw.columns import thinned
+from megatron_pp.draw.merged import Piece, pieces
+from megatron_pp.draw.palette import ACTIVATION, GRADIENT, MEMORY, NAMES, OPERATIONS, WAIT, block_colour, ink_on
+from megatron_pp.draw.ticks import size_label, tick_label, tick_step
+from megatron_pp.draw.timeline import Lane, Timeline
+from megatron_pp.plan.simulation import Event, Transfer
+
+_BLOCK, _STRIP, _MEMORY, _GAP = 22, 4, 28, 10
+_TOP, _MARGIN, _RIGHT = 74, 76, 12
+_LETTER = 6.4  # width of a letter of the labels, in pixels
+_STYLE = """
+svg { background: #ffffff; --ink: #1a1a1a; --soft: #5f6368; --rule: #d7dadd; --idle: #f1f2f4; }
+@media (prefers-color-scheme: dark) {
+  svg { background: #15181c; --ink: #e8eaed; --soft: #a5abb3; --rule: #3a4048; --idle: #22272d; }
+}
+text { font: 11px system-ui, sans-serif; fill: var(--ink); }
+.title { font-size: 15px; font-weight: 600; }
+.soft { fill: var(--soft); }
+.label { text-anchor: middle; }
+.end { text-anchor: end; }
+"""
+
+
+def render_svg(timeline: Timeline, width: int = 1400) -> str:
+    """The picture, ``width`` pixels wide; blocks thinner than a pixel are added up per pixel."""
+    return _Picture(timeline, width).render()
+
+
+class _Picture:
+    def __init__(self, timeline: Timeline, width: int) -> None:
+        self.timeline = timeline
+        self.width = width
+        self.scale = (width - _MARGIN - _RIGHT) / (timeline.end or 1.0)
+        self.sent = _sent(timeline)
+        self.most_memory = max((v for lane in timeline.lanes for _, v in lane.memory), default=0.0)
+        strips = 2 * _STRIP + 3 if any(self.sent) else 0
+        self.lane_height = _BLOCK + strips + (_MEMORY + 4 if self.most_memory else 0) + _GAP
+        self.height = _TOP + self.lane_height * len(timeline.lanes) + 6
+
+    def render(self) -> str:
+        size, title = f"{self.width} {self.height}", escape(self.timeline.title, quote=True)
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{self.height}" '
+            f'viewBox="0 0 {size}" role="img" aria-label="{title}">'
+        )
+        return "\n".join(
+            [head, f"<style>{_STYLE}</style>", *self._heading(), *self._axis(), *self._lanes(), "</svg>", ""]
+        )
+
+    def _heading(self) -> Iterator[str]:
+        yield f'<text class="title" x="8" y="20">{escape(self.timeline.title)}</text>'
+        keys = [(NAMES[op], OPERATIONS[op].hex, 12) for op in OPERATIONS if self._has(op)]
+        if any(lane.waits for lane in self.timeline.lanes):
+            keys.append(("waiting", WAIT.hex, 4))
+        if any(self.sent):
+            keys += [("activation on its way", ACTIVATION.hex, 4), ("gradient on its way", GRADIENT.hex, 4)]
+        if self.most_memory:
+            keys.append(("memory", MEMORY.hex, 2))
+        x = 8.0
+        for name, colour, thick in keys:
+            yield f'<rect x="{x:.0f}" y="{38 - thick / 2:.0f}" width="20" height="{thick}" fill="{colour}"/>'
+            yield f'<text x="{x + 25:.0f}" y="42">{name}</text>'
+            x += 40 + _LETTER * len(name)
+        facts = f"bubble {self.timeline.bubble_share:.1%}"
+        yield f'<text class="soft" x="{x:.0f}" y="42">{facts}</text>'
+
+    def _has(self, op: str) -> bool:
+        return any(e.instruction.op == op for lane in self.timeline.lanes for e in lane.compute)
+
+    def _axis(self) -> Iterator[str]:
+        end = self.timeline.end
+        step = tick_step(end, (self.width - _MARGIN) // 90)
+        yield f'<text class="soft" x="8" y="{_TOP - 10}">{escape(self.timeline.unit)}</text>'
+        for k in range(int(end / step + 1e-9) + 1):
+            x = self._x(k * step)
+            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 6}" y2="{self.height - 6}" stroke="var(--rule)"/>'
+            yield f'<text class="soft" x="{x + 3:.1f}" y="{_TOP - 10}">{tick_label(k * step, step)}</text>'
+
+    def _x(self, time: float) -> float:
+        return _MARGIN + time * self.scale
+
+    def _lanes(self) -> Iterator[str]:
+        for k, lane in enumerate(self.timeline.lanes):
+            y = _TOP + k * self.lane_height
+            yield f'<text x="8" y="{y + _BLOCK / 2 + 4}">{escape(lane.name)}</text>'
+            whole = self.timeline.end * self.scale
+            yield f'<rect x="{_MARGIN}" y="{y}" width="{whole:.1f}" height="{_BLOCK}" fill="var(--idle)"/>'
+            yield from self._strip(lane.waits, y + _BLOCK / 2 - 2, WAIT.hex)
+            for piece in pieces(lane.compute, self.scale):
+                yield from self._piece(piece, y)
+            if any(self.sent):
+                yield from self._strip(self.sent[k][0], y + _BLOCK + 2, ACTIVATION.hex)
+                yield from self._strip(self.sent[k][1], y + _BLOCK + 3 + _STRIP, GRADIENT.hex)
+            if lane.memory:
+                yield from self._memory(lane, y + self.lane_height - _GAP - _MEMORY)
+
+    def _piece(self, piece: Piece, y: float) -> Iterator[str]:
+        x = _MARGIN + piece.left
+        if piece.event is None:
+            for op, share in piece.shares:
+                height = share * _BLOCK
+                yield f'<rect x="{x:.1f}" y="{y:.1f}" width="1" height="{height:.1f}" fill="{OPERATIONS[op].hex}"/>'
+                y += height
+            return
+        at = piece.event.instruction
+        colour = block_colour(at.op, at.chunk, self.timeline.num_chunks)
+        width = piece.right - piece.left
+        drawn = max(width - 0.7, 0.6)
+        title = f"{at}: {NAMES[at.op]}, {piece.event.start:.6g} to {piece.event.end:.6g} {self.timeline.unit}"
+        yield (
+            f'<rect x="{x:.1f}" y="{y}" width="{drawn:.1f}" height="{_BLOCK}" fill="{colour.hex}">'
+            f"<title>{escape(title)}</title></rect>"
+        )
+        label = next((n for n in (str(at), f"{at.op}{at.mb}") if _LETTER * len(n) + 2 < width), "")
+        if self.timeline.num_chunks == 1 and label:
+            label = f"{at.op}{at.mb}"
+        if label:
+            middle, ink = x + width / 2, f"fill:{ink_on(colour).hex};pointer-events:none"
+            yield f'<text class="label" x="{middle:.1f}" y="{y + _BLOCK / 2 + 4}" style="{ink}">{label}</text>'
+
+    def _strip(self, things: list[Event] | list[Transfer], y: float, colour: str) -> Iterator[str]:
+        """Thin bars; those that touch on paper are one."""
+        left = right = -1.0
+        for thing in things:
+            start, end = self._x(thing.start), max(self._x(thing.start) + 0.7, self._x(thing.end))
+            if start <= right + 0.3:
+                right = max(right, end)
+                continue
+            if right > left:
+                yield _bar(left, right, y, colour)
+            left, right = start, end
+        if right > left:
+            yield _bar(left, right, y, colour)
+
+    def _memory(self, lane: Lane, y: float) -> Iterator[str]:
+        steps = thinned(lane.memory, 2 * self.width)
+        points = [f"M{self._x(0):.1f} {y + _MEMORY}"]
+        for k, (time, value) in enumerate(steps):
+            until = steps[k + 1][0] if k + 1 < len(steps) else self.timeline.end
+            height = y + _MEMORY * (1 - value / self.most_memory)
+            points.append(f"L{self._x(time):.1f} {height:.1f}H{self._x(until):.1f}")
+        points.append(f"V{y + _MEMORY}Z")
+        peak = max(v for _, v in lane.memory)
+        yield f'<path d="{"".join(points)}" fill="{MEMORY.hex}" fill-opacity="0.25" stroke="{MEMORY.hex}"/>'
+        yield f'<text class="soft end" x="{self.width - _RIGHT - 4}" y="{y + 8}">peak {size_label(peak)}</text>'
+
+
+def _bar(left: float, right: float, y: float, colour: str) -> str:
+    return f'<rect x="{left:.1f}" y="{y:.1f}" width="{right - left:.1f}" height="{_STRIP}" fill="{colour}"/>'
+
+
+def _sent(timeline: Timeline) -> list[tuple[list[Transfer], list[Transfer]]]:
+    """Per lane, the activations and gradients it sends that take time; an empty list where no lane sends any."""
+    sent: list[tuple[list[Transfer], list[Transfer]]] = [([], []) for _ in timeline.lanes]
+    for t in timeline.transfers:
+        if t.end > t.start:
+            sent[t.source][t.kind == "G"].append(t)
+    for pair in sent:
+        for transfers in pair:
+            transfers.sort(key=lambda t: t.start)
+    return sent if any(s for pair in sent for s in pair) else []

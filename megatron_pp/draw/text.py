@@ -1,0 +1,184 @@
+"""A timeline in the terminal: a row per rank, a column per stretch of time, in panels where the screen is too narrow.
+
+Readable without colour: a block begins with its name (``F3``: forward of microbatch 3; ``F1.3`` with several chunks)
+and goes on with ``-`` (forward), ``=`` (backward) or ``~`` (weight gradients); ``.`` is idle. Rows between ranks show
+transfers: ``v`` towards the higher rank, ``^`` towards the lower one, ``x`` both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from megatron_pp.draw.palette import block_colour, ink_on
+from megatron_pp.draw.ticks import tick_label, tick_step
+from megatron_pp.draw.timeline import Lane, Timeline
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT
+from megatron_pp.plan.simulation import Event
+
+_FILL = {FORWARD: "-", BACKWARD: "=", WEIGHT: "~"}
+_IDLE = "."
+_MARKS = {(True, False): "v", (False, True): "^", (True, True): "x"}
+_MAX_PANELS = 6
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Time to columns: ``columns`` for the whole timeline, shown ``width`` at a time."""
+
+    per_column: float
+    columns: int
+    width: int
+
+    def column(self, time: float) -> int:
+        return min(self.columns, round(time / self.per_column))
+
+
+def render_text(timeline: Timeline, width: int = 80, max_panels: int = _MAX_PANELS) -> list[Text]:
+    """The lines of the drawing, none wider than ``width`` columns."""
+    margin = max(len(lane.name) for lane in timeline.lanes) + 1
+    scale = choose_scale(timeline, max(10, width - margin), max_panels)
+    rows = _rows(timeline, scale)
+    lines: list[Text] = []
+    for start in range(0, scale.columns, scale.width):
+        stop = min(start + scale.width, scale.columns)
+        lines.append(Text(timeline.unit.ljust(margin)[:margin] + _axis(scale, start, stop), style="dim"))
+        lines += [Text(name.ljust(margin)) + row[start:stop] for name, row in rows]
+        lines.append(Text())
+    return lines[:-1]
+
+
+def choose_scale(timeline: Timeline, width: int, max_panels: int) -> Scale:
+    """Wide enough for names, or letters, in the shortest blocks within ``max_panels`` panels; otherwise one panel."""
+    events = [e for lane in timeline.lanes for e in lane.compute if e.end > e.start]
+    if not events:
+        return Scale(max(timeline.end, 1.0), 1, width)
+    shortest = min(e.end - e.start for e in events)
+    longest_name = max(len(_label(e, timeline)) for e in events)
+    for name in range(longest_name, 0, -1):
+        columns = round(timeline.end / shortest * name)
+        if columns <= width * max_panels:
+            return Scale(timeline.end / columns, columns, width)
+    return Scale(timeline.end / width, width, width)
+
+
+def legend(timeline: Timeline) -> Text:
+    """One line that says what the letters and marks mean."""
+    ops = {e.instruction.op for lane in timeline.lanes for e in lane.compute}
+    text = Text()
+    for op, name in ((FORWARD, "forward"), (BACKWARD, "backward"), (WEIGHT, "weights")):
+        if op in ops:
+            colour = block_colour(op, 0, 1)
+            text.append(f"{op}{_FILL[op]}", style=f"{ink_on(colour).hex} on {colour.hex}")
+            text.append(f" {name}  ")
+    text.append(f"{_IDLE} idle")
+    if any(t.end > t.start for t in timeline.transfers):
+        text.append("  v ^ x transfers down, up, both")
+    return text
+
+
+def _rows(timeline: Timeline, scale: Scale) -> list[tuple[str, Text]]:
+    """(name, whole row) of every rank, and of the links between them where a transfer takes time."""
+    links = _links(timeline, scale)
+    rows: list[tuple[str, Text]] = []
+    for rank, lane in enumerate(timeline.lanes):
+        rows.append((lane.name, _lane_row(lane, timeline, scale)))
+        if rank in links:
+            rows.append(("", Text(links[rank], style="dim")))
+    return rows
+
+
+def _lane_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
+    if _is_crowded(lane, scale):
+        return _crowded_row(lane, timeline, scale)
+    row = Text()
+    for event in lane.compute:
+        start, stop = max(scale.column(event.start), len(row)), scale.column(event.end)
+        row.append(_IDLE * (start - len(row)), style="dim")
+        if stop > start:
+            row.append(_block(event, timeline, stop - start), style=_style(event, timeline))
+    row.append(_IDLE * (scale.columns - len(row)), style="dim")
+    return row
+
+
+def _is_crowded(lane: Lane, scale: Scale) -> bool:
+    """Whether the typical block is thinner than a column."""
+    return len(lane.compute) > scale.columns
+
+
+def _crowded_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
+    """Every column shows what fills most of it."""
+    filled: list[dict[Event | None, float]] = [{} for _ in range(scale.columns)]
+    totals: list[dict[str, float]] = [{} for _ in range(scale.columns)]
+    for event in lane.compute:
+        first = min(scale.columns - 1, int(event.start / scale.per_column))
+        last = min(scale.columns - 1, int(event.end / scale.per_column))
+        for column in range(first, last + 1):
+            start, stop = column * scale.per_column, (column + 1) * scale.per_column
+            part = min(stop, event.end) - max(start, event.start)
+            totals[column][event.instruction.op] = totals[column].get(event.instruction.op, 0.0) + part
+            filled[column][event] = part
+    row = Text()
+    for parts, events in zip(totals, filled, strict=True):
+        op = max(parts, key=lambda o: parts[o], default=None)
+        if op is None or 2 * sum(parts.values()) < scale.per_column:
+            row.append(_IDLE, style="dim")
+        else:
+            longest = max((e for e in events if e and e.instruction.op == op), key=lambda e: events[e])
+            row.append(op, style=_style(longest, timeline))
+    return row
+
+
+def _block(event: Event, timeline: Timeline, width: int) -> str:
+    op = event.instruction.op
+    label = _label(event, timeline)
+    shown = label if len(label) <= width else op
+    return shown.ljust(width, _FILL[op])
+
+
+def _label(event: Event, timeline: Timeline) -> str:
+    at = event.instruction
+    return f"{at.op}{at.mb}" if timeline.num_chunks == 1 else f"{at.op}{at.chunk}.{at.mb}"
+
+
+def _style(event: Event, timeline: Timeline) -> str:
+    colour = block_colour(event.instruction.op, event.instruction.chunk, timeline.num_chunks)
+    return f"{ink_on(colour).hex} on {colour.hex}"
+
+
+def _links(timeline: Timeline, scale: Scale) -> dict[int, str]:
+    """Under rank r, the transfers between r and r + 1; under the last rank, those between it and the first one."""
+    ranks = len(timeline.lanes)
+    marks: dict[int, list[list[bool]]] = {}
+    for t in timeline.transfers:
+        if t.end <= t.start:
+            continue
+        low, high = sorted((t.source, t.target))
+        under, up = (low, t.source > t.target) if high == low + 1 else (ranks - 1, t.source < t.target)
+        row = marks.setdefault(under, [[False, False] for _ in range(scale.columns)])
+        first = min(scale.columns - 1, int(t.start / scale.per_column))
+        for column in range(first, max(first + 1, scale.column(t.end))):
+            row[column][up] = True
+    return {rank: "".join(_MARKS.get((c[0], c[1]), " ") for c in row) for rank, row in marks.items()}
+
+
+def _axis(scale: Scale, start: int, stop: int) -> str:
+    """Round times above their columns."""
+    line = [" "] * (stop - start)
+    step = tick_step(scale.width * scale.per_column, scale.width // 10)
+    first = math.ceil(start * scale.per_column / step - 1e-9)
+    last = math.floor(stop * scale.per_column / step + 1e-9)
+    for k in range(first, last + 1):
+        column = scale.column(k * step) - start
+        text = "|" + tick_label(k * step, step)
+        if column + len(text) <= len(line):
+            line[column : column + len(text)] = text
+    return "".join(line)
+
+
+def plain(lines: Sequence[Text]) -> str:
+    """Without colour, as a file or a test wants it."""
+    return "\n".join(line.plain.rstrip() for line in lines)

@@ -1,0 +1,28 @@
+"""Round numbers for axes."""
+
+from __future__ import annotations
+
+import math
+
+
+def tick_step(span: float, most: int) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten that gives no more than ``most`` steps over ``span``."""
+    if span <= 0:
+        return 1.0
+    raw = span / max(1, most)
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(power * m for m in (1, 2, 5, 10) if power * m >= raw * (1 - 1e-9))
+
+
+def tick_label(value: float, step: float) -> str:
+    """``value`` with as many decimals as ``step`` needs."""
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{value:.{decimals}f}"
+
+
+def size_label(value: float) -> str:
+    """Bytes in the unit that keeps the number short."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}" if value < 1000 * size else f"{value / size:.0f} {unit}"
+    return f"{value:.0f} B"

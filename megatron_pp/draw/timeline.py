@@ -1,0 +1,107 @@
+"""What every drawing starts from: the blocks, waits, transfers and memory of each rank, simulated or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_pp.plan.instruction import COMPUTE_OPS, RELEASE_OPS, WAIT_OPS
+from megatron_pp.plan.memory import ModelShape, rank_memory
+from megatron_pp.plan.simulation import Event, Simulation, Transfer
+
+
+@dataclass
+class Lane:
+    """One rank.
+
+    compute  forwards, backwards and weight gradients, in order of time, never overlapping
+    waits    WAIT and RELEASE instructions that took time
+    memory   (time, bytes) steps: the value holds from its time to the next one's; empty where not known
+    """
+
+    name: str
+    compute: list[Event] = field(default_factory=list)
+    waits: list[Event] = field(default_factory=list)
+    memory: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def busy(self) -> float:
+        return sum(e.end - e.start for e in self.compute)
+
+
+@dataclass
+class Timeline:
+    """All ranks of one step. Times are in ``unit``, from 0 on; ``stages[rank][chunk]`` says who holds which stage."""
+
+    title: str
+    unit: str
+    lanes: list[Lane]
+    stages: Sequence[Sequence[int]]
+    transfers: Iterable[Transfer] = ()
+    num_microbatches: int = 1
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.stages[0])
+
+    @property
+    def end(self) -> float:
+        """When the last thing that is drawn ends."""
+        ends = [events[-1].end for lane in self.lanes for events in (lane.compute, lane.waits) if events]
+        return max(ends, default=0.0)
+
+    @property
+    def bubble_share(self) -> float:
+        whole = self.end * len(self.lanes)
+        return 1.0 - sum(lane.busy for lane in self.lanes) / whole if whole else 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(lane.compute) for lane in self.lanes)
+
+
+def simulated_timeline(
+    simulation: Simulation, unit: str = "slots", shape: ModelShape | None = None, title: str | None = None
+) -> Timeline:
+    """The timeline of a simulated step; with a model shape also the memory of every rank."""
+    plan = simulation.plan
+    lanes = []
+    for rank in range(len(plan.programs)):
+        lane = _lane(f"rank {rank}", simulation.events(rank))
+        if shape is not None:
+            memory = rank_memory(plan, rank, shape)
+            lane.memory = _steps(simulation.ends[rank], memory.after, memory.static)
+        lanes.append(lane)
+    return Timeline(
+        title or plan.spec.describe(),
+        unit,
+        lanes,
+        plan.placement.stages,
+        simulation.transfers,
+        plan.spec.num_microbatches,
+    )
+
+
+def _lane(name: str, events: Iterable[Event]) -> Lane:
+    lane = Lane(name)
+    for event in events:
+        op = event.instruction.op
+        if op in COMPUTE_OPS:
+            lane.compute.append(event)
+        elif (op in WAIT_OPS or op in RELEASE_OPS) and event.end > event.start:
+            lane.waits.append(event)
+    return lane
+
+
+def _steps(times: Sequence[float], values: Sequence[float], static: float) -> list[tuple[float, float]]:
+    """Only where the value changes; of several values at one time the last one."""
+    steps = [(0.0, static)]
+    for time, value in zip(times, values, strict=True):
+        now = static + value
+        if steps[-1][1] == now:
+            continue
+        if steps[-1][0] == time:
+            steps[-1] = (time, now)
+        else:
+            steps.append((time, now))
+    return steps

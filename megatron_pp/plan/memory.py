@@ -1,0 +1,177 @@
+"""Memory in bytes: what a transformer keeps per microbatch and layer, and what that makes of a plan on every rank.
+
+Activations of a layer are counted as in arXiv 2205.05198 (section 4, in bytes for 16-bit activations:
+s b h (34 + 5 a s / h), less with tensor parallelism and recomputation); what the weight gradients still need after a
+split backward as in arXiv 2401.10241 (appendix: 32 s b h). Parameters, gradients and optimizer states are those of
+Megatron's mixed-precision optimizer. Kernels' workspace and fragmentation are not counted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT
+from megatron_pp.plan.lifetime import tensors_timeline
+from megatron_pp.plan.spec import Plan, PlanError
+
+NONE = "none"
+SELECTIVE = "selective"  # attention's softmax part is computed again, or never stored (flash attention)
+FULL = "full"  # each layer keeps only its input
+RECOMPUTE = (NONE, SELECTIVE, FULL)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A transformer as far as its memory goes. Sizes are of the whole model, before any parallel split.
+
+    num_layers, hidden_size, num_attention_heads, ffn_hidden_size (None: 4 h), vocab_size (0: no embedding and head)
+    seq_length, micro_batch_size
+    tensor_parallel, context_parallel, data_parallel  ranks; data_parallel > 1 means a distributed optimizer
+    sequence_parallel  whether the parts outside tensor parallelism are split too
+    recompute          none, selective or full
+    element_bytes      of an activation and of a parameter: 2 for bf16
+    """
+
+    num_layers: int
+    hidden_size: int
+    seq_length: int
+    micro_batch_size: int = 1
+    num_attention_heads: int = 0
+    ffn_hidden_size: int | None = None
+    vocab_size: int = 0
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    data_parallel: int = 1
+    sequence_parallel: bool = False
+    recompute: str = SELECTIVE
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        least = {"num_attention_heads": 0, "vocab_size": 0}
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "seq_length",
+            "micro_batch_size",
+            "num_attention_heads",
+            "vocab_size",
+            "tensor_parallel",
+            "context_parallel",
+            "data_parallel",
+            "element_bytes",
+        ):
+            if getattr(self, name) < least.get(name, 1):
+                raise PlanError(f"{name} is {getattr(self, name)}; it must be at least {least.get(name, 1)}")
+        if self.recompute not in RECOMPUTE:
+            raise PlanError(f"recompute {self.recompute!r} is not known; it is one of {', '.join(RECOMPUTE)}")
+
+    @property
+    def tokens(self) -> float:
+        """s * b of one rank."""
+        return self.seq_length * self.micro_batch_size / self.context_parallel
+
+    @property
+    def message_bytes(self) -> float:
+        """One activation (or its gradient) between stages: [s, b, h]."""
+        split = self.tensor_parallel if self.sequence_parallel else 1
+        return self.tokens * self.hidden_size * self.element_bytes / split
+
+    @property
+    def layer_bytes(self) -> float:
+        """What one layer keeps of one microbatch between its forward and its backward."""
+        unit = self.tokens * self.hidden_size * self.element_bytes / 2  # the paper counts 2 bytes an element
+        t = self.tensor_parallel
+        outside = t if self.sequence_parallel else 1
+        if self.recompute == FULL:
+            return 2 * unit / outside
+        attention = 0.0
+        if self.recompute == NONE:
+            attention = 5 * self.num_attention_heads * self.seq_length / self.context_parallel / self.hidden_size
+        return unit * (10 / outside + (24 * self._ffn_share + attention) / t)
+
+    @property
+    def layer_weight_grad_bytes(self) -> float:
+        """What a layer still holds of a microbatch after its input gradients, for its weight gradients."""
+        return 32 * self.tokens * self.hidden_size * self.element_bytes / 2 / self.tensor_parallel
+
+    @property
+    def layer_parameters(self) -> float:
+        h, ffn = self.hidden_size, self.ffn_hidden_size or 4 * self.hidden_size
+        return (4 * h * h + 2 * h * ffn) / self.tensor_parallel
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Parameter, fp32 gradient, and fp32 copy with two moments, which a distributed optimizer splits."""
+        return self.element_bytes + 4 + 12 / self.data_parallel
+
+    @property
+    def _ffn_share(self) -> float:
+        """Of the 24 s b h inside tensor parallelism, 16 are the feed-forward part's at width 4 h (2205.05198, 4.1)."""
+        return (8 + 16 * (self.ffn_hidden_size or 4 * self.hidden_size) / (4 * self.hidden_size)) / 24
+
+    def layers_per_stage(self, num_stages: int) -> int:
+        """Raises PlanError where the layers do not divide."""
+        layers, left = divmod(self.num_layers, num_stages)
+        if left:
+            raise PlanError(f"{self.num_layers} layers do not divide over {num_stages} stages; a multiple of it would")
+        return layers
+
+    def kept_bytes(self, stage: int, num_stages: int) -> float:
+        """What a stage keeps of one microbatch between forward and backward, besides its input (a pipeline tensor)."""
+        kept = self.layers_per_stage(num_stages) * self.layer_bytes
+        if stage > 0:
+            kept = max(0.0, kept - self.message_bytes)
+        if stage == num_stages - 1:  # logits in fp32
+            kept += 4 * self.tokens * self.vocab_size / self.tensor_parallel
+        return kept
+
+    def kept_for_weights(self, stage: int, num_stages: int) -> float:
+        """What of it stays after the input gradients until the weight gradients are done."""
+        return self.layers_per_stage(num_stages) * self.layer_weight_grad_bytes
+
+    def static_bytes(self, stages: Sequence[int], num_stages: int) -> float:
+        """Parameters, gradients and optimizer states of a rank that holds ``stages``."""
+        parameters = self.layers_per_stage(num_stages) * self.layer_parameters * len(stages)
+        table = self.vocab_size * self.hidden_size / self.tensor_parallel
+        parameters += table * ((0 in stages) + (num_stages - 1 in stages))
+        return parameters * self.bytes_per_parameter
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank: ``static`` all the time, and ``after[i]`` in activations right after instruction i."""
+
+    static: float
+    after: Sequence[float]
+
+    @property
+    def peak(self) -> float:
+        return self.static + max(self.after, default=0.0)
+
+
+def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = True) -> RankMemory:
+    """Bytes of ``rank`` along its program. Raises PlanError where the layers do not divide over the stages."""
+    stages, total = plan.placement.stages[rank], plan.placement.num_stages
+    program = plan.programs[rank]
+    split = {(i.chunk, i.mb) for i in program if i.op == WEIGHT}
+    kept = [0.0 if plan.spec.forward_only else shape.kept_bytes(s, total) for s in stages]
+    late = [shape.kept_for_weights(s, total) for s in stages]
+    inside = 0.0  # the chunks' own activations
+    after = array("d")
+    for at, tensors in zip(program, tensors_timeline(plan, rank, deallocate), strict=True):
+        if at.op == FORWARD:
+            inside += kept[at.chunk]
+        elif at.op == BACKWARD:
+            inside -= kept[at.chunk]
+            inside += late[at.chunk] if (at.chunk, at.mb) in split else 0.0
+        elif at.op == WEIGHT:
+            inside -= late[at.chunk]
+        after.append(inside + tensors * shape.message_bytes)
+    return RankMemory(shape.static_bytes(stages, total), after)
+
+
+def peak_bytes(plan: Plan, shape: ModelShape, deallocate: bool = True) -> tuple[float, ...]:
+    """Peak of every rank, static part included."""
+    return tuple(rank_memory(plan, r, shape, deallocate).peak for r in range(len(plan.programs)))
