@@ -45,7 +45,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_pp", "megatron_pp.*"]),
-    package_data={"megatron_pp": ["py.typed"]},
+    package_data={"megatron_pp": ["py.typed", "draw/page/*"]},
     python_requires=">=3.10",
     # An open range: clusters bring their own torch. The scripts pin one in scripts/constraints.txt.
     install_requires=["torch>=2.6"],
