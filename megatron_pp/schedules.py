@@ -17,12 +17,14 @@ from megatron_pp.engine import PlanExecutor, Shapes
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.wiring import describe_step, guarded
 from megatron_pp.finalize import finalize_gradients
+from megatron_pp.named_tensors import NamedSteps, names_of, shapes_of
 from megatron_pp.output_lifetime import custom_backward, deallocate_output_tensor
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.plan.spec import Plan
+from megatron_pp.profiler_ranges import ranges_if_profiling
 from megatron_pp.schedule_inputs import (
     checkpoint_flags,
     default_pipeline_group,
@@ -89,7 +91,8 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     forward_only           evaluation: no graph is built, no gradient touched
     collect_non_loss_data  loss_func(output, non_loss_data=True) is reported
     first_val_step         FP8 weights are refreshed on the first validation step only
-    adjust_tensor_shapes_fn   (receive shapes, send shapes) -> the same adjusted; not with chunks
+    adjust_tensor_shapes_fn   (receive shapes, send shapes) -> the same adjusted, one per tensor, or as dicts of
+                           name -> shape for stages that give each other dicts; not with chunks
     p2p_communicator, pg_collection   the pipeline group to use; by default parallel_state's
     force_all_reduce       handed to config.finalize_model_grads_func
 
@@ -244,11 +247,12 @@ class StepCall:
         executor = PlanExecutor(
             plan,
             self.communicator,
-            steps,
+            self._named(steps, plan),
             SyncHooks(self.config, self.inputs.chunks),
             self.shapes,
             deallocate=getattr(self.config, "deallocate_pipeline_outputs", True),
             max_pending_sends=getattr(self.config, "max_pending_sends", 2),
+            observer=ranges_if_profiling(),
         )
         with guarded(self.communicator, self.config, executor, (self.spec, self.shapes), self.describe) as guard:
             self.communicator.prepare(plan.placement.rank_edges())
@@ -312,7 +316,16 @@ class StepCall:
             send = list(receive)
         if adjust is not None:
             receive, send = adjust(receive, send)
-        return Shapes(*(shapes[0] if len(shapes) == 1 else list(shapes) for shapes in (receive, send)))
+        self.names = names_of(receive), names_of(send)
+        listed = [shapes_of(shapes) for shapes in (receive, send)]
+        return Shapes(*(shapes[0] if len(shapes) == 1 else shapes for shapes in listed))
+
+    def _named(self, steps: Any, plan: Plan) -> Any:
+        """The steps, or, where the stages give each other dicts, the steps behind an adapter."""
+        received, sent = self.names
+        if received is None and sent is None:
+            return steps
+        return NamedSteps(steps, received, sent, self.step_options(plan).is_last_stage)
 
     def _check_for_communication(self) -> None:
         if self.communicator.dtype is None:
