@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -109,9 +110,9 @@ class GradientClipper:
 
 
 def places_of(names_of_ranks: Sequence[Sequence[str]]) -> dict[str, int]:
-    """A place for every parameter of the model, in one order on all ranks. Raises RuntimeError if two ranks hold one."""
+    """A place for every parameter of the model, the same on all ranks. Raises RuntimeError if two ranks hold one."""
     names = sorted(name for names in names_of_ranks for name in names)
-    twice = sorted({name for name, next_name in zip(names, names[1:], strict=False) if name == next_name})
+    twice = sorted({name for name, next_name in itertools.pairwise(names) if name == next_name})
     if twice:
         raise RuntimeError(f"two ranks of the pipeline hold the same parameter: {', '.join(twice)}")
     return {name: place for place, name in enumerate(names)}

@@ -145,7 +145,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         # Where tensors are written to files.
         patch.setattr(torch, "save", full)
-        with pytest.raises(CheckpointError, match="step-00000002 cannot be written: .*No space left"):
+        with pytest.raises(CheckpointError, match=r"step-00000002 cannot be written: .*No space left"):
             save(tmp_path, 2)
     assert_holds(find_checkpoint(tmp_path), 1)
 
@@ -168,13 +168,13 @@ def test_where_there_is_no_checkpoint(tmp_path: Path) -> None:
 def test_damaged_descriptions_are_refused(tmp_path: Path, text: str) -> None:
     path = save(tmp_path, 1)
     (path / DESCRIPTION).write_text(text)
-    with pytest.raises(CheckpointError, match="use another checkpoint|has format 2"):
+    with pytest.raises(CheckpointError, match=r"use another checkpoint|has format 2"):
         find_checkpoint(tmp_path)
 
 
 def test_missing_tensors_are_named(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="cannot be loaded: .*model.unknown"):
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*model.unknown"):
         load_tensors(find_checkpoint(tmp_path), {"model.unknown": torch.zeros(1)})
 
 
@@ -203,7 +203,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, where: str) -> None:
     else:
         (data,) = path.glob("*.distcp")
         data.write_bytes(bomb.ljust(data.stat().st_size, b"\0"))
-    with pytest.raises(CheckpointError, match="which no checkpoint of ours holds|cannot be loaded"):
+    with pytest.raises(CheckpointError, match=r"which no checkpoint of ours holds|cannot be loaded"):
         loaded(find_checkpoint(tmp_path))
     assert not proof.exists()
 

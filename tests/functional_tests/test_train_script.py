@@ -1,0 +1,242 @@
+"""The training script under torchrun: it learns, continues exactly, ends cleanly, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE = 180.0
+"""Seconds until a run is killed; none should take a tenth of it on an idle machine."""
+
+# A model so small that a step costs next to nothing.
+SMALL = [
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "32",
+    "--micro-batch-size",
+    "2",
+    "--num-microbatches",
+    "4",
+    "--max-data-bytes",
+    "400000",
+    "--eval-steps",
+    "1",
+    "--eval-interval",
+    "4",
+    "--warmup-steps",
+    "2",
+    "--log-interval",
+    "1",
+]
+INTERLEAVED = ["--virtual-pipeline-model-parallel-size", "2", "--overlap-p2p-comm"]
+
+
+@contextmanager
+def started(
+    ranks: int, flags: Sequence[str], launcher: Sequence[str] = ("-m", "torch.distributed.run")
+) -> Iterator[Any]:
+    """A run of the script in a session of its own. It ends with the context, and at the latest when its time is up."""
+    command = [
+        *(sys.executable, *launcher, "--standalone", "--nproc-per-node", str(ranks)),
+        *(str(ROOT / "scripts" / "train.py"), *flags),
+    ]
+    # The launcher kills ranks that do not follow within that many seconds.
+    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment
+    )
+    watch = threading.Timer(DEADLINE, process.terminate)
+    watch.start()
+    try:
+        yield process
+    finally:
+        watch.cancel()
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.communicate()
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that a launcher has started, by rank."""
+    ranks = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            variables = (folder / "environ").read_text().split("\0") if parent == launcher else []
+        except OSError:  # it has ended meanwhile
+            continue
+        ranks.update({int(v.removeprefix("RANK=")): int(folder.name) for v in variables if v.startswith("RANK=")})
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def run(ranks: int, flags: Sequence[str]) -> tuple[int, str]:
+    """Run the script to its end. Returns the exit code and all output."""
+    with started(ranks, flags) as process:
+        output, _ = process.communicate(timeout=DEADLINE)
+        return process.returncode, output
+
+
+def run_well(ranks: int, flags: Sequence[str]) -> str:
+    code, output = run(ranks, flags)
+    assert code == 0, output
+    return output
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """All metrics that do not depend on the machine's speed."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if name not in ("tokens_per_second", "bubble")}
+        for line in lines
+    ]
+
+
+def losses(folder: Path, name: str = "loss") -> list[float]:
+    return [record[name] for record in numbers(folder) if name in record]
+
+
+def tensors_of(checkpoint: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint, read by one process."""
+    import torch.distributed.checkpoint as dcp
+
+    from megatron_pp.training.safe_reader import SafeFileSystemReader
+
+    reader = SafeFileSystemReader(checkpoint)
+    kept: dict[str, Any] = {name: _empty(entry) for name, entry in reader.read_metadata().state_dict_metadata.items()}
+    dcp.load(kept, storage_reader=reader, no_dist=True)
+    return kept
+
+
+def _empty(entry: Any) -> Any:
+    import torch
+
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+# Tests that look at the same run go to the same worker, where there are several.
+shared_run = pytest.mark.xdist_group("train_script")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight steps of two ranks with two chunks each, with dropout and a checkpoint after the fourth."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    flags = [*SMALL, *INTERLEAVED, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1"]
+    output = run_well(2, [*flags, "--run-dir", str(folder)])
+    assert "validation loss: " in output.splitlines()[-1]
+    return folder
+
+
+@shared_run
+def test_a_run_leaves_metrics_a_plot_and_checkpoints(trained: Path) -> None:
+    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    assert [record["step"] for record in steps] == list(range(1, 9))
+    assert all(0.0 <= record["bubble"] <= 1.0 and record["tokens_per_second"] > 0 for record in steps)
+    assert [record["step"] for record in records if "validation_loss" in record] == [0, 4, 8]
+    assert losses(trained, "validation_loss")[-1] < losses(trained, "validation_loss")[0]
+    assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (trained / "checkpoints").iterdir()) == [
+        "latest",
+        "step-00000004",
+        "step-00000008",
+    ]
+
+
+@shared_run
+def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(trained: Path) -> None:
+    """Losses, gradient norms, weights, optimizer and random states; dropout is on."""
+    expected, kept = numbers(trained), tensors_of(trained / "checkpoints" / "step-00000008")
+    run_well(2, ["--resume", str(trained / "checkpoints" / "step-00000004")])
+    assert numbers(trained) == expected
+    again = tensors_of(trained / "checkpoints" / "step-00000008-2")
+    assert again.keys() == kept.keys()
+    assert {"rng.rank0.cpu", "rng.rank1.cpu", "optimizer.exp_avg.layers.3.feed_forward.up.weight"} <= kept.keys()
+    different = [name for name, tensor in kept.items() if not tensor.equal(again[name])]
+    assert different == []
+
+
+def test_the_pipeline_trains_as_one_process_does_to_the_bit(tmp_path: Path) -> None:
+    flags = [*SMALL, "--train-steps", "4"]
+    run_well(1, [*flags, "--run-dir", str(tmp_path / "one")])
+    run_well(2, [*flags, *INTERLEAVED, "--run-dir", str(tmp_path / "two")])
+    assert numbers(tmp_path / "one") == numbers(tmp_path / "two")
+    assert len(numbers(tmp_path / "one")) == 6
+
+
+def test_replicas_share_the_batch(tmp_path: Path) -> None:
+    """2 pipelines of 2 ranks, each with half of the microbatches, take the steps of one that has all of them."""
+    whole = [*SMALL, "--train-steps", "4", "--clip-grad", "0.5"]
+    halves = [*whole, "--num-microbatches", "2", "--data-parallel-size", "2"]
+    run_well(1, [*whole, "--run-dir", str(tmp_path / "one")])
+    run_well(4, [*halves, "--run-dir", str(tmp_path / "four")])
+    for name in ("loss", "gradient_norm", "validation_loss"):
+        # Not to the bit: two sums of halves are added.
+        assert losses(tmp_path / "four", name) == pytest.approx(losses(tmp_path / "one", name), rel=1e-4), name
+
+
+ENDLESS = [*SMALL, *INTERLEAVED, "--train-steps", "100000", "--save-interval", "0", "--eval-interval", "0"]
+
+
+def interrupt_at_step_three(process: Any, interrupt: Callable[[], None]) -> str:
+    """All output of a run that is interrupted after its third step."""
+    head = []
+    for line in process.stdout:
+        head.append(line)
+        if line.startswith("step 3/"):
+            interrupt()
+            break
+    return "".join(head) + process.communicate(timeout=DEADLINE)[0]
+
+
+def test_ctrl_c_ends_the_run_after_a_step_with_a_checkpoint_to_continue_from(tmp_path: Path) -> None:
+    """As at a terminal, the signal goes to the launcher's whole session; the launcher hands it to the ranks."""
+    folder = tmp_path / "run"
+    with started(2, [*ENDLESS, "--run-dir", str(folder)], [str(ROOT / "scripts" / "launch.py")]) as process:
+        output = interrupt_at_step_three(process, lambda: os.killpg(process.pid, signal.SIGINT))
+        assert process.returncode == 128 + signal.SIGINT, output
+    assert "Traceback" not in output
+    assert "stopped by SIGINT after step" in output
+    assert f"--resume {folder}" in output
+    done = losses(folder)
+    run_well(2, ["--resume", str(folder), "--train-steps", str(len(done) + 2)])
+    assert losses(folder)[: len(done)] == done
+    assert len(losses(folder)) == len(done) + 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks in /proc")
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
+    with started(2, [*ENDLESS, "--run-dir", str(tmp_path / "run")]) as process:
+        output = interrupt_at_step_three(process, lambda: os.kill(ranks_of(process.pid)[1], signal.SIGTERM))
+        assert process.returncode == 0, output
+    assert "stopped by a signal to another rank after step" in output
+
+
+@shared_run
+def test_bad_input_is_told_on_every_rank_and_ends_the_run(tmp_path: Path, trained: Path) -> None:
+    code, output = run(2, [*SMALL, "--data", str(tmp_path / "nothing")])
+    assert code != 0
+    sentence = f"train.py: DataPathError: data path {tmp_path / 'nothing'} does not exist"
+    assert 1 <= output.count(sentence) <= 2  # the launcher may end the second rank before it has spoken
+    code, output = run(1, ["--resume", str(trained)])
+    assert code != 0
+    assert "CheckpointLayoutError" in output
+    assert "pipeline_model_parallel_size is 2 there and 1 here" in output
