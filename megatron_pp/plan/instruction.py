@@ -67,7 +67,7 @@ OP_NAMES = {
 }
 
 NO_MICROBATCH = -1
-_TOKEN = re.compile(r"([A-Z]{1,2})(\d{1,9})(?:\.(\d{1,9}))?\Z")
+_TOKEN = re.compile(r"([A-Z]{1,2})(\d{1,9})(?:\.(\d{1,9}))?\Z", re.ASCII)
 
 
 class InstructionError(ValueError):

@@ -1,0 +1,120 @@
+"""An instruction prints as it parses, and what is no instruction is refused with the text that was found."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import (
+    BATCHABLE_OPS,
+    MARK_OPS,
+    OP_NAMES,
+    Instruction,
+    InstructionError,
+    batch,
+    format_program,
+    instruction,
+    parse_instruction,
+    parse_program,
+)
+
+indices = st.integers(min_value=0, max_value=999_999_999)
+CELL_OPS = sorted(ins.ALL_OPS - MARK_OPS - {ins.BATCH})
+cells = st.builds(instruction, st.sampled_from(CELL_OPS), indices, indices)
+marks = st.builds(instruction, st.sampled_from(sorted(MARK_OPS)), indices)
+batchable = st.builds(instruction, st.sampled_from(sorted(BATCHABLE_OPS)), indices, indices)
+batches = st.builds(batch, st.lists(batchable, min_size=1, max_size=6))
+instructions = st.one_of(cells, marks, batches)
+
+
+@given(instructions)
+def test_an_instruction_prints_as_it_parses(at: Instruction) -> None:
+    assert parse_instruction(str(at)) == at
+    assert parse_instruction(f"  {at}\n") == at
+
+
+@given(st.lists(instructions, max_size=30))
+def test_a_program_prints_as_it_parses(program: list[Instruction]) -> None:
+    assert parse_program(format_program(program)) == program
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("F0.3", Instruction("F", 0, 3)),
+        ("B12.0", Instruction("B", 12, 0)),
+        ("W1.7", Instruction("W", 1, 7)),
+        ("SA1.2", Instruction("SA", 1, 2)),
+        ("DG0.15", Instruction("DG", 0, 15)),
+        ("HA1.0", Instruction("HA", 1, 0)),
+        ("GS0", Instruction("GS", 0, -1)),
+        ("PS3", Instruction("PS", 3, -1)),
+        ("[SA0.3 RG0.2]", Instruction("[", -1, -1, (Instruction("SA", 0, 3), Instruction("RG", 0, 2)))),
+    ],
+)
+def test_the_printed_form(text: str, expected: Instruction) -> None:
+    assert parse_instruction(text) == expected
+    assert str(expected) == text
+
+
+def test_a_program_is_one_line() -> None:
+    line = "PS0 F0.0 [SA0.0 RA1.0] WA1.0 DA0.0 GE0 B0.0"
+    program = parse_program(line)
+    assert len(program) == 7
+    assert [m.op for m in program[2].members] == ["SA", "RA"]
+    assert format_program(program) == line
+    assert parse_program("") == []
+
+
+def test_every_op_has_a_name_in_words() -> None:
+    assert set(OP_NAMES) == ins.ALL_OPS
+    assert instruction("F", 0, 3).name == "FORWARD of chunk 0, microbatch 3"
+    assert instruction("GS", 1).name == "GRAD_SYNC of chunk 1"
+    assert parse_instruction("[SA0.3 RG0.2]").name == "BATCH [SA0.3 RG0.2]"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "F", "F0", "F0.", "F.1", "f0.1", "X0.1", "F0.1.2", "F-1.0", "F0.-1", "F0,1", "F 0.1", "F0.1234567890"),
+        *("GS", "GS0.1", "PS1.0", "F0.1 B0.1", "F\u0660.1"),
+        *("[", "[]", "]", "[F0.1]", "[SA0.1", "SA0.1]", "[[SA0.1]]", "[GS0]"),
+    ],
+)
+def test_what_is_no_instruction_is_refused_and_quoted(text: str) -> None:
+    with pytest.raises(InstructionError) as caught:
+        parse_instruction(text)
+    assert isinstance(caught.value, ValueError)
+    assert len(str(caught.value)) < 200
+
+
+def test_the_refusal_says_what_would_be_right() -> None:
+    with pytest.raises(InstructionError, match=r"'Q7' is not an instruction; it would look like F0\.3"):
+        parse_instruction("Q7")
+    with pytest.raises(InstructionError, match=r"'GS0\.1': GRAD_SYNC takes no microbatch \(as in GS0\)"):
+        parse_instruction("GS0.1")
+    with pytest.raises(InstructionError, match=r"'F0': FORWARD takes a chunk and a microbatch"):
+        parse_instruction("F0")
+
+
+@pytest.mark.parametrize("line", ["F0.0 [SA0.0", "F0.0 SA0.0]", "F0.0 ] B0.0", "F0.0 [] B0.0", "[SA0.0 [RA0.1]]"])
+def test_a_program_with_a_broken_batch_is_refused(line: str) -> None:
+    with pytest.raises(InstructionError):
+        parse_program(line)
+
+
+def test_a_batch_holds_sends_and_receives_only() -> None:
+    with pytest.raises(InstructionError, match="sends and receives only"):
+        batch([instruction("F", 0, 0)])
+    with pytest.raises(InstructionError, match="at least one"):
+        batch([])
+
+
+def test_equal_instructions_are_one_object_and_survive_pickling() -> None:
+    assert instruction("F", 0, 3) is instruction("F", 0, 3)
+    at = parse_instruction("[SA0.3 RG0.2]")
+    assert pickle.loads(pickle.dumps(at)) == at
