@@ -278,6 +278,8 @@ class FaultGuard:
         if plan is not None and not suspects:
             in_step = {r: p.position for r, (p, _) in {**seen, self.rank: (here, 0.0)}.items() if p.state == IN_STEP}
             suspects = busy_ranks(plan, in_step)
+            if suspects:
+                why += f"; held up by rank {', '.join(map(str, suspects))}, which waits for nobody"
         text = stall_text(self.rank, plan, here, seen, self.size, why)
         instruction, where = self._tracker.place()
         return self._failure(STALL, message=text, instruction=instruction, where=where, suspects=suspects)

@@ -70,6 +70,8 @@ def judge(view: View, own: Own, timeout: float, now: float, state_of: StateOf) -
 def _dead(view: View, own: Own, state_of: StateOf) -> Finding | None:
     """A rank that has finished may go, and may do so before it has said that it finished; so only who is waited for
     counts."""
+    if view.reading_since is None and view.broken_since is None:
+        return None  # who it is would be known, but not where it was
     asked = own.others if own.failed else own.waits_on if own.idle >= _WAIT_BEFORE_LOOKING else ()
     gone = [
         (r, p)

@@ -38,9 +38,9 @@ class Pace:
     @classmethod
     def of(cls, timeout: float, world_size: int) -> Pace:
         """Quick for small jobs and short timeouts; slower where thousands of ranks ask one store."""
-        crowd = max(1.0, world_size / 1000)
+        crowd = max(1.0, world_size / 500)
         return cls(
-            poll=min(0.25 * crowd, timeout / 8), beat=min(1.0 * crowd, timeout / 8), quiet=min(1.0 * crowd, timeout / 8)
+            poll=min(0.25 * crowd, timeout / 8), beat=min(0.5 * crowd, timeout / 8), quiet=min(1.0 * crowd, timeout / 8)
         )
 
 
@@ -120,7 +120,7 @@ class Link:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closed:
+        while True:
             here = self._whereabouts()
             worked = self._exchange(here)
             with self.lock:
@@ -199,7 +199,7 @@ class Link:
             view = self.view
             view.failure = view.failure or failure
             if progress is None:
-                view.reading_since = None
+                view.stop_reading()
             else:
                 progress.pop(self.board.rank, None)
                 view.note_progress(progress, self._clock())

@@ -62,12 +62,16 @@ class View:
         """Take in the records of the other ranks, read at ``now``."""
         if self.reading_since is None:
             self.reading_since = now
-            self.seen.clear()
         for rank, progress in records.items():
             if rank in self.seen:
                 self.seen[rank].update(progress, now)
             else:
                 self.seen[rank] = Seen(progress, now, now - progress.idle)
+
+    def stop_reading(self) -> None:
+        """What was read gets old from now on."""
+        self.reading_since = None
+        self.seen.clear()
 
     def process_of(self, rank: int) -> Process | None:
         """The process that ``rank`` said it is."""
