@@ -16,7 +16,7 @@ import io
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from megatron_pp.plan.instruction import (
     parse_instruction,
     parse_program,
 )
+from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
 from megatron_pp.plan.torch_csv import read_torch_csv, write_torch_csv
@@ -37,6 +38,7 @@ FORMATS = ("csv", "json", "torch-csv")
 _CSV_HEAD = "megatron_pp plan"
 _JSON_HEAD = "megatron_pp.plan"
 _VERSION = 1
+_REQUIRED = {"schedule": str, "pipeline_size": int, "num_chunks": int, "num_microbatches": int}
 _Programs = tuple[tuple[Instruction, ...], ...]
 
 
@@ -88,8 +90,8 @@ def _compute_of(programs: Sequence[Sequence[Instruction]]) -> _Programs:
 
 def _to_csv(plan: Plan) -> str:
     rows: list[list[str]] = [[_CSV_HEAD, str(_VERSION)]]
-    rows += [[f.name, str(getattr(plan.spec, f.name))] for f in fields(PlanSpec)]
-    rows.append(["placement", plan.placement.kind])
+    rows += [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in _spec_values(plan.spec)]
+    rows += [["placement", plan.placement.kind], ["remark", plan.remark]]
     rows += [["program", str(r), *map(str, p)] for r, p in enumerate(plan.programs)]
     if plan.orders != _compute_of(plan.programs):
         rows += [["order", str(r), *map(str, o)] for r, o in enumerate(plan.orders)]
@@ -119,11 +121,11 @@ def _from_csv(text: str) -> Plan:
             raise ExchangeError(f"row {number}: expected a name and its value, once; found {','.join(row)[:60]!r}")
         else:
             found[row[0]] = row[1]
-    kind = found.pop("placement", "(missing)")
+    kind, remark = found.pop("placement", "(missing)"), found.pop("remark", "")
     spec = _spec_from({name: _plain_value(value) for name, value in found.items()})
     programs = _parse_cells(listed["program"], "program")
     orders = _parse_cells(listed["order"], "order") if listed["order"] else None
-    return _assemble(spec, kind, programs, orders)
+    return _assemble(spec, kind, programs, orders, remark)
 
 
 def _csv_rows(text: str) -> list[list[str]]:
@@ -139,10 +141,11 @@ def _expect_rank(row: list[str], rank: int, number: int) -> None:
 
 
 def _plain_value(text: str) -> Any:
-    """What ``str`` of a spec field printed: True, False, a whole number, or a word."""
-    if text in ("True", "False"):
-        return text == "True"
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text
+    """A word as it is, anything else as JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _parse_cells(rows: Sequence[Sequence[str]], what: str) -> _Programs:
@@ -163,8 +166,9 @@ def _to_json(plan: Plan) -> str:
     content: dict[str, Any] = {
         "format": _JSON_HEAD,
         "version": _VERSION,
-        "spec": {f.name: getattr(plan.spec, f.name) for f in fields(PlanSpec)},
+        "spec": dict(_spec_values(plan.spec)),
         "placement": plan.placement.kind,
+        "remark": plan.remark,
         "programs": [format_program(p) for p in plan.programs],
     }
     if plan.orders != _compute_of(plan.programs):
@@ -185,7 +189,7 @@ def _from_json(text: str) -> Plan:
     spec = _spec_from(content["spec"])
     programs = _parse_lines(content.get("programs"), "programs")
     orders = _parse_lines(content["orders"], "orders") if "orders" in content else None
-    return _assemble(spec, content.get("placement", "(missing)"), programs, orders)
+    return _assemble(spec, content.get("placement", "(missing)"), programs, orders, content.get("remark", ""))
 
 
 def _parse_lines(lines: Any, what: str) -> _Programs:
@@ -203,6 +207,12 @@ def _parse_lines(lines: Any, what: str) -> _Programs:
 # --- Both
 
 
+def _spec_values(spec: PlanSpec) -> list[tuple[str, Any]]:
+    """The fields of the spec, as JSON takes them."""
+    values = [(f.name, getattr(spec, f.name)) for f in fields(PlanSpec)]
+    return [(name, asdict(value) if isinstance(value, Measured) else value) for name, value in values]
+
+
 def _spec_from(values: dict[str, Any]) -> PlanSpec:
     known = {f.name: f for f in fields(PlanSpec)}
     unknown = sorted(set(values) - set(known))
@@ -211,14 +221,17 @@ def _spec_from(values: dict[str, Any]) -> PlanSpec:
     missing = [name for name, f in known.items() if f.default is MISSING and name not in values]
     if missing:
         raise ExchangeError(f"the spec lacks {', '.join(missing)}")
+    measured = values.pop("measured", None)
     for name, value in values.items():
-        expected = {"bool": bool, "int": int, "str": str}[str(known[name].type)]
+        expected = type(known[name].default) if known[name].default is not MISSING else _REQUIRED[name]
         if type(value) is not expected:
             raise ExchangeError(f"the spec's {name} is {value!r}; it must be of type {expected.__name__}")
-    return PlanSpec(**values)
+    if measured is not None and not isinstance(measured, dict):
+        raise ExchangeError("the spec's 'measured' must be an object of measured values, or null")
+    return PlanSpec(**values, measured=None if measured is None else Measured.from_dict(measured))
 
 
-def _assemble(spec: PlanSpec, kind: Any, programs: _Programs, orders: _Programs | None) -> Plan:
+def _assemble(spec: PlanSpec, kind: Any, programs: _Programs, orders: _Programs | None, remark: Any) -> Plan:
     if kind not in PLACEMENTS:
         raise ExchangeError(f"placement {kind!r} is not known; it is one of {', '.join(PLACEMENTS)}")
     for what, listed in (("programs", programs), ("orders", programs if orders is None else orders)):
@@ -232,4 +245,4 @@ def _assemble(spec: PlanSpec, kind: Any, programs: _Programs, orders: _Programs 
                 f"{spec.num_microbatches} microbatches: the program is cut off, or the spec is another plan's"
             )
     placement = Placement(kind, spec.pipeline_size, spec.num_chunks)
-    return Plan(spec, placement, programs, _compute_of(programs) if orders is None else orders)
+    return Plan(spec, placement, programs, _compute_of(programs) if orders is None else orders, str(remark))

@@ -18,6 +18,7 @@ from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.exchange import format_plan, load_plan, parse_plan, save_plan
 from megatron_pp.plan.files import ExchangeError, write_whole
 from megatron_pp.plan.instruction import format_program
+from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import CHANNELS, POLICIES, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
@@ -185,6 +186,22 @@ def test_bad_json_is_refused_in_one_line(text, message):
     with pytest.raises(PlanError, match=message) as caught:
         parse_plan(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["csv", "json"])
+def test_measured_values_travel_with_the_plan(form):
+    measured = Measured(forward=(1.0, 1.5), backward_input=2.0, weight=0.5, memory_limit=4.0)
+    plan = small_plan("auto", 2, 1, 4, measured=measured)
+    assert parse_plan(format_plan(plan, form)) == plan
+
+
+def test_bad_measured_values_are_refused():
+    with pytest.raises(PlanError, match="measured values colour are not known"):
+        parse_plan(edited(measured={"colour": 1}))
+    with pytest.raises(PlanError, match="measured forward is"):
+        parse_plan(edited(measured={"forward": "fast"}))
+    with pytest.raises(PlanError, match="'measured' must be an object"):
+        parse_plan(edited(measured=3))
 
 
 def test_unknown_and_missing_fields_are_named():
