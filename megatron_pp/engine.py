@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_pp.errors import P2PShapeError
 from megatron_pp.output_lifetime import deallocate_output_tensor, viewless
-from megatron_pp.p2p_core import P2PCore, Receive, Send
+from megatron_pp.p2p_core import P2PCore, Receive, Send, is_single_shape
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan
@@ -70,6 +71,8 @@ class PlanExecutor:
         self.steps = steps
         self.hooks = hooks
         self.shapes = shapes
+        sent = [shapes.send] if is_single_shape(shapes.send) else shapes.send or []
+        self._sent_shapes = [] if communicator.shapes_vary or communicator.size == 1 else [list(s) for s in sent]
         self.deallocate = deallocate
         self.weights = weights
         self.observer = observer
@@ -141,9 +144,23 @@ class PlanExecutor:
         output = self.steps.forward(key[0], key[1], given)
         last = around.act_to is None and around.chunk_after is None
         if not last:
+            if around.act_to is not None and self._sent_shapes:
+                self._check_shape(key, output)
             self.outputs[key] = _map(viewless, output)
         elif not self.forward_only:
             self.outputs[key] = output
+
+    def _check_shape(self, key: Key, output: Activation) -> None:
+        """The receiver has buffers of the agreed shapes: where more comes, gloo ends its process, and where less comes
+        nobody notices.
+        """
+        shapes = [list(t.shape) for t in (output if isinstance(output, (list, tuple)) else (output,))]
+        if shapes != self._sent_shapes:
+            raise P2PShapeError(
+                f"the output of chunk {key[0]} for microbatch {key[1]} has shape {_told(shapes)}, but the next stage "
+                f"expects {_told(self._sent_shapes)}, from seq_length, micro_batch_size and hidden_size; where shapes "
+                "vary, set variable_seq_lengths"
+            )
 
     def _backward(self, key: Key) -> None:
         given, output = self.inputs.pop(key, None), self.outputs.pop(key)
@@ -342,3 +359,7 @@ def _filled(grad: Activation, given: Activation) -> Activation:
     if isinstance(given, (list, tuple)):
         return [torch.zeros_like(x) if g is None else g for g, x in zip(grad, given, strict=True)]
     return torch.zeros_like(given) if grad is None else grad
+
+
+def _told(shapes: list[list[int]]) -> str:
+    return str(shapes[0] if len(shapes) == 1 else shapes)

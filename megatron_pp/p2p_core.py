@@ -19,6 +19,7 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.transport import P2PRequest, Transport, Work
 from megatron_pp.wait_handle import ShapedReceiveHandle, Tensors, WaitHandle
+from megatron_pp.wire_check import STAMP_LENGTH, WireCheck
 
 Shape = Sequence[int]
 MAX_DIMENSIONS = 8
@@ -57,9 +58,12 @@ class P2PCore:
         self.size = transport.size
         self.device = transport.device
         self.dtype: torch.dtype | None = getattr(config, "pipeline_dtype", None)
-        self.variable_shapes = bool(
+        self.shapes_vary = bool(
             getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
         )
+        # In debug mode a description travels ahead of each tensor, as a shape does where shapes vary.
+        self.wire = WireCheck(self.rank) if getattr(config, "p2p_debug", False) else None
+        self.variable_shapes = self.shapes_vary or self.wire is not None
         # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
         seconds = getattr(config, "p2p_timeout", None)
         self.timeout = None if transport.pollable or seconds is None else timedelta(seconds=seconds)
@@ -102,7 +106,7 @@ class P2PCore:
         self._check_open()
         if self.variable_shapes:
             count = None if _is_one(shapes) else len(shapes)
-            return ShapedReceiveHandle(self, peer, channel, count, requires_grad, _RECEIVE)
+            return ShapedReceiveHandle(self, peer, channel, count, requires_grad, _RECEIVE, shapes)
         if is_single_shape(shapes):
             tensor = self.allocate(shapes, requires_grad)
             return WaitHandle(
@@ -222,25 +226,37 @@ class P2PCore:
         return header, self.transport.irecv(header, peer, channel)
 
     def _empty_header(self) -> torch.Tensor:
-        return torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self.device)
+        length = _HEADER_LENGTH if self.wire is None else _HEADER_LENGTH + STAMP_LENGTH
+        return torch.empty(length, dtype=torch.int64, device=self.device)
 
-    def _header_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Number of dimensions and the dimensions, as int64."""
+    def _header_of(self, tensor: torch.Tensor, member: int = 0) -> torch.Tensor:
+        """Number of dimensions and the dimensions, as int64; in debug mode also what it is."""
         if tensor.dim() > MAX_DIMENSIONS:
             raise P2PShapeError(
                 f"a tensor of {tensor.dim()} dimensions can not be sent with variable_seq_lengths; at most "
                 f"{MAX_DIMENSIONS} are"
             )
         padded = [tensor.dim(), *tensor.shape] + [0] * (MAX_DIMENSIONS - tensor.dim())
+        if self.wire is not None:
+            padded += self.wire.stamp(tensor.dtype, member)
         return torch.tensor(padded, dtype=torch.int64, device=self.device)
 
-    def decode_header(self, header: torch.Tensor, what: str) -> list[int]:
-        """The shape that a header tells. Raises P2PShapeError where it can not be one."""
-        dims, *sizes = header.tolist()
+    def decode_header(
+        self, header: torch.Tensor, peer: int, what: str, expected: Any = None, member: int = 0
+    ) -> list[int]:
+        """The shape that a header tells. Raises P2PShapeError where it can not be one; in debug mode WireMismatchError
+        where the tensor is not the expected one (``expected``: its shape, None if unknown).
+        """
+        dims, *rest = header.tolist()
+        sizes = rest[:MAX_DIMENSIONS]
         if not 0 <= dims <= MAX_DIMENSIONS or any(s < 0 for s in sizes[:dims]):
             raise P2PShapeError(
                 f"{what}: a shape of {dims} dimensions {sizes} came; sender and receiver are not at the same message"
             )
+        if self.wire is not None:
+            assert self.dtype is not None
+            stamp = self.wire.stamp(self.dtype, member)
+            self.wire.check(peer, rest[MAX_DIMENSIONS:], sizes[:dims], stamp, expected)
         return sizes[:dims]
 
     def _exchange_headers(self, requests: Sequence[Send | Receive]) -> dict[int, Any]:
@@ -251,7 +267,7 @@ class P2PCore:
         headers: dict[int, list[torch.Tensor]] = {}
         for k, request in enumerate(requests):
             if isinstance(request, Send):
-                mine = [self._header_of(alias) for alias in self._aliases(request.value)]
+                mine = [self._header_of(alias, k) for alias in self._aliases(request.value)]
             else:
                 count = 1 if _is_one(request.shapes) else len(request.shapes)
                 mine = headers[k] = [self._empty_header() for _ in range(count)]
@@ -260,14 +276,24 @@ class P2PCore:
         shapes: dict[int, Any] = {}
         for k, received in headers.items():
             request = requests[k]
-            told = [self.decode_header(header, f"batched receive from rank {request.peer}") for header in received]
-            shapes[k] = told[0] if isinstance(request, Receive) and _is_one(request.shapes) else told
+            assert isinstance(request, Receive)
+            what = f"batched receive from rank {request.peer}"
+            told = [
+                self.decode_header(header, request.peer, what, nth_shape(request.shapes, n), k)
+                for n, header in enumerate(received)
+            ]
+            shapes[k] = told[0] if _is_one(request.shapes) else told
         return shapes
 
 
 def _is_one(shapes: Any) -> bool:
     """Whether one tensor is meant, not a list of them; with variable shapes None stands for one."""
     return shapes is None or is_single_shape(shapes)
+
+
+def nth_shape(shapes: Any, n: int) -> Any:
+    """The shape of the ``n``-th tensor of a message; None where shapes are not known."""
+    return shapes if _is_one(shapes) else shapes[n]
 
 
 def is_single_shape(shapes: Any) -> bool:

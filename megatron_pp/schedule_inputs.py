@@ -151,7 +151,8 @@ def _policy(config: Any) -> str:
 
 
 def _variable_shapes(config: Any) -> bool:
-    return bool(getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False))
+    """Whether a header travels ahead of each tensor: its shape, or in debug mode what it is."""
+    return any(getattr(config, name, False) for name in ("variable_seq_lengths", "mtp_standalone", "p2p_debug"))
 
 
 def checkpoint_flags(config: Any, order: Sequence[Instruction]) -> dict[tuple[int, int], bool] | None:

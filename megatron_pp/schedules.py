@@ -254,6 +254,8 @@ class StepCall:
             max_pending_sends=getattr(self.config, "max_pending_sends", 2),
             observer=ranges_if_profiling(),
         )
+        if self.communicator.wire is not None:
+            self.communicator.wire.source = executor
         with guarded(self.communicator, self.config, executor, (self.spec, self.shapes), self.describe) as guard:
             self.communicator.prepare(plan.placement.rank_edges())
             executor.run()
@@ -301,7 +303,7 @@ class StepCall:
     def _shapes(
         self, seq_length: Any, micro_batch_size: Any, decoder_seq_length: Any, adjust: Callable[..., Any] | None
     ) -> Shapes:
-        if self.communicator.size == 1 or self.communicator.variable_shapes:
+        if self.communicator.size == 1 or self.communicator.shapes_vary:
             receive: Any = [None]
             send: Any = [None]
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -87,32 +87,42 @@ class ShapedReceiveHandle(WaitHandle):
     ``count`` is the number of tensors of the message, None for one that is not in a list.
     """
 
-    __slots__ = ("_count", "_requires_grad")
+    __slots__ = ("_count", "_expected", "_requires_grad")
 
     def __init__(
-        self, core: P2PCore, peer: int, channel: str, count: int | None, requires_grad: bool, kind: str
+        self,
+        core: P2PCore,
+        peer: int,
+        channel: str,
+        count: int | None,
+        requires_grad: bool,
+        kind: str,
+        expected: Any = None,
     ) -> None:
         header, work = core.post_header(peer, channel)
         super().__init__(core, (work,), header, None, kind, peer, channel)
         self._count = count
         self._requires_grad = requires_grad
+        self._expected = expected
 
     def wait(self) -> None:
         if self.tensor is not None or self._works is None:
             super().wait()
             return
-        received = [self._receive_one()]
+        received = [self._receive_one(0)]
         while len(received) < (self._count or 1):
             header, work = self._core.post_header(self._peer, self._channel)
             self._post_again(header, work)
-            received.append(self._receive_one())
+            received.append(self._receive_one(len(received)))
         self.tensor = received[0] if self._count is None else received
 
-    def _receive_one(self) -> torch.Tensor:
+    def _receive_one(self, n: int) -> torch.Tensor:
         header = self._held
         assert isinstance(header, torch.Tensor)
         super().wait()
-        tensor = self._core.allocate(self._core.decode_header(header, self.what), self._requires_grad)
+        expected = self._expected if self._count is None else self._expected[n]
+        shape = self._core.decode_header(header, self._peer, self.what, expected)
+        tensor = self._core.allocate(shape, self._requires_grad)
         self._post_again(tensor, self._core.transport.irecv(tensor, self._peer, self._channel))
         super().wait()
         return tensor

@@ -1,0 +1,113 @@
+"""Wire check (``config.p2p_debug``): every tensor is announced with its shape, dtype, chunk and microbatch, and the
+receiver compares.
+
+What it finds is not bad input (that is refused before anything is sent) but messages that went the wrong way: a
+schedule or a custom communicator that sends or receives out of order, which with equal shapes trains on the wrong
+microbatch without a word. It costs a small message per tensor, and receives wait for it, so that less is overlapped.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megatron_pp.errors import WireMismatchError
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.spec import Plan
+
+STAMP_LENGTH = 4  # dtype, activation or gradient, boundary, microbatch; int64 each
+
+_NOT_SAID = -1
+_ACTIVATION, _GRADIENT = 1, 2
+_KINDS = {_ACTIVATION: "activation", _GRADIENT: "gradient", _NOT_SAID: "message"}
+_ACT_OPS = frozenset({ins.SEND_ACT, ins.RECV_ACT, ins.WAIT_ACT})
+_SENDING_DOWN = frozenset({ins.SEND_ACT, ins.RECV_GRAD, ins.WAIT_GRAD})  # towards, or from, the stage after this one
+
+
+class Source(Protocol):
+    """Tells the instruction under way: the engine's ``PlanExecutor``."""
+
+    plan: Plan
+    rank: int
+    position: int
+
+
+class Stamp(NamedTuple):
+    """What a message is. ``boundary`` s lies between stage s and s + 1; -1 where a field is not known (outside a
+    plan)."""
+
+    dtype: int
+    kind: int
+    boundary: int
+    mb: int
+
+
+class WireCheck:
+    """One rank's stamps. ``source`` is set while a plan is executed; without one only shape and dtype are compared."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.source: Source | None = None
+
+    def stamp(self, dtype: torch.dtype, member: int = 0) -> Stamp:
+        """The stamp of what the current instruction sends or expects; ``member`` counts within a batch."""
+        at = self._instruction(member)
+        if at is None or self.source is None:
+            return Stamp(_code(dtype), _NOT_SAID, _NOT_SAID, _NOT_SAID)
+        stage = self.source.plan.placement.stage(self.source.rank, at.chunk)
+        boundary = stage if at.op in _SENDING_DOWN else stage - 1
+        return Stamp(_code(dtype), _ACTIVATION if at.op in _ACT_OPS else _GRADIENT, boundary, at.mb)
+
+    def check(self, peer: int, told: list[int], shape: list[int], expected: Stamp, expected_shape: Any) -> None:
+        """Compare the announcement of a message from ``peer`` with what is expected here. Raises WireMismatchError."""
+        came = Stamp(*told)
+        for name, here, there in (
+            ("what it is", _KINDS.get(expected.kind), _KINDS.get(came.kind)),
+            ("chunk", self._chunk(expected.boundary), self._chunk(came.boundary)),
+            ("microbatch", expected.mb, came.mb),
+            ("dtype", _name(expected.dtype), _name(came.dtype)),
+            ("shape", None if expected_shape is None else list(expected_shape), shape),
+        ):
+            unknown = name in ("what it is", "chunk", "microbatch") and _NOT_SAID in (expected.kind, came.kind)
+            if here != there and not unknown and here is not None:
+                raise WireMismatchError(
+                    f"pipeline rank {self.rank} expected {self._words(expected, expected_shape)}, but rank {peer} sent "
+                    f"{self._words(came, shape)}: {name} differs",
+                    field=name,
+                    values={self.rank: str(here), peer: str(there)},
+                )
+
+    def _instruction(self, member: int) -> Instruction | None:
+        if self.source is None:
+            return None
+        program = self.source.plan.programs[self.source.rank]
+        at = program[self.source.position]
+        return at.members[member] if at.members else at
+
+    def _chunk(self, boundary: int) -> str:
+        """The chunk whose output the message is, or the gradient of whose output: "chunk 0 of rank 1"."""
+        if self.source is None or not 0 <= boundary < self.source.plan.placement.num_stages:
+            return "unknown"
+        rank, chunk = self.source.plan.placement.homes[boundary]
+        return f"{chunk} of rank {rank}"
+
+    def _words(self, stamp: Stamp, shape: Any) -> str:
+        described = f"{_name(stamp.dtype)} {'of any shape' if shape is None else list(shape)}"
+        kind = _KINDS.get(stamp.kind, "unknown message")
+        if stamp.kind == _NOT_SAID:
+            return f"a {kind}, {described}"
+        return f"the {kind} of chunk {self._chunk(stamp.boundary)}, microbatch {stamp.mb}, {described}"
+
+
+def _code(dtype: torch.dtype) -> int:
+    return zlib.crc32(str(dtype).encode())
+
+
+_DTYPE_NAMES = {_code(d): str(d) for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+def _name(code: int) -> str:
+    return _DTYPE_NAMES.get(code, f"an unknown dtype ({code})")
