@@ -1,0 +1,77 @@
+"""Plan mutants: one instruction of one rank's program dropped, duplicated, swapped or moved; inside a batch, one of its members."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_pp.plan.instruction import BATCH, Instruction, batch
+from megatron_pp.plan.spec import Plan
+
+Program = tuple[Instruction, ...]
+KINDS = ("drop", "duplicate", "swap", "move")
+
+
+def mutants(plan: Plan, rng: random.Random | None = None, per_instruction: int = 2) -> Iterator[tuple[str, Plan]]:
+    """(what was done, mutated plan), each once.
+
+    Every instruction is dropped and duplicated in place. Of the other places for a duplicate, the partners for a swap and the targets of a move, ``rng`` draws
+    ``per_instruction`` each, the neighbouring one always among them; all are tried without ``rng``.
+    """
+    for rank, program in enumerate(plan.programs):
+        seen = {program}
+        for kind, what, mutated in _program_mutants(program, rng, per_instruction):
+            if mutated not in seen:
+                seen.add(mutated)
+                programs = (*plan.programs[:rank], mutated, *plan.programs[rank + 1 :])
+                yield f"{kind}: rank {rank}, {what}", replace(plan, programs=programs)
+
+
+def _program_mutants(program: Program, rng: random.Random | None, most: int) -> Iterator[tuple[str, str, Program]]:
+    for i, at in enumerate(program):
+        for kind, what, items in _edits(list(program), i, rng, most):
+            yield kind, f"{what} (position {i})", tuple(items)
+        if at.op == BATCH:
+            for kind, what, members in _edits(list(at.members), 0, rng, most, all_positions=True):
+                inside = (batch(members),) if members else ()
+                yield kind, f"{what} inside {at} (position {i})", (*program[:i], *inside, *program[i + 1 :])
+            yield from _taken_out(program, i, rng, most)
+
+
+def _edits(
+    items: list[Instruction], i: int, rng: random.Random | None, most: int, all_positions: bool = False
+) -> Iterator[tuple[str, str, list[Instruction]]]:
+    """All edits of the item at ``i``, or at every position."""
+    for k in range(len(items)) if all_positions else (i,):
+        at = items[k]
+        without = items[:k] + items[k + 1 :]
+        yield "drop", str(at), without
+        for j in _places(len(items) + 1, k, rng, most):
+            yield "duplicate", f"{at} again at {j}", items[:j] + [at] + items[j:]
+        for j in _places(len(items), k + 1, rng, most):
+            swapped = list(items)
+            swapped[k], swapped[j] = swapped[j], swapped[k]
+            yield "swap", f"{at} with {items[j]}", swapped
+        for j in _places(len(items), k, rng, most):
+            yield "move", f"{at} to {j}", without[:j] + [at] + without[j:]
+
+
+def _taken_out(
+    program: Program, i: int, rng: random.Random | None, most: int
+) -> Iterator[tuple[str, str, Program]]:
+    """A member of the batch at ``i`` goes out alone, elsewhere."""
+    members = program[i].members
+    for k, member in enumerate(members):
+        others = members[:k] + members[k + 1 :]
+        rest = (*program[:i], *((batch(others),) if others else ()), *program[i + 1 :])
+        for j in _places(len(rest) + 1, i, rng, most):
+            yield "move", f"{member} out of {program[i]} to {j}", (*rest[:j], member, *rest[j:])
+
+
+def _places(count: int, near: int, rng: random.Random | None, most: int) -> Sequence[int]:
+    """Indices below ``count``: all, or ``most`` of them, the one at ``near`` first."""
+    if rng is None or count <= most:
+        return range(count)
+    first = min(near, count - 1)
+    return [first, *rng.sample([k for k in range(count) if k != first], most - 1)]
