@@ -1,8 +1,8 @@
 """The half of ``verify`` that looks at one rank at a time: completeness, order, buffer lifetime, memory.
 
-Every (chunk, microbatch) is a *cell* with a set of facts about it (its input is posted, is here, the forward ran, ...). An instruction needs facts, must not
-find its own fact already there, and adds it; a cell must end with all the facts that its stage requires, which is what "every handle is
-waited exactly once" and "nothing stays alive" come to.
+Every (chunk, microbatch) is a *cell* with a set of facts about it (its input is posted, is here, the forward ran,
+...). An instruction needs facts, must not find its own fact already there, and adds it; a cell must end with all the
+facts that its stage requires, which is what "every handle is waited exactly once" and "nothing stays alive" come to.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        """Pipeline tensors alive together; ``pending_sends``, ``in_flight`` and ``weight_backlog`` are views on them, not more of them."""
+        """Pipeline tensors alive together; ``pending_sends``, ``in_flight`` and ``weight_backlog`` are views on them,
+        not more of them.
+        """
         return self.outputs + self.inputs + self.act_buffers + self.output_grads + self.input_grads + self.grad_buffers
 
     def grow_to(self, other: Memory) -> None:
@@ -98,9 +100,11 @@ class RankPeaks:
 
 
 def check_rank(plan: Plan, rank: int, deallocate: bool = True) -> RankPeaks:
-    """Walk ``rank``'s program. Raises PlanError naming the rank, the instruction and what is missing; returns the peaks of its memory.
+    """Walk ``rank``'s program. Raises PlanError naming the rank, the instruction and what is missing; returns the
+    peaks of its memory.
 
-    ``deallocate`` says whether RELEASE_ACT gives the output's data back (config.deallocate_pipeline_outputs) or it stays until the backward.
+    ``deallocate`` says whether RELEASE_ACT gives the output's data back (config.deallocate_pipeline_outputs) or it
+    stays until the backward.
     """
     peaks, together = Memory(), 0
     for _, now in _Walk(plan, rank, deallocate).steps():
@@ -116,7 +120,9 @@ def memory_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[
 
 
 def tensors_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:
-    """Pipeline tensors alive together right after each instruction of ``rank``'s program. Raises PlanError as check_rank does."""
+    """Pipeline tensors alive together right after each instruction of ``rank``'s program. Raises PlanError as
+    check_rank does.
+    """
     for _, now in _Walk(plan, rank, deallocate).steps():
         yield now.tensors
 
@@ -132,6 +138,7 @@ class _Walk:
         self.placement = plan.placement
         self.stages = plan.placement.stages[rank]
         self.facts = [0] * (self.chunks * self.microbatches)
+        self.next_forward = [0] * self.chunks
         self.required = [self._facts_at_end(s) for s in self.stages]
         self.local_before = [self._chunk_of(s - 1) for s in self.stages]
         self.local_after = [self._chunk_of(s + 1) for s in self.stages]
@@ -153,7 +160,9 @@ class _Walk:
         self.marks.check()
 
     def _facts_at_end(self, stage: int) -> int:
-        """The facts that a cell of this stage must end with; WEIGHT is extra, since a backward without it is a full one."""
+        """The facts that a cell of this stage must end with; WEIGHT is extra, since a backward without it is a full
+        one.
+        """
         facts = _RAN
         if stage > 0:
             remote = self.placement.crosses_ranks(stage - 1)
@@ -174,7 +183,11 @@ class _Walk:
     def _check(self, at: Instruction) -> None:
         rule = _RULES.get(at.op)
         if rule is None or not (0 <= at.chunk < self.chunks and 0 <= at.mb < self.microbatches):
-            raise self._error(at, f"there is no such (chunk, microbatch): chunks are 0..{self.chunks - 1}, microbatches 0..{self.microbatches - 1}")
+            raise self._error(
+                at,
+                f"there is no such (chunk, microbatch): chunks are 0..{self.chunks - 1}, microbatches "
+                f"0..{self.microbatches - 1}",
+            )
         needs, adds = rule
         cell = at.chunk * self.microbatches + at.mb
         facts, required = self.facts[cell], self.required[at.chunk]
@@ -187,7 +200,20 @@ class _Walk:
             raise self._error(at, f"{_WORDS[adds]} already: it stands twice")
         if at.op in ins.HAND_OPS:
             self._check_hand(at)
+        elif at.op == ins.FORWARD:
+            self._check_forward(at)
         self.facts[cell] = facts | adds
+
+    def _check_forward(self, at: Instruction) -> None:
+        """Every chunk draws its data from an iterator, and its losses are reported in the order of its forwards."""
+        expected = self.next_forward[at.chunk]
+        if at.mb != expected:
+            raise self._error(
+                at,
+                f"the next forward of chunk {at.chunk} is that of microbatch {expected}: the data iterator gives "
+                "them in order",
+            )
+        self.next_forward[at.chunk] = expected + 1
 
     def _check_hand(self, at: Instruction) -> None:
         """A hand-off needs the neighbour stage of this rank to have produced."""
@@ -206,7 +232,8 @@ class _Walk:
             now.act_buffers -= 1
             now.inputs += 1
         elif op == ins.HAND_ACT:
-            if self.gives_back:  # the output's storage becomes the input's; else it stays the output's until its backward
+            # Given back, the output's storage becomes the input's; else it stays the output's until its backward.
+            if self.gives_back:
                 now.outputs -= 1
                 now.inputs += 1
         elif op == ins.FORWARD:
@@ -255,7 +282,8 @@ class _Walk:
             if missing:
                 words = [w for f, w in _WORDS.items() if missing & f]
                 raise PlanError(
-                    f"rank {self.rank}: at the end of the plan, of chunk {chunk}, microbatch {mb} it is not true that " + " nor that ".join(words)
+                    f"rank {self.rank}: at the end of the plan, of chunk {chunk}, microbatch {mb} it is not true that "
+                    + " nor that ".join(words)
                 )
 
     def _error(self, at: Instruction, why: str) -> PlanError:
@@ -263,7 +291,9 @@ class _Walk:
 
 
 class _Marks:
-    """Gradient and parameter syncs: once per chunk, where nothing that they cover comes after (gradients) or before (parameters)."""
+    """Gradient and parameter syncs: once per chunk, where nothing that they cover comes after (gradients) or before
+    (parameters).
+    """
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.rank = rank
@@ -292,7 +322,11 @@ class _Marks:
         if not self.spec.forward_only and synced != set(range(self.spec.num_chunks)):
             lost = sorted(set(range(self.spec.num_chunks)) - synced)
             raise PlanError(f"rank {self.rank}: the gradients of chunk(s) {lost} are never synchronised")
-        if self.spec.param_sync and self.spec.num_chunks > 1 and seen[ins.PARAM_SYNC] != set(range(self.spec.num_chunks)):
+        if (
+            self.spec.param_sync
+            and self.spec.num_chunks > 1
+            and seen[ins.PARAM_SYNC] != set(range(self.spec.num_chunks))
+        ):
             lost = sorted(set(range(self.spec.num_chunks)) - seen[ins.PARAM_SYNC])
             raise PlanError(f"rank {self.rank}: the parameters of chunk(s) {lost} are never synchronised")
 
@@ -306,7 +340,9 @@ class _Marks:
         done = self.last.get(at.chunk, len(self.program))
         if at.op == ins.GRAD_SYNC:
             if self.spec.grad_sync != EXPLICIT or k < done:
-                raise self._error(at, "it comes before the chunk's last gradient, or this plan has no explicit gradient sync")
+                raise self._error(
+                    at, "it comes before the chunk's last gradient, or this plan has no explicit gradient sync"
+                )
             return
         following = next((c for c in self.backwards if c > k), None)
         if following != done:

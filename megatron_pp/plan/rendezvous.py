@@ -1,9 +1,10 @@
 """The half of ``verify`` that runs all ranks against each other, under rendezvous semantics.
 
-A send completes only when the matching receive is posted, and the other way round. Operations on one queue run strictly in the order in which they were
-posted; a batch is one entry of its queue and leaves it as a whole. A wait holds back all that follows on its rank, while what was posted goes on. That is what
-NCCL does with large messages and a single hardware queue, and what gloo does always. The outcome does not depend on the order in which ranks
-are advanced (each step only ever enables more), so one run decides.
+A send completes only when the matching receive is posted, and the other way round. Operations on one queue run
+strictly in the order in which they were posted; a batch is one entry of its queue and leaves it as a whole. A wait
+holds back all that follows on its rank, while what was posted goes on. That is what NCCL does with large messages and
+a single hardware queue, and what gloo does always. The outcome does not depend on the order in which ranks are
+advanced (each step only ever enables more), so one run decides.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import ONE_WAY, Plan, PlanError
 
 _GROUP = ("group",)  # the queue of batches: one communicator for the whole pipeline group
-Message = tuple[str, int, int]  # (activation "A" or gradient "G", receiving stage, microbatch)
+_DATA = "data"
+_SHAPE = "shape"  # where shapes vary, a message's shape goes ahead of it on the same channel
+Message = tuple[str, int, int, str]  # (activation "A" or gradient "G", receiving stage, microbatch, _DATA or _SHAPE)
 Direction = tuple[int, int, str]  # (source rank, destination rank, what orders them)
 
 
@@ -49,7 +52,9 @@ class _End:
 
 
 def check_rendezvous(plan: Plan) -> None:
-    """Raises PlanError where the plan can hang or a receive would get another message than it is meant for, with the cycle in words."""
+    """Raises PlanError where the plan can hang or a receive would get another message than it is meant for, with the
+    cycle in words.
+    """
     _Run(plan).run()
 
 
@@ -58,12 +63,12 @@ class _Run:
         self.plan = plan
         self.placement: Placement = plan.placement
         self.one_way = plan.spec.channels == ONE_WAY
-        self.late_receives = plan.spec.variable_shapes  # a receive is complete in itself only once its shape came: at its WAIT
+        self.shapes_first = plan.spec.variable_shapes
         self.at = [0] * len(plan.programs)
         self.queues: dict[tuple, deque[_Entry]] = {}
         self.open_sends: dict[Direction, deque[_End]] = {}
         self.open_receives: dict[Direction, deque[_End]] = {}
-        self.posted: list[dict[tuple[str, int, int], _End]] = [{} for _ in plan.programs]
+        self.posted: list[dict[tuple[Instruction, str], _End]] = [{} for _ in plan.programs]
         self.blocked: dict[int, _End] = {}  # rank -> the end that its current instruction waits for
         self.ready: list[int] = list(range(len(plan.programs)))
 
@@ -77,40 +82,69 @@ class _Run:
         if unfinished:
             entry = unfinished[0]
             end = next(e for e in entry.ops if not e.done)
-            raise PlanError(f"rank {entry.rank}: {end.at} ({end.at.name}) has no partner: rank {end.peer} never posts the other end")
+            raise PlanError(
+                f"rank {entry.rank}: {end.at} ({end.at.name}) has no partner: rank {end.peer} never posts the other end"
+            )
 
     def _advance(self, rank: int) -> None:
-        program, mine = self.plan.programs[rank], self.posted[rank]
+        program = self.plan.programs[rank]
         i = self.at[rank]
         while i < len(program):
-            at = program[i]
-            op = at.op
-            if op in ins.WAIT_OPS or op in ins.RELEASE_OPS:
-                end = self._awaited(rank, at, mine)
-                if not self._is_done(end):
-                    self.blocked[rank] = end
-                    break
-            elif op == ins.BATCH:
-                self._post(rank, at, [self._end(rank, m) for m in at.members], _GROUP)
-            elif op in ins.SEND_OPS or (op in ins.RECV_OPS and not self.late_receives):
-                end = self._end(rank, at)
-                self._post(rank, at, [end], self._queue_of(end))
+            unfinished = self._execute(rank, program[i])
+            if unfinished is not None:
+                self.blocked[rank] = unfinished
+                break
             i += 1
         self.at[rank] = i
 
-    def _awaited(self, rank: int, at: Instruction, mine: dict[tuple[str, int, int], _End]) -> _End:
-        """The end that a WAIT or RELEASE waits for; with variable shapes the WAIT is also what posts the receive in full."""
-        key = (_POSTED_BY[at.op], at.chunk, at.mb)
-        end = mine.get(key)
-        if end is None:
-            if not self.late_receives or at.op not in ins.WAIT_OPS:
+    def _execute(self, rank: int, at: Instruction) -> _End | None:
+        """Post what ``at`` posts. Returns the end that ``at`` has to wait for before it is done and the next one can
+        start.
+        """
+        op = at.op
+        if op in ins.WAIT_OPS or op in ins.RELEASE_OPS:
+            return self._await(rank, at)
+        if op == ins.BATCH:
+            return self._post_batch(rank, at)
+        if op in ins.SEND_OPS or op in ins.RECV_OPS:
+            if self.shapes_first:
+                self._post_one(rank, at, _SHAPE)
+            if not self.shapes_first or op in ins.SEND_OPS:
+                self._post_one(rank, at, _DATA)
+        return None
+
+    def _await(self, rank: int, at: Instruction) -> _End | None:
+        """Where shapes come first, a WAIT waits for the shape, posts the receive of the tensor, and waits for that."""
+        mine, post = self.posted[rank], ins.instruction(_POSTED_BY[at.op], at.chunk, at.mb)
+        data = mine.get((post, _DATA))
+        if data is None:
+            shape = mine.get((post, _SHAPE))
+            if shape is None:
                 raise PlanError(f"rank {rank}: {at} ({at.name}) waits for what was never posted")
-            post = ins.instruction(*key)
-            end = self._end(rank, post)
-            self._post(rank, post, [end], self._queue_of(end))
+            if not self._is_done(shape):
+                return shape
+            data = self._post_one(rank, post, _DATA)
+        return None if self._is_done(data) else data
+
+    def _post_batch(self, rank: int, at: Instruction) -> _End | None:
+        """Where shapes come first, they are a batch of their own, and waited for."""
+        if self.shapes_first:
+            shape = self.posted[rank].get((at.members[0], _SHAPE))
+            if shape is None or shape.entry is None or shape.entry.at is not at:
+                ends = [self._end(rank, member, _SHAPE) for member in at.members]
+                self._post(rank, at, ends, _GROUP)
+                shape = ends[0]
+            if not self._is_done(shape):
+                return shape
+        self._post(rank, at, [self._end(rank, member, _DATA) for member in at.members], _GROUP)
+        return None
+
+    def _post_one(self, rank: int, at: Instruction, part: str) -> _End:
+        end = self._end(rank, at, part)
+        self._post(rank, at, [end], self._queue_of(end))
         return end
 
-    def _end(self, rank: int, at: Instruction) -> _End:
+    def _end(self, rank: int, at: Instruction, part: str) -> _End:
         stage = self.placement.stages[rank][at.chunk]
         is_send = at.op in ins.SEND_OPS
         kind = at.op[1]
@@ -120,8 +154,9 @@ class _Run:
         if not 0 <= target - step < len(homes) or not 0 <= target < len(homes):
             raise PlanError(f"rank {rank}: {at} ({at.name}): stage {stage} has no neighbour on that side")
         source_rank, target_rank = homes[target - step][0], homes[target][0]
-        end = _End(at, (kind, target, at.mb), (source_rank, target_rank, kind if self.one_way else ""), is_send)
-        self.posted[rank][(at.op, at.chunk, at.mb)] = end
+        direction = (source_rank, target_rank, kind if self.one_way else "")
+        end = _End(at, (kind, target, at.mb, part), direction, is_send)
+        self.posted[rank][(at, part)] = end
         return end
 
     def _queue_of(self, end: _End) -> tuple:
@@ -143,7 +178,9 @@ class _Run:
     def _activate(self, entry: _Entry) -> None:
         """The entry has come to the head of its queue: its ends can meet their partners."""
         for end in entry.ops:
-            mine, theirs = (self.open_sends, self.open_receives) if end.is_send else (self.open_receives, self.open_sends)
+            mine, theirs = (
+                (self.open_sends, self.open_receives) if end.is_send else (self.open_receives, self.open_sends)
+            )
             partners = theirs.get(end.direction)
             if partners:
                 self._meet(end, partners.popleft())
@@ -155,7 +192,8 @@ class _Run:
         if send.message != receive.message:
             source, target, _ = send.direction
             raise PlanError(
-                f"rank {target}: {receive.at} ({receive.at.name}) would receive what rank {source} sends with {send.at} "
+                f"rank {target}: {receive.at} ({receive.at.name}) would receive what rank {source} sends with "
+                f"{send.at} "
                 f"({send.at.name}): messages between them cross"
             )
         for end in (one, other):
@@ -167,7 +205,8 @@ class _Run:
                 self._complete(entry)
 
     def _complete(self, entry: _Entry) -> None:
-        queue = self.queues[(entry.rank, *entry.queue)]
+        key = (entry.rank, *entry.queue)
+        queue = self.queues[key]
         queue.popleft()
         waiting = self.blocked.get(entry.rank)
         if waiting is not None and waiting.entry is entry:
@@ -194,7 +233,10 @@ class _Run:
             current_at = self.plan.programs[current][self.at[current]]
             behind = "" if head.entry is end.entry else f" (its {end.at} is queued behind it)"
             other = "receive" if head.is_send else "send"
-            lines.append(f"rank {current} waits at {current_at} for rank {head.peer} to post the {other} that matches {head.at}{behind}")
+            lines.append(
+                f"rank {current} waits at {current_at} for rank {head.peer} to post the {other} that matches "
+                f"{head.at}{behind}"
+            )
             current = head.peer
         start = seen.index(current) if current in seen else 0
         return f"deadlock under rendezvous: {'; '.join(lines[start:])}"
@@ -202,7 +244,8 @@ class _Run:
     def _head_in_front_of(self, rank: int, end: _End) -> _End:
         """The end without a partner at the head of the queue that ``end`` stands in."""
         assert end.entry is not None
-        head = self.queues[(rank, *end.entry.queue)][0]
+        key = (rank, *end.entry.queue)
+        head = self.queues[key][0]
         return next(e for e in head.ops if not e.done)
 
 
