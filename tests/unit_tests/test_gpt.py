@@ -9,6 +9,7 @@ import torch
 
 from megatron_pp.config import TransformerConfig
 from megatron_pp.config_checks import ConfigError
+from megatron_pp.models.blocks import CausalSelfAttention, RotaryEmbedding
 from megatron_pp.models.gpt import EMBEDDING, OUTPUT, GPTStage, build_gpt_chunks
 from megatron_pp.models.tied_embeddings import is_tied_copy, sum_tied_gradients
 
@@ -142,11 +143,22 @@ def test_a_token_does_not_see_what_comes_after_it() -> None:
     assert not torch.equal(before[:, SEQ // 2 :], after[:, SEQ // 2 :])
 
 
-def test_positions_count() -> None:
-    (stage,) = make_stages(WHOLE)
-    swapped = torch.tensor([[3, 5, 9], [5, 3, 9]])
-    one, other = stage(swapped)[:, -1]
-    assert not torch.allclose(one, other)
+def test_attention_is_causal_softmax_over_rotated_queries_and_keys() -> None:
+    """Against the paper's form: pairs of numbers as complex ones, turned by position times frequency."""
+    heads, size = 2, 8
+    attention, rotary = CausalSelfAttention(heads * size, heads, 0.0), RotaryEmbedding(size, SEQ)
+    x = torch.randn(SEQ, BATCH, heads * size, generator=torch.Generator().manual_seed(5))
+    query, key, value = attention.qkv(x).view(SEQ, BATCH, 3, heads, size).unbind(2)
+
+    def turned(vectors: torch.Tensor) -> torch.Tensor:
+        frequencies = 10000.0 ** (-torch.arange(size // 2) * 2 / size)
+        turn = torch.polar(torch.ones(SEQ, size // 2), torch.arange(SEQ)[:, None] * frequencies)
+        return torch.complex(vectors[..., : size // 2], vectors[..., size // 2 :]) * turn[:, None, None]
+
+    scores = torch.einsum("ibhd,jbhd->bhij", turned(query), turned(key).conj()).real / size**0.5
+    scores = scores.masked_fill(torch.ones(SEQ, SEQ).triu(1).bool(), float("-inf"))
+    expected = torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), value).flatten(2)
+    torch.testing.assert_close(attention(x, rotary), attention.proj(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_losses_are_those_of_the_logits() -> None:
@@ -158,12 +170,13 @@ def test_losses_are_those_of_the_logits() -> None:
     torch.testing.assert_close(stage(tokens, labels), expected.view(BATCH, SEQ))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_what_a_stage_sends_is_its_own_in_the_pipelines_dtype(cut: list[list[int]]) -> None:
-    config = make_config(pipeline_dtype=torch.bfloat16)
+def test_what_a_stage_sends_is_its_own_in_the_pipelines_dtype(cut: list[list[int]], dtype: torch.dtype) -> None:
+    config = make_config(pipeline_dtype=dtype)
     tokens, labels = make_batch()
     received = None
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         for stage in make_stages(cut, config):
             stage.set_input_tensor(received)
             sent = stage(tokens, labels)
@@ -172,7 +185,7 @@ def test_what_a_stage_sends_is_its_own_in_the_pipelines_dtype(cut: list[list[int
                 assert sent.dtype == torch.float32
                 continue
             assert sent.shape == (SEQ, BATCH, config.hidden_size)
-            assert sent.dtype == torch.bfloat16
+            assert sent.dtype == dtype
             # Neither a view nor the input: the engine frees outputs and keeps inputs.
             assert sent._base is None
             assert received is None or sent.data_ptr() != received.data_ptr()

@@ -23,8 +23,8 @@ from megatron_pp.training.interrupt import StopRequest
 from megatron_pp.training.metrics import METRICS, PLOT, MetricsFile, Recorder, plot_losses, read_metrics
 from megatron_pp.training.optimizer import LearningRate, NamedAdamW
 from megatron_pp.training.step_timer import ComputeTimers
-from megatron_pp.training.steps import StepResult, mean_loss, summed_loss
-from tests.unit_tests.test_gpt import CUTS, WHOLE, make_stages, parameters_of, train_by_hand
+from megatron_pp.training.steps import StepResult, forward_step, mean_loss, summed_loss
+from tests.unit_tests.test_gpt import CUTS, WHOLE, make_batch, make_config, make_stages, parameters_of, train_by_hand
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +184,14 @@ def test_timers_add_up_compute_and_nothing_else() -> None:
 def test_the_bubble_is_the_time_without_compute() -> None:
     assert StepResult([], seconds=4.0, compute_seconds=3.0).bubble == 0.25
     assert StepResult([], seconds=1.0, compute_seconds=1.1).bubble == 0.0
+
+
+@pytest.mark.parametrize(("per_token", "expected"), [(False, mean_loss), (True, summed_loss)])
+def test_a_stage_names_the_loss_function_that_the_config_asks_for(per_token: bool, expected: object) -> None:
+    (stage,) = make_stages(WHOLE, make_config(calculate_per_token_loss=per_token))
+    output, loss_function = forward_step(iter([make_batch()]), stage)
+    assert loss_function is expected
+    assert torch.equal(output, stage(*make_batch()))
 
 
 def test_loss_functions_speak_as_the_schedules_expect() -> None:

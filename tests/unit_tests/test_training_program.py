@@ -75,7 +75,8 @@ def test_a_per_token_loss_takes_the_same_steps(tmp_path: Path) -> None:
     runs = {}
     for more in ("", "--calculate-per-token-loss"):
         train(flags(tmp_path / f"run{more}", f"--train-steps 4 {more}"))
-        runs[more] = [r["loss"] for r in read_metrics(tmp_path / f"run{more}" / METRICS) if "loss" in r]
+        records = [record for record in read_metrics(tmp_path / f"run{more}" / METRICS) if "loss" in record]
+        runs[more] = [record[name] for record in records for name in ("loss", "gradient_norm")]
     assert runs[""] == pytest.approx(runs["--calculate-per-token-loss"], rel=1e-5)
 
 
