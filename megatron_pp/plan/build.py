@@ -32,7 +32,7 @@ def lowered_plan(spec: PlanSpec) -> Plan:
     family = family_of(spec)
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
     shape = Shape(spec.pipeline_size, spec.num_chunks, spec.num_microbatches, spec.effective_group_size)
-    orders = family.orders(shape)
+    orders = family.orders(shape) if family.search is None else family.search(spec)
     programs = lower(spec, placement, orders)
     return Plan(spec, placement, tuple(map(tuple, programs)), tuple(map(tuple, orders)), family.remark(shape))
 

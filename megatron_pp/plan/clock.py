@@ -79,11 +79,16 @@ class _Clock:
                     ready.append(woken)
 
     def _take_apart_pairs(self) -> list[int]:
-        """All ranks wait or are done: take apart the pairs that wait; returns their ranks."""
+        """All ranks wait or are done: take apart the pairs whose forward could run by itself; returns their ranks."""
         waiting = [rank for rank, ends in enumerate(self.ends) if len(ends) in self.pairs[rank]]
-        for rank in waiting:
+        freed = [rank for rank in waiting if self._next_input_end(rank) != NOT_YET]
+        for rank in freed:
             self.pairs[rank].discard(len(self.ends[rank]))
-        return waiting
+        return freed
+
+    def _next_input_end(self, rank: int) -> int:
+        op, chunk, mb, _ = self.orders[rank][len(self.ends[rank])]
+        return self._input_end(op, self.placement.stages[rank][chunk], mb)
 
     def _input_end(self, op: str, stage: int, mb: int) -> int:
         """The slot at whose end the input from another stage is there: 0 where none is needed, NOT_YET where it has not run."""

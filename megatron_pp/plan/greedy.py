@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Protocol
 
 from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, instruction
@@ -22,6 +23,13 @@ from megatron_pp.plan.placement import Placement
 
 Order = list[Instruction]
 UNKNOWN = float("inf")
+ROUNDING = 1e-9  # share of a memory limit by which sums of measured numbers may miss it
+
+
+class Slots(Protocol):
+    """In which order a rank wants its forwards and backwards: ascending slots, ascending with the microbatch."""
+
+    def slot(self, rank: int, op: str, chunk: int, mb: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class Scheduled:
 def schedule(
     placement: Placement,
     num_microbatches: int,
-    pattern: Pattern,
+    pattern: Slots,
     memory: MemoryModel,
     costs: StageCosts,
     rules: Rules,
@@ -197,7 +205,7 @@ class _Rank:
         number: int,
         placement: Placement,
         num_microbatches: int,
-        pattern: Pattern,
+        pattern: Slots,
         memory: MemoryModel,
         rules: Rules,
         costs: StageCosts,
@@ -259,7 +267,7 @@ class _Rank:
         return self.rules.reserve if chunk < len(self.stages) - 1 else 0.0
 
     def _fits(self, chunk: int, reserve: float) -> bool:
-        return self.used + self.memory.forward[self.stages[chunk]] + reserve <= self.limit
+        return self.used + self.memory.forward[self.stages[chunk]] + reserve <= self.limit * (1 + ROUNDING)
 
     def _input_at(self, op: str, chunk: int, mb: int) -> float:
         """When the input of the operation is there."""

@@ -1,7 +1,8 @@
-"""Overlapped slots: a forward and the full backward of another microbatch that run as one (``overlapped_forward_backward``).
+"""Overlapped slots: a forward and the full backward of another microbatch that run as one
+(``overlapped_forward_backward``).
 
-DualPipeV's phases 4 and 5 are made of them, and Megatron's combined 1F1B too: the all-to-alls of one half hide behind the other's
-compute. A pair starts when both inputs are there, and both its outputs are there when it ends.
+DualPipeV's phases 4 and 5 are made of them, and Megatron's combined 1F1B too: the all-to-alls of one half hide behind
+the other's compute. A pair starts when both inputs are there, and both its outputs are there when it ends.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Sequence
 
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT, Instruction
 
-Pairs = list[set[int]]  # per rank: indices i such that operations i (a forward) and i + 1 (a backward) of its order pair
+Pairs = list[
+    set[int]
+]  # per rank: indices i such that operations i (a forward) and i + 1 (a backward) of its order pair
 
 
 def overlap_pairs(orders: Sequence[Sequence[Instruction]]) -> Pairs:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron_pp.plan.instruction import Instruction, format_program
 from megatron_pp.plan.placement import Placement
+
+if TYPE_CHECKING:
+    from megatron_pp.plan.measured import Measured
 
 OVERLAP = "overlap"  # posts early, waits late
 BATCHED = "batched"  # one grouped call per compute boundary, waited there
@@ -42,6 +46,7 @@ class PlanSpec:
     lookahead         compute slots by which a receive is posted ahead of its use, under ``overlap`` with one_way channels (>= 0)
     grad_sync         hooks or explicit
     param_sync        whether PARAM_SYNC marks are wanted
+    measured          times and memory that the schedules "auto" and "auto_v" plan for; see ``measured.py``
     overlap_pairs     a forward right before a full backward of another microbatch is a pair, to be run as one
     """
 
@@ -59,6 +64,7 @@ class PlanSpec:
     grad_sync: str = HOOKS
     param_sync: bool = False
     overlap_pairs: bool = False
+    measured: Measured | None = None
 
     def __post_init__(self) -> None:
         _one_of("lowering policy", self.policy, POLICIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_pp.plan.orders import (
+    auto,
     breadth_first,
     dualpipe_v,
     eager_1f1b,
@@ -18,7 +19,7 @@ from megatron_pp.plan.orders import (
     zb_v,
 )
 from megatron_pp.plan.orders.family import Family, Order, Shape
-from megatron_pp.plan.placement import V_SHAPE
+from megatron_pp.plan.placement import LOOP, V_SHAPE
 
 GPIPE = "gpipe"
 ONE_F_ONE_B = "1f1b"
@@ -33,6 +34,8 @@ V_HALF = "v_half"
 V_MIN = "v_min"
 ONE_F_ONE_B_V = "1f1b_v"
 DUALPIPE_V = "dualpipev"
+AUTO = "auto"
+AUTO_V = "auto_v"
 
 _LOOP_FAMILIES = (
     Family(
@@ -141,9 +144,16 @@ _V_FAMILIES = (
     ),
 )
 
-SCHEDULES: dict[str, Family] = {family.name: family for family in _LOOP_FAMILIES + _V_FAMILIES}
+_SEARCHING_FAMILIES = (
+    auto.searching_family(AUTO, _LOOP_FAMILIES, LOOP, chunks=None),
+    auto.searching_family(AUTO_V, _V_FAMILIES, V_SHAPE, chunks=2),
+)
+
+SCHEDULES: dict[str, Family] = {family.name: family for family in _LOOP_FAMILIES + _V_FAMILIES + _SEARCHING_FAMILIES}
 
 __all__ = [
+    "AUTO",
+    "AUTO_V",
     "BREADTH_FIRST",
     "DUALPIPE_V",
     "EAGER_1F1B",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, instruction
 from megatron_pp.plan.placement import LOOP
+from megatron_pp.plan.spec import PlanSpec
 
 Order = list[Instruction]
 
@@ -38,6 +39,8 @@ class Family:
     splits_weight  whether the orders have W instructions (backward split into input and weight gradients)
     source         where the rule comes from
     summary        one line for people who choose
+    search         for families that search: PlanSpec -> orders, for its measured times and memory; ``orders`` is then
+                   the search with default values
     remark         Shape -> a sentence where the orders are not the family's own but a substitute; empty otherwise
     """
 
@@ -48,6 +51,7 @@ class Family:
     placement: str = LOOP
     chunks: int | None = None
     splits_weight: bool = False
+    search: Callable[[PlanSpec], list[Order]] | None = None
     remark: Callable[[Shape], str] = _no_remark
 
 

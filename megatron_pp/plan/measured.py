@@ -1,0 +1,96 @@
+"""What was measured of a model on its machines: the input of the schedule ``auto``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_pp.plan.costs import Link, Network, StageCosts
+from megatron_pp.plan.greedy import MemoryModel
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.spec import PlanError
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times and memory of one microbatch, per stage in model order (not per rank). One number stands for the same on
+    every stage.
+
+    forward, backward_input, weight  times of F, B and W, in any one unit
+    backward           time of an unsplit backward; B + W where not given
+    transfer           time of one activation or gradient between two ranks, in the same unit
+    memory_limit       per rank (or one number), in the unit of ``activation``; none where not given
+    activation         memory that a forward keeps until its backward
+    weight_activation  the part of it that a split backward keeps until its weight gradient; all of it where not given
+
+    Raises PlanError for negative or non-finite times, and lists of a wrong length where they meet a pipeline.
+    """
+
+    forward: float | tuple[float, ...] = 1.0
+    backward_input: float | tuple[float, ...] = 1.0
+    weight: float | tuple[float, ...] = 1.0
+    backward: float | tuple[float, ...] | None = None
+    transfer: float = 0.0
+    memory_limit: float | tuple[float, ...] | None = None
+    activation: float | tuple[float, ...] = 1.0
+    weight_activation: float | tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Sequence):
+                object.__setattr__(self, field.name, tuple(value))
+                value = tuple(value)
+            for number in value if isinstance(value, tuple) else (value,):
+                _check_number(field.name, number, field.default is None)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Measured:
+        """From what a JSON file holds, under the names above. Raises PlanError for a name that is not one of them."""
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise PlanError(f"measured values {', '.join(unknown)} are not known; they are {', '.join(known)}")
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+    def costs(self, num_stages: int) -> StageCosts:
+        """Times per stage."""
+        backward = None if self.backward is None else _per("backward", self.backward, num_stages, "stages")
+        return StageCosts.per_stage(
+            _per("forward", self.forward, num_stages, "stages"),
+            _per("backward_input", self.backward_input, num_stages, "stages"),
+            _per("weight", self.weight, num_stages, "stages"),
+            backward,
+        )
+
+    def network(self) -> Network:
+        """Every link takes ``transfer``, and any number of transfers at a time."""
+        return Network(link=Link(latency=self.transfer))
+
+    def memory(self, placement: Placement) -> MemoryModel:
+        """Memory per stage, and the limit per rank."""
+        limit = math.inf if self.memory_limit is None else self.memory_limit
+        activation = _per("activation", self.activation, placement.num_stages, "stages")
+        kept = self.activation if self.weight_activation is None else self.weight_activation
+        return MemoryModel(
+            _per("memory_limit", limit, placement.pipeline_size, "ranks"),
+            activation,
+            _per("weight_activation", kept, placement.num_stages, "stages"),
+        )
+
+
+def _check_number(name: str, value: Any, may_be_none: bool) -> None:
+    if value is None and may_be_none:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise PlanError(f"measured {name} is {value!r}; it must be a finite number of at least 0, or a list of them")
+
+
+def _per(name: str, value: float | tuple[float, ...], count: int, what: str) -> tuple[float, ...]:
+    if not isinstance(value, tuple):
+        return (value,) * count
+    if len(value) != count:
+        raise PlanError(f"measured {name} is given for {len(value)} {what}; there are {count}")
+    return value

@@ -1,0 +1,49 @@
+"""``auto`` and ``auto_v``: the best plan that ``megatron_pp.plan.search`` finds for measured times and a memory limit.
+
+One family for each placement, since the placement decides which layers a rank builds, long before a plan is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_pp.plan.orders.family import Family, Order, Shape
+from megatron_pp.plan.search import SearchResult, search
+from megatron_pp.plan.spec import PlanSpec
+
+
+@dataclass(frozen=True)
+class AutoOrders:
+    """Searches among ``families`` and what grows out of them, on one placement."""
+
+    name: str
+    families: tuple[Family, ...]
+    placement: str
+
+    def result(self, spec: PlanSpec) -> SearchResult:
+        """What was found, next to the named families. Raises PlanError where nothing keeps to the memory limit."""
+        return search(spec, self.families, self.placement)
+
+    def of_spec(self, spec: PlanSpec) -> list[Order]:
+        return [list(order) for order in self.result(spec).best.plan.orders]
+
+    def of_shape(self, shape: Shape) -> list[Order]:
+        """With equal times, free transfers, and 1F1B's memory as the limit."""
+        return self.of_spec(
+            PlanSpec(self.name, shape.pipeline_size, shape.num_chunks, shape.num_microbatches, shape.group_size)
+        )
+
+
+def searching_family(name: str, families: Sequence[Family], placement: str, chunks: int | None) -> Family:
+    orders = AutoOrders(name, tuple(families), placement)
+    return Family(
+        name,
+        orders.of_shape,
+        source="greedy search in the manner of arXiv 2401.10241, section 3.1",
+        summary=f"the best that a search finds for measured times and a memory limit; {placement} placement",
+        placement=placement,
+        chunks=chunks,
+        splits_weight=True,
+        search=orders.of_spec,
+    )

@@ -1,0 +1,235 @@
+"""The automatic scheduler: the best verified plan it finds for measured times and a memory limit (arXiv 2401.10241,
+section 3.1).
+
+Every named family that fits is a candidate, and the start of more: its order of forwards and backwards becomes the
+pattern of the greedy scheduler, which puts it on the measured clock under the memory limit, by many rules; the best
+results become patterns in turn. The shortest by the simulator, on the very plan that would run, wins, so that the
+result is never worse than the best named one under the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_pp.plan.greedy import ROUNDING, UNKNOWN, MemoryModel, Order, Rules, Scheduled, schedule
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT
+from megatron_pp.plan.lower import lower
+from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.orders.family import Family, Shape
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
+from megatron_pp.plan.verify import verify
+
+_FINALISTS = 6  # searched orders that are lowered and simulated
+_ROUNDS = 2  # times that the best results become patterns in turn
+_PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first: the steady state repeats itself
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan that was looked at. ``peaks`` is memory per rank, in the unit of the measured activations."""
+
+    name: str
+    plan: Plan
+    makespan: float
+    peaks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """``best``, and the named families for comparison: all of them, with whether they keep to the limit."""
+
+    best: Candidate
+    named: tuple[tuple[Candidate, bool], ...]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What the greedy scheduler made of one seed by one rule."""
+
+    seed: str
+    rules: Rules
+    result: Scheduled
+
+
+class OrderPattern:
+    """A compute order as the pattern of the greedy scheduler: an operation's slot is its place among the forwards and
+    backwards.
+    """
+
+    def __init__(self, orders: Sequence[Order]) -> None:
+        self._slots = [_places(order) for order in orders]
+
+    def slot(self, rank: int, op: str, chunk: int, mb: int) -> float:
+        return self._slots[rank][(op, chunk, mb)]
+
+
+def _patterns(orders: dict[str, list[Order]]) -> list[tuple[str, OrderPattern]]:
+    return [(name, OrderPattern(order)) for name, order in orders.items()]
+
+
+def _places(order: Order) -> dict[tuple[str, int, int], float]:
+    compute = [op for op in order if op.op != WEIGHT]
+    return {(op.op, op.chunk, op.mb): float(i) for i, op in enumerate(compute)}
+
+
+def search(spec: PlanSpec, families: Iterable[Family], placement_kind: str) -> SearchResult:
+    """The best plan for ``spec`` (lowered as it says) among ``families`` and what grows out of them, on one placement.
+
+    ``spec.measured`` holds times and memory; without it F = B = W = 1 and the limit is 1F1B's memory. Raises PlanError
+    where nothing keeps to the memory limit, with the least that any candidate needs.
+    """
+    return _Search(spec, Placement(placement_kind, spec.pipeline_size, spec.num_chunks), families).run()
+
+
+def default_measured(placement: Placement) -> Measured:
+    """Equal times, free transfers, and the memory of 1F1B's first rank: P microbatches."""
+    return Measured(memory_limit=float(placement.num_stages))
+
+
+def peak_memory(order: Order, stages: Sequence[int], memory: MemoryModel) -> float:
+    """The most activation memory that a rank holds at once."""
+    split = {(op.chunk, op.mb) for op in order if op.op == WEIGHT}
+    used = peak = 0.0
+    for op, chunk, mb, _ in order:
+        stage = stages[chunk]
+        if op == FORWARD:
+            used += memory.forward[stage]
+            peak = max(peak, used)
+        elif op == BACKWARD:
+            used -= memory.forward[stage] - (memory.weight[stage] if (chunk, mb) in split else 0.0)
+        else:
+            used -= memory.weight[stage]
+    return peak
+
+
+class _Search:
+    def __init__(self, spec: PlanSpec, placement: Placement, families: Iterable[Family]) -> None:
+        self.spec = spec
+        self.placement = placement
+        self.shape = Shape(spec.pipeline_size, spec.num_chunks, spec.num_microbatches, spec.effective_group_size)
+        self.families = [family for family in families if family.chunks in (None, spec.num_chunks)]
+        self.measured = spec.measured or default_measured(placement)
+        self.costs = self.measured.costs(placement.num_stages)
+        self.memory = self.measured.memory(placement)
+
+    def run(self) -> SearchResult:
+        orders = self._named_orders()
+        named = [self._candidate(name, order) for name, order in orders.items()]
+        found = [c for c in named if self._fits(c.peaks)]
+        if min((c.makespan for c in found), default=UNKNOWN) > self._least_makespan():
+            found += [
+                self._candidate(f"{self.spec.schedule} from {t.seed}", t.result.orders) for t in self._grow(orders)
+            ]
+        for candidate in sorted(found, key=lambda c: c.makespan):  # of equals, the named one comes first
+            if _is_accepted(candidate.plan):
+                return SearchResult(candidate, tuple((c, self._fits(c.peaks)) for c in named))
+        raise PlanError(self._why_none(named))
+
+    def _named_orders(self) -> dict[str, list[Order]]:
+        return {family.name: family.orders(self.shape) for family in self.families}
+
+    def _least_makespan(self) -> float:
+        """No plan is shorter: a rank does its work after its first input has come through the stages before."""
+        reached, bounds = 0.0, []
+        for stage, (rank, chunk) in enumerate(self.placement.homes):
+            if chunk == 0:
+                work = [
+                    self.costs.forward[s]
+                    + min(self.costs.backward[s], self.costs.backward_input[s] + self.costs.weight[s])
+                    for s in self.placement.stages[rank]
+                ]
+                bounds.append(reached + self.spec.num_microbatches * sum(work))
+            reached += self.costs.forward[stage]
+            if stage + 1 < self.placement.num_stages and self.placement.crosses_ranks(stage):
+                reached += self.measured.transfer
+        return max(bounds) * (1 + ROUNDING)
+
+    def _candidate(self, name: str, orders: Sequence[Order]) -> Candidate:
+        programs = lower(self.spec, self.placement, orders)
+        plan = Plan(self.spec, self.placement, tuple(map(tuple, programs)), tuple(map(tuple, orders)))
+        makespan = simulate(plan, self.costs, self.measured.network()).makespan
+        peaks = tuple(peak_memory(o, self.placement.stages[r], self.memory) for r, o in enumerate(orders))
+        return Candidate(name, plan, makespan, peaks)
+
+    def _fits(self, peaks: Sequence[float]) -> bool:
+        return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.memory.limits, strict=True))
+
+    def _grow(self, seeds: dict[str, list[Order]]) -> list[_Trial]:
+        """The best that the greedy scheduler makes of ``seeds``, shortest first."""
+        patterns = _patterns(seeds)
+        pilot_size = _PILOT * self.spec.pipeline_size
+        if self.spec.num_microbatches > pilot_size:
+            pilot = _Search(replace(self.spec, num_microbatches=pilot_size), self.placement, self.families)
+            promising = {
+                (t.seed, t.rules) for t in _shortest(pilot._trials(_patterns(pilot._named_orders()), self._rules()))
+            }
+            return _shortest(
+                trial
+                for name, pattern in patterns
+                for trial in self._trials([(name, pattern)], [r for r in self._rules() if (name, r) in promising])
+            )
+        pool: list[_Trial] = []
+        for _ in range(_ROUNDS):
+            pool = _shortest([*pool, *self._trials(patterns, self._rules())])
+            patterns = [(trial.seed, OrderPattern(trial.result.orders)) for trial in pool]
+        return pool
+
+    def _trials(self, patterns: Sequence[tuple[str, OrderPattern]], rules: Sequence[Rules]) -> Iterator[_Trial]:
+        """Every rule on every pattern; those that get stuck under the memory limit are left out."""
+        for name, pattern in patterns:
+            for rule in rules:
+                result = schedule(
+                    self.placement,
+                    self.spec.num_microbatches,
+                    pattern,
+                    self.memory,
+                    self.costs,
+                    rule,
+                    self.measured.transfer,
+                )
+                if result is not None:
+                    yield _Trial(name, rule, result)
+
+    def _rules(self) -> list[Rules]:
+        """What to try on every pattern."""
+        size = self.spec.pipeline_size
+        unit = max(self.memory.forward)
+        base = [
+            Rules(ahead=ahead, reserve=reserve * unit)
+            for ahead in (2.0, 0.0, 4.0, float(2 * size), float(6 * size))
+            for reserve in (0, 1, 2)
+        ]
+        patient = [replace(rule, patience=patience) for rule in base for patience in (0.5, 1.0)]
+        return [*base, Rules(split=False), Rules(split=False, ahead=2.0), *patient]
+
+    def _why_none(self, named: Sequence[Candidate]) -> str:
+        over = {
+            c.name: max((p - m, r) for r, (p, m) in enumerate(zip(c.peaks, self.memory.limits, strict=True)))
+            for c in named
+        }
+        name = min(over, key=lambda n: over[n])
+        excess, rank = over[name]
+        limit = self.memory.limits[rank]
+        return (
+            f"no schedule of {self.spec.num_microbatches} microbatches keeps to the memory limit; {name} comes "
+            f"nearest: it needs {limit + excess:g} on rank {rank}, where the limit is {limit:g}"
+        )
+
+
+def _is_accepted(plan: Plan) -> bool:
+    try:
+        verify(plan)
+    except PlanError:
+        return False
+    return True
+
+
+def _shortest(trials: Iterable[_Trial]) -> list[_Trial]:
+    """The shortest, each order once."""
+    seen: dict[tuple[tuple[object, ...], ...], _Trial] = {}
+    for trial in trials:
+        seen.setdefault(tuple(tuple(order) for order in trial.result.orders), trial)
+    return sorted(seen.values(), key=lambda trial: trial.result.makespan)[:_FINALISTS]

@@ -1,0 +1,155 @@
+"""The automatic scheduler: keeps to the limit, never worse than what has a name, and at times better."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.costs import StageCosts
+from megatron_pp.plan.greedy import MemoryModel, Rules, schedule
+from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.orders import SCHEDULES, Shape
+from megatron_pp.plan.orders.v_half import offsets
+from megatron_pp.plan.orders.v_pattern import v_pattern
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.search import SearchResult, peak_memory
+from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.spec import BATCHED, PlanError, PlanSpec
+from megatron_pp.plan.verify import verify
+
+
+def search(
+    name: str, size: int, chunks: int, m: int, measured: Measured | None = None, **fields: object
+) -> SearchResult:
+    searching = SCHEDULES[name].search
+    assert searching is not None
+    return searching.__self__.result(PlanSpec(name, size, chunks, m, measured=measured, **fields))  # type: ignore[attr-defined]
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_never_worse_than_the_best_named_family_under_the_limit(data: st.DataObject) -> None:
+    name, chunks = data.draw(st.sampled_from([("auto", 1), ("auto", 2), ("auto_v", 2)]))
+    size, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))
+    stages = size * chunks
+    times = st.lists(st.floats(0.1, 3.0), min_size=stages, max_size=stages).map(tuple)
+    measured = Measured(
+        data.draw(times),
+        data.draw(times),
+        data.draw(times),
+        transfer=data.draw(st.floats(0.0, 1.0)),
+        memory_limit=float(data.draw(st.integers(2 * size, 4 * size))) * chunks,
+        weight_activation=data.draw(st.floats(0.1, 1.0)),
+    )
+    result = search(name, size, chunks, m, measured)
+    named = [candidate.makespan for candidate, fits in result.named if fits]
+    assert named, "a limit of 2 P microbatches fits at least one"
+    assert result.best.makespan <= min(named)
+    assert max(result.best.peaks) <= measured.memory_limit * (1 + 1e-6)  # type: ignore[operator]
+    verify(result.best.plan)
+    again = simulate(result.best.plan, measured.costs(stages), measured.network()).makespan
+    assert again == result.best.makespan
+
+
+def test_finds_better_than_v_min_in_v_mins_memory() -> None:
+    """P = 8: V-Min idles 27 chunk units; the search fills its warm-up and cool-down under the same 8 chunks."""
+    result = search("auto_v", 8, 2, 16, Measured(memory_limit=8.0))
+    v_min = next(c for c, _ in result.named if c.name == "v_min")
+    assert v_min.makespan == 6 * 16 + 27
+    assert result.best.makespan <= 6 * 16 + 23
+    assert max(result.best.peaks) <= 8
+
+
+def test_finds_interleaving_without_its_extra_memory() -> None:
+    result = search("auto", 4, 2, 8)
+    assert result.best.makespan == 6 * 8 + 3
+    assert max(result.best.peaks) <= 8 < max(next(c for c, _ in result.named if c.name == "interleaved_zb").peaks)
+
+
+def test_measured_times_and_transfers_gain_from_the_search() -> None:
+    """Between the memory of ZB-H1 (4) and ZB-H2 (7) there is something for 6: named orders leave it unused."""
+    measured = Measured(1.0, 1.3, 0.8, transfer=0.2, memory_limit=6.0)
+    result = search("auto", 4, 1, 8, measured)
+    assert min(c.makespan for c, fits in result.named if fits) == pytest.approx(31.7)
+    assert result.best.makespan <= 28.9 + 1e-6
+
+
+def test_a_limit_per_rank_is_kept_on_each() -> None:
+    result = search("auto", 4, 1, 12, Measured(memory_limit=(3.0, 4.0, 5.0, 6.0)))
+    assert all(peak <= limit for peak, limit in zip(result.best.peaks, (3, 4, 5, 6), strict=True))
+
+
+def test_an_impossible_limit_is_refused_with_the_nearest() -> None:
+    with pytest.raises(PlanError, match=r"comes nearest: it needs \d.* where the limit is 0.5"):
+        search("auto", 4, 1, 8, Measured(memory_limit=0.5))
+
+
+def test_plans_are_built_through_the_registry_and_cached() -> None:
+    spec = PlanSpec("auto_v", 3, 2, 7, policy=BATCHED, measured=Measured(1.0, 1.5, 0.5, transfer=0.1))
+    assert build_plan(spec) is build_plan(PlanSpec(**{name: getattr(spec, name) for name in spec.__dataclass_fields__}))
+
+
+def test_orders_of_a_bare_shape_use_equal_times() -> None:
+    orders = SCHEDULES["auto"].orders(Shape(4, 1, 8, 4))
+    memory = MemoryModel.in_chunks(Placement("loop", 4, 1), 4.0)
+    assert [peak_memory(order, [rank], memory) for rank, order in enumerate(orders)] <= [4.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"forward": -1.0}, "forward is -1.0"),
+        ({"weight": math.nan}, "weight is nan"),
+        ({"backward_input": True}, "backward_input is True"),
+        ({"transfer": None}, "transfer is None"),
+        ({"speed": 1.0}, "speed are not known"),
+    ],
+)
+def test_impossible_measurements_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Measured.from_dict(values)
+
+
+def test_measurements_of_another_pipeline_are_refused() -> None:
+    with pytest.raises(PlanError, match="forward is given for 3 stages; there are 4"):
+        search("auto", 4, 1, 8, Measured.from_dict({"forward": [1, 1, 1]}))
+
+
+def test_the_scheduler_reports_what_can_not_be_done() -> None:
+    placement = Placement("v", 2, 2)
+    pattern = v_pattern(2, offsets)
+    costs = StageCosts.uniform(4)
+    assert schedule(placement, 3, pattern, MemoryModel.in_chunks(placement, 1.0), costs, Rules()) is None
+
+
+def test_patience_keeps_a_weight_gradient_from_holding_up_what_others_wait_for() -> None:
+    """W takes 10, the next gradient comes 1 after the rank is free: a patient rank idles for 1 rather than for 10
+    later.
+    """
+    placement = Placement("loop", 2, 1)
+    costs = StageCosts.per_stage([1, 1], [2, 1], [10, 10])
+    spans = []
+    for patience in (0.0, 1.0):
+        result = schedule(
+            placement,
+            2,
+            _Slots(),
+            MemoryModel.in_chunks(placement, 9.0),
+            costs,
+            Rules(patience=patience),
+            transfer=1.0,
+        )
+        assert result is not None
+        spans.append(result.makespan)
+    assert spans[1] <= spans[0]
+
+
+class _Slots:
+    """1F1B for two ranks."""
+
+    def slot(self, rank: int, op: str, chunk: int, mb: int) -> float:
+        return 3 * mb + (rank if op == "F" else 4 - rank)
