@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_pp.errors import P2PShapeError
 from megatron_pp.p2p_core import P2PCore, Receive, Send, Shape, is_single_shape
 from megatron_pp.transport import ACT, GRAD, ProcessGroupTransport, Transport
 from megatron_pp.wait_handle import Tensors, WaitHandle
@@ -19,6 +20,13 @@ from megatron_pp.wait_handle import Tensors, WaitHandle
 __all__ = ["P2PCommunicator", "WaitHandle", "is_single_shape"]
 
 Handles = dict[str, WaitHandle]
+
+# The order of posting. Two ranks that are each other's next and previous on one channel meet only if one of them sends
+# where the other receives; activations stand before gradients on both.
+_SENDS_FIRST = ("send_next", "recv_prev", "send_prev", "recv_next")
+_RECEIVES_FIRST = ("recv_prev", "send_next", "recv_next", "send_prev")
+
+_NOTHING: Any = object()  # nothing to send or receive; as a shape, None is one that is still to come
 
 
 class P2PCommunicator(P2PCore):
@@ -29,6 +37,15 @@ class P2PCommunicator(P2PCore):
                ``batch_p2p_comm``, ``timers``, ``virtual_pipeline_model_parallel_size``; and ours where present:
                ``p2p_channels``, ``warm_up_p2p``, ``p2p_timeout``
     transport  what carries the bytes; by default the process group itself
+
+    Methods raise, before anything is posted: P2PTypeError for what is no tensor of ``pipeline_dtype`` on the device of
+    the transport, or where ``pipeline_dtype`` is None; P2PShapeError for a shape that is missing, or with variable
+    shapes has more than 8 dimensions; CommunicatorClosedError after a failure. What waiting raises is told at
+    ``WaitHandle.wait``.
+
+    With variable shapes and ``batch_p2p_comm`` or shared channels, shapes are exchanged in a batch of their own: both
+    sides of an exchange have to be in matching calls (send_forward_recv_backward with send_backward_recv_forward, not
+    with recv_forward and then send_backward), as those of Megatron's schedules are.
 
     Construction on NCCL creates and warms up the neighbours' communicators and is collective over the group. Shapes
     are in elements, [sequence, microbatch, hidden] in Megatron's models. Receives return tensors with
@@ -108,7 +125,9 @@ class P2PCommunicator(P2PCore):
         """
         with _Timer(self.config, "forward-send-forward-recv"):
             got, _, handles = self._exchange(
-                send_next=output_tensor, recv_prev=_if(recv_prev, tensor_shape), wait=not overlap_p2p_comm
+                send_next=_if_any(output_tensor),
+                recv_prev=_if(recv_prev, tensor_shape),
+                wait=not overlap_p2p_comm,
             )
         return (got, handles) if overlap_p2p_comm else got
 
@@ -123,7 +142,9 @@ class P2PCommunicator(P2PCore):
         ``send_forward_recv_forward``, keyed ``send_prev``, ``recv_next``."""
         with _Timer(self.config, "backward-send-backward-recv"):
             _, got, handles = self._exchange(
-                send_prev=input_tensor_grad, recv_next=_if(recv_next, tensor_shape), wait=not overlap_p2p_comm
+                send_prev=_if_any(input_tensor_grad),
+                recv_next=_if(recv_next, tensor_shape),
+                wait=not overlap_p2p_comm,
             )
         return (got, handles) if overlap_p2p_comm else got
 
@@ -138,8 +159,8 @@ class P2PCommunicator(P2PCore):
         """All four at once; returns (input tensor, output gradient)."""
         with _Timer(self.config, "forward-backward-send-forward-backward-recv"):
             got_prev, got_next, _ = self._exchange(
-                send_next=output_tensor,
-                send_prev=input_tensor_grad,
+                send_next=_if_any(output_tensor),
+                send_prev=_if_any(input_tensor_grad),
                 recv_prev=_if(recv_prev, tensor_shape),
                 recv_next=_if(recv_next, tensor_shape),
             )
@@ -148,27 +169,28 @@ class P2PCommunicator(P2PCore):
     def _exchange(
         self,
         *,
-        send_next: Any = None,
-        send_prev: Any = None,
-        recv_prev: Any = None,
-        recv_next: Any = None,
+        send_next: Any = _NOTHING,
+        send_prev: Any = _NOTHING,
+        recv_prev: Any = _NOTHING,
+        recv_next: Any = _NOTHING,
         wait: bool = True,
     ) -> tuple[Any, Any, Handles]:
         """Post what is asked for, as one batch or singly; wait unless told not to. Returns (from previous, from next,
         handles).
 
-        The order (activations before gradients, sends before receives) is the same on every rank, which is what
-        matches messages between two ranks that are each other's next and previous on one communicator.
+        All that is asked for is checked before anything is posted.
         """
-        wanted: dict[str, Send | Receive] = {}
-        if send_next is not None:
-            wanted["send_next"] = Send(send_next, self.next_in_group, ACT)
-        if recv_prev is not None:
-            wanted["recv_prev"] = Receive(recv_prev, self.prev_in_group, ACT)
-        if send_prev is not None:
-            wanted["send_prev"] = Send(send_prev, self.prev_in_group, GRAD)
-        if recv_next is not None:
-            wanted["recv_next"] = Receive(recv_next, self.next_in_group, GRAD)
+        asked: dict[str, Send | Receive] = {}
+        if send_next is not _NOTHING:
+            asked["send_next"] = self._checked_send(send_next, self.next_in_group, ACT)
+        if recv_prev is not _NOTHING:
+            asked["recv_prev"] = self._checked_receive(recv_prev, self.prev_in_group, ACT)
+        if send_prev is not _NOTHING:
+            asked["send_prev"] = self._checked_send(send_prev, self.prev_in_group, GRAD)
+        if recv_next is not _NOTHING:
+            asked["recv_next"] = self._checked_receive(recv_next, self.next_in_group, GRAD)
+        order = _RECEIVES_FIRST if self.rank % 2 else _SENDS_FIRST
+        wanted = {name: asked[name] for name in order if name in asked}
         handles = self._post_all(wanted)
         receives = [name for name in wanted if name.startswith("recv")]
         if wait or self.variable_shapes:  # a tensor whose shape is still on its way can not be returned
@@ -180,14 +202,33 @@ class P2PCommunicator(P2PCore):
         tensors = [handles[name].tensor if name in handles else None for name in ("recv_prev", "recv_next")]
         return tensors[0], tensors[1], handles
 
+    def _checked_send(self, value: Any, peer: int, channel: str) -> Send:
+        return Send(list(self._aliases(value)), peer, channel)
+
+    def _checked_receive(self, shapes: Any, peer: int, channel: str) -> Receive:
+        if shapes is None and not self.shapes_vary:
+            raise P2PShapeError(
+                "the shape to receive is None; without config.variable_seq_lengths it must be given, as in "
+                "(sequence, microbatch, hidden)"
+            )
+        self.require_dtype()
+        return Receive(shapes, peer, channel)
+
     def _post_all(self, wanted: dict[str, Send | Receive]) -> Handles:
-        if getattr(self.config, "batch_p2p_comm", False) and wanted:
+        # Where one channel carries both directions, shapes that travel ahead of tensors have to go as a batch: singly,
+        # a tensor whose receiver has yet to read its shape would hold up the shape that comes the other way.
+        shared = getattr(self.config, "p2p_channels", "one_way") != "one_way"
+        if wanted and (getattr(self.config, "batch_p2p_comm", False) or (shared and self.variable_shapes)):
             return dict(zip(wanted, self.post_batch(list(wanted.values())), strict=True))
         return {name: self.post_send(*r) if isinstance(r, Send) else self.post_recv(*r) for name, r in wanted.items()}
 
 
-def _if(wanted: bool, shape: Shape) -> Shape | None:
-    return shape if wanted else None
+def _if_any(tensor: torch.Tensor | None) -> Any:
+    return _NOTHING if tensor is None else tensor
+
+
+def _if(wanted: bool, shape: Shape | None) -> Any:
+    return shape if wanted else _NOTHING
 
 
 def _nothing(shapes: Any) -> Any:

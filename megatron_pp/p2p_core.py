@@ -179,16 +179,20 @@ class P2PCore:
 
     def allocate(self, shape: Shape, requires_grad: bool) -> torch.Tensor:
         """A receive buffer of ``shape`` and ``pipeline_dtype``."""
-        if self.dtype is None:
-            raise P2PTypeError(
-                "config.pipeline_dtype is None; to receive between stages it must be the dtype of the activations, "
-                "as in torch.bfloat16"
-            )
+        self.require_dtype()
         like = self._templates.get(shape if type(shape) is tuple else tuple(shape))
         if like is None:
             like = self._templates[tuple(shape)] = torch.empty((), dtype=self.dtype, device=self.device).expand(shape)
         buffer = torch.empty_like(like)
         return buffer.requires_grad_() if requires_grad else buffer
+
+    def require_dtype(self) -> None:
+        """Raises P2PTypeError where ``pipeline_dtype`` is not set, without which nothing can be received."""
+        if self.dtype is None:
+            raise P2PTypeError(
+                "config.pipeline_dtype is None; to receive between stages it must be the dtype of the activations, "
+                "as in torch.bfloat16"
+            )
 
     def _aliases(self, value: Tensors) -> tuple[torch.Tensor, ...]:
         """Contiguous detached aliases of what is to be sent, checked before anything is posted."""
@@ -211,6 +215,11 @@ class P2PCore:
                 f"a tensor on {tensor.device} can not be sent between stages: this communicator's tensors lie on "
                 f"{self.device}"
             )
+        if self.variable_shapes and tensor.dim() > MAX_DIMENSIONS:
+            raise P2PShapeError(
+                f"a tensor of {tensor.dim()} dimensions can not be sent with variable_seq_lengths; at most "
+                f"{MAX_DIMENSIONS} are"
+            )
         alias = tensor.detach()
         return alias if alias.is_contiguous() else alias.contiguous()
 
@@ -231,11 +240,6 @@ class P2PCore:
 
     def _header_of(self, tensor: torch.Tensor, member: int = 0) -> torch.Tensor:
         """Number of dimensions and the dimensions, as int64; in debug mode also what it is."""
-        if tensor.dim() > MAX_DIMENSIONS:
-            raise P2PShapeError(
-                f"a tensor of {tensor.dim()} dimensions can not be sent with variable_seq_lengths; at most "
-                f"{MAX_DIMENSIONS} are"
-            )
         padded = [tensor.dim(), *tensor.shape] + [0] * (MAX_DIMENSIONS - tensor.dim())
         if self.wire is not None:
             padded += self.wire.stamp(tensor.dtype, member)

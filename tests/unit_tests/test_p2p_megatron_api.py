@@ -1,0 +1,584 @@
+"""``P2PCommunicator`` has Megatron's methods and return conventions, over a transport with rendezvous semantics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pp.errors import P2PError, P2PShapeError, P2PTimeoutError, P2PTypeError
+from megatron_pp.p2p_communication import P2PCommunicator, WaitHandle
+from megatron_pp.p2p_core import is_single_shape
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+
+SHAPE = (3, 2, 4)
+# How messages travel: each of these must give the same results.
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "batched": {"batch_p2p_comm": True},
+    "variable": {"variable_seq_lengths": True},
+    "variable batched": {"variable_seq_lengths": True, "batch_p2p_comm": True},
+    "shared": {"p2p_channels": "shared"},
+    "shared batched": {"p2p_channels": "shared", "batch_p2p_comm": True},
+    "shared variable": {"p2p_channels": "shared", "variable_seq_lengths": True},
+    "debug": {"p2p_debug": True},
+}
+every_way = pytest.mark.parametrize("way", WAYS)
+# Where shapes are exchanged as a batch, both sides of an exchange have to be in matching calls (Megatron's always are).
+SHAPES_IN_BATCHES = ("variable batched", "shared variable")
+every_way_unmatched = pytest.mark.parametrize("way", [way for way in WAYS if way not in SHAPES_IN_BATCHES])
+every_size = pytest.mark.parametrize("size", [2, 3])
+
+
+def config_of(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"pipeline_dtype": torch.float32, "p2p_timeout": 10.0, **fields})
+
+
+def on_ranks(size: int, body: Callable[[P2PCommunicator], Any], **fields: Any) -> list[Any]:
+    """What ``body(communicator)`` returns on each of ``size`` ranks; nothing may be left on its way."""
+    network = MemoryNetwork(size, fields.get("p2p_channels", "one_way") == "one_way")
+
+    def rank_main(rank: int) -> Any:
+        communicator = P2PCommunicator(ThreadGroup(rank, size), config_of(**fields), network.transport(rank))
+        result = body(communicator)
+        assert not communicator.pending
+        return result
+
+    return run_ranks(size, rank_main, network.abort, timeout=20.0)
+
+
+def filled(value: float, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
+    return torch.full(shape, float(value))
+
+
+def same(one: Any, other: Any) -> bool:
+    return isinstance(one, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
+
+
+# -- one direction at a time ------------------------------------------------------------------------------------------
+
+
+@every_way
+@every_size
+def test_forward_passes_down_the_pipeline(size: int, way: str) -> None:
+    def body(communicator: P2PCommunicator) -> torch.Tensor | None:
+        rank = communicator.rank
+        got = communicator.recv_forward(SHAPE, rank == 0)
+        assert communicator.send_forward(filled(10 + rank), rank == size - 1) is None
+        return got
+
+    first, *others = on_ranks(size, body, **WAYS[way])
+    assert first is None
+    for rank, got in enumerate(others, start=1):
+        assert same(got, filled(10 + rank - 1))
+        assert got.requires_grad
+        assert got.is_leaf
+        assert got.dtype == torch.float32
+
+
+@every_way
+@every_size
+def test_backward_passes_up_the_pipeline(size: int, way: str) -> None:
+    def body(communicator: P2PCommunicator) -> torch.Tensor | None:
+        rank = communicator.rank
+        got = communicator.recv_backward(SHAPE, rank == size - 1)
+        assert communicator.send_backward(filled(20 + rank), rank == 0) is None
+        return got
+
+    *others, last = on_ranks(size, body, **WAYS[way])
+    assert last is None
+    for rank, got in enumerate(others):
+        assert same(got, filled(20 + rank + 1))
+
+
+@every_way
+@every_size
+def test_a_list_of_shapes_gives_a_list_of_tensors(size: int, way: str) -> None:
+    shapes = [(3, 2, 4), (5, 2, 4)]
+
+    def body(communicator: P2PCommunicator) -> tuple[Any, Any]:
+        rank = communicator.rank
+        down = communicator.recv_forward(shapes, rank == 0)
+        communicator.send_forward([filled(rank, s) for s in shapes], rank == size - 1)
+        up = communicator.recv_backward(shapes, rank == size - 1)
+        communicator.send_backward([filled(-rank, s) for s in shapes], rank == 0)
+        return down, up
+
+    results = on_ranks(size, body, **WAYS[way])
+    assert results[0][0] == [None, None]
+    assert results[-1][1] == [None, None]
+    for rank, (down, up) in enumerate(results):
+        if rank > 0:
+            assert all(same(got, filled(rank - 1, s)) for got, s in zip(down, shapes, strict=True))
+        if rank < size - 1:
+            assert all(same(got, filled(-rank - 1, s)) for got, s in zip(up, shapes, strict=True))
+
+
+@every_way
+def test_a_list_of_one_stays_a_list(way: str) -> None:
+    def body(communicator: P2PCommunicator) -> Any:
+        got = communicator.recv_forward([SHAPE], communicator.rank == 0)
+        communicator.send_forward([filled(3)], communicator.rank == 1)
+        return got
+
+    first, second = on_ranks(2, body, **WAYS[way])
+    assert first == [None]
+    assert isinstance(second, list)
+    assert same(second[0], filled(3))
+
+
+# -- exchanges with one neighbour -------------------------------------------------------------------------------------
+
+
+@every_way_unmatched
+@every_size
+def test_one_forward_one_backward(size: int, way: str) -> None:
+    """Each pair of neighbours: the earlier rank sends forward and receives backward, the later one the other way."""
+
+    def body(communicator: P2PCommunicator) -> tuple[Any, Any]:
+        rank = communicator.rank
+        down = communicator.recv_forward(SHAPE, rank == 0)
+        up = communicator.send_forward_recv_backward(filled(rank), SHAPE, rank == size - 1)
+        communicator.send_backward(filled(100 + rank), rank == 0)
+        return down, up
+
+    results = on_ranks(size, body, **WAYS[way])
+    for rank, (down, up) in enumerate(results):
+        assert down is None if rank == 0 else same(down, filled(rank - 1))
+        assert up is None if rank == size - 1 else same(up, filled(100 + rank + 1))
+
+
+@every_way
+def test_one_backward_one_forward(way: str) -> None:
+    """The steady state of 1F1B between two ranks."""
+
+    def body(communicator: P2PCommunicator) -> list[Any]:
+        if communicator.rank == 0:
+            communicator.send_forward(filled(0), False)
+            return [communicator.send_forward_recv_backward(filled(mb), SHAPE, False) for mb in (1, 2)]
+        got = [communicator.recv_forward(SHAPE, False)]
+        got += [communicator.send_backward_recv_forward(filled(100 + mb), SHAPE, False) for mb in (0, 1)]
+        return got
+
+    gradients, activations = on_ranks(2, body, **WAYS[way])
+    assert [t[0, 0, 0].item() for t in gradients] == [100.0, 101.0]
+    assert [t[0, 0, 0].item() for t in activations] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("shapes", [SHAPE, [SHAPE]], ids=["shape", "list of shapes"])
+@pytest.mark.parametrize("as_list", [False, True], ids=["tensor", "list of tensors"])
+def test_like_for_like(as_list: bool, shapes: Any) -> None:
+    """What is sent decides what is returned: a tensor for a tensor, a list for a list, however the shape was given."""
+
+    def body(communicator: P2PCommunicator) -> Any:
+        mine: Any = [filled(communicator.rank)] if as_list else filled(communicator.rank)
+        if communicator.rank == 0:
+            at_the_end = communicator.send_forward_recv_backward(mine, shapes, True)
+            return at_the_end, communicator.send_forward_recv_backward(mine, shapes, False)
+        at_the_end = communicator.send_backward_recv_forward(mine, shapes, True)
+        return at_the_end, communicator.send_backward_recv_forward(mine, shapes, False)
+
+    for rank, (at_the_end, got) in enumerate(on_ranks(2, body)):
+        assert at_the_end == ([None] if as_list else None)
+        assert isinstance(got, list) == as_list
+        assert same(got[0] if as_list else got, filled(1 - rank))
+
+
+# -- exchanges round the ring, as interleaved schedules make them -----------------------------------------------------
+
+
+@every_way
+@every_size
+def test_forward_round_the_ring(size: int, way: str) -> None:
+    def body(communicator: P2PCommunicator) -> Any:
+        return communicator.send_forward_recv_forward(filled(communicator.rank), True, SHAPE)
+
+    for rank, got in enumerate(on_ranks(size, body, **WAYS[way])):
+        assert same(got, filled((rank - 1) % size))
+
+
+@every_way
+@every_size
+def test_backward_round_the_ring(size: int, way: str) -> None:
+    def body(communicator: P2PCommunicator) -> Any:
+        return communicator.send_backward_recv_backward(filled(communicator.rank), True, SHAPE)
+
+    for rank, got in enumerate(on_ranks(size, body, **WAYS[way])):
+        assert same(got, filled((rank + 1) % size))
+
+
+@every_way
+@every_size
+def test_both_directions_at_once_do_not_cross(size: int, way: str) -> None:
+    """With two ranks, all four messages run between the same pair, and they are of one shape."""
+
+    def body(communicator: P2PCommunicator) -> Any:
+        results = []
+        for step in range(3):
+            mine = 10 * step + communicator.rank
+            results.append(
+                communicator.send_forward_backward_recv_forward_backward(
+                    filled(1000 + mine), filled(2000 + mine), True, True, SHAPE
+                )
+            )
+        return results
+
+    for rank, results in enumerate(on_ranks(size, body, **WAYS[way])):
+        for step, (activation, gradient) in enumerate(results):
+            assert same(activation, filled(1000 + 10 * step + (rank - 1) % size))
+            assert same(gradient, filled(2000 + 10 * step + (rank + 1) % size))
+
+
+@every_way
+def test_each_part_may_be_missing(way: str) -> None:
+    """The first rank has no activation to receive and no gradient to send; the last one neither of the others."""
+
+    def body(communicator: P2PCommunicator) -> Any:
+        rank = communicator.rank
+        return communicator.send_forward_backward_recv_forward_backward(
+            filled(1) if rank < 2 else None, filled(2) if rank > 0 else None, rank > 0, rank < 2, SHAPE
+        )
+
+    first, middle, last = on_ranks(3, body, **WAYS[way])
+    assert first[0] is None
+    assert same(first[1], filled(2))
+    assert same(middle[0], filled(1))
+    assert same(middle[1], filled(2))
+    assert same(last[0], filled(1))
+    assert last[1] is None
+
+
+# -- handles ----------------------------------------------------------------------------------------------------------
+
+
+@every_way
+@every_size
+def test_with_overlap_handles_come_back_keyed(size: int, way: str) -> None:
+    def body(communicator: P2PCommunicator) -> Any:
+        down, forward = communicator.send_forward_recv_forward(filled(communicator.rank), True, SHAPE, True)
+        up, backward = communicator.send_backward_recv_backward(
+            filled(50 + communicator.rank), True, SHAPE, overlap_p2p_comm=True
+        )
+        assert set(forward) == {"send_next", "recv_prev"}
+        assert set(backward) == {"send_prev", "recv_next"}
+        assert all(isinstance(h, WaitHandle) for h in (*forward.values(), *backward.values()))
+        forward.pop("recv_prev").wait()
+        backward.pop("recv_next").wait()
+        got = down.clone(), up.clone()
+        for handle in (*forward.values(), *backward.values()):
+            handle.wait()
+            handle.wait()  # waiting again is harmless
+            assert handle.is_completed()
+        return got
+
+    for rank, (down, up) in enumerate(on_ranks(size, body, **WAYS[way])):
+        assert same(down, filled((rank - 1) % size))
+        assert same(up, filled(50 + (rank + 1) % size))
+
+
+def test_only_what_is_asked_for_has_a_handle() -> None:
+    def body(communicator: P2PCommunicator) -> Any:
+        if communicator.rank == 0:
+            got, handles = communicator.send_forward_recv_forward(filled(7), False, SHAPE, overlap_p2p_comm=True)
+            assert got is None
+            assert set(handles) == {"send_next"}
+            nothing, none = communicator.send_forward_recv_forward(None, False, SHAPE, overlap_p2p_comm=True)
+            assert nothing is None
+            assert none == {}
+            assert communicator.send_forward_recv_forward(None, False, SHAPE) is None
+        else:
+            got, handles = communicator.send_forward_recv_forward(None, True, SHAPE, overlap_p2p_comm=True)
+            assert set(handles) == {"recv_prev"}
+        for handle in handles.values():
+            handle.wait()
+        return got
+
+    assert same(on_ranks(2, body)[1], filled(7))
+
+
+def test_overlap_returns_before_the_peer_is_there() -> None:
+    """Nothing is waited: one rank posts everything while the other has posted nothing, then both finish."""
+    network = MemoryNetwork(2)
+    communicators = [P2PCommunicator(ThreadGroup(r, 2), config_of(), network.transport(r)) for r in range(2)]
+    results = [c.send_forward_recv_forward(filled(c.rank), True, SHAPE, True) for c in communicators]  # one thread
+    for rank, (got, handles) in enumerate(results):
+        assert handles["recv_prev"].is_completed()
+        handles["recv_prev"].wait()
+        assert same(got, filled(1 - rank))
+        handles["send_next"].wait()
+
+
+def test_a_dropped_handle_loses_nothing() -> None:
+    network = MemoryNetwork(2)
+    sender, receiver = (P2PCommunicator(ThreadGroup(r, 2), config_of(), network.transport(r)) for r in range(2))
+    sent = filled(5)
+    sender.send_forward_recv_forward(sent, False, SHAPE, overlap_p2p_comm=True)  # handles dropped
+    sent.data = torch.zeros(1)
+    assert len(sender.pending) == 1
+    assert same(receiver.recv_forward(SHAPE, False), filled(5))
+    sender.wait_all()
+    assert not sender.pending
+
+
+def test_waiting_without_a_peer_ends_at_the_timeout() -> None:
+    communicator = P2PCommunicator(ThreadGroup(0, 2), config_of(p2p_timeout=0.05), MemoryNetwork(2).transport(0))
+    with pytest.raises(P2PTimeoutError, match=r"pipeline rank 0, send on channel A, with rank 1: not done after 0\.05 s"):
+        communicator.send_forward(filled(1), False)
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["singly", "batched"])
+@pytest.mark.parametrize("dims", range(9))
+def test_variable_shapes_of_any_rank(dims: int, batched: bool) -> None:
+    """What is expected does not matter, not even the number of dimensions: the shape travels."""
+    shape = tuple(range(1, dims + 1))[:5] + (1, 2, 1)[: max(0, dims - 5)]
+    assert len(shape) == dims
+    sent = torch.arange(filled(0, shape).numel(), dtype=torch.float32).view(shape)
+
+    def body(communicator: P2PCommunicator) -> Any:
+        down = communicator.send_forward_recv_forward(sent + communicator.rank, True, None)
+        communicator.send_backward(sent, communicator.rank == 0)
+        up = communicator.recv_backward(SHAPE, communicator.rank == 1)
+        return down, up
+
+    results = on_ranks(2, body, variable_seq_lengths=True, batch_p2p_comm=batched)
+    for rank, (down, _) in enumerate(results):
+        assert same(down, sent + (1 - rank))
+    assert same(results[0][1], sent)
+
+
+@pytest.mark.parametrize("dims", [0, 1, 3, 9])
+def test_fixed_shapes_of_any_rank(dims: int) -> None:
+    shape = (2,) * dims
+
+    def body(communicator: P2PCommunicator) -> Any:
+        return communicator.send_forward_recv_forward(filled(communicator.rank, shape), True, torch.Size(shape))
+
+    assert same(on_ranks(2, body)[0], filled(1, shape))
+
+
+@every_way
+def test_empty_tensors_travel(way: str) -> None:
+    def body(communicator: P2PCommunicator) -> Any:
+        return communicator.send_forward_recv_forward(torch.empty(0, 2, 4), True, (0, 2, 4))
+
+    assert on_ranks(2, body, **WAYS[way])[0].shape == (0, 2, 4)
+
+
+def test_each_microbatch_may_have_its_own_shape() -> None:
+    lengths = [3, 1, 7, 2]
+
+    def body(communicator: P2PCommunicator) -> list[Any]:
+        if communicator.rank == 0:
+            return [communicator.send_forward(filled(n, (n, 2, 4)), False) for n in lengths]
+        return [communicator.recv_forward(SHAPE, False) for _ in lengths]
+
+    received = on_ranks(2, body, variable_seq_lengths=True)[1]
+    assert [tuple(t.shape) for t in received] == [(n, 2, 4) for n in lengths]
+    assert [t[0, 0, 0].item() for t in received] == lengths
+
+
+@every_way
+def test_tensors_that_are_not_contiguous_arrive_as_they_are(way: str) -> None:
+    sent = torch.arange(24.0).view(4, 2, 3).permute(2, 1, 0)
+    assert not sent.is_contiguous()
+
+    def body(communicator: P2PCommunicator) -> Any:
+        return communicator.send_forward_recv_forward(sent, True, SHAPE)
+
+    assert same(on_ranks(2, body, **WAYS[way])[0], sent)
+
+
+def test_tensors_of_a_graph_are_sent_without_it() -> None:
+    def body(communicator: P2PCommunicator) -> Any:
+        weight = torch.ones(SHAPE, requires_grad=True)
+        return communicator.send_forward_recv_forward(weight * (communicator.rank + 1), True, SHAPE)
+
+    got = on_ranks(2, body)[0]
+    assert same(got.detach(), filled(2))
+    assert got.grad_fn is None
+
+
+@pytest.mark.parametrize(
+    ("shapes", "single"),
+    [
+        ((3, 2, 4), True),
+        ([3, 2, 4], True),
+        (torch.Size([3]), True),
+        (torch.Size([]), True),
+        ([(3, 2, 4)], False),
+        ([[3, 2, 4], [1]], False),
+        ([torch.Size([3])], False),
+        (None, False),
+        (7, False),
+    ],
+)
+def test_is_single_shape(shapes: Any, single: bool) -> None:
+    assert is_single_shape(shapes) is single
+
+
+# -- bad input: refused before anything is posted ---------------------------------------------------------------------
+
+
+class NothingMayPass(MemoryNetwork):
+    """A network on which any posted operation is a failure of the test."""
+
+    def post(self, *args: Any) -> Any:
+        raise AssertionError("an operation was posted")
+
+
+def lonely(**fields: Any) -> P2PCommunicator:
+    """Rank 1 of 3, with both neighbours."""
+    return P2PCommunicator(ThreadGroup(1, 3), config_of(**fields), NothingMayPass(3).transport(1))
+
+
+GOOD = filled(1)
+BAD_TENSORS: dict[str, tuple[Any, str]] = {
+    "dtype": (
+        GOOD.double(),
+        "a tensor of torch.float64 can not be sent between stages: config.pipeline_dtype is torch.",
+    ),
+    "device": (
+        GOOD.to("meta"),
+        "a tensor on meta can not be sent between stages: this communicator's tensors lie on cpu",
+    ),
+    "dict": ({"x": GOOD}, "a dict can not be sent between stages; it must be a tensor or a list of tensors"),
+    "float": (1.5, "a float can not be sent between stages"),
+    "none in a list": ([GOOD, None], "a NoneType can not be sent between stages"),
+    "wrong in a list": ([GOOD, GOOD.half()], "a tensor of torch.float16 can not be sent between stages"),
+}
+
+
+@pytest.mark.parametrize("way", ["plain", "batched", "variable", "variable batched"])
+@pytest.mark.parametrize("bad", BAD_TENSORS)
+def test_wrong_tensors_are_refused_before_anything_is_posted(bad: str, way: str) -> None:
+    value, words = BAD_TENSORS[bad]
+    calls: list[Callable[[P2PCommunicator], Any]] = [
+        lambda c: c.send_forward(value, False),
+        lambda c: c.send_backward(value, False),
+        lambda c: c.send_forward_recv_backward(value, SHAPE, False),
+        lambda c: c.send_backward_recv_forward(value, SHAPE, False),
+        lambda c: c.send_forward_recv_forward(value, True, SHAPE),
+        lambda c: c.send_backward_recv_backward(value, True, SHAPE, overlap_p2p_comm=True),
+        lambda c: c.send_forward_backward_recv_forward_backward(GOOD, value, True, True, SHAPE),
+    ]
+    for call in calls:
+        with pytest.raises(P2PTypeError) as caught:
+            call(lonely(**WAYS[way]))
+        assert words in str(caught.value)
+        assert isinstance(caught.value, (P2PError, TypeError))
+
+
+def test_nothing_can_be_sent_in_place_of_a_tensor() -> None:
+    """None is an option where the signature says so; elsewhere the peer would wait for it forever."""
+    for call in (
+        lambda c: c.send_forward(None, False),
+        lambda c: c.send_backward(None, False),
+        lambda c: c.send_forward_recv_backward(None, SHAPE, False),
+        lambda c: c.send_backward_recv_forward(None, SHAPE, False),
+    ):
+        with pytest.raises(P2PTypeError, match="a NoneType can not be sent between stages"):
+            call(lonely())
+
+
+RECEIVES: list[Callable[[P2PCommunicator, Any], Any]] = [
+    lambda c, shape: c.recv_forward(shape, False),
+    lambda c, shape: c.recv_backward(shape, False),
+    lambda c, shape: c.send_forward_recv_forward(GOOD, True, shape),
+    lambda c, shape: c.send_backward_recv_backward(GOOD, True, shape, overlap_p2p_comm=True),
+    lambda c, shape: c.send_forward_backward_recv_forward_backward(GOOD, GOOD, True, True, shape),
+]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("receive", RECEIVES)
+def test_a_missing_shape_is_refused(receive: Callable[[P2PCommunicator, Any], Any], batched: bool) -> None:
+    with pytest.raises(P2PShapeError, match="the shape to receive is None; without config"):
+        receive(lonely(batch_p2p_comm=batched), None)
+
+
+@pytest.mark.parametrize("variable", [False, True])
+@pytest.mark.parametrize("receive", RECEIVES[:2])
+def test_receiving_without_a_dtype_is_refused(receive: Callable[[P2PCommunicator, Any], Any], variable: bool) -> None:
+    with pytest.raises(P2PTypeError, match="pipeline_dtype is None; to receive between stages it must be"):
+        receive(lonely(pipeline_dtype=None, variable_seq_lengths=variable), SHAPE)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_more_dimensions_than_a_header_holds_are_refused(batched: bool) -> None:
+    nine = torch.zeros((1,) * 9)
+    with pytest.raises(
+        P2PShapeError, match="a tensor of 9 dimensions can not be sent with variable_seq_lengths; at most 8"
+    ):
+        lonely(variable_seq_lengths=True, batch_p2p_comm=batched).send_forward([GOOD, nine], False)
+
+
+# -- what Megatron's schedules read besides ---------------------------------------------------------------------------
+
+
+def test_attributes() -> None:
+    communicator = lonely(virtual_pipeline_model_parallel_size=2)
+    assert (communicator.prev_rank, communicator.next_rank) == (0, 2)
+    assert communicator.virtual_pipeline_model_parallel_size == 2
+    assert communicator.pp_group.rank() == 1
+    assert communicator.config.pipeline_dtype == torch.float32
+    assert lonely().virtual_pipeline_model_parallel_size is None
+
+
+class Timers:
+    """Megatron's timers, as far as a communicator uses them."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.levels: dict[str, Any] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        if log_level is not None:
+            self.levels[name] = log_level
+        return SimpleNamespace(
+            start=lambda: self.calls.append((name, "start")), stop=lambda: self.calls.append((name, "stop"))
+        )
+
+
+def test_timers_have_megatrons_names() -> None:
+    timers = [Timers(), Timers()]
+
+    def body(communicator: P2PCommunicator) -> None:
+        rank = communicator.rank
+        communicator.config.timers = timers[rank]
+        tensor = filled(rank)
+        if rank == 0:
+            communicator.send_forward(tensor, False)
+            communicator.recv_backward(SHAPE, False)
+            communicator.send_forward_recv_backward(tensor, SHAPE, False)
+        else:
+            communicator.recv_forward(SHAPE, False)
+            communicator.send_backward(tensor, False)
+            communicator.send_backward_recv_forward(tensor, SHAPE, False)
+        communicator.send_forward_recv_forward(tensor, True, SHAPE)
+        communicator.send_backward_recv_backward(tensor, True, SHAPE)
+        communicator.send_forward_backward_recv_forward_backward(tensor, tensor, True, True, SHAPE)
+        communicator.recv_forward(SHAPE, True)  # no neighbour there, no timer
+
+    on_ranks(2, body)
+    ring = ["forward-send-forward-recv", "backward-send-backward-recv", "forward-backward-send-forward-backward-recv"]
+    names = [
+        ["forward-send", "backward-recv", "forward-send-backward-recv", *ring],
+        ["forward-recv", "backward-send", "backward-send-forward-recv", *ring],
+    ]
+    for mine, expected in zip(timers, names, strict=True):
+        assert mine.calls == [(name, what) for name in expected for what in ("start", "stop")]
+        assert mine.levels == dict.fromkeys(expected, 2)
+
+
+def test_a_timer_stops_when_the_exchange_fails() -> None:
+    timers = Timers()
+    with pytest.raises(P2PTypeError):
+        lonely(timers=timers).send_forward(GOOD.double(), False)
+    assert timers.calls == [("forward-send", "start"), ("forward-send", "stop")]
