@@ -133,5 +133,6 @@ def _headline(rank: int, plan: Plan | None, own: Progress, seen: Mapping[int, tu
         progress, idle = seen[peer]
         last = instruction_at(plan, peer, progress.position)
         told = f"the end of step {progress.step}" if progress.state == DONE else last.name if last else progress.text
-        text += f", which last reported {told}, {max(idle, 0.0):.1f} s ago"
+        step = "" if progress.step == own.step or progress.state == DONE else f" in step {progress.step}"
+        text += f", which last reported {told}{step}, {max(idle, 0.0):.1f} s ago"
     return text

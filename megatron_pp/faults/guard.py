@@ -263,7 +263,7 @@ class FaultGuard:
     def _error(self) -> PipelineError:
         """What this rank raises because of the verdict."""
         assert self.verdict is not None
-        self._raised = error_of(self.verdict, self.pipeline, self.rank, self._tracker.place()[1])
+        self._raised = error_of(self.verdict, self.pipeline, self.rank, self._tracker.doing())
         return self._raised
 
     def _failure(self, kind: str, **content: Any) -> Failure:

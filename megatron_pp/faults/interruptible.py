@@ -17,6 +17,7 @@ from typing import Any
 # What a TCP socket takes without its peer reading is at least this on Linux (net.core.wmem_default 212,992 bytes, half
 # of it payload).
 LARGE_BYTES = 64 * 1024
+_PATIENCE = 1.0  # seconds for a helper to end; one that is stuck stays
 
 
 class InterruptedTransferError(RuntimeError):
@@ -62,6 +63,8 @@ class Interrupter:
     def close(self) -> None:
         """End the helper thread; call when no wait is going on."""
         self.interrupt("the communicator was closed")
+        if self._helper is not None:
+            self._helper.join(_PATIENCE)
 
     def _help(self) -> None:
         while True:

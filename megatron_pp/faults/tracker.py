@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megatron_pp.faults.diagnosis import Source, instruction_at, waits_on
+from megatron_pp.faults.diagnosis import Source, doing, instruction_at, waits_on
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import ENTERING, IN_STEP, Progress
 
@@ -81,3 +81,11 @@ class Tracker:
         if self.phase or at is None:
             return "", self.phase or "the step"
         return str(at), at.name
+
+    def doing(self) -> str:
+        """What this rank does now, as a sentence's end: ``rank 2 waits for ...``."""
+        source = self.source
+        at = None if source is None else instruction_at(source.plan, self.rank, source.position)
+        if source is None or at is None or self._entering or self.phase:
+            return f"rank {self.rank} is in {self.place()[1]}"
+        return f"rank {self.rank} {doing(source.plan.placement, self.rank, at)}"

@@ -17,15 +17,15 @@ from megatron_pp.errors import (
 from megatron_pp.faults.records import EXCEPTION, MISMATCH, STALL, Failure
 
 
-def error_of(failure: Failure, pipeline: str, rank: int, where: str) -> PipelineError:
-    """What ``rank`` of ``pipeline``, being at ``where``, raises because of ``failure``."""
+def error_of(failure: Failure, pipeline: str, rank: int, here: str) -> PipelineError:
+    """What ``rank`` of ``pipeline`` raises because of ``failure``; ``here`` says what it does itself."""
     if failure.kind == STALL:
         message = failure.message
         if (failure.pipeline, failure.rank) != (pipeline, rank):
             finder = f"rank {failure.rank}" + (
                 "" if failure.pipeline == pipeline else f" of pipeline {failure.pipeline}"
             )
-            message = f"{message}\n(found by {finder}; this is rank {rank}, in {where})"
+            message = f"{message}\n(found by {finder}; {here})"
         return PipelineStallError(message, suspects=failure.suspects, progress=_lines(failure.message))
     if failure.kind == MISMATCH:
         values = {int(r): value for r, value in failure.values.items() if r.isdigit()}

@@ -1,0 +1,115 @@
+"""One rank's part in an episode: groups up, steps, groups down."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp.communicators import close_communicators, communicator_for
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.schedules import get_forward_backward_func
+from megatron_pp.stage import PipelineStage
+from megatron_pp.testing.episodes import Episode, Report
+from megatron_pp.testing.fault_injection import FaultyBlock, Trigger, faulty_iterator
+from megatron_pp.testing.pipeline import placement_of
+from megatron_pp.testing.toy import ToyData, gradients_of, reference_run, toy_config, toy_forward_step
+
+_GROUP_TIMEOUT = timedelta(seconds=90)
+
+
+def run_episode(episode: Episode, rank: int, size: int, store: Any, on_fire: Callable[[], None]) -> Report:
+    """Run it; ``store`` is shared by all ranks and episodes, ``on_fire`` is called right before a fault."""
+    start = time.monotonic()
+    dist.init_process_group(
+        episode.backend,
+        store=dist.PrefixStore(f"episode {episode.number}", store),
+        rank=rank,
+        world_size=size,
+        timeout=_GROUP_TIMEOUT,
+    )
+    run = _Run(episode, rank, size, on_fire)
+    error, raised_at = None, 0.0
+    try:
+        run.steps()
+    except Exception as raised:
+        raised_at = time.monotonic()
+        attributes = {k: v for k, v in vars(raised).items() if not k.startswith("_")}
+        error = (type(raised).__name__, str(raised), attributes)
+    wrong = tuple(run.wrong)
+    done = run.trigger.step - (error is not None)
+    del run
+    close_communicators()
+    dist.destroy_process_group()
+    gc.collect()
+    return Report(rank, done, time.monotonic() - start, error, raised_at, wrong)
+
+
+class _Run:
+    """The model, the communicator and the steps."""
+
+    def __init__(self, episode: Episode, rank: int, size: int, on_fire: Callable[[], None]) -> None:
+        self.episode = episode
+        self.rank = rank
+        self.size = size
+        here = episode.fault is not None and episode.fault.rank == rank
+        self.trigger = Trigger(episode.fault if here else None, on_fire)
+        self.config = toy_config(
+            hidden_size=episode.hidden,
+            p2p_timeout=episode.p2p_timeout,
+            pipeline_schedule=episode.schedule,
+            virtual_pipeline_model_parallel_size=episode.chunks if episode.chunks > 1 else None,
+            **episode.fields,
+        )
+        self.data = ToyData(episode.microbatches, hidden=episode.hidden)
+        self.stages = placement_of(self.config, size, episode.chunks).stages[rank]
+        self.wrong: list[int] = []
+        whole = reference_run(
+            size * episode.chunks, self.data, block=lambda stage: self._block(stage, 0, Trigger(None, on_fire))
+        )
+        self.expected_losses = whole.losses
+        self.expected_grads = {k: v for k, v in whole.grads.items() if int(k.partition(".")[0]) in self.stages}
+
+    def _block(self, stage: int, chunk: int, trigger: Trigger) -> FaultyBlock:
+        return FaultyBlock(stage, chunk, trigger, self.episode.hidden)
+
+    def steps(self) -> None:
+        """All steps of the episode, each compared with the reference."""
+        group = dist.new_group(list(range(self.size)), timeout=_GROUP_TIMEOUT)
+        communicator = communicator_for(group, self.config)
+        blocks = [self._block(stage, chunk, self.trigger) for chunk, stage in enumerate(self.stages)]
+        chunks = [PipelineStage(block, self.config, chunk) for chunk, block in enumerate(blocks)]
+        for step in range(1, self.episode.steps + 1):
+            self.trigger.step = step
+            for block in blocks:
+                block.begin_step()
+                block.zero_grad(set_to_none=True)
+            losses = self._step(communicator, chunks)
+            self._compare(step, losses, gradients_of(dict(zip(self.stages, chunks, strict=True))))
+
+    def _step(self, communicator: P2PCommunicator, chunks: list[PipelineStage]) -> list[float]:
+        chunked = len(chunks) > 1
+        iterators = [faulty_iterator(self.data, chunk, self.trigger) for chunk in range(len(chunks))]
+        reports = get_forward_backward_func(self.size, len(chunks) if chunked else None)(
+            forward_step_func=toy_forward_step,
+            data_iterator=iterators if chunked else iterators[0],
+            model=chunks if chunked else chunks[0],
+            num_microbatches=self.data.num_microbatches,
+            seq_length=self.data.seq_length,
+            micro_batch_size=self.data.micro_batch_size,
+            p2p_communicator=communicator,
+            pg_collection=SimpleNamespace(pp=communicator.pp_group),
+        )
+        return [float(report["loss"]) for report in reports]
+
+    def _compare(self, step: int, losses: list[float], grads: dict[str, torch.Tensor]) -> None:
+        same = grads.keys() == self.expected_grads.keys()
+        same = same and all(torch.equal(grad, self.expected_grads[name]) for name, grad in grads.items())
+        if not same or (losses and losses != self.expected_losses):
+            self.wrong.append(step)

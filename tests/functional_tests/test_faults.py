@@ -1,0 +1,93 @@
+"""Faults in real processes on gloo: every rank ends with the right error, soon, and can go on with new process groups.
+
+Each test runs several episodes on one pool of processes, since processes are what costs time. After each, nothing may
+be left: that threads, files and tensors do not grow is checked here; memory, and thousands of steps, by
+scripts/soak.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_pp.testing.episode_checks import complaints, leaks
+from megatron_pp.testing.episodes import Episode, Pool, Report, Resources
+from megatron_pp.testing.fault_injection import BACKWARD, DATA, DELAY, EXCEPTION, KILL, MEMORY, SHAPE, STOP, Fault
+
+SIZE = 3
+OVERLAP = {"overlap_p2p_comm": True}
+
+pytestmark = pytest.mark.xdist_group("faults")
+
+
+class Lab:
+    """A pool, and a number for each episode."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._numbers = itertools.count(1)
+        self._first: dict[int, Resources] = {}
+
+    def run(self, schedule: str, chunks: int, fault: Fault | None, **fields: object) -> dict[int, Report]:
+        """An episode of four steps, checked."""
+        episode = Episode(next(self._numbers), schedule, chunks, 2 * SIZE, 4, fault, **fields)  # type: ignore[arg-type]
+        reports = self.pool.run(episode)
+        assert complaints(episode, reports, SIZE) == []
+        self._check_leaks(reports)
+        return reports
+
+    def _check_leaks(self, reports: dict[int, Report]) -> None:
+        for rank, pid in self.pool.pids().items():
+            resources = reports[rank].resources
+            if resources is not None:
+                first = self._first.setdefault(pid, resources)
+                assert leaks(first, resources) == [], f"rank {rank}"
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Pool(SIZE) as pool:
+        lab = Lab(pool)
+        for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)):
+            lab.run(schedule, chunks, None, fields=OVERLAP)  # nothing happens, and nothing is raised
+        yield lab
+
+
+@pytest.mark.parametrize("kind", [EXCEPTION, DATA, BACKWARD, MEMORY])
+def test_one_exception_reaches_every_rank(lab: Lab, kind: str) -> None:
+    lab.run("1f1b", 1, Fault(kind, rank=1, step=2, chunk=0, mb=3), fields=OVERLAP)
+    lab.run("interleaved_1f1b", 2, Fault(kind, rank=2, step=2, chunk=1, mb=4), fields=OVERLAP)
+    lab.run("zb_v", 2, Fault(kind, rank=0, step=2, chunk=1, mb=5))
+
+
+def test_an_exception_in_the_first_step_and_the_first_instruction(lab: Lab) -> None:
+    lab.run("1f1b", 1, Fault(EXCEPTION, rank=0, step=1, chunk=0, mb=0))
+
+
+def test_a_wrong_shape_is_an_error_where_it_arises(lab: Lab) -> None:
+    lab.run("1f1b", 1, Fault(SHAPE, rank=0, step=2, chunk=0, mb=3), fields={"batch_p2p_comm": True})
+    lab.run("interleaved_1f1b", 2, Fault(SHAPE, rank=1, step=2, chunk=1, mb=1), fields=OVERLAP)
+
+
+def test_a_killed_rank_is_named(lab: Lab) -> None:
+    lab.run("1f1b", 1, Fault(KILL, rank=1, step=2, chunk=0, mb=3), p2p_timeout=60.0, fields=OVERLAP)
+
+
+def test_a_rank_killed_amid_large_messages_is_named(lab: Lab) -> None:
+    """gloo leaves who waits for a message that is half on the wire waiting for its own timeout."""
+    lab.run("zb_v", 2, Fault(KILL, rank=2, step=2, chunk=0, mb=3), p2p_timeout=60.0, hidden=1024, fields=OVERLAP)
+
+
+def test_a_stopped_rank_is_named_and_ends_too_when_it_goes_on(lab: Lab) -> None:
+    reports = lab.run("interleaved_1f1b", 2, Fault(STOP, rank=1, step=2, chunk=0, mb=3), p2p_timeout=3.0)
+    for rank in (0, 2):
+        error = reports[rank].error
+        assert error is not None
+        assert "is stopped, as by SIGSTOP" in error[1]
+
+
+def test_a_slow_rank_is_no_error(lab: Lab) -> None:
+    """Longer than any wait, shorter than p2p_timeout; the numbers are right."""
+    lab.run("1f1b", 1, Fault(DELAY, rank=1, step=2, chunk=0, mb=3, seconds=3.0), p2p_timeout=8.0, fields=OVERLAP)
