@@ -129,6 +129,9 @@ class ModelParallelConfig:
     trace_dir: str | None = setting_from_env(
         "MEGATRON_PP_TRACE_DIR", read_text, "folder for timelines of what really happened"
     )
+    trace_steps: str | None = setting_from_env(
+        "MEGATRON_PP_TRACE_STEPS", read_text, "training steps to trace, from 1, as in 3,10-12; None: 2 to 21"
+    )
 
     def __post_init__(self) -> None:
         rules.check_parallel_sizes(self)

@@ -36,6 +36,7 @@ from megatron_pp.schedule_inputs import (
 )
 from megatron_pp.steps import ModelSteps, StepOptions, backward_step, forward_step
 from megatron_pp.sync_hooks import SyncHooks
+from megatron_pp.trace import message_bytes, observers, step_recording, trace_folder, trace_steps
 
 __all__ = [
     "P2PCommunicator",
@@ -244,6 +245,8 @@ class StepCall:
         self.begin()
         plan = build_plan(self.spec)
         steps = self.make_steps(plan)
+        size = message_bytes(self.shapes.send, self.communicator.dtype)
+        recording = step_recording(self.inputs.chunks[0], self.config, plan, self.communicator.transport, size)
         executor = PlanExecutor(
             plan,
             self.communicator,
@@ -252,20 +255,31 @@ class StepCall:
             self.shapes,
             deallocate=getattr(self.config, "deallocate_pipeline_outputs", True),
             max_pending_sends=getattr(self.config, "max_pending_sends", 2),
-            observer=ranges_if_profiling(),
+            observer=observers(recording, ranges_if_profiling()),
         )
         if self.communicator.wire is not None:
             self.communicator.wire.source = executor
-        with guarded(self.communicator, self.config, executor, (self.spec, self.shapes), self.describe) as guard:
+        agreed = (self.spec, self.shapes, self.traced)
+        with guarded(self.communicator, self.config, executor, agreed, self.describe) as guard:
             self.communicator.prepare(plan.placement.rank_edges())
+            if recording is not None:
+                recording.start()
             executor.run()
+            if recording is not None:
+                recording.finish()
             guard.phase("the work after the plan (gradient synchronisation and finalisation)")
             self.finish(steps)
         return steps.record.data
 
     def describe(self) -> dict[str, str]:
         """What all ranks of the pipeline have to agree on, as text; compared when it changes."""
-        return describe_step(self.spec, self.shapes, self.communicator.dtype)
+        described = describe_step(self.spec, self.shapes, self.communicator.dtype)
+        return {**described, "tracing (trace_dir, trace_steps)": self.traced}
+
+    @property
+    def traced(self) -> str:
+        """Which steps are traced: traced steps begin with messages that all ranks have to take part in."""
+        return f"steps {trace_steps(self.config)}" if trace_folder(self.config) else "off"
 
     def begin(self) -> None:
         """Before the first instruction."""

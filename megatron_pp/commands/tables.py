@@ -13,7 +13,7 @@ def print_table(console: Console, title: str, names: Sequence[str], rows: Sequen
     """A table whose first column is left-aligned text and whose others are numbers; empty tables are left out."""
     if not rows:
         return
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_style="bold")
     for k, name in enumerate(names):
         table.add_column(name, justify="left" if k == 0 else "right", overflow="fold", no_wrap=k == 0)
     for row in rows:
@@ -22,8 +22,8 @@ def print_table(console: Console, title: str, names: Sequence[str], rows: Sequen
 
 
 def short(value: float) -> str:
-    """Four digits."""
-    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
+    """Three digits, or all that stand before the decimal point."""
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}" if abs(value) < 10_000 else f"{value:.0f}"
 
 
 def percent(share: float) -> str:

@@ -90,7 +90,7 @@ def _compute_of(programs: Sequence[Sequence[Instruction]]) -> _Programs:
 
 def _to_csv(plan: Plan) -> str:
     rows: list[list[str]] = [[_CSV_HEAD, str(_VERSION)]]
-    rows += [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in _spec_values(plan.spec)]
+    rows += [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in spec_values(plan.spec)]
     rows += [["placement", plan.placement.kind], ["remark", plan.remark]]
     rows += [["program", str(r), *map(str, p)] for r, p in enumerate(plan.programs)]
     if plan.orders != _compute_of(plan.programs):
@@ -122,7 +122,7 @@ def _from_csv(text: str) -> Plan:
         else:
             found[row[0]] = row[1]
     kind, remark = found.pop("placement", "(missing)"), found.pop("remark", "")
-    spec = _spec_from({name: _plain_value(value) for name, value in found.items()})
+    spec = spec_from_values({name: _plain_value(value) for name, value in found.items()})
     programs = _parse_cells(listed["program"], "program")
     orders = _parse_cells(listed["order"], "order") if listed["order"] else None
     return _assemble(spec, kind, programs, orders, remark)
@@ -166,7 +166,7 @@ def _to_json(plan: Plan) -> str:
     content: dict[str, Any] = {
         "format": _JSON_HEAD,
         "version": _VERSION,
-        "spec": dict(_spec_values(plan.spec)),
+        "spec": dict(spec_values(plan.spec)),
         "placement": plan.placement.kind,
         "remark": plan.remark,
         "programs": [format_program(p) for p in plan.programs],
@@ -186,7 +186,7 @@ def _from_json(text: str) -> Plan:
         raise ExchangeError(f"no plan that this reads; it would hold {json.dumps(head)[1:-1]}")
     if not isinstance(content.get("spec"), dict):
         raise ExchangeError("'spec' is missing or no object")
-    spec = _spec_from(content["spec"])
+    spec = spec_from_values(content["spec"])
     programs = _parse_lines(content.get("programs"), "programs")
     orders = _parse_lines(content["orders"], "orders") if "orders" in content else None
     return _assemble(spec, content.get("placement", "(missing)"), programs, orders, content.get("remark", ""))
@@ -207,13 +207,14 @@ def _parse_lines(lines: Any, what: str) -> _Programs:
 # --- Both
 
 
-def _spec_values(spec: PlanSpec) -> list[tuple[str, Any]]:
+def spec_values(spec: PlanSpec) -> list[tuple[str, Any]]:
     """The fields of the spec, as JSON takes them."""
     values = [(f.name, getattr(spec, f.name)) for f in fields(PlanSpec)]
     return [(name, asdict(value) if isinstance(value, Measured) else value) for name, value in values]
 
 
-def _spec_from(values: dict[str, Any]) -> PlanSpec:
+def spec_from_values(values: dict[str, Any]) -> PlanSpec:
+    """The spec of what ``spec_values`` gave, back from a file. Raises ExchangeError, PlanError."""
     known = {f.name: f for f in fields(PlanSpec)}
     unknown = sorted(set(values) - set(known))
     if unknown:

@@ -1,0 +1,196 @@
+"""The trace file of one rank: one JSON object a line, in the order in which things happened.
+
+``run``   which run, rank and pipeline the file is of; always the first line
+``plan``  a plan, before the first step that executes it: its spec, and this rank's program
+``sync``  how far this rank's clock is ahead of the pipeline's first rank's, in nanoseconds
+``step``  when each instruction of the program began and ended, in nanoseconds after ``base`` (a time of this clock)
+
+A line is written whole, so that a run that was killed leaves a readable file.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_pp.plan.exchange import spec_from_values, spec_values
+from megatron_pp.plan.files import ExchangeError, read_text
+from megatron_pp.plan.instruction import Instruction, InstructionError, format_program, parse_program
+from megatron_pp.plan.placement import PLACEMENTS
+from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
+
+_FORMAT = "megatron_pp.trace"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """run: the same for all ranks of a job. pipeline: global ranks of this rank's pipeline; rank: place in it."""
+
+    run: str
+    rank: int
+    pipeline: tuple[int, ...]
+    device: str
+    host: str
+
+    @property
+    def file_name(self) -> str:
+        return f"trace-{self.run}-rank{self.pipeline[self.rank]:05d}.jsonl"
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """A plan as one rank knows it. ``message_bytes``: size of an activation between stages, 0 where not known."""
+
+    spec: PlanSpec
+    placement: str
+    program: tuple[Instruction, ...]
+    message_bytes: float
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of one rank: ``starts[i]`` and ``ends[i]`` of instruction i, nanoseconds after ``base``."""
+
+    step: int
+    plan: int
+    base: int
+    starts: Sequence[int]
+    ends: Sequence[int]
+
+
+@dataclass
+class RankTrace:
+    """What a file holds. ``syncs``: (time of this rank's clock, how far it is ahead of the first rank's)."""
+
+    path: str
+    header: RunHeader
+    plans: list[PlanRecord] = field(default_factory=list)
+    syncs: list[tuple[int, int]] = field(default_factory=list)
+    steps: dict[int, StepRecord] = field(default_factory=dict)
+
+    def ahead_at(self, time: int) -> float:
+        """How far this rank's clock is ahead of the first rank's, between two looks at it on the line through them."""
+        if not self.syncs:
+            return 0.0
+        before = [s for s in self.syncs if s[0] <= time] or self.syncs[:1]
+        after = [s for s in self.syncs if s[0] > time]
+        (t0, a0), (t1, a1) = (
+            (before[-1], after[0]) if after else (self.syncs[max(0, len(self.syncs) - 2)], self.syncs[-1])
+        )
+        return a0 + (a1 - a0) * (time - t0) / (t1 - t0) if t1 != t0 else float(a0)
+
+
+def header_line(header: RunHeader) -> str:
+    return _line({"kind": "run", "format": _FORMAT, "version": _VERSION, **asdict(header)})
+
+
+def plan_line(plan: Plan, rank: int, message_bytes: float) -> str:
+    return _line(
+        {
+            "kind": "plan",
+            "spec": dict(spec_values(plan.spec)),
+            "placement": plan.placement.kind,
+            "program": format_program(plan.programs[rank]),
+            "message_bytes": message_bytes,
+        }
+    )
+
+
+def sync_line(time: int, ahead: int) -> str:
+    return _line({"kind": "sync", "time": time, "ahead": ahead})
+
+
+def step_line(step: StepRecord) -> str:
+    starts, ends = list(step.starts), list(step.ends)
+    return _line(
+        {"kind": "step", "step": step.step, "plan": step.plan, "base": step.base, "starts": starts, "ends": ends}
+    )
+
+
+def _line(content: dict[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def read_rank_trace(path: str | Path) -> RankTrace:
+    """Read one rank's file. Raises ExchangeError naming the file, the line and what is wrong with it.
+
+    A last line without its end, as a killed run leaves it, is ignored.
+    """
+    lines = read_text(path).split("\n")
+    if not lines[0]:
+        raise ExchangeError(f"{path}: the file is empty")
+    trace: RankTrace | None = None
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            content = json.loads(line)
+            if trace is None:
+                trace = RankTrace(str(path), _header(content))
+            else:
+                _add(trace, content)
+        except (KeyError, TypeError, ValueError, RecursionError, AttributeError, InstructionError) as error:
+            raise ExchangeError(f"{path}, line {number}: {_why(error)}") from error
+    if trace is None:
+        raise ExchangeError(f"{path}: the file is cut off in its first line")
+    return trace
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, (PlanError, InstructionError)):
+        return str(error)
+    if isinstance(error, json.JSONDecodeError):
+        return f"not a line of a trace ({error.msg})"
+    return f"not a line of a trace ({type(error).__name__}: {error})"
+
+
+def _header(content: dict[str, Any]) -> RunHeader:
+    if content.get("format") != _FORMAT or content.get("version") != _VERSION:
+        raise ExchangeError(f"not a trace of version {_VERSION} of this format")
+    header = RunHeader(
+        str(content["run"]),
+        int(content["rank"]),
+        tuple(int(r) for r in content["pipeline"]),
+        str(content["device"]),
+        str(content["host"]),
+    )
+    if not 0 <= header.rank < len(header.pipeline):
+        raise ExchangeError(f"rank {header.rank} is not in a pipeline of {len(header.pipeline)} ranks")
+    return header
+
+
+def _add(trace: RankTrace, content: dict[str, Any]) -> None:
+    kind = content["kind"]
+    if kind == "plan":
+        if content["placement"] not in PLACEMENTS:
+            raise ExchangeError(f"placement {content['placement']!r} is not known")
+        program = tuple(parse_program(content["program"]))
+        spec = spec_from_values(dict(content["spec"]))
+        trace.plans.append(PlanRecord(spec, content["placement"], program, float(content["message_bytes"])))
+    elif kind == "sync":
+        trace.syncs.append((int(content["time"]), int(content["ahead"])))
+    elif kind == "step":
+        record = StepRecord(
+            int(content["step"]),
+            int(content["plan"]),
+            int(content["base"]),
+            array("q", content["starts"]),
+            array("q", content["ends"]),
+        )
+        _check_step(trace, record)
+        trace.steps[record.step] = record
+    else:
+        raise ExchangeError(f"{kind!r} is no kind of line")
+
+
+def _check_step(trace: RankTrace, record: StepRecord) -> None:
+    if not 0 <= record.plan < len(trace.plans):
+        raise ExchangeError(f"step {record.step} is of a plan that does not stand before it")
+    expected = len(trace.plans[record.plan].program)
+    if not len(record.starts) == len(record.ends) == expected:
+        raise ExchangeError(
+            f"step {record.step} has {len(record.starts)} starts and {len(record.ends)} ends of {expected} instructions"
+        )

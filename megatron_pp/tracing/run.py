@@ -1,0 +1,190 @@
+"""The files of one run's ranks, put together: every step of a pipeline on one clock."""
+
+from __future__ import annotations
+
+import statistics
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.files import ExchangeError
+from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.simulation import Simulation, Transfer, TransferLog, Waits
+from megatron_pp.plan.spec import Plan
+from megatron_pp.tracing.files import RankTrace, read_rank_trace
+
+_NANOSECONDS = 1e6  # in a millisecond: all times handed out are in milliseconds
+Message = tuple[str, int, int]  # kind, receiving stage, microbatch
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """One pipeline's traces in the order of its ranks, and the training steps that all of them recorded."""
+
+    ranks: tuple[RankTrace, ...]
+    steps: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.ranks[0].header.run
+
+    def plan(self, step: int) -> Plan:
+        """The plan that ``step`` executed. Raises ExchangeError where the ranks disagree."""
+        records = [trace.plans[trace.steps[step].plan] for trace in self.ranks]
+        first = records[0]
+        for rank, record in enumerate(records):
+            if record.spec != first.spec or record.placement != first.placement:
+                raise ExchangeError(f"step {step}: rank {rank} ran another plan than rank 0: {record.spec.describe()}")
+        placement = Placement(first.placement, first.spec.pipeline_size, first.spec.num_chunks)
+        programs = tuple(record.program for record in records)
+        orders = tuple(tuple(i for i in p if i.op in ins.COMPUTE_OPS) for p in programs)
+        return Plan(first.spec, placement, programs, orders)
+
+    def message_bytes(self, step: int) -> float:
+        """Size of one activation between stages; 0 where it was not known."""
+        trace = self.ranks[0]
+        return trace.plans[trace.steps[step].plan].message_bytes
+
+    def measured(self, step: int) -> Simulation:
+        """The step as it happened, in milliseconds from its first instruction on any rank."""
+        return _Merge(self, step).simulation()
+
+
+def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> TracedRun:
+    """The pipeline of global rank ``rank`` in run ``run`` (needed only where the folder holds several).
+
+    Raises ExchangeError: no traces, several runs, a missing rank, unreadable files, no step that all ranks recorded.
+    """
+    paths = sorted(Path(folder).glob("trace-*.jsonl"))
+    if not paths:
+        raise ExchangeError(f"{folder}: there are no traces (files named trace-RUN-rankN.jsonl)")
+    traces = [read_rank_trace(path) for path in paths]
+    runs = sorted({trace.header.run for trace in traces})
+    if run is None and len(runs) > 1:
+        raise ExchangeError(f"{folder}: there are traces of {len(runs)} runs: {', '.join(runs)}; choose one with --run")
+    chosen = [trace for trace in traces if trace.header.run == (run or runs[0])]
+    if not chosen:
+        raise ExchangeError(f"{folder}: there is no run {run!r}; there are {', '.join(runs)}")
+    return _pipeline(str(folder), chosen, rank)
+
+
+def _pipeline(folder: str, traces: list[RankTrace], rank: int) -> TracedRun:
+    by_rank = {trace.header.pipeline[trace.header.rank]: trace for trace in traces}
+    member = by_rank.get(rank) or next((t for t in traces if rank in t.header.pipeline), None)
+    if member is None:
+        known = ", ".join(map(str, sorted(by_rank)))
+        raise ExchangeError(f"{folder}: there is no trace of global rank {rank}; there are traces of {known}")
+    missing = [r for r in member.header.pipeline if r not in by_rank]
+    if missing:
+        name = member.header.file_name.rsplit("-rank", 1)[0]
+        raise ExchangeError(f"{folder}: the trace of rank {missing[0]} is missing ({name}-rank{missing[0]:05d}.jsonl)")
+    ranks = tuple(by_rank[r] for r in member.header.pipeline)
+    strange = next((t for t in ranks if t.header.pipeline != member.header.pipeline), None)
+    if strange is not None:
+        raise ExchangeError(f"{strange.path}: its pipeline is {strange.header.pipeline}, not {member.header.pipeline}")
+    common = set.intersection(*(set(trace.steps) for trace in ranks))
+    if not common:
+        raise ExchangeError(f"{folder}: there is no step that all {len(ranks)} ranks recorded")
+    return TracedRun(ranks, tuple(sorted(common)))
+
+
+class _Merge:
+    """One step of all ranks on the first rank's clock."""
+
+    def __init__(self, run: TracedRun, step: int) -> None:
+        self.plan = run.plan(step)
+        self.size = run.message_bytes(step)
+        records = [trace.steps[step] for trace in run.ranks]
+        bases = [r.base - t.ahead_at(r.base) for r, t in zip(records, run.ranks, strict=True)]
+        zero = min(base + r.starts[0] for base, r in zip(bases, records, strict=True) if len(r.starts))
+        self.starts = [_milliseconds(r.starts, base - zero) for r, base in zip(records, bases, strict=True)]
+        self.ends = [_milliseconds(r.ends, base - zero) for r, base in zip(records, bases, strict=True)]
+        self.waited: dict[Message, tuple[int, float, float]] = {}  # receiving rank, start and end of its WAIT
+        self.posted: dict[tuple[str, Message], float] = {}  # ("S" or "R", message) -> when
+        self._collect()
+
+    def simulation(self) -> Simulation:
+        transfers = self._transfers()
+        log = TransferLog()
+        for t in sorted(transfers.values(), key=lambda t: t.start):
+            log.append(t)
+        waits = tuple(self._waits(rank, transfers) for rank in range(len(self.starts)))
+        return Simulation(
+            self.plan, self.starts, self.ends, log, waits, tuple(self._busy(r) for r in range(len(waits)))
+        )
+
+    def _collect(self) -> None:
+        late = self.plan.spec.variable_shapes
+        for rank, program in enumerate(self.plan.programs):
+            for i, at in enumerate(program):
+                for one in at.members or (at,):
+                    if one.op in ins.SEND_OPS:
+                        self.posted[("S", self._message(rank, one))] = self.starts[rank][i]
+                    elif one.op in ins.RECV_OPS and not (late and one is at):
+                        self.posted[("R", self._message(rank, one))] = self.starts[rank][i]
+                    elif one.op in ins.WAIT_OPS:
+                        message = self._message(rank, one)
+                        self.waited[message] = (rank, self.starts[rank][i], self.ends[rank][i])
+                        self.posted.setdefault(("R", message), self.starts[rank][i])
+
+    def _message(self, rank: int, at: Instruction) -> Message:
+        stage = self.plan.placement.stages[rank][at.chunk]
+        kind = at.op[1]
+        if at.op in ins.SEND_OPS or at.op in ins.RELEASE_OPS:
+            stage += 1 if kind == "A" else -1
+        return kind, stage, at.mb
+
+    def _transfers(self) -> dict[Message, Transfer]:
+        """From when both ends were posted until the receiver's WAIT ended, where that held it up; where it did not, the
+        transfer was over before: it is given its link's usual time, but no more than that."""
+        ready = {m: max(self.posted[("S", m)], self.posted[("R", m)]) for m in self.waited if ("S", m) in self.posted}
+        usual = self._usual_times(ready)
+        transfers = {}
+        for message, since in ready.items():
+            kind, stage, mb = message
+            target, wait_start, wait_end = self.waited[message]
+            source = self._source(message)
+            end = wait_end if since > wait_start else min(wait_end, since + usual.get((source, target), 0.0))
+            posted = (self.posted[("S", message)], self.posted[("R", message)])
+            transfers[message] = Transfer(
+                source, target, kind, stage, mb, self.size, *posted, since, since, max(since, end)
+            )
+        return transfers
+
+    def _usual_times(self, ready: dict[Message, float]) -> dict[tuple[int, int], float]:
+        """Per link, the median of the transfers that a rank visibly waited for from beginning to end; without any,
+        the quickest that can be seen."""
+        seen: dict[tuple[int, int], list[float]] = {}
+        bounds: dict[tuple[int, int], list[float]] = {}
+        for message, since in ready.items():
+            target, wait_start, wait_end = self.waited[message]
+            link = (self._source(message), target)
+            (seen if since >= wait_start else bounds).setdefault(link, []).append(wait_end - since)
+        links = {*seen, *bounds}
+        return {link: statistics.median(seen[link]) if link in seen else min(bounds[link]) for link in links}
+
+    def _source(self, message: Message) -> int:
+        kind, stage, _ = message
+        return self.plan.placement.homes[stage - 1 if kind == "A" else stage + 1][0]
+
+    def _waits(self, rank: int, transfers: dict[Message, Transfer]) -> Waits:
+        waits = Waits()
+        for at, start, end in zip(self.plan.programs[rank], self.starts[rank], self.ends[rank], strict=True):
+            if at.op in ins.RELEASE_OPS:
+                waits.release += end - start
+            elif at.op in ins.WAIT_OPS:
+                transfer = transfers.get(self._message(rank, at))
+                if transfer is not None:
+                    waits.add_receive(start, end, transfer)
+        return waits
+
+    def _busy(self, rank: int) -> float:
+        timed = zip(self.plan.programs[rank], self.starts[rank], self.ends[rank], strict=True)
+        return sum(end - start for at, start, end in timed if at.op in ins.COMPUTE_OPS)
+
+
+def _milliseconds(times: Sequence[int], shift: float) -> array[float]:
+    return array("d", ((t + shift) / _NANOSECONDS for t in times))
