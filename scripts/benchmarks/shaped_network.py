@@ -1,0 +1,88 @@
+"""A network namespace for each rank, joined by links of a chosen rate; for benchmarks on one machine. Needs root.
+
+    with shaped_network(2, rate_mbit=1000) as places:
+        run_processes(rank_main, 2, args=(places,), backend=None)
+
+    def rank_main(rank, size, places):
+        places[rank].enter()        # before the process group is made
+        dist.init_process_group(...)
+
+Every pair of ranks has a link (a veth pair) of its own, and each direction of it a token bucket of its own, so that
+no transfer takes another link's bandwidth. Nothing outside the namespaces is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.report import BenchmarkError
+
+_CLONE_NEWNET = 0x40000000
+_BURST_BYTES = 32 * 1024  # small, or short messages would pass unshaped; one segment of the loopback at least
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs."""
+
+    namespace: str
+    interface: str
+    address: str
+
+    def enter(self) -> None:
+        """Move this process into the namespace, and let gloo use its interface. Raises OSError."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/var/run/netns/{self.namespace}") as handle:
+            if libc.setns(handle.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"can not enter network namespace {self.namespace}")
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+
+
+@contextlib.contextmanager
+def shaped_network(size: int, rate_mbit: float) -> Iterator[list[Place]]:
+    """Make the namespaces and links, and remove them afterwards. ``rate_mbit`` holds for each direction of each link.
+
+    Raises BenchmarkError where that is not allowed or ip and tc are missing.
+    """
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise BenchmarkError(f"a shaped link needs the command `{tool}` (package iproute2)")
+    if os.geteuid() != 0:
+        raise BenchmarkError("a shaped link needs root, to make network namespaces; run this subcommand as root")
+    prefix = f"mpp{os.getpid() % 100000}"
+    places = [Place(f"{prefix}_{rank}", f"v{rank}_{(rank + 1) % size}", f"10.77.0.{rank + 1}") for rank in range(size)]
+    try:
+        for place in places:
+            _run(f"ip netns add {place.namespace}")
+            _run(f"ip -n {place.namespace} link set lo up")
+        for a in range(size):
+            for b in range(a + 1, size):
+                _connect(places, a, b, rate_mbit)
+        yield places
+    finally:
+        for place in places:
+            subprocess.run(["ip", "netns", "del", place.namespace], capture_output=True)
+
+
+def _connect(places: list[Place], a: int, b: int, rate_mbit: float) -> None:
+    _run(f"ip link add v{a}_{b} netns {places[a].namespace} type veth peer name v{b}_{a} netns {places[b].namespace}")
+    for here, there in ((a, b), (b, a)):
+        name, end = places[here].namespace, f"v{here}_{there}"
+        if end == places[here].interface:
+            _run(f"ip -n {name} addr add {places[here].address}/32 dev {end}")
+        _run(f"ip -n {name} link set {end} up")
+        _run(f"tc -n {name} qdisc add dev {end} root tbf rate {rate_mbit:g}mbit burst {_BURST_BYTES} latency 200ms")
+    for here, there in ((a, b), (b, a)):
+        _run(f"ip -n {places[here].namespace} route add {places[there].address}/32 dev v{here}_{there}")
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BenchmarkError(f"`{command}` failed: {done.stderr.strip()}")
