@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_pp.commands.cost_options import (
+    MILLISECONDS,
     add_cost_options,
     add_model_options,
     cost_profile,
@@ -26,17 +27,20 @@ from megatron_pp.commands.plan_options import (
     whole,
 )
 from megatron_pp.commands.tables import percent, print_table
+from megatron_pp.commands.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.grid import GridFacts, grid_facts, render_grid
 from megatron_pp.draw.text import legend, render_text
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
 from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.simulate import simulate
+from megatron_pp.tracing.analysis import Findings
 
 SUMMARY = "draw a timeline: terminal, classic grid, SVG, HTML, PNG, Chrome trace"
 EXAMPLES = """examples:
   megatron-pp draw -s 1f1b -P 4 -M 8
   megatron-pp draw --style grid -s naive,gpipe,1f1b -P 4 -M 4
   megatron-pp draw -s zb_v -P 4 -M 8 --p2p-ms 0.2 --forward-ms 4 --backward-ms 4 --weight-ms 4 -o zbv.html
+  megatron-pp draw --from-trace traces/ --step 5 -o step5.svg
   megatron-pp draw -s interleaved_1f1b -P 8 -V 4 -M 32 -o plan.json      (open in https://ui.perfetto.dev)
 """
 _BY_ENDING = {".svg": "svg", ".html": "html", ".htm": "html", ".png": "png", ".json": "chrome", ".txt": "text"}
@@ -47,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_options(parser, several=True)
     add_cost_options(parser)
     add_model_options(parser)
+    add_from_trace_option(parser, "draw what happened there, instead of a plan")
     parser.add_argument("--style", choices=STYLES, help="default: what the name of -o ends in, else text")
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write; text and grid go to the terminal")
     parser.add_argument("--width", type=whole, metavar="N", help="columns of text, or pixels of a picture")
@@ -60,7 +65,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if style == "grid":
         _draw_grids(args, console)
         return OK
-    timeline = _timeline(args)
+    traced = traced_findings(args)
+    timeline = _timeline(args) if traced is None else _measured_timeline(traced)
     if style == "text" and args.output is None:
         _print_text(timeline, args.width or console.width, console)
     else:
@@ -98,6 +104,11 @@ def _timeline(args: argparse.Namespace) -> Timeline:
     profile = cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
     result = simulate(plan, profile.stages(plan.placement.num_stages), network(args, shape))
     return simulated_timeline(result, cost_unit(args), shape)
+
+
+def _measured_timeline(traced: Findings) -> Timeline:
+    title = f"{traced.measured.plan.spec.describe()}, step {traced.step} as measured"
+    return simulated_timeline(traced.measured, MILLISECONDS, title=title)
 
 
 def _print_text(timeline: Timeline, width: int, console: Console) -> None:

@@ -17,6 +17,7 @@ from megatron_pp.plan.verify import verify
 
 _DEFAULT_SCHEDULE = "1f1b"
 _DEFAULT_RANKS = 4
+_NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches")
 
 
 def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
@@ -63,6 +64,11 @@ def whole_list(text: str) -> list[int]:
     return [whole(part) for part in text.split(",")]
 
 
+def names_no_plan(args: argparse.Namespace) -> bool:
+    """Whether the options leave the plan to the command."""
+    return all(getattr(args, name) is None for name in ("source", *_NAMING))
+
+
 def single_plan(args: argparse.Namespace) -> Plan:
     """The one plan that the options name, not verified. Raises PlanError, UsageError."""
     if args.source is not None:
@@ -104,8 +110,7 @@ def schedule_names(text: str | None) -> list[str]:
 
 
 def _imported(args: argparse.Namespace) -> Plan:
-    given = ("schedule", "pipeline_size", "num_chunks", "num_microbatches")
-    clash = next((name for name in given if getattr(args, name) is not None), None)
+    clash = next((name for name in _NAMING if getattr(args, name) is not None), None)
     if clash is not None:
         raise UsageError(f"--import brings its own {clash.replace('_', ' ')}; leave --{clash.replace('_', '-')} out")
     lowering = {

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_pp.commands.errors import OK
-from megatron_pp.commands.plan_options import whole
 from megatron_pp.commands.tables import percent, print_table, short
+from megatron_pp.commands.trace_options import add_run_options
 from megatron_pp.draw.html import Table, render_html
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
 from megatron_pp.plan.files import write_whole
@@ -27,16 +27,9 @@ record a run with config.trace_dir, or MEGATRON_PP_TRACE_DIR=traces; see docs/cl
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_options(parser, "folder")
+    parser.add_argument("folder", metavar="FOLDER", help="where the traces lie")
+    add_run_options(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="the picture (default FOLDER/report.html); .png too")
-
-
-def add_run_options(parser: argparse.ArgumentParser, name: str) -> None:
-    """Which run, pipeline and step: shared by the commands that read traces."""
-    parser.add_argument(name, metavar="FOLDER", help="where the traces lie")
-    parser.add_argument("--run", dest="run_name", metavar="RUN", help="which run, where the folder holds several")
-    parser.add_argument("--rank", type=whole, default=0, metavar="N", help="the pipeline of this global rank")
-    parser.add_argument("--step", type=whole, metavar="N", help="one step; default all steps of the last plan")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -102,7 +95,7 @@ def _links(found: Findings) -> Table:
     rows = []
     for (source, target), (messages, size) in found.measured.volume().items():
         link = found.network.between(source, target)
-        usual = link.wire_time(1.0)
+        usual = link.wire_time(found.network.activation_bytes)
         rate = f"{size / messages / usual / 1e6:.3g}" if usual and size else "-"
         rows.append([f"{source} to {target}", str(messages), f"{size / 1e6:.4g}", short(usual), rate])
     return "Links", ["link", "messages", "MB a step", "ms a message", "GB/s"], rows

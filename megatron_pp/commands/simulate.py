@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_pp.commands.cost_options import (
+    MILLISECONDS,
     add_cost_options,
     add_model_options,
     cost_profile,
@@ -18,13 +19,23 @@ from megatron_pp.commands.cost_options import (
     number,
 )
 from megatron_pp.commands.errors import OK, REFUSED, UsageError
-from megatron_pp.commands.plan_options import add_plan_options, listed_specs, schedule_names, verified_single_plan
+from megatron_pp.commands.plan_options import (
+    add_plan_options,
+    listed_specs,
+    names_no_plan,
+    schedule_names,
+    verified_single_plan,
+)
 from megatron_pp.commands.tables import percent, print_table, short
+from megatron_pp.commands.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.ticks import size_label
 from megatron_pp.plan.advice import Candidate, CostProfile, compare
+from megatron_pp.plan.costs import Network, StageCosts
 from megatron_pp.plan.memory import ModelShape, peak_bytes
 from megatron_pp.plan.simulate import simulate
 from megatron_pp.plan.simulation import Simulation
+from megatron_pp.plan.spec import Plan
+from megatron_pp.tracing.analysis import Findings
 
 SUMMARY = "predict makespan, bubble, waits, memory and communication; compare schedules"
 EXAMPLES = """examples:
@@ -42,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_options(parser, several=True)
     add_cost_options(parser)
     add_model_options(parser)
-    parser.add_argument("--from-trace", metavar="RUN", help="compute times and transfers as measured in a traced run")
+    add_from_trace_option(
+        parser, "compute times and transfers as measured there; the plan too, unless another is named"
+    )
     parser.add_argument("--compare", metavar="A,B,C", help="rank these schedules (all: every one), per microbatch")
     parser.add_argument("--memory-limit", type=number, metavar="GIB", help="leave out what needs more on any rank")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -53,16 +66,27 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return _compare(args, console)
     if args.memory_limit is not None:
         raise UsageError("--memory-limit is for --compare")
-    plan = verified_single_plan(args)
+    traced = traced_findings(args)
+    plan = traced.measured.plan if traced is not None and names_no_plan(args) else verified_single_plan(args)
     shape = model_shape(args)
-    profile = cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
-    result = simulate(plan, profile.stages(plan.placement.num_stages), network(args, shape))
+    result = simulate(plan, *costs_of(args, plan, traced, shape))
     peaks = peak_bytes(plan, shape) if shape else None
+    unit = MILLISECONDS if traced else cost_unit(args)
     if args.json:
-        console.file.write(json.dumps(_facts(result, peaks, cost_unit(args)), indent=1) + "\n")
+        console.file.write(json.dumps(_facts(result, peaks, unit), indent=1) + "\n")
     else:
-        _show(result, peaks, cost_unit(args), console)
+        _show(result, peaks, unit, console)
     return OK
+
+
+def costs_of(
+    args: argparse.Namespace, plan: Plan, traced: Findings | None, shape: ModelShape | None
+) -> tuple[StageCosts, Network]:
+    """What compute and transfers cost: as measured, or as the options say."""
+    stages = plan.placement.num_stages
+    if traced is not None:
+        return CostProfile.of(traced.costs).stages(stages), traced.network
+    return cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks).stages(stages), network(args, shape)
 
 
 def _show(result: Simulation, peaks: tuple[float, ...] | None, unit: str, console: Console) -> None:
@@ -111,11 +135,15 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     if args.memory_limit is not None and shape is None:
         raise UsageError("--memory-limit needs the shape of the model: --layers, --hidden-size, --seq-length")
     limit = None if args.memory_limit is None else args.memory_limit * 2**30
-    found = compare(specs, _compared_profile(args), network(args, shape), shape, limit)
+    traced = traced_findings(args)
+    if traced is not None:
+        found = compare(specs, CostProfile.of(traced.costs), traced.network, shape, limit)
+    else:
+        found = compare(specs, _compared_profile(args), network(args, shape), shape, limit)
     if args.json:
         console.file.write(json.dumps([_candidate_facts(c) for c in found], indent=1) + "\n")
     else:
-        _show_ranking(found, shape, cost_unit(args), console)
+        _show_ranking(found, shape, MILLISECONDS if traced else cost_unit(args), console)
     return OK if any(not c.refused for c in found) else REFUSED
 
 

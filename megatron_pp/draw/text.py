@@ -56,13 +56,23 @@ def choose_scale(timeline: Timeline, width: int, max_panels: int) -> Scale:
     events = [e for lane in timeline.lanes for e in lane.compute if e.end > e.start]
     if not events:
         return Scale(max(timeline.end, 1.0), 1, width)
-    shortest = min(e.end - e.start for e in events)
+    shortest = _short_duration([e.end - e.start for e in events])
     longest_name = max(len(_label(e, timeline)) for e in events)
     for name in range(longest_name, 0, -1):
         columns = round(timeline.end / shortest * name)
         if columns <= width * max_panels:
             return Scale(timeline.end / columns, columns, width)
     return Scale(timeline.end / width, width, width)
+
+
+def _short_duration(durations: list[float]) -> float:
+    """The shortest that counts: all that are shorter still are together less than a twentieth of the time."""
+    left = sum(durations) / 20
+    for duration in sorted(durations):
+        left -= duration
+        if left <= 0:
+            return duration
+    return max(durations)
 
 
 def legend(timeline: Timeline) -> Text:

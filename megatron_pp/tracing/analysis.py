@@ -77,7 +77,10 @@ def analyse(run: TracedRun, step: int | None = None) -> Findings:
 
 
 def measured_costs(steps: Sequence[Simulation]) -> StageCosts:
-    """Median time of each operation of each stage. Operations that did not run cost nothing."""
+    """Median time of each operation of each stage.
+
+    Where backwards ran whole, each half is taken as half of it; where they ran in halves, a whole one as their sum.
+    """
     plan = steps[0].plan
     times: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
     for rank, program in enumerate(plan.programs):
@@ -94,19 +97,30 @@ def measured_costs(steps: Sequence[Simulation]) -> StageCosts:
         return tuple(statistics.median(times[(op, s, half)]) if times[(op, s, half)] else 0.0 for s in stages)
 
     halves, weight, whole = median(BACKWARD, True), median(WEIGHT), median(BACKWARD)
-    whole = tuple(w or b + g for w, b, g in zip(whole, halves, weight, strict=True))
+    for s, both in enumerate(zip(whole, halves, weight, strict=True)):
+        if both[1] == both[2] == 0:
+            halves, weight = _with(halves, s, both[0] / 2), _with(weight, s, both[0] / 2)
+        elif both[0] == 0:
+            whole = _with(whole, s, both[1] + both[2])
     return StageCosts(median(FORWARD), whole, halves, weight)
 
 
+def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
 def measured_network(steps: Sequence[Simulation]) -> Network:
-    """Per link, the median time of its transfers, during which they hold the link."""
+    """Per link, the median time of its transfers, during which they hold the link; for a link without any, the median
+    over all links."""
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in steps:
         for t in step.transfers:
             times[(t.source, t.target)].append(t.end - t.start)
-    links = {}
-    for link, taken in times.items():
-        usual = statistics.median(taken)
-        if usual > 0:
-            links[link] = Link(bandwidth=1.0 / usual)
-    return Network(activation_bytes=1.0, links=links)
+    size = next((t.size for t in steps[0].transfers if t.size), 1.0)
+    usual = {link: statistics.median(taken) for link, taken in times.items()}
+    links = {link: _link(size, time) for link, time in usual.items()}
+    return Network(size, link=_link(size, statistics.median(usual.values()) if usual else 0.0), links=links)
+
+
+def _link(size: float, time: float) -> Link:
+    return Link(bandwidth=size / time) if time > 0 else Link()
