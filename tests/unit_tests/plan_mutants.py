@@ -16,8 +16,8 @@ KINDS = ("drop", "duplicate", "swap", "move")
 def mutants(plan: Plan, rng: random.Random | None = None, per_instruction: int = 2) -> Iterator[tuple[str, Plan]]:
     """(what was done, mutated plan), each once.
 
-    Every instruction is dropped and duplicated in place. Of the other places for a duplicate, the partners for a swap and the targets of a move, ``rng`` draws
-    ``per_instruction`` each, the neighbouring one always among them; all are tried without ``rng``.
+    Every instruction is dropped. Of the places for a duplicate and the targets of a move, ``rng`` draws ``per_instruction`` each, the neighbouring one always
+    among them; of the partners for a swap one less, any of them (a swap of neighbours is a move). All are tried without ``rng``.
     """
     for rank, program in enumerate(plan.programs):
         seen = {program}
@@ -49,7 +49,7 @@ def _edits(
         yield "drop", str(at), without
         for j in _places(len(items) + 1, k, rng, most):
             yield "duplicate", f"{at} again at {j}", items[:j] + [at] + items[j:]
-        for j in _places(len(items), k + 1, rng, most):
+        for j in range(len(items)) if rng is None else rng.sample(range(len(items)), min(most - 1, len(items))):
             swapped = list(items)
             swapped[k], swapped[j] = swapped[j], swapped[k]
             yield "swap", f"{at} with {items[j]}", swapped

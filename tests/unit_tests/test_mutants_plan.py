@@ -1,6 +1,7 @@
 """Plan mutants: whatever harm one wrong instruction does, ``verify`` refuses it; what it lets pass gives equal bits on a hostile network.
 
-``MEGATRON_PP_EXHAUSTIVE=1`` tries every place for every instruction, under every policy, channels, and fixed and varying shapes.
+``MEGATRON_PP_EXHAUSTIVE=1`` tries eight places for every instruction instead of two, and every combination of policy, channels, and fixed and varying
+shapes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def specs_of(schedule: str) -> list[PlanSpec]:
 
 
 def sampled(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    return mutants(plan) if EXHAUSTIVE else mutants(plan, random.Random(4047))
+    return mutants(plan, random.Random(4047), 8 if EXHAUSTIVE else 2)
 
 
 class Judge:
@@ -106,10 +107,10 @@ def test_the_judge_sees_harm_that_verify_would_miss() -> None:
     plan = build_plan(PlanSpec("1f1b", 2, 1, MICROBATCHES))
     judge = Judge(plan)
     harmless = wrong = 0
-    for _, mutant in mutants(plan, random.Random(1), 1):
+    for _, mutant in mutants(plan, random.Random(1)):
         try:
             outcome = run_plan(mutant, judge.data, network_for(mutant, HOSTILE_NETWORKS[1], seed=1))
-        except (PipelineError, RuntimeError, KeyError, AssertionError, TypeError, IndexError):
+        except Exception:  # an engine that is given nonsense may fail in any way
             wrong += 1
             continue
         harm = judge._harm(outcome.result, outcome.complaints)
