@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""``torchrun``, except that Ctrl-C ends it without a traceback: same arguments and exit codes, 128 + signal after one.
+"""``torchrun`` with the same arguments, that ends without a traceback where there is nothing to trace.
 
-``torchrun`` hands the signal to the ranks and waits for them; they finish their step and save.
+After Ctrl-C, which ``torchrun`` hands to the ranks (they finish their step and save), it exits with 128 + signal. Where
+a rank has said in a line what is wrong with its input (exit code 2, see megatron_pp/training/program.py), with 2.
 """
 
 import os
 import sys
 
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
+
+BAD_INPUT = 2
 
 # How long they may take, in seconds, before they are killed. Older releases of torch do not read it and wait for 30.
 os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
@@ -18,3 +22,8 @@ if __name__ == "__main__":
         main()
     except SignalException as stop:
         sys.exit(128 + int(stop.sigval))
+    except ChildFailedError as failure:
+        _, first = failure.get_first_failure()
+        if first.exitcode != BAD_INPUT:
+            raise
+        sys.exit(BAD_INPUT)

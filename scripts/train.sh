@@ -13,6 +13,10 @@ set -euo pipefail
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 python="$("$root/scripts/setup_env.sh" train)"
 
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    exec "$python" "$root/scripts/train.py" --help
+fi
+
 gpus=0
 if command -v nvidia-smi > /dev/null; then
     gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"

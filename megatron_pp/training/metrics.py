@@ -51,33 +51,43 @@ class Progress:
 
     Args:
         done, total: steps.
-        interval: steps between two lines where there is no terminal.
+        interval: steps between two lines where there is no bar.
     """
 
     def __init__(self, done: int, total: int, interval: int) -> None:
-        # tqdm is an extra of the package; only who shows progress needs it.
-        from tqdm import tqdm
-
-        self._on_terminal = sys.stderr.isatty()
         self._interval = interval
         self._total = total
-        self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, disable=not self._on_terminal)
+        self._bar = _bar(done, total) if sys.stderr.isatty() else None
 
     def step(self, step: int, loss: float, tokens_per_second: float, bubble: float) -> None:
         """Show that ``step`` steps are done. ``bubble`` is a share between 0 and 1."""
         shown = f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s, bubble {bubble:.0%}"
-        self._bar.set_postfix_str(shown, refresh=False)
-        self._bar.update()
-        if not self._on_terminal and (step % self._interval == 0 or step == self._total):
+        if self._bar is not None:
+            self._bar.set_postfix_str(shown, refresh=False)
+            self._bar.update()
+        elif step % self._interval == 0 or step == self._total:
             print(f"step {step}/{self._total}: {shown}", flush=True)
 
     def say(self, line: str) -> None:
         """Print a line without tearing the bar."""
-        self._bar.write(line) if self._on_terminal else print(line, flush=True)
+        if self._bar is not None:
+            self._bar.write(line)
+        else:
+            print(line, flush=True)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _bar(done: int, total: int) -> Any:
+    """tqdm's bar; ``None`` where tqdm, an extra of the package, is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
 
 
 class Recorder:

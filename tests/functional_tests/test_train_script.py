@@ -45,19 +45,28 @@ SMALL = [
 INTERLEAVED = ["--virtual-pipeline-model-parallel-size", "2", "--overlap-p2p-comm"]
 
 
+def torchrun(ranks: int, *flags: str) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*command, str(ROOT / "scripts" / "train.py"), *flags]
+
+
+def train_sh(*flags: str) -> list[str]:
+    return ["bash", str(ROOT / "scripts" / "train.sh"), *flags]
+
+
 @contextmanager
-def started(
-    ranks: int, flags: Sequence[str], launcher: Sequence[str] = ("-m", "torch.distributed.run")
-) -> Iterator[Any]:
-    """A run of the script in a session of its own. It ends with the context, and at the latest when its time is up."""
-    command = [
-        *(sys.executable, *launcher, "--standalone", "--nproc-per-node", str(ranks)),
-        *(str(ROOT / "scripts" / "train.py"), *flags),
-    ]
+def started(command: Sequence[str], folder: Path) -> Iterator[Any]:
+    """A run, in ``folder`` and in a session of its own. It ends with the context, and at the latest at the deadline."""
     # The launcher kills ranks that do not follow within that many seconds.
-    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15"}
+    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15", "MEGATRON_PP_PYTHON": sys.executable}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     watch = threading.Timer(DEADLINE, process.terminate)
     watch.start()
@@ -87,15 +96,15 @@ def ranks_of(launcher: int) -> list[int]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def run(ranks: int, flags: Sequence[str]) -> tuple[int, str]:
-    """Run the script to its end. Returns the exit code and all output."""
-    with started(ranks, flags) as process:
+def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Run a command in ``folder`` to its end. Returns the exit code and all output."""
+    with started(command, folder) as process:
         output, _ = process.communicate(timeout=DEADLINE)
         return process.returncode, output
 
 
-def run_well(ranks: int, flags: Sequence[str]) -> str:
-    code, output = run(ranks, flags)
+def run_well(command: Sequence[str], folder: Path) -> str:
+    code, output = run(command, folder)
     assert code == 0, output
     return output
 
@@ -137,12 +146,18 @@ shared_run = pytest.mark.xdist_group("train_script")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps of two ranks with two chunks each, with dropout and a checkpoint after the fourth."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    flags = [*SMALL, *INTERLEAVED, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1"]
-    output = run_well(2, [*flags, "--run-dir", str(folder)])
+    """Eight steps of train.sh's two ranks with two chunks each, with dropout and a checkpoint after the fourth.
+
+    Started in another directory, in which the text lies, under a relative path.
+    """
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "texts").mkdir()
+    (folder / "texts" / "text").write_bytes((ROOT / "megatron_pp" / "config.py").read_bytes() * 4)
+    flags = [*SMALL, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1", "--data", "texts"]
+    output = run_well(train_sh(*flags, "--run-dir", "run"), folder)
+    assert output.startswith("interleaved_1f1b, overlap communication, on cpu: 2 ranks x 2 chunks x 1 replicas"), output
     assert "validation loss: " in output.splitlines()[-1]
-    return folder
+    return folder / "run"
 
 
 @shared_run
@@ -165,7 +180,7 @@ def test_a_run_leaves_metrics_a_plot_and_checkpoints(trained: Path) -> None:
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(trained: Path) -> None:
     """Losses, gradient norms, weights, optimizer and random states; dropout is on."""
     expected, kept = numbers(trained), tensors_of(trained / "checkpoints" / "step-00000008")
-    run_well(2, ["--resume", str(trained / "checkpoints" / "step-00000004")])
+    run_well(train_sh("--resume", str(trained / "checkpoints" / "step-00000004")), ROOT)
     assert numbers(trained) == expected
     again = tensors_of(trained / "checkpoints" / "step-00000008-2")
     assert again.keys() == kept.keys()
@@ -176,8 +191,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(trained: Path) -
 
 def test_the_pipeline_trains_as_one_process_does_to_the_bit(tmp_path: Path) -> None:
     flags = [*SMALL, "--train-steps", "4"]
-    run_well(1, [*flags, "--run-dir", str(tmp_path / "one")])
-    run_well(2, [*flags, *INTERLEAVED, "--run-dir", str(tmp_path / "two")])
+    run_well(torchrun(1, *flags, "--run-dir", "one"), tmp_path)
+    run_well(torchrun(2, *flags, *INTERLEAVED, "--run-dir", "two"), tmp_path)
     assert numbers(tmp_path / "one") == numbers(tmp_path / "two")
     assert len(numbers(tmp_path / "one")) == 6
 
@@ -186,8 +201,8 @@ def test_replicas_share_the_batch(tmp_path: Path) -> None:
     """2 pipelines of 2 ranks, each with half of the microbatches, take the steps of one that has all of them."""
     whole = [*SMALL, "--train-steps", "4", "--clip-grad", "0.5"]
     halves = [*whole, "--num-microbatches", "2", "--data-parallel-size", "2"]
-    run_well(1, [*whole, "--run-dir", str(tmp_path / "one")])
-    run_well(4, [*halves, "--run-dir", str(tmp_path / "four")])
+    run_well(torchrun(1, *whole, "--run-dir", "one"), tmp_path)
+    run_well(torchrun(4, *halves, "--run-dir", "four"), tmp_path)
     for name in ("loss", "gradient_norm", "validation_loss"):
         # Not to the bit: two sums of halves are added.
         assert losses(tmp_path / "four", name) == pytest.approx(losses(tmp_path / "one", name), rel=1e-4), name
@@ -210,21 +225,21 @@ def interrupt_at_step_three(process: Any, interrupt: Callable[[], None]) -> str:
 def test_ctrl_c_ends_the_run_after_a_step_with_a_checkpoint_to_continue_from(tmp_path: Path) -> None:
     """As at a terminal, the signal goes to the launcher's whole session; the launcher hands it to the ranks."""
     folder = tmp_path / "run"
-    with started(2, [*ENDLESS, "--run-dir", str(folder)], [str(ROOT / "scripts" / "launch.py")]) as process:
+    with started(train_sh(*ENDLESS, "--run-dir", str(folder)), tmp_path) as process:
         output = interrupt_at_step_three(process, lambda: os.killpg(process.pid, signal.SIGINT))
         assert process.returncode == 128 + signal.SIGINT, output
     assert "Traceback" not in output
     assert "stopped by SIGINT after step" in output
     assert f"--resume {folder}" in output
     done = losses(folder)
-    run_well(2, ["--resume", str(folder), "--train-steps", str(len(done) + 2)])
+    run_well(train_sh("--resume", str(folder), "--train-steps", str(len(done) + 2)), tmp_path)
     assert losses(folder)[: len(done)] == done
     assert len(losses(folder)) == len(done) + 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks in /proc")
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
-    with started(2, [*ENDLESS, "--run-dir", str(tmp_path / "run")]) as process:
+    with started(torchrun(2, *ENDLESS, "--run-dir", "run"), tmp_path) as process:
         output = interrupt_at_step_three(process, lambda: os.kill(ranks_of(process.pid)[1], signal.SIGTERM))
         assert process.returncode == 0, output
     assert "stopped by a signal to another rank after step" in output
@@ -232,11 +247,12 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
 
 @shared_run
 def test_bad_input_is_told_on_every_rank_and_ends_the_run(tmp_path: Path, trained: Path) -> None:
-    code, output = run(2, [*SMALL, "--data", str(tmp_path / "nothing")])
-    assert code != 0
-    sentence = f"train.py: DataPathError: data path {tmp_path / 'nothing'} does not exist"
+    code, output = run(train_sh(*SMALL, "--data", "nothing"), tmp_path)
+    assert code == 2, output
+    assert "Traceback" not in output
+    sentence = "train.py: DataPathError: data path nothing does not exist"
     assert 1 <= output.count(sentence) <= 2  # the launcher may end the second rank before it has spoken
-    code, output = run(1, ["--resume", str(trained)])
+    code, output = run(torchrun(1, "--resume", str(trained)), tmp_path)
     assert code != 0
     assert "CheckpointLayoutError" in output
     assert "pipeline_model_parallel_size is 2 there and 1 here" in output
