@@ -99,12 +99,14 @@ class PlanExecutor:
         handlers = self._handlers()
         if not self.forward_only:
             self.hooks.disable_grad_sync()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.forward_only):
-            for position, (op, chunk, mb, members) in enumerate(self.program):
-                self.position = position
-                handlers[op](members or (chunk, mb))
-            self._settle(0)
-        self.hooks.enable_grad_sync()
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.forward_only):
+                for position, (op, chunk, mb, members) in enumerate(self.program):
+                    self.position = position
+                    handlers[op](members or (chunk, mb))
+                self._settle(0)
+        finally:  # also after a failure: gradients must not stay local in the steps of a user who goes on
+            self.hooks.enable_grad_sync()
         self._check_nothing_left()
 
     @property

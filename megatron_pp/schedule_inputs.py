@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,6 +34,21 @@ class StepInputs:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
+
+
+REQUIRED_ARGUMENTS = ("forward_step_func", "data_iterator", "model", "num_microbatches")
+
+
+def check_keywords(function: str, arguments: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises TypeError, naming the function that the user called, for a keyword it does not take or lacks."""
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+    missing = [name for name in REQUIRED_ARGUMENTS if name not in arguments]
+    if missing:
+        raise TypeError(f"{function}() is missing the keyword argument(s) {', '.join(missing)}")
 
 
 def step_inputs(
@@ -84,8 +100,7 @@ def step_inputs(
             f"{len(chunks)} model chunks were given, but config.virtual_pipeline_model_parallel_size is {virtual}; "
             "they must be equal"
         )
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ScheduleInputError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
+    num_microbatches = _whole_number("num_microbatches", num_microbatches)
     if not callable(forward_step_func):
         raise ScheduleInputError(f"forward_step_func is a {type(forward_step_func).__name__}; it must be callable")
     return StepInputs(
@@ -100,10 +115,35 @@ def step_inputs(
     )
 
 
-def plan_spec(inputs: StepInputs, pipeline_size: int, pollable: bool) -> PlanSpec:
-    """The plan that config and arguments ask for. Raises ScheduleInputError for contradictions."""
+def _whole_number(name: str, value: Any, why: str = "") -> int:
+    """``value`` as an int. Raises ScheduleInputError unless it is one (numpy's are, a bool is none) of at least 1."""
+    whole = None if isinstance(value, bool) or not hasattr(value, "__index__") else value.__index__()
+    if whole is None or whole < 1:
+        raise ScheduleInputError(f"{name} is {value!r}; it must be a whole number of at least 1{why}")
+    return whole
+
+
+def check_config(inputs: StepInputs, pipeline_size: int) -> None:
+    """What can be wrong with the config for these inputs and this many ranks. Raises ScheduleInputError."""
     config, num_chunks = inputs.config, len(inputs.chunks)
-    schedule = getattr(config, "pipeline_schedule", None) or (INTERLEAVED if num_chunks > 1 else ONE_F_ONE_B)
+    virtual = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
+    if pipeline_size > 1 and num_chunks == 1 and virtual > 1:
+        raise ScheduleInputError(
+            f"one model was given, but config.virtual_pipeline_model_parallel_size is {virtual}; give a list of "
+            f"{virtual} model chunks to forward_backward_pipelining_with_interleaving"
+        )
+    _schedule_name(config, num_chunks)
+    _group_size(config, pipeline_size, num_chunks)
+    _policy(config)
+    if pipeline_size > 1 and getattr(config, "pipeline_dtype", None) is None:
+        raise ScheduleInputError(
+            "config.pipeline_dtype is None; set it to the dtype of the activations between stages, such as "
+            "torch.bfloat16"
+        )
+
+
+def _schedule_name(config: Any, num_chunks: int) -> str:
+    schedule: str = getattr(config, "pipeline_schedule", None) or (INTERLEAVED if num_chunks > 1 else ONE_F_ONE_B)
     family = SCHEDULES.get(schedule)
     if family is None:
         raise ScheduleInputError(f"config.pipeline_schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}")
@@ -112,14 +152,19 @@ def plan_spec(inputs: StepInputs, pipeline_size: int, pollable: bool) -> PlanSpe
             f"config.pipeline_schedule {schedule!r} needs {family.chunks} model chunk(s) a rank; {num_chunks} were "
             "given"
         )
-    group_size = _group_size(config, pipeline_size, num_chunks)
+    return schedule
+
+
+def plan_spec(inputs: StepInputs, pipeline_size: int, pollable: bool) -> PlanSpec:
+    """The plan that config and arguments ask for. Raises ScheduleInputError for contradictions."""
+    config, num_chunks = inputs.config, len(inputs.chunks)
     most = getattr(config, "max_pending_sends", 2)
     return PlanSpec(
-        schedule=schedule,
+        schedule=_schedule_name(config, num_chunks),
         pipeline_size=pipeline_size,
         num_chunks=num_chunks,
         num_microbatches=inputs.num_microbatches,
-        group_size=group_size,
+        group_size=_group_size(config, pipeline_size, num_chunks),
         policy=_policy(config),
         channels=getattr(config, "p2p_channels", ONE_WAY),
         forward_only=inputs.forward_only,
@@ -131,7 +176,10 @@ def plan_spec(inputs: StepInputs, pipeline_size: int, pollable: bool) -> PlanSpe
 
 
 def _group_size(config: Any, pipeline_size: int, num_chunks: int) -> int:
-    size = getattr(config, "microbatch_group_size_per_vp_stage", None) or pipeline_size
+    size = getattr(config, "microbatch_group_size_per_vp_stage", None)
+    if size is None:
+        return pipeline_size
+    size = _whole_number("config.microbatch_group_size_per_vp_stage", size)
     if num_chunks > 1 and size < pipeline_size:
         raise ScheduleInputError(
             f"config.microbatch_group_size_per_vp_stage is {size}; it must be at least the pipeline size, "
@@ -150,50 +198,71 @@ def _policy(config: Any) -> str:
     return OVERLAP if overlap else BATCHED if batched else PLAIN
 
 
+def shapes_vary(config: Any) -> bool:
+    """Whether microbatches differ in shape."""
+    return any(getattr(config, name, False) for name in ("variable_seq_lengths", "mtp_standalone"))
+
+
 def _variable_shapes(config: Any) -> bool:
     """Whether a header travels ahead of each tensor: its shape, or in debug mode what it is."""
-    return any(getattr(config, name, False) for name in ("variable_seq_lengths", "mtp_standalone", "p2p_debug"))
+    return shapes_vary(config) or bool(getattr(config, "p2p_debug", False))
 
 
-def checkpoint_flags(config: Any, order: Sequence[Instruction]) -> dict[tuple[int, int], bool] | None:
+def checkpoint_flags(
+    config: Any, order: Sequence[Instruction], forward_only: bool = False
+) -> dict[tuple[int, int], bool] | None:
     """Per (chunk, microbatch), whether Megatron checkpoints all its layers; None where the option is off.
 
     Of each window as long as a rank's in-flight microbatches, the first
     ``num_microbatches_with_partial_activation_checkpoints`` checkpoint in part only (arXiv 2205.05198, appendix C).
+    ``order`` is that of training; evaluation with chunks counts, as in Megatron, as one window.
     """
     partial = getattr(config, "num_microbatches_with_partial_activation_checkpoints", None)
     if partial is None:
         return None
     kinds = [op.op for op in order]
-    window = kinds.index(BACKWARD) if BACKWARD in kinds else len(kinds)
     forwards = [op for op in order if op.op == FORWARD]
+    window = kinds.index(BACKWARD) if BACKWARD in kinds else len(kinds)
+    if forward_only and any(op.chunk > 0 for op in forwards):
+        window = len(forwards)
     return {(op.chunk, op.mb): k % window >= partial for k, op in enumerate(forwards)}
 
 
 def tensor_shapes(
-    *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config: Any, tp_size: int, cp_size: int
+    *,
+    seq_length: int | None,
+    micro_batch_size: int | None,
+    decoder_seq_length: int | None,
+    config: Any,
+    tp_size: int,
+    cp_size: int,
 ) -> list[tuple[int, int, int]]:
     """Shapes of the activations between stages: [(sequence / cp [/ tp under sequence parallelism], microbatch,
-    hidden)].
+    hidden)]. Raises ScheduleInputError where one of the three is not known.
     """
-    length = (seq_length if decoder_seq_length is None else decoder_seq_length) // cp_size
+    name, given = (
+        ("seq_length", seq_length) if decoder_seq_length is None else ("decoder_seq_length", decoder_seq_length)
+    )
+    why = ": tensors between stages are [seq_length, micro_batch_size, hidden_size] unless config.variable_seq_lengths"
+    length = _whole_number(name, given, why) // cp_size
     if getattr(config, "sequence_parallel", False):
         length //= tp_size
-    return [(length, micro_batch_size, config.hidden_size)]
+    micro_batch_size = _whole_number("micro_batch_size", micro_batch_size, why)
+    return [(length, micro_batch_size, _whole_number("config.hidden_size", getattr(config, "hidden_size", None), why))]
 
 
 def group_sizes(pg_collection: Any, config: Any) -> tuple[int, int]:
     """(tensor, context) parallel sizes: from the process groups where given, from parallel_state where initialised,
     else from the config.
     """
-    sizes = []
-    for name, field in (("tp", "tensor_model_parallel_size"), ("cp", "context_parallel_size")):
-        group = getattr(pg_collection, name, None)
-        if group is not None:
-            sizes.append(group.size())
-        else:
-            sizes.append(getattr(config, field, 1) or 1)
-    return sizes[0], sizes[1]
+    tp, cp = getattr(pg_collection, "tp", None), getattr(pg_collection, "cp", None)
+    if parallel_state.model_parallel_is_initialized():
+        tp_default = parallel_state.get_tensor_model_parallel_world_size()
+        cp_default = parallel_state.get_context_parallel_world_size()
+    else:
+        tp_default = getattr(config, "tensor_model_parallel_size", 1) or 1
+        cp_default = getattr(config, "context_parallel_size", 1) or 1
+    return (tp_default if tp is None else tp.size()), (cp_default if cp is None else cp.size())
 
 
 def say_if_slow(spec: PlanSpec) -> None:

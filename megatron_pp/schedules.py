@@ -26,11 +26,14 @@ from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.plan.spec import Plan
 from megatron_pp.profiler_ranges import ranges_if_profiling
 from megatron_pp.schedule_inputs import (
+    check_config,
+    check_keywords,
     checkpoint_flags,
     default_pipeline_group,
     group_sizes,
     plan_spec,
     say_if_slow,
+    shapes_vary,
     step_inputs,
     tensor_shapes,
 )
@@ -118,11 +121,13 @@ def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[A
     """All microbatches through the whole model on this rank: forward and backward in turn. Arguments:
     get_forward_backward_func.
     """
+    check_keywords("forward_backward_no_pipelining", arguments, StepArguments.__annotations__)
     return StepCall(chunked=False, alone=True, **arguments).run()
 
 
 def forward_backward_pipelining_without_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
     """One model chunk a rank, 1F1B unless the config names another schedule. Arguments: get_forward_backward_func."""
+    check_keywords("forward_backward_pipelining_without_interleaving", arguments, StepArguments.__annotations__)
     return StepCall(chunked=False, alone=False, **arguments).run()
 
 
@@ -130,6 +135,7 @@ def forward_backward_pipelining_with_interleaving(**arguments: Unpack[StepArgume
     """A list of model chunks a rank, interleaved 1F1B unless the config names another schedule. Arguments:
     get_forward_backward_func.
     """
+    check_keywords("forward_backward_pipelining_with_interleaving", arguments, StepArguments.__annotations__)
     return StepCall(chunked=True, alone=False, **arguments).run()
 
 
@@ -233,11 +239,21 @@ class StepCall:
         self.tp_size, self.cp_size = group_sizes(pg_collection, self.config)
         if adjust_tensor_shapes_fn is not None and (chunked or alone):
             raise ScheduleInputError("adjust_tensor_shapes_fn is for pipelines with one model chunk a rank")
-        self.communicator = self._communicator(p2p_communicator, alone)
-        self.shapes = self._shapes(seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn)
-        self.spec = plan_spec(self.inputs, self.communicator.size, self.communicator.transport.pollable)
-        if self.communicator.size > 1:
-            self._check_for_communication()
+        group = self._pipeline_group(p2p_communicator)
+        pipeline_size = 1 if group is None else group.size()
+        if alone and pipeline_size > 1:
+            raise ScheduleInputError(
+                f"forward_backward_no_pipelining was called in a pipeline of {pipeline_size} ranks; call what "
+                f"get_forward_backward_func({pipeline_size}) returns"
+            )
+        check_config(self.inputs, pipeline_size)
+        self.shapes = self._shapes(
+            pipeline_size, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn
+        )
+        # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
+        self.communicator = self._communicator(p2p_communicator, group)
+        self.spec = plan_spec(self.inputs, pipeline_size, self.communicator.transport.pollable)
+        if pipeline_size > 1:
             say_if_slow(self.spec)
 
     def run(self) -> list[Any]:
@@ -306,21 +322,31 @@ class StepCall:
         if timers is not None:
             timers("forward-backward").stop()
 
-    def _communicator(self, given: Any, alone: bool) -> P2PCommunicator:
+    def _pipeline_group(self, given: Any) -> Any:
+        """The pipeline group of the caller's communicator or collection, or the default one; None for a rank alone."""
+        if isinstance(given, P2PCommunicator):
+            return given.pp_group
+        group = getattr(given, "pp_group", None) or getattr(self.pg_collection, "pp", None)
+        if group is None and self.alone and not parallel_state.model_parallel_is_initialized():
+            return None
+        return group or default_pipeline_group()
+
+    def _communicator(self, given: Any, group: Any) -> P2PCommunicator:
         if isinstance(given, P2PCommunicator):
             return given
-        group = getattr(given, "pp_group", None) or getattr(self.pg_collection, "pp", None)
-        if group is None and alone and not parallel_state.model_parallel_is_initialized():
-            return lone_communicator(self.config, self.inputs.chunks[0])
-        return communicator_for(group or default_pipeline_group(), self.config)
+        return communicator_for(group, self.config) if group else lone_communicator(self.config, self.inputs.chunks[0])
 
     def _shapes(
-        self, seq_length: Any, micro_batch_size: Any, decoder_seq_length: Any, adjust: Callable[..., Any] | None
+        self,
+        pipeline_size: int,
+        seq_length: Any,
+        micro_batch_size: Any,
+        decoder_seq_length: Any,
+        adjust: Callable[..., Any] | None,
     ) -> Shapes:
-        if self.communicator.size == 1 or self.communicator.shapes_vary:
-            receive: Any = [None]
-            send: Any = [None]
-        else:
+        receive: Any = [None]
+        needed = pipeline_size > 1 and not shapes_vary(self.config)
+        if needed or (adjust is not None and seq_length is not None):
             receive = tensor_shapes(
                 seq_length=seq_length,
                 micro_batch_size=micro_batch_size,
@@ -329,7 +355,7 @@ class StepCall:
                 tp_size=self.tp_size,
                 cp_size=self.cp_size,
             )
-            send = list(receive)
+        send = list(receive)
         if adjust is not None:
             receive, send = adjust(receive, send)
         self.names = names_of(receive), names_of(send)
@@ -342,13 +368,6 @@ class StepCall:
         if received is None and sent is None:
             return steps
         return NamedSteps(steps, received, sent, self.step_options(plan).is_last_stage)
-
-    def _check_for_communication(self) -> None:
-        if self.communicator.dtype is None:
-            raise ScheduleInputError(
-                "config.pipeline_dtype is None; set it to the dtype of the activations between stages, such as "
-                "torch.bfloat16"
-            )
 
     def make_steps(self, plan: Plan) -> Any:
         """What runs a microbatch through a chunk. A subclass may bring its own."""
@@ -368,5 +387,7 @@ class StepCall:
             collect_non_loss_data=inputs.collect_non_loss_data,
             first_val_step=inputs.first_val_step,
             # Megatron's schedule without a pipeline passes no such flag.
-            checkpoint_flags=None if self.alone else checkpoint_flags(self.config, plan.orders[rank]),
+            checkpoint_flags=None
+            if self.alone
+            else checkpoint_flags(self.config, plan.orders[rank], inputs.forward_only),
         )

@@ -297,10 +297,17 @@ def forward_step(
 
 
 def backward_step(
-    input_tensor: Activation, output_tensor: Activation, output_tensor_grad: Activation, *rest: Any
+    input_tensor: Activation,
+    output_tensor: Activation,
+    output_tensor_grad: Activation,
+    model_type: Any = None,
+    config: Any = None,
 ) -> Activation:
-    """Megatron's function of this name; ``rest`` is ``(config,)`` or, as up to 0.16, ``(model_type, config)``."""
-    config = rest[-1]
+    """Megatron's function of this name, called with ``(..., config)`` or, as up to 0.16, ``(..., model_type, config)``.
+
+    Returns the gradient of ``input_tensor``: None where it has none, a list for a list.
+    """
+    config = model_type if config is None else config
     return backward_through(input_tensor, output_tensor, output_tensor_grad, getattr(config, "grad_scale_func", None))
 
 
