@@ -1,0 +1,194 @@
+"""What two real ranks do in each case of the deallocation race (Megatron-LM#4047): one sends and lets go, the other receives late.
+
+Every case returns, on the receiver, the share of elements that are not what was posted.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp.output_lifetime import deallocate_output_tensor
+from megatron_pp.p2p_communication import P2PCommunicator
+
+BYTES = 64 * 2**20
+LATE = 0.3  # seconds by which the receive is posted after the send
+GOOD, BAD = 1.0, 2.0
+
+
+class Rank:
+    """One of the two ranks: device, communicator, and what it overwrites freed memory with."""
+
+    def __init__(self, rank: int, device: torch.device, dtype: torch.dtype, num_bytes: int = BYTES) -> None:
+        self.rank = rank
+        self.device = device
+        self.dtype = dtype
+        self.shape = (num_bytes // dtype.itemsize // 256, 1, 256)
+        config = SimpleNamespace(pipeline_dtype=dtype, batch_p2p_comm=False, p2p_timeout=60.0)
+        self.communicator = P2PCommunicator(dist.group.WORLD, config)
+        self.overwritten: list[torch.Tensor] = []
+
+    def tensor(self) -> torch.Tensor:
+        return torch.full(self.shape, GOOD, dtype=self.dtype, device=self.device)
+
+    def overwrite(self) -> None:
+        """What the next microbatch does with memory that was freed: the allocator hands the same addresses out again."""
+        self.overwritten = [torch.full(self.shape, BAD, dtype=self.dtype, device=self.device) for _ in range(2)]
+
+    def together(self) -> None:
+        """Both ranks are here, and their devices are idle."""
+        self.overwritten = []
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        dist.barrier()
+
+    def late(self) -> None:
+        time.sleep(LATE)
+
+    def wrong_share(self, got: torch.Tensor) -> float:
+        return float((got != GOOD).sum().item()) / got.numel()
+
+    def send_forward(self, output: torch.Tensor) -> dict[str, Any]:
+        """As the interleaved schedule does: post, do not wait."""
+        _, handles = self.communicator.send_forward_recv_forward(
+            output, recv_prev=False, tensor_shape=self.shape, overlap_p2p_comm=True
+        )
+        return handles
+
+    def recv_forward_late(self) -> float:
+        self.late()
+        return self.wrong_share(self.communicator.recv_forward(self.shape, is_first_stage=False))
+
+
+def plain_isend(me: Rank) -> float:
+    """a. torch.distributed alone: isend, deallocate, allocate, overwrite."""
+    if me.rank == 0:
+        output = me.tensor()
+        work = dist.isend(output, 1)
+        deallocate_output_tensor(output, True)
+        me.overwrite()
+        work.wait()
+        return 0.0
+    me.late()
+    buffer = torch.empty(me.shape, dtype=me.dtype, device=me.device)
+    dist.recv(buffer, 0)
+    return me.wrong_share(buffer)
+
+
+def deallocate_without_waiting(me: Rank) -> float:
+    """b. The handle owns the bytes."""
+    if me.rank != 0:
+        return me.recv_forward_late()
+    output = me.tensor()
+    handles = me.send_forward(output)
+    deallocate_output_tensor(output, True)
+    me.overwrite()
+    handles["send_next"].wait()
+    handles["send_next"].wait()  # a no-op
+    return 0.0
+
+
+def wait_then_deallocate(me: Rank) -> float:
+    """c. What the schedules do."""
+    if me.rank != 0:
+        return me.recv_forward_late()
+    output = me.tensor()
+    me.send_forward(output)["send_next"].wait()
+    deallocate_output_tensor(output, True)
+    me.overwrite()
+    return 0.0
+
+
+def no_deallocation(me: Rank) -> float:
+    """d. deallocate_pipeline_outputs=False."""
+    if me.rank != 0:
+        return me.recv_forward_late()
+    output = me.tensor()
+    handles = me.send_forward(output)
+    deallocate_output_tensor(output, False)
+    me.overwrite()
+    handles["send_next"].wait()
+    return float(output.numel() != me.overwritten[0].numel())
+
+
+def handle_dropped(me: Rank) -> float:
+    """e. Nobody keeps the handle, nobody waits."""
+    if me.rank != 0:
+        return me.recv_forward_late()
+    me.send_forward(me.tensor())
+    gc.collect()
+    me.overwrite()
+    return 0.0
+
+
+def gradient_dropped(me: Rank) -> float:
+    """f. An input gradient sent backward, its last reference dropped; here rank 1 sends and rank 0 receives."""
+    if me.rank == 0:
+        me.late()
+        return me.wrong_share(me.communicator.recv_backward(me.shape, is_last_stage=False))
+    gradient = me.tensor()
+    _, handles = me.communicator.send_backward_recv_backward(
+        gradient, recv_next=False, tensor_shape=me.shape, overlap_p2p_comm=True
+    )
+    del gradient
+    gc.collect()
+    me.overwrite()
+    handles["send_prev"].wait()
+    return 0.0
+
+
+CASES: dict[str, Callable[[Rank], float]] = {
+    "a": plain_isend,
+    "b": deallocate_without_waiting,
+    "c": wait_then_deallocate,
+    "d": no_deallocation,
+    "e": handle_dropped,
+    "f": gradient_dropped,
+}
+
+
+def run_cases(rank: int, size: int, dtypes: dict[str, int], devices: tuple[str, ...]) -> dict[str, list[float]]:
+    """All cases, each ``dtypes[name]`` times per dtype. Returns "case dtype" -> shares of wrong elements, of this rank."""
+    device = torch.device(devices[rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    shares: dict[str, list[float]] = {}
+    for name, times in dtypes.items():
+        me = Rank(rank, device, getattr(torch, name))
+        for letter, case in CASES.items():
+            for _ in range(times):
+                me.together()
+                shares.setdefault(f"{letter} {name}", []).append(case(me))
+        me.together()
+        me.communicator.wait_all()
+    return shares
+
+
+def run_cases_on_one_gpu(rank: int, size: int, dtypes: dict[str, int], store: str) -> dict[str, list[float]]:
+    """NCCL refuses two ranks on one GPU within one host only: each rank says that it is a host of its own, and sockets connect them."""
+    os.environ["NCCL_HOSTID"] = f"megatron-pp-race-{rank}"
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        "nccl", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    try:
+        return run_cases(rank, size, dtypes, ("cuda:0",) * size)
+    finally:
+        dist.destroy_process_group()
+
+
+ONE_GPU_ENVIRONMENT = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+}
