@@ -73,7 +73,7 @@ class RunArguments:
         None, "P, ranks that share the layers as a pipeline (default: all that --data-parallel-size leaves)"
     )
 
-    train_steps: int = _setting(300, "optimizer steps", section="optimization")
+    train_steps: int = _setting(400, "optimizer steps", section="optimization")
     learning_rate: float = _setting(3e-3, "peak learning rate of AdamW")
     min_learning_rate: float = _setting(3e-4, "learning rate at the last step")
     warmup_steps: int = _setting(20, "steps in which the learning rate rises to its peak")
