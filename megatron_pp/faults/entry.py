@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron_pp.faults.records import Entry, Progress
+from megatron_pp.faults.records import ENTERING, Entry, Progress
 
 SENDS = "shape sent towards the last stage"
 RECEIVES = "shape received from the stage before"
@@ -38,7 +38,9 @@ def find_mismatch(
     if mine is None:
         return None
     for rank, entry in sorted(entries.items()):
-        without_new = entry.step < step and rank in progress and progress[rank].step >= step
+        known = progress.get(rank)
+        # A rank that is entering has yet to tell what it enters with.
+        without_new = entry.step < step and known is not None and known.step >= step and known.state != ENTERING
         if entry.step == step or without_new:
             found = _difference(own_rank, mine.description, rank, entry.description)
             if found is not None:

@@ -128,10 +128,11 @@ class FaultGuard:
                 f"pipeline rank {self.rank}: this communicator can not be used any more: {self._over}"
             )
         self._main = threading.get_ident()
-        self._tracker.begin(source)
+        changed = describe is not None and key != self._entered_with
+        self._tracker.begin(source, entering=changed)
         self._link.wake()
         self._watch.wake()
-        if describe is not None and key != self._entered_with:
+        if describe is not None and changed:
             self._check_entry(dict(describe()))
             self._entered_with = key
 

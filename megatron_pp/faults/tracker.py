@@ -29,8 +29,11 @@ class Tracker:
         self._last: tuple[int, int, str, bool] = (0, 0, "", False)
         self._moved_at = 0.0
 
-    def begin(self, source: Source) -> None:
-        """A step begins. Assigning ``source`` is what the other threads see, so it comes last."""
+    def begin(self, source: Source, entering: bool = False) -> None:
+        """A step begins; ``entering``: plans are compared first. Assigning ``source`` is what the other threads see, so
+        it comes last: nobody may be told of this step as of one whose plan is the last step's, when it is not.
+        """
+        self._entering = entering
         self.step += 1
         self.phase = ""
         self.failed = False

@@ -61,13 +61,12 @@ class _Run:
         here = episode.fault is not None and episode.fault.rank == rank
         self.trigger = Trigger(episode.fault if here else None, on_fire)
         self.config = toy_config(
-            hidden_size=episode.hidden,
             p2p_timeout=episode.p2p_timeout,
             pipeline_schedule=episode.schedule,
             virtual_pipeline_model_parallel_size=episode.chunks if episode.chunks > 1 else None,
             **episode.fields,
         )
-        self.data = ToyData(episode.microbatches, hidden=episode.hidden)
+        self.data = ToyData(episode.microbatches, episode.seq_length)
         self.stages = placement_of(self.config, size, episode.chunks).stages[rank]
         self.wrong: list[int] = []
         whole = reference_run(
@@ -77,7 +76,7 @@ class _Run:
         self.expected_grads = {k: v for k, v in whole.grads.items() if int(k.partition(".")[0]) in self.stages}
 
     def _block(self, stage: int, chunk: int, trigger: Trigger) -> FaultyBlock:
-        return FaultyBlock(stage, chunk, trigger, self.episode.hidden)
+        return FaultyBlock(stage, chunk, trigger)
 
     def steps(self) -> None:
         """All steps of the episode, each compared with the reference."""

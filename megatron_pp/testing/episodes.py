@@ -31,7 +31,7 @@ _EXIT_SECONDS = 5.0
 class Episode:
     """``steps`` steps of a schedule on all ranks of the pool; ``fault`` may happen in one of them.
 
-    wide  hidden size: 4 gives messages of a few hundred bytes, 16384 ones that a socket does not take as a whole
+    seq_length  of a message of seq_length * 32 bytes: 3 fits into any socket's buffer, 500,000 into none
     """
 
     number: int
@@ -42,7 +42,7 @@ class Episode:
     fault: Fault | None = None
     p2p_timeout: float = 5.0
     backend: str = "gloo"
-    hidden: int = 4
+    seq_length: int = 3
     fields: dict[str, Any] = field(default_factory=dict)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ KINDS = (*OWN_ERRORS, KILL, STOP, DELAY)
 
 
 class Fault(NamedTuple):
-    """What happens, where and when. ``seconds``: of a delay."""
+    """What happens, where and when. ``seconds``: of a delay, or for which a rank stands still before it is killed."""
 
     kind: str
     rank: int
@@ -70,7 +71,11 @@ class Trigger:
         fault = self.fault
         assert fault is not None
         self._on_fire()
-        if fault.kind in (KILL, STOP):
+        if fault.kind == KILL and fault.seconds:
+            # Stopped first: what is on the wire to this rank stays half sent when it dies.
+            subprocess.Popen(["/bin/sh", "-c", f"sleep {fault.seconds}; kill -KILL {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.kind in (KILL, STOP):
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == KILL else signal.SIGSTOP)
         elif fault.kind == DELAY:
             time.sleep(fault.seconds)

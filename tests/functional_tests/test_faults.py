@@ -76,8 +76,9 @@ def test_a_killed_rank_is_named(lab: Lab) -> None:
 
 
 def test_a_rank_killed_amid_large_messages_is_named(lab: Lab) -> None:
-    """gloo leaves who waits for a message that is half on the wire waiting for its own timeout."""
-    lab.run("zb_v", 2, Fault(KILL, rank=2, step=2, chunk=0, mb=3), p2p_timeout=60.0, hidden=1024, fields=OVERLAP)
+    """16 MB on their way to a rank that stands still, and then dies."""
+    fault = Fault(KILL, rank=1, step=2, chunk=0, mb=2, seconds=1.0)
+    lab.run("1f1b", 1, fault, p2p_timeout=60.0, seq_length=500_000, fields=OVERLAP)
 
 
 def test_a_stopped_rank_is_named_and_ends_too_when_it_goes_on(lab: Lab) -> None:

@@ -1,0 +1,123 @@
+"""What blocks in gloo is unblocked from another thread of the same process, whatever the peer has come to.
+
+The case that matters most is a transfer half on the wire: closing the connection does not wake who waits for it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+SMALL, LARGE = 10, 16_000_000  # float32: fits into a socket's buffers; fits into none
+WORLD = 2
+
+
+def _join(rank: int, port: int) -> Any:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    return dist.group.WORLD
+
+
+def _peer(pipe: Connection, port: int, does: str, size: int, goes: signal.Signals) -> None:
+    """Posts the other end, or not, and goes: stopped or killed. A message that is large is half on the wire then."""
+    import torch
+
+    group = _join(1, port)
+    tensor = torch.ones(size)
+    work = {"receive": group.recv, "send": group.send}[does]([tensor], 0, 7) if does != "nothing" else None
+    pipe.send(os.getpid())
+    time.sleep(0.3 if size == SMALL else 0.0)
+    os.kill(os.getpid(), goes)
+    del work
+
+
+def _blocked(pipe: Connection, port: int, does: str, size: int) -> None:
+    """Waits, and is aborted after a while; tells how long that took and what was raised."""
+    import torch
+
+    from megatron_pp.faults.abort import abort_groups
+    from megatron_pp.faults.interruptible import Interrupter, InterruptibleWork
+
+    group = _join(0, port)
+    tensor = torch.ones(size)
+    interrupter = Interrupter()
+    begin: dict[str, Callable[[], Any]] = {
+        "send": lambda: group.send([tensor], 1, 7),
+        "receive": lambda: group.recv([tensor], 1, 7),
+        "all_reduce": lambda: group.allreduce([tensor]),
+    }
+    work = begin[does]()
+    wait = work.wait if size == SMALL else InterruptibleWork(work, interrupter).wait
+    aborted_at: list[float] = []
+
+    def abort() -> None:
+        time.sleep(1.5)
+        aborted_at.append(time.monotonic())
+        abort_groups([group])
+        interrupter.interrupt("test")
+
+    threading.Thread(target=abort, daemon=True).start()
+    error = ""
+    try:
+        wait()
+    except RuntimeError as raised:
+        error = str(raised) or type(raised).__name__
+    returned_at = time.monotonic()
+    while not aborted_at:
+        time.sleep(0.01)
+    pipe.send((error, returned_at - aborted_at[0]))
+    pipe.recv()
+    os._exit(0)
+
+
+def _seconds_until_unblocked(does: str, peer_does: str, size: int, goes: signal.Signals) -> tuple[str, float]:
+    import torch.distributed as dist
+
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here, there = context.Pipe()
+    here_too, there_too = context.Pipe()
+    processes = [
+        context.Process(target=_blocked, args=(there, store.port, does, size), daemon=True),
+        context.Process(target=_peer, args=(there_too, store.port, peer_does, size, goes), daemon=True),
+    ]
+    for process in processes:
+        process.start()
+    try:
+        assert here_too.poll(60), "the peer did not begin"
+        assert here.poll(30), "the wait never returned"
+        result: tuple[str, float] = here.recv()
+        return result
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize(
+    ("does", "peer_does", "size", "goes"),
+    [
+        ("receive", "nothing", SMALL, signal.SIGSTOP),
+        ("send", "nothing", SMALL, signal.SIGSTOP),
+        ("all_reduce", "nothing", SMALL, signal.SIGSTOP),
+        ("send", "receive", LARGE, signal.SIGSTOP),
+        ("receive", "send", LARGE, signal.SIGSTOP),
+        ("send", "receive", LARGE, signal.SIGKILL),
+        ("receive", "send", LARGE, signal.SIGKILL),
+    ],
+)
+def test_a_blocked_wait_ends(does: str, peer_does: str, size: int, goes: signal.Signals) -> None:
+    error, seconds = _seconds_until_unblocked(does, peer_does, size, goes)
+    assert error, "the wait returned as if the transfer were done"
+    assert seconds < 5.0
