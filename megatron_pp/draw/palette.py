@@ -42,7 +42,7 @@ BLACK = Colour(0, 0, 0)
 OPERATIONS = {
     FORWARD: Colour(0, 114, 178),  # blue
     BACKWARD: Colour(230, 159, 0),  # orange
-    WEIGHT: Colour(0, 158, 115),  # bluish green
+    WEIGHT: Colour(40, 196, 150),  # their bluish green, lighter: theirs is close to the blue for tritanopes
 }
 NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight gradients"}
 ACTIVATION = Colour(86, 180, 233)  # sky blue: transfers of activations

@@ -61,6 +61,7 @@ def choose_scale(timeline: Timeline, width: int, max_panels: int) -> Scale:
     for name in range(longest_name, 0, -1):
         columns = round(timeline.end / shortest * name)
         if columns <= width * max_panels:
+            columns *= max(1, width // columns)
             return Scale(timeline.end / columns, columns, width)
     return Scale(timeline.end / width, width, width)
 
@@ -178,7 +179,8 @@ def _links(timeline: Timeline, scale: Scale) -> dict[int, str]:
 def _axis(scale: Scale, start: int, stop: int) -> str:
     """Round times above their columns."""
     line = [" "] * (stop - start)
-    step = tick_step(scale.width * scale.per_column, scale.width // 10)
+    shown = min(scale.width, scale.columns)
+    step = tick_step(shown * scale.per_column, shown // 10)
     first = math.ceil(start * scale.per_column / step - 1e-9)
     last = math.floor(stop * scale.per_column / step + 1e-9)
     for k in range(first, last + 1):

@@ -94,14 +94,15 @@ def _lane(name: str, events: Iterable[Event]) -> Lane:
 
 
 def _steps(times: Sequence[float], values: Sequence[float], static: float) -> list[tuple[float, float]]:
-    """Only where the value changes; of several values at one time the last one."""
+    """Only where the value changes; of several values at one time the highest and the last."""
     steps = [(0.0, static)]
     for time, value in zip(times, values, strict=True):
         now = static + value
         if steps[-1][1] == now:
             continue
-        if steps[-1][0] == time:
-            steps[-1] = (time, now)
-        else:
-            steps.append((time, now))
+        while steps and steps[-1] <= (time, now) and steps[-1][0] == time:
+            steps.pop()
+        if len(steps) > 1 and steps[-2][0] == time:
+            steps.pop()
+        steps.append((time, now))
     return steps
