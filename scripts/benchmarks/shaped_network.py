@@ -64,6 +64,11 @@ def shaped_network(size: int, rate_mbit: float) -> Iterator[list[Place]]:
         for a in range(size):
             for b in range(a + 1, size):
                 _connect(places, a, b, rate_mbit)
+        for here, place in enumerate(places):
+            for there, other in enumerate(places):
+                if here != there:
+                    route = f"route add {other.address}/32 dev v{here}_{there} src {place.address}"
+                    _run(f"ip -n {place.namespace} {route}")
         yield places
     finally:
         for place in places:
@@ -78,8 +83,6 @@ def _connect(places: list[Place], a: int, b: int, rate_mbit: float) -> None:
             _run(f"ip -n {name} addr add {places[here].address}/32 dev {end}")
         _run(f"ip -n {name} link set {end} up")
         _run(f"tc -n {name} qdisc add dev {end} root tbf rate {rate_mbit:g}mbit burst {_BURST_BYTES} latency 200ms")
-    for here, there in ((a, b), (b, a)):
-        _run(f"ip -n {places[here].namespace} route add {places[there].address}/32 dev v{here}_{there}")
 
 
 def _run(command: str) -> None:

@@ -1,0 +1,56 @@
+"""torch.distributed.pipelining, for `engines.make_step`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from benchmarks.engines import MakeStage, Step, Unavailable, Work, first_input, loss_of
+
+
+def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, transport: Any) -> Step:
+    from torch.distributed import pipelining
+
+    names = {
+        "1f1b": "Schedule1F1B",
+        "gpipe": "ScheduleGPipe",
+        "interleaved_1f1b": "ScheduleInterleaved1F1B",
+        "breadth_first": "ScheduleLoopedBFS",
+    }
+    if work.schedule not in names:
+        raise Unavailable(f"torch has no schedule {work.schedule}")
+    if work.policy != "overlap":
+        raise Unavailable("torch has one way to communicate; see overlap")
+    if work.pipeline_size == 1:
+        raise Unavailable("torch's schedules want a pipeline of several ranks")
+    numbers = [chunk * work.pipeline_size + rank for chunk in range(work.num_chunks)]
+    stages = [_stage(pipelining, make_stage(n), n, work, group) for n in numbers]
+    kind = getattr(pipelining, names[work.schedule])
+    chunked = work.num_chunks > 1
+    # Gradients are not divided by the microbatch count: the others would do it in the loss, for nothing here.
+    schedule = kind(stages if chunked else stages[0], work.num_microbatches, loss_fn=_loss, scale_grads=False)
+    s, b, h = work.shape
+    batch = first_input(work).repeat(work.num_microbatches, 1, 1)
+    given = (batch,) if rank == 0 else ()
+    wanted: dict[str, Any] = {"target": batch} if numbers[-1] == work.num_stages - 1 else {}
+
+    def step() -> None:
+        schedule.step(*given, **wanted, return_outputs=False)
+
+    return step
+
+
+def _stage(pipelining: Any, module: torch.nn.Module, number: int, work: Work, group: Any) -> Any:
+    given = torch.ones(work.shape, requires_grad=number > 0)
+    made = torch.ones(work.shape, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pipelining.PipelineStage(
+            module, number, work.num_stages, torch.device("cpu"), input_args=(given,), output_args=(made,), group=group
+        )
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return loss_of(output)

@@ -1,0 +1,94 @@
+"""The engines that are compared, behind one function: `make_step(engine, work, ...)` gives a step to call.
+
+| name           | what                                                                                       |
+| -------------- | ------------------------------------------------------------------------------------------ |
+| ours           | megatron_pp                                                                                |
+| megatron       | Megatron-core's own schedules, as released                                                 |
+| megatron+fix   | the same with the wait that its merged fix puts after each send (Megatron-LM#4047)         |
+| torch          | torch.distributed.pipelining                                                               |
+
+An engine that is not installed, or that has no such schedule, raises Unavailable with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ENGINES = ("ours", "megatron", "megatron+fix", "torch")
+MakeStage = Callable[[int], torch.nn.Module]
+Step = Callable[[], None]
+
+
+class Unavailable(RuntimeError):  # noqa: N818  (a reason, told in the table)
+    """This engine can not do this here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of one pipeline: what every engine is asked to do.
+
+    schedule   "1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe", ...: a name of ``megatron_pp.plan.orders.SCHEDULES``
+    policy     "overlap", "plain" or "batched", where an engine has the choice
+    shape      of the tensors between stages, [sequence, microbatch, hidden]; float32
+    """
+
+    schedule: str
+    pipeline_size: int
+    num_chunks: int
+    num_microbatches: int
+    shape: tuple[int, int, int]
+    policy: str = "overlap"
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline_size * self.num_chunks
+
+    @property
+    def virtual_microbatches(self) -> int:
+        """Forwards (and backwards) of one rank."""
+        return self.num_microbatches * self.num_chunks
+
+    @property
+    def message_bytes(self) -> int:
+        s, b, h = self.shape
+        return 4 * s * b * h
+
+    def label(self) -> str:
+        parts = [self.schedule, f"P={self.pipeline_size}"]
+        if self.num_chunks > 1:
+            parts.append(f"V={self.num_chunks}")
+        return " ".join([*parts, self.policy])
+
+
+def make_step(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, transport: Any = None) -> Step:
+    """A function that runs one training step of ``work`` on ``rank``, forward and backward.
+
+    group       torch.distributed's group of all ranks (None for a pipeline of one)
+    make_stage  stage number -> module from [s, b, h] to [s, b, h]
+    transport   what our engine sends through, instead of ``group``
+
+    Raises Unavailable.
+    """
+    if engine == "ours":
+        from benchmarks.engine_ours import make
+    elif engine in ("megatron", "megatron+fix"):
+        from benchmarks.engine_megatron import make
+    elif engine == "torch":
+        from benchmarks.engine_torch import make
+    else:
+        raise ValueError(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
+    return make(engine, work, rank, group, make_stage, transport)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    """The loss of every engine."""
+    return output.sum()
+
+
+def first_input(work: Work) -> torch.Tensor:
+    """What the first stage is given, every microbatch."""
+    return torch.ones(work.shape)

@@ -1,0 +1,169 @@
+"""Microseconds outside the model for each virtual microbatch (forward and backward)."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.engines import ENGINES, Step, Unavailable, Work, first_input, loss_of, make_step
+from benchmarks.report import Plot, Report, Row
+from benchmarks.rounds import slowest_rank, summary, timed_rounds
+from benchmarks.stages import AddWeight
+from benchmarks.stubbed import STUBS, stubbed_group
+
+HELP = "time outside the model per virtual microbatch: transport stubbed, and wall time on real gloo"
+MODEL = "the model alone"
+_SHAPE = (1, 1, 8)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=30, help="repeats, in turns (default 30)")
+    parser.add_argument("--microbatches", type=int, default=64)
+    parser.add_argument("--stub", choices=STUBS, default="calls", help="see benchmarks/stubbed.py")
+    parser.add_argument("--no-gloo", action="store_true", help="leave out the real processes")
+    parser.add_argument("--gloo-rounds", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for each set of real processes")
+
+
+def settings(microbatches: int) -> list[tuple[Work, int]]:
+    """(what is run, on which rank it is looked at); a rank that both receives and sends where there is one."""
+
+    def work(schedule: str, p: int, v: int, policy: str) -> Work:
+        return Work(schedule, p, v, microbatches, _SHAPE, policy)
+
+    return [
+        (work("interleaved_1f1b", 4, 2, "overlap"), 1),
+        (work("interleaved_1f1b", 4, 2, "plain"), 1),
+        (work("interleaved_1f1b", 2, 2, "overlap"), 0),
+        (work("1f1b", 4, 1, "overlap"), 1),
+        (work("1f1b", 4, 1, "plain"), 1),
+        (work("1f1b", 2, 1, "overlap"), 0),
+        (work("1f1b", 2, 1, "plain"), 0),
+        (work("1f1b", 1, 1, "plain"), 0),
+    ]
+
+
+def run(args: argparse.Namespace) -> Report:
+    rows: list[Row] = []
+    for work, rank in settings(args.microbatches):
+        found = _stubbed(work, rank, args)
+        wall = {} if args.no_gloo or work.pipeline_size == 1 else _on_gloo(work, args)
+        rows += [{**row, "gloo wall us": wall.get(row["engine"])} for row in found]
+    return Report(
+        "overhead",
+        "Microseconds outside the model per virtual microbatch (F+B), model x + w on 8 floats",
+        ["setting", "engine", "outside us (min)", "outside us (median)", "ours / it", "gloo wall us", "remark"],
+        _with_ratios(rows),
+        {"microbatches": args.microbatches, "rounds": args.rounds, "stub": args.stub},
+        [
+            "Outside: a step's CPU time less that of the same number of forwards and backwards of the bare model, in the "
+            "same rounds. Ours / it is taken of the medians. Wanted: at most 0.5 of Megatron-core's, 0.33 of torch's.",
+            "A peer that has one way to communicate where we have two (Megatron-core without chunks: plain; torch: "
+            "overlap) is compared with both.",
+        ],
+        Plot("order", "outside us (median)", ("engine",)),
+    )
+
+
+def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
+    with stubbed_group(rank, work.pipeline_size, args.stub) as (group, transport):
+        steps: dict[str, Step] = {MODEL: _bare_model(work)}
+        remarks: dict[str, str] = {}
+        for engine in ENGINES:
+            theirs = comparable(engine, work)
+            try:
+                steps[engine] = make_step(
+                    engine, theirs, rank, group, lambda stage: AddWeight(work.shape), transport
+                )
+                steps[engine]()
+            except Unavailable as reason:
+                steps.pop(engine, None)
+                remarks[engine] = str(reason)
+            if engine in steps and theirs is not work:
+                remarks[engine] = f"its {theirs.policy}"
+        seconds = timed_rounds(steps, args.rounds, warmup=2, clock=time.thread_time)
+    bare = summary(seconds[MODEL], 1e6 / work.virtual_microbatches)
+    rows: list[Row] = [_row(work, MODEL, bare, "")]
+    for engine in ENGINES:
+        if engine not in steps:
+            rows.append({**_row(work, engine, {}, remarks[engine])})
+            continue
+        whole = summary(seconds[engine], 1e6 / work.virtual_microbatches)
+        rows.append(_row(work, engine, {k: whole[k] - bare[k] for k in whole}, remarks.get(engine, "")))
+    return rows
+
+
+def comparable(engine: str, work: Work) -> Work:
+    """The work in the only way that a peer has."""
+    policy = work.policy
+    if engine == "torch":
+        policy = "overlap"
+    elif engine == "megatron" and work.num_chunks == 1:
+        policy = "plain"
+    if policy == work.policy:
+        return work
+    return Work(work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches, work.shape, policy)
+
+
+def _row(work: Work, engine: str, us: dict[str, float], remark: str) -> Row:
+    return {
+        "setting": work.label(),
+        "engine": engine,
+        "outside us (min)": us.get("min"),
+        "outside us (median)": us.get("median"),
+        "remark": remark,
+    }
+
+
+def _with_ratios(rows: list[Row]) -> list[Row]:
+    ours = {row["setting"]: row["outside us (median)"] for row in rows if row["engine"] == "ours"}
+    places = {setting: place for place, setting in enumerate(dict.fromkeys(row["setting"] for row in rows))}
+    for row in rows:
+        theirs = row["outside us (median)"]
+        row["order"] = places[row["setting"]]
+        if theirs and row["engine"] not in ("ours", MODEL):
+            row["ours / it"] = ours[row["setting"]] / theirs
+    return rows
+
+
+def _bare_model(work: Work) -> Step:
+    """As many forwards and backwards as a rank runs, with the loss where the rank has it."""
+    model = AddWeight(work.shape)
+    gradient, alone = torch.ones(work.shape), work.pipeline_size == 1
+
+    def step() -> None:
+        for _ in range(work.virtual_microbatches):
+            output = model(first if alone else torch.ones(work.shape, requires_grad=True))
+            if alone:
+                loss_of(output).backward()
+            else:
+                torch.autograd.backward(output, gradient)
+
+    first = first_input(work)
+    return step
+
+
+def _on_gloo(work: Work, args: argparse.Namespace) -> dict[str, float]:
+    from megatron_pp.testing.processes import run_processes
+
+    per_rank = run_processes(gloo_rank, work.pipeline_size, (work, args.gloo_rounds), timeout=args.timeout)
+    seconds = slowest_rank([times for times in per_rank])
+    return {engine: summary(times, 1e6 / work.virtual_microbatches)["median"] for engine, times in seconds.items()}
+
+
+def gloo_rank(rank: int, size: int, work: Work, rounds: int) -> dict[str, list[float]]:
+    """What one real process runs: all engines in turns."""
+    import torch.distributed as dist
+
+    steps: dict[str, Any] = {}
+    for engine in ENGINES:
+        try:
+            steps[engine] = make_step(
+                engine, comparable(engine, work), rank, dist.group.WORLD, lambda stage: AddWeight(work.shape)
+            )
+        except Unavailable:
+            continue
+    return timed_rounds(steps, rounds, warmup=1, before_each=dist.barrier)

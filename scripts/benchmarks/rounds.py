@@ -1,0 +1,50 @@
+"""Timing in turns: every round runs every engine once, each round beginning with another one."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+
+def timed_rounds(
+    steps: Mapping[str, Callable[[], None]],
+    rounds: int,
+    warmup: int = 1,
+    before_each: Callable[[], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of each step in each round. ``before_each`` (a barrier) is not counted. The garbage collector rests
+    while a step runs and runs between steps.
+
+    ``clock``: where all work is done by the calling thread, ``time.thread_time`` leaves out what other processes take.
+    """
+    names = list(steps)
+    for _ in range(warmup):
+        for name in names:
+            if before_each is not None:
+                before_each()
+            steps[name]()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        start = number % max(1, len(names))
+        for name in names[start:] + names[:start]:
+            gc.collect()
+            gc.disable()
+            if before_each is not None:
+                before_each()
+            began = clock()
+            steps[name]()
+            seconds[name].append(clock() - began)
+            gc.enable()
+    return seconds
+
+
+def slowest_rank(per_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Step times of the pipeline: of each round, those of the rank that took longest."""
+    return {name: [max(times) for times in zip(*(r[name] for r in per_rank), strict=True)] for name in per_rank[0]}
+
+
+def summary(seconds: list[float], scale: float = 1.0) -> dict[str, float]:
+    return {"min": min(seconds) * scale, "median": statistics.median(seconds) * scale}
