@@ -1,0 +1,127 @@
+"""Megatron-core's own schedules, run with recording model chunks and hooks, write down the same lines as ours do.
+
+Each rank of theirs runs by itself, on a communicator that hands out zeros: where hooks fire depends on nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_pp.testing.processes import run_processes
+from megatron_pp.testing.threads import ThreadGroup
+from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
+from tests.hook_log import SHAPE, HookLog, logged_config, step_arguments
+from tests.unit_tests.test_sync_hooks import run_logged
+
+pytestmark = needs_megatron
+
+
+def cases() -> list[dict[str, Any]]:
+    result = []
+    for explicit, size in itertools.product((False, True), (2, 4)):
+        result += [
+            {"size": size, "chunks": 1, "count": count, "explicit": explicit}
+            for count in (1, size - 1, size, 2 * size + 1)
+        ]
+    for explicit, param_sync, size, chunks in itertools.product((False, True), (False, True), (2, 4), (2, 3)):
+        for group, count in [(size, size), (size, 2 * size), (size + 1, 2 * size + 2)]:
+            case = {"size": size, "chunks": chunks, "count": count, "group": group}
+            result.append({**case, "explicit": explicit, "param_sync": param_sync})
+    return result
+
+
+class ZerosCommunicator:
+    """Has the methods of Megatron's P2PCommunicator; what it receives is zeros."""
+
+    def __init__(self, rank: int, size: int, config: Any) -> None:
+        self.pp_group = ThreadGroup(rank, size)
+        self.config = config
+        self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
+
+    def recv_forward(self, shapes: Any, is_first_stage: bool) -> Any:
+        return _like(shapes, not is_first_stage)
+
+    def recv_backward(self, shapes: Any, is_last_stage: bool) -> Any:
+        return _like(shapes, not is_last_stage)
+
+    def send_forward(self, tensors: Any, is_last_stage: bool) -> None:
+        pass
+
+    def send_backward(self, grads: Any, is_first_stage: bool) -> None:
+        pass
+
+    def send_forward_recv_backward(self, tensors: Any, shapes: Any, is_last_stage: bool) -> Any:
+        return _like(shapes, not is_last_stage)
+
+    def send_backward_recv_forward(self, grads: Any, shapes: Any, is_first_stage: bool) -> Any:
+        return _like(shapes, not is_first_stage)
+
+    def send_forward_recv_forward(self, tensor: Any, recv_prev: bool, tensor_shape: Any) -> Any:
+        return _like(tensor_shape, recv_prev)
+
+    def send_backward_recv_backward(self, grad: Any, recv_next: bool, tensor_shape: Any) -> Any:
+        return _like(tensor_shape, recv_next)
+
+    def send_forward_backward_recv_forward_backward(
+        self, tensor: Any, grad: Any, recv_prev: bool, recv_next: bool, tensor_shape: Any
+    ) -> Any:
+        return _like(tensor_shape, recv_prev), _like(tensor_shape, recv_next)
+
+
+def _like(shapes: Any, wanted: bool) -> Any:
+    if isinstance(shapes[0], (tuple, list)):
+        return [_like(shape, wanted) for shape in shapes]
+    return torch.zeros(SHAPE, requires_grad=True) if wanted else None
+
+
+def run_megatron(schedules: Any, case: dict[str, Any], rank: int) -> list[str]:
+    """One step of one rank of Megatron's schedule for ``case``."""
+    log = HookLog()
+    config = logged_config(
+        log,
+        case["chunks"],
+        case["explicit"],
+        case.get("param_sync", False),
+        microbatch_group_size_per_vp_stage=case.get("group"),
+    )
+    one = ThreadGroup(0, 1)
+    communicator = ZerosCommunicator(rank, case["size"], config)
+    groups = SimpleNamespace(tp=one, cp=one, embd=None, pos_embd=None, pp=communicator.pp_group, dp_cp=one)
+    step = schedules.get_forward_backward_func(case["size"], config.virtual_pipeline_model_parallel_size)
+    step(
+        **step_arguments(log.make_stages(config, case["chunks"]), case["count"]),
+        p2p_communicator=communicator,
+        pg_collection=groups,
+    )
+    return log.lines
+
+
+def megatron_process(rank: int, size: int, scripts: str) -> list[list[list[str]]]:
+    """In a process of its own, since Megatron's calls to CUDA are redirected there."""
+    sys.path.insert(0, scripts)
+    import megatron_cpu_shim
+
+    megatron_cpu_shim.redirect()
+    from megatron.core.pipeline_parallel import schedules
+
+    return [[run_megatron(schedules, case, rank) for rank in range(case["size"])] for case in cases()]
+
+
+def test_hooks_fire_where_megatrons_schedules_fire_them() -> None:
+    theirs = run_processes(megatron_process, 1, (str(SCRIPTS),), timeout=120.0, backend=None)[0]
+    differing = []
+    for case, expected in zip(cases(), theirs, strict=True):
+        logs = run_logged(
+            *(case["size"], case["chunks"], case["count"]),
+            explicit=case["explicit"],
+            param_sync=case.get("param_sync", False),
+            microbatch_group_size_per_vp_stage=case.get("group"),
+        )
+        if [log.lines for log in logs] != expected:
+            differing.append((case, [log.lines for log in logs], expected))
+    assert differing == []
