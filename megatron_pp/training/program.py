@@ -16,8 +16,10 @@ import torch.distributed as dist
 
 from megatron_pp.config import TransformerConfig
 from megatron_pp.config_checks import ConfigError
+from megatron_pp.errors import ScheduleInputError
 from megatron_pp.models.gpt import GPTStage, build_gpt_chunks
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.spec import PlanError
 from megatron_pp.training.arguments import ARGUMENTS, Arguments, RunArguments, find_run, make_config, parse_arguments
 from megatron_pp.training.checkpoint import Checkpoint, CheckpointWriter, check_layout, find_checkpoint
 from megatron_pp.training.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
@@ -35,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program. Returns the exit code: 0, also after Ctrl-C; 2 after bad input, which is told in one line."""
     try:
         train(argv)
-    except (TrainingError, ConfigError) as error:
+    except (TrainingError, ConfigError, ScheduleInputError, PlanError) as error:
         print(f"train.py: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
