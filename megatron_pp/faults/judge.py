@@ -20,6 +20,7 @@ StateOf = Callable[[Process], str]
 _WAIT_BEFORE_LOOKING = 1.0
 _STORE_PATIENCE = 3.0
 _SILENCE_AFTER_FAILURE = 4.0
+_FRESH = 10.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ def _how(view: View, rank: int, state_of: StateOf) -> str:
 
 
 def _stuck(view: View, own: Own, timeout: float, now: float) -> Finding | None:
-    if own.idle < timeout or view.reading_since is None:
+    fresh = now - view.read_at < min(timeout / 2, _FRESH)  # this rank may itself have been stopped for long
+    if own.idle < timeout or view.reading_since is None or not fresh:
         return None
     moved = [view.moved_at(r) for r in own.others]
     if any(at is None or now - at < timeout for at in moved):

@@ -46,6 +46,7 @@ class View:
     """What is known of the pipeline by one of its ranks.
 
     reading_since   since when the others are being read without a break; None while this rank moves
+    read_at         when they were last read
     broken_since    since when the store gives errors, None while it answers; ``broken`` is the error
     asked_at        when the question to the store that is still open was asked
     """
@@ -54,12 +55,14 @@ class View:
     seen: dict[int, Seen] = field(default_factory=dict)
     entries: dict[int, Entry] = field(default_factory=dict)
     reading_since: float | None = None
+    read_at: float = 0.0
     broken_since: float | None = None
     broken: str = ""
     asked_at: float | None = None
 
     def note_progress(self, records: Mapping[int, Progress], now: float) -> None:
         """Take in the records of the other ranks, read at ``now``."""
+        self.read_at = now
         if self.reading_since is None:
             self.reading_since = now
         for rank, progress in records.items():
