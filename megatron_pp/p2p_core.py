@@ -73,6 +73,7 @@ class P2PCore:
         self._closed = False
         # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.
         self._templates: dict[tuple[int, ...], torch.Tensor] = {}
+        self._single_shape: object = ()  # the last shape that was seen to be one, not a list of them
 
     # -- posting ---------------------------------------------------------------------------------------------
 
@@ -107,7 +108,9 @@ class P2PCore:
         if self.variable_shapes:
             count = None if _is_one(shapes) else len(shapes)
             return ShapedReceiveHandle(self, peer, channel, count, requires_grad, _RECEIVE, shapes)
-        if is_single_shape(shapes):
+        if shapes is not self._single_shape and is_single_shape(shapes):
+            self._single_shape = shapes
+        if shapes is self._single_shape:
             tensor = self.allocate(shapes, requires_grad)
             return WaitHandle(
                 self, (self.transport.irecv(tensor, peer, channel),), tensor, tensor, _RECEIVE, peer, channel
@@ -224,7 +227,7 @@ class P2PCore:
         return alias if alias.is_contiguous() else alias.contiguous()
 
     def _check_open(self) -> None:
-        if self.closed:
+        if self._closed or getattr(self.transport, "aborted", False):  # as ``closed``, on the hot path
             raise CommunicatorClosedError(
                 f"pipeline rank {self.rank}: this communicator was closed after a failure; make a new one"
             )
