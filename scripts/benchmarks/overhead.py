@@ -75,9 +75,7 @@ def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
         for engine in ENGINES:
             theirs = comparable(engine, work)
             try:
-                steps[engine] = make_step(
-                    engine, theirs, rank, group, lambda stage: AddWeight(work.shape), transport
-                )
+                steps[engine] = make_step(engine, theirs, rank, group, lambda stage: AddWeight(work.shape), transport)
                 steps[engine]()
             except Unavailable as reason:
                 steps.pop(engine, None)
