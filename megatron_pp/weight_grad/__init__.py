@@ -1,0 +1,30 @@
+"""Backward in two halves: input gradients now (B), weight gradients later (W), as zero-bubble schedules want it.
+
+``split_weight_grad(model)`` converts a rank's model chunks once and returns the ``WeightGradStore`` that the engine
+drives: gradients that a layer can put off wait in it, first in, first out, per (chunk, microbatch). Outside of a
+pipeline step a converted model behaves as before.
+
+Source: arXiv 2401.10241, section 2 (which half of backward is which). How: ``store.py``.
+"""
+
+from __future__ import annotations
+
+from megatron_pp.weight_grad.convert import (
+    WeightGradSplitError,
+    split_weight_grad,
+    store_of,
+    unsplit_weight_grad,
+)
+from megatron_pp.weight_grad.fused import fused_kernels
+from megatron_pp.weight_grad.store import SplitReport, WeightGradError, WeightGradStore
+
+__all__ = [
+    "SplitReport",
+    "WeightGradError",
+    "WeightGradSplitError",
+    "WeightGradStore",
+    "fused_kernels",
+    "split_weight_grad",
+    "store_of",
+    "unsplit_weight_grad",
+]

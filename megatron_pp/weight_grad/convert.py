@@ -1,0 +1,123 @@
+"""``split_weight_grad``: convert a rank's model chunks, once, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_pp.weight_grad.fused import fused_kernels
+from megatron_pp.weight_grad.layers import (
+    MARK,
+    Converted,
+    ConvertedEmbedding,
+    ConvertedLinear,
+    ConvertedTensorParallelLinear,
+    SplitState,
+    convert,
+    restore,
+)
+from megatron_pp.weight_grad.store import SplitReport, WeightGradStore
+from megatron_pp.weight_grad.transformer_engine import DelayedLayer, delays_weight_grad
+
+_STORE = "_weight_grad_store"
+
+
+class WeightGradSplitError(ValueError):
+    """A model can not be converted; the message names the module."""
+
+
+def split_weight_grad(
+    model: nn.Module | Sequence[nn.Module], gradient_accumulation_fusion: bool | None = None
+) -> WeightGradStore:
+    """Convert a model chunk, or the list of a rank's chunks, so that backward can be split; returns their store.
+
+    torch's ``Linear`` and ``Embedding``, Megatron-core's tensor-parallel linear layers and Transformer Engine's layers
+    built with ``delay_wgrad_compute`` put off their weight gradients; every other layer does all of its backward in B.
+    Parameters, state dicts, hooks and wrappers (DistributedDataParallel before or after) stay as they are, and so does
+    everything outside of a pipeline step.
+
+    ``gradient_accumulation_fusion``: weight gradients go straight into ``main_grad`` by one kernel, apex's where it
+    can be imported. By default what the model's ``config`` says.
+
+    Raises WeightGradSplitError for a model that was converted before, or in which TorchScript hides the layers.
+    """
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    store = WeightGradStore()
+    counts = {"split": 0, "delayed": 0, "whole": 0}
+    for number, chunk in enumerate(chunks):
+        _check(chunk)
+        fusion = _fusion(chunk) if gradient_accumulation_fusion is None else gradient_accumulation_fusion
+        for layer in _layers_with_parameters(chunk):
+            counts[_convert_layer(layer, number, store, fusion)] += 1
+    for chunk in chunks:
+        object.__setattr__(chunk, _STORE, store)
+    store.report = SplitReport(**counts)
+    return store
+
+
+def unsplit_weight_grad(model: nn.Module | Sequence[nn.Module]) -> None:
+    """Undo ``split_weight_grad``."""
+    for chunk in [model] if isinstance(model, nn.Module) else model:
+        for layer in chunk.modules():
+            if MARK in layer.__dict__:
+                restore(layer)
+            layer.__dict__.pop(_STORE, None)
+
+
+def store_of(chunks: Sequence[Any]) -> WeightGradStore | None:
+    """The store of a rank's chunks (wrapped or not), None where they are not converted.
+
+    Raises WeightGradSplitError where only some are, or each by itself.
+    """
+    stores = [_find_store(chunk) for chunk in chunks]
+    if any(store is not stores[0] for store in stores):
+        raise WeightGradSplitError(
+            "the model chunks of this rank do not share one store: call split_weight_grad once, with all of them"
+        )
+    return stores[0] if stores else None
+
+
+def _find_store(chunk: Any) -> WeightGradStore | None:
+    while chunk is not None:
+        found = getattr(chunk, "__dict__", {}).get(_STORE)
+        if found is not None:
+            return found
+        chunk = getattr(chunk, "module", None)
+    return None
+
+
+def _convert_layer(layer: nn.Module, chunk: int, store: WeightGradStore, fusion: bool) -> str:
+    store.own(layer, chunk)
+    if delays_weight_grad(layer):
+        store.own_external(DelayedLayer(layer, chunk))
+        return "delayed"
+    if MARK not in layer.__dict__:  # a layer may be in several chunks
+        convert(layer, SplitState(store, type(layer), fusion, fused_kernels() if fusion else None))
+    kinds = (ConvertedLinear, ConvertedEmbedding, ConvertedTensorParallelLinear)
+    return "split" if isinstance(layer, kinds) else "whole"
+
+
+def _layers_with_parameters(chunk: nn.Module) -> Iterator[nn.Module]:
+    return (layer for layer in list(chunk.modules()) if any(p is not None for p in layer._parameters.values()))
+
+
+def _check(chunk: nn.Module) -> None:
+    for name, layer in chunk.named_modules():
+        where = name or type(chunk).__name__
+        if isinstance(layer, Converted):
+            raise WeightGradSplitError(f"{where} was converted before: split_weight_grad is called once per model")
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise WeightGradSplitError(f"{where} is TorchScript, whose layers can not be converted")
+
+
+def _fusion(chunk: nn.Module) -> bool:
+    inner: Any = chunk
+    while inner is not None:
+        config = getattr(inner, "config", None)
+        if config is not None:
+            return bool(getattr(config, "gradient_accumulation_fusion", False))
+        inner = getattr(inner, "module", None)
+    return False

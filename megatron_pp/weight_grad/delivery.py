@@ -1,0 +1,67 @@
+"""Bringing a finished gradient to its parameter, with or without the hooks that listen there.
+
+Autograd adds a gradient through a parameter's AccumulateGrad node, where DistributedDataParallel, Megatron's main_grad
+and optimizers in backward have their hooks. In a pipeline step those are to fire once per parameter, after its last
+gradient; all gradients before it are added in silence, by the same addition that AccumulateGrad does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def add_silently(parameter: Tensor, grad: Tensor, owned: bool) -> None:
+    """Add ``grad`` to ``main_grad`` or ``.grad``. No accumulation hook fires; tensor hooks, which may change the
+    gradient, do.
+
+    ``owned`` says that no one else holds ``grad``, so that it may become ``.grad`` itself.
+    """
+    grad = _through_tensor_hooks(parameter, grad)
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
+        main_grad.add_(grad)
+        return
+    if grad.dtype != parameter.dtype:
+        grad, owned = grad.to(parameter.dtype), True
+    if parameter.grad is None:
+        parameter.grad = grad if owned and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
+    else:
+        parameter.grad.add_(grad)
+
+
+def add_and_fire(parameter: Tensor, grad: Tensor | None, owned: bool) -> None:
+    """Add the last gradient of a step (None where everything was added before) and let every accumulation hook fire,
+    once.
+
+    Where there is a ``main_grad``, hooks get Megatron's signal ``grad_added_to_main_grad`` and a zero gradient.
+    """
+    if getattr(parameter, "main_grad", None) is not None:
+        if grad is not None:
+            add_silently(parameter, grad, owned)
+        _fire_for_main_grad(parameter)
+        return
+    if grad is None:
+        grad = _zeros_like(parameter)
+    torch.autograd.backward([parameter], [grad.to(parameter.dtype)])
+
+
+def _fire_for_main_grad(parameter: Tensor) -> None:
+    had_grad = parameter.grad is not None
+    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    torch.autograd.backward([parameter], [_zeros_like(parameter)])
+    if not had_grad:
+        parameter.grad = None
+
+
+def _zeros_like(parameter: Tensor) -> Tensor:
+    """Zeros of the parameter's shape that take the memory of one."""
+    return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+def _through_tensor_hooks(parameter: Tensor, grad: Tensor) -> Tensor:
+    """What ``parameter.register_hook`` hooks make of the gradient."""
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad

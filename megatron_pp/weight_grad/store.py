@@ -1,0 +1,331 @@
+"""The store of weight gradients that wait for their W, and the delivery of all gradients of a pipeline step.
+
+In a step (between ``begin_step`` and ``end_step``) the parameters of converted layers are not in the autograd graph
+themselves. Layers that can put off their weight gradient leave it here in their backward; gradients of all other
+parameters arrive through *taps* (``tap.py``). The store adds them up per parameter, in the order in which autograd
+would, and lets accumulation hooks fire once, with the last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
+
+Key = tuple[int, int]  # (chunk, microbatch)
+
+
+class WeightGradError(RuntimeError):
+    """The store was driven in an order that loses or repeats gradients; the message names the chunk and microbatch."""
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """Layers with parameters, by what became of them.
+
+    split        put their weight gradients off until W (linear layers and embeddings)
+    delayed      do so themselves (Transformer Engine's delay_wgrad_compute)
+    whole        do all of their backward in B
+    """
+
+    split: int = 0
+    delayed: int = 0
+    whole: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.split} layers put their weight gradients off, {self.delayed} do so themselves, "
+            f"{self.whole} do all of their backward at once"
+        )
+
+
+class Deferred(Protocol):
+    """A weight gradient that waits: what is needed for it, and nothing more."""
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The parameters that it has gradients for."""
+        ...
+
+    def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(parameter, gradient) for each; None where it added the gradient to ``main_grad`` itself. Gradients are
+        fresh tensors.
+        """
+        ...
+
+
+class External(Protocol):
+    """A layer that keeps its own queue of weight gradients (Transformer Engine's)."""
+
+    @property
+    def chunk(self) -> int:
+        """The model chunk it is in."""
+        ...
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]: ...
+
+    def waiting(self) -> int:
+        """How many entries its queue has."""
+        ...
+
+    def run(self, entries: int) -> bool:
+        """Work off ``entries`` of them, oldest first. Returns whether the layer fires hooks itself."""
+        ...
+
+
+@dataclass
+class _Backward:
+    """The B that is running."""
+
+    key: Key
+    split: bool
+    final: bool  # whether this (chunk, microbatch) completes the chunk's gradients
+    tapped: dict[Tensor, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A gradient that B computed already and that waits for the hooks' sake."""
+
+    parameter: Tensor
+    grad: Tensor
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.parameter,)
+
+    def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        yield self.parameter, self.grad
+
+
+@dataclass(frozen=True)
+class _ExternalRun:
+    """What an external layer queued in one B."""
+
+    layer: External
+    entries: int
+
+
+class WeightGradStore:
+    """Weight gradients of one rank's model chunks. Made by ``split_weight_grad``; driven by the engine, per step:
+
+    store.begin_step({chunk: microbatch whose B or W is the last of the chunk})
+    with store.backward(chunk, mb, split=True): ...   # B; split=False: a full backward
+    store.run(chunk, mb)                              # W
+    store.end_step()
+    """
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.anchor = torch.zeros((), requires_grad=True)  # gives outputs a graph where no input has one
+        self.report = SplitReport()  # what the conversion did
+        self._layers: list[tuple[nn.Module, int]] = []
+        self._chunks_of: dict[Tensor, set[int]] = {}
+        self._uses: Counter[Tensor] = Counter()
+        self._externals: list[External] = []
+        self._queues: dict[Key, deque[Deferred]] = {}
+        self._external_runs: dict[Key, list[_ExternalRun]] = {}
+        self._last: dict[int, int] = {}
+        self._complete: set[int] = set()
+        self._touched: dict[Tensor, None] = {}  # in the order of the first gradient
+        self._fired: set[Tensor] = set()
+        self._current: _Backward | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copies and pickles of a converted model are not converted: they carry no store."""
+        return _no_store, ()
+
+    # -- what the conversion tells it ------------------------------------------------------------------------------
+
+    def own(self, layer: nn.Module, chunk: int) -> None:
+        """``layer`` of ``chunk`` is converted, or an external one."""
+        self._layers.append((layer, chunk))
+
+    def own_external(self, layer: External) -> None:
+        self._externals.append(layer)
+
+    # -- what the engine drives ------------------------------------------------------------------------------------
+
+    def begin_step(self, last: Mapping[int, int]) -> None:
+        """Start a step. ``last`` names, per chunk, the microbatch whose W (or unsplit B) completes the chunk's
+        gradients.
+        """
+        self._reset()
+        self._last = dict(last)
+        self._look_up_parameters()
+        self.armed = True
+
+    def end_step(self) -> None:
+        """End a step. Raises WeightGradError where a B's weight gradients were never run."""
+        left = sorted({*self._queues, *self._external_runs})
+        self._reset()
+        if left:
+            raise WeightGradError(
+                f"weight gradients of (chunk, microbatch) {left} were left behind: each B that is split needs its W"
+            )
+
+    def abort_step(self) -> None:
+        """Forget a step that failed."""
+        self._reset()
+
+    @contextmanager
+    def backward(self, chunk: int, mb: int, split: bool = True) -> Iterator[None]:
+        """Around the backward of (chunk, mb): input gradients only where ``split``, else weight gradients with it."""
+        key = (chunk, mb)
+        if not self.armed:
+            raise WeightGradError(
+                f"backward of chunk {chunk}, microbatch {mb} outside of a step: call begin_step first"
+            )
+        if key in self._queues or key in self._external_runs:
+            raise WeightGradError(f"backward of chunk {chunk}, microbatch {mb} ran twice")
+        before = [layer.waiting() if layer.chunk == chunk else 0 for layer in self._externals]
+        self._queues[key] = deque()
+        self._current = current = _Backward(key, split, self._last.get(chunk) == mb)
+        try:
+            yield
+        finally:
+            self._current = None
+        self._flush_taps(current)
+        self._external_runs[key] = [
+            _ExternalRun(layer, layer.waiting() - count)
+            for layer, count in zip(self._externals, before, strict=True)
+            if layer.chunk == chunk and layer.waiting() > count
+        ]
+        if not split:
+            self.run(chunk, mb)
+
+    def run(self, chunk: int, mb: int) -> None:
+        """W: compute and deliver what the backward of (chunk, mb) left, first in, first out."""
+        key = (chunk, mb)
+        queue = self._queues.pop(key, None)
+        if queue is None:
+            raise WeightGradError(
+                f"no weight gradients of chunk {chunk}, microbatch {mb} wait: its backward has not run"
+            )
+        final = self._last.get(chunk) == mb
+        if final:
+            self._complete.add(chunk)
+        with torch.no_grad():
+            self._work_off(queue)
+            for external in self._external_runs.pop(key, ()):
+                self._run_external(external)
+            if final:
+                self._fire_the_rest()
+
+    # -- what layers leave -----------------------------------------------------------------------------------------
+
+    def leave(self, deferred: Deferred) -> None:
+        """Called in a layer's backward: run ``deferred`` in W, or at once where the running B is a full one.
+
+        A full B that is the chunk's last puts everything off to its own end, so that hooks never fire inside of
+        autograd's run; so does a parameter of several layers, whose gradients are added up first, as autograd does.
+        """
+        current = self._running()
+        shared = any(self._uses[p] > 1 for p in deferred.parameters)
+        if current.split or current.final or shared:
+            self._queues[current.key].append(deferred)
+        else:
+            with torch.no_grad():
+                self._work_off(deque([deferred]))
+
+    def arrive(self, parameter: Tensor, grad: Tensor | None) -> None:
+        """Called by a tap: autograd computed a gradient in B. None where the layer added it to ``main_grad`` itself."""
+        current = self._running()
+        self._touched[parameter] = None
+        if grad is None:
+            return
+        so_far = current.tapped.get(parameter)
+        current.tapped[parameter] = grad if so_far is None else so_far + grad
+
+    def _running(self) -> _Backward:
+        if self._current is None:
+            raise WeightGradError("a converted layer's backward ran outside of store.backward(chunk, mb)")
+        return self._current
+
+    # -- delivery --------------------------------------------------------------------------------------------------
+
+    def _flush_taps(self, current: _Backward) -> None:
+        """Deliver what taps received in this B; what is still to be added up or comes last stands in line for W."""
+        queue = self._queues[current.key]
+        in_line = {p for deferred in queue for p in deferred.parameters} if current.tapped else set()
+        with torch.no_grad():
+            for parameter, grad in current.tapped.items():
+                if current.final or parameter in in_line:
+                    queue.append(_Ready(parameter, grad.clone()))
+                else:
+                    add_silently(parameter, grad, owned=False)
+
+    def _work_off(self, queue: deque[Deferred]) -> None:
+        """Run a queue. Several gradients of one parameter are added up before they reach it."""
+        to_come = Counter(p for deferred in queue for p in deferred.parameters)
+        sums: dict[Tensor, Tensor] = {}
+        while queue:
+            for parameter, grad in queue.popleft().compute():
+                to_come[parameter] -= 1
+                if grad is not None:
+                    so_far = sums.pop(parameter, None)
+                    grad = grad if so_far is None else so_far.add_(grad)
+                if to_come[parameter] == 0:
+                    self._deliver(parameter, grad)
+                elif grad is not None:
+                    sums[parameter] = grad
+
+    def _deliver(self, parameter: Tensor, grad: Tensor | None) -> None:
+        self._touched[parameter] = None
+        if self._chunks_of[parameter] <= self._complete:
+            self._fired.add(parameter)
+            add_and_fire(parameter, grad, owned=True)
+        elif grad is not None:
+            add_silently(parameter, grad, owned=True)
+
+    def _run_external(self, external: _ExternalRun) -> None:
+        fires_itself = external.layer.run(external.entries)
+        for parameter in external.layer.parameters:
+            self._touched[parameter] = None
+            if fires_itself:
+                self._fired.add(parameter)
+
+    def _fire_the_rest(self) -> None:
+        """Hooks of parameters whose last gradient came before the chunk's last microbatch."""
+        for parameter in _in_reverse(self._touched):
+            if parameter not in self._fired and self._chunks_of[parameter] <= self._complete:
+                self._fired.add(parameter)
+                add_and_fire(parameter, None, owned=False)
+
+    def _look_up_parameters(self) -> None:
+        """Which chunks have which parameter, and how many layers: anew for each step, since parameters may be
+        replaced.
+        """
+        self._chunks_of.clear()
+        self._uses.clear()
+        for layer, chunk in self._layers:
+            for parameter in layer._parameters.values():
+                if parameter is not None:
+                    self._chunks_of.setdefault(parameter, set()).add(chunk)
+                    self._uses[parameter] += 1
+
+    def _reset(self) -> None:
+        self.armed = False
+        self._queues.clear()
+        self._external_runs.clear()
+        self._last = {}
+        self._complete.clear()
+        self._touched.clear()
+        self._fired.clear()
+        self._current = None
+
+
+def _no_store() -> None:
+    return None
+
+
+def _in_reverse(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return list(parameters)[::-1]
