@@ -300,6 +300,7 @@ class _Marks:
         self.spec = plan.spec
         self.program = plan.programs[rank]
         self.last: dict[int, int] = {}  # chunk -> index of the compute operation after which its gradients are complete
+        self.last_backward: dict[int, int] = {}  # chunk -> the same for layers that do all of their backward in B
         self.first: dict[int, int] = {}  # chunk -> index of its first forward
         self.backwards: list[int] = []
         for k, at in enumerate(self.program):
@@ -308,15 +309,19 @@ class _Marks:
             elif at.op in (ins.BACKWARD, ins.WEIGHT):
                 self.last[at.chunk] = k
                 self.backwards.append(k)
+                if at.op == ins.BACKWARD:
+                    self.last_backward[at.chunk] = k
 
     def check(self) -> None:
         seen: dict[str, set[int]] = {op: set() for op in ins.MARK_OPS}
+        early: set[int] = set()  # chunks whose sync is enabled for their last backward too, before their last WEIGHT
         for k, at in enumerate(self.program):
             if at.op not in ins.MARK_OPS:
                 continue
-            if at.chunk in seen[at.op] or not 0 <= at.chunk < self.spec.num_chunks:
+            done = early if self._is_early(k, at) else seen[at.op]
+            if at.chunk in done or not 0 <= at.chunk < self.spec.num_chunks:
                 raise self._error(at, "it stands twice, or names no chunk of this rank")
-            seen[at.op].add(at.chunk)
+            done.add(at.chunk)
             self._check_place(k, at)
         synced = seen[ins.GRAD_ENABLE] | seen[ins.GRAD_SYNC]
         if not self.spec.forward_only and synced != set(range(self.spec.num_chunks)):
@@ -329,6 +334,15 @@ class _Marks:
         ):
             lost = sorted(set(range(self.spec.num_chunks)) - seen[ins.PARAM_SYNC])
             raise PlanError(f"rank {self.rank}: the parameters of chunk(s) {lost} are never synchronised")
+
+    def _following(self, k: int) -> int | None:
+        """The backward or WEIGHT that comes next after instruction ``k``."""
+        return next((c for c in self.backwards if c > k), None)
+
+    def _is_early(self, k: int, at: Instruction) -> bool:
+        """Whether ``at`` enables the sync for a last backward that leaves weight gradients for later."""
+        backward = self.last_backward.get(at.chunk)
+        return at.op == ins.GRAD_ENABLE and backward != self.last.get(at.chunk) and self._following(k) == backward
 
     def _check_place(self, k: int, at: Instruction) -> None:
         if at.op == ins.PARAM_SYNC:
@@ -344,8 +358,7 @@ class _Marks:
                     at, "it comes before the chunk's last gradient, or this plan has no explicit gradient sync"
                 )
             return
-        following = next((c for c in self.backwards if c > k), None)
-        if following != done:
+        if self._following(k) != done and not self._is_early(k, at):
             raise self._error(at, "the backward that follows is not the one that completes the chunk's gradients")
 
     def _error(self, at: Instruction, why: str) -> PlanError:

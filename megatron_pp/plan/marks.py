@@ -59,12 +59,20 @@ def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before:
     # sync in.
     if spec.grad_sync == HOOKS or (spec.num_chunks == 1 and rank == 0):
         for chunk, k in last.items():
-            before[_enable_at(spec, order, completing[k])].append(instruction(GRAD_ENABLE, chunk))
+            for at in sorted({completing[k], _last_backward(order, chunk)}):
+                before[_enable_at(spec, order, at)].append(instruction(GRAD_ENABLE, chunk))
         return
     for chunk, k in sorted(last.items()):
         late = k + rank >= len(completing) or (spec.num_chunks == 1 and rank > 0)
         at = len(order) - 1 if late else completing[k + rank]
         after[at].append(instruction(GRAD_SYNC, chunk))
+
+
+def _last_backward(order: Sequence[Instruction], chunk: int) -> int:
+    """Where the last backward of ``chunk`` stands. It completes the gradients of layers that do all of theirs in B,
+    its last WEIGHT those of the others.
+    """
+    return max(i for i, op in enumerate(order) if op.op == BACKWARD and op.chunk == chunk)
 
 
 def _enable_at(spec: PlanSpec, order: Sequence[Instruction], completing: int) -> int:
