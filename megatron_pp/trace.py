@@ -181,11 +181,11 @@ class Tracer:
             self.file.write(line)
 
     def _run_number(self) -> int:
-        """Seconds since 1970 and a random part: sorted by time, and different for runs that start together.
+        """Microseconds since 1970 and 12 random bits: sorted by time, and different for runs that start together.
 
         Pipelines of one job have to have the same: the job's store keeps the first one that is made for the model.
         """
-        mine = int(time.time()) << 20 | int.from_bytes(os.urandom(3), "big") >> 4
+        mine = time.time_ns() // 1000 << 12 | int.from_bytes(os.urandom(2), "big") >> 4
         store = getattr(self.transport, "store", None)
         if store is None:
             return mine

@@ -104,6 +104,9 @@ class _Merge:
         self.ends = [_milliseconds(r.ends, base - zero) for r, base in zip(records, bases, strict=True)]
         self.waited: dict[Message, tuple[int, float, float]] = {}  # receiving rank, start and end of its WAIT
         self.posted: dict[tuple[str, Message], float] = {}  # ("S" or "R", message) -> when
+        self.batches: dict[
+            tuple[int, Message], list[Message]
+        ] = {}  # (rank, message) -> all that its BATCH there posted
         self._collect()
 
     def simulation(self) -> Simulation:
@@ -120,6 +123,8 @@ class _Merge:
         late = self.plan.spec.variable_shapes
         for rank, program in enumerate(self.plan.programs):
             for i, at in enumerate(program):
+                together = [self._message(rank, one) for one in at.members]
+                self.batches.update(((rank, message), together) for message in together)
                 for one in at.members or (at,):
                     if one.op in ins.SEND_OPS:
                         self.posted[("S", self._message(rank, one))] = self.starts[rank][i]
@@ -147,7 +152,8 @@ class _Merge:
             kind, stage, mb = message
             target, wait_start, wait_end = self.waited[message]
             source = self._source(message)
-            end = wait_end if since > wait_start else min(wait_end, since + usual.get((source, target), 0.0))
+            held_up = since > wait_start and since == self._whole_ready(target, message, ready)
+            end = wait_end if held_up else min(wait_end, since + usual.get((source, target), 0.0))
             posted = (self.posted[("S", message)], self.posted[("R", message)])
             transfers[message] = Transfer(
                 source, target, kind, stage, mb, self.size, *posted, since, since, max(since, end)
@@ -162,9 +168,15 @@ class _Merge:
         for message, since in ready.items():
             target, wait_start, wait_end = self.waited[message]
             link = (self._source(message), target)
-            (seen if since >= wait_start else bounds).setdefault(link, []).append(wait_end - since)
+            held_up = since >= wait_start and since == self._whole_ready(target, message, ready)
+            (seen if held_up else bounds).setdefault(link, []).append(wait_end - since)
         links = {*seen, *bounds}
         return {link: statistics.median(seen[link]) if link in seen else min(bounds[link]) for link in links}
+
+    def _whole_ready(self, rank: int, message: Message, ready: dict[Message, float]) -> float:
+        """When the last message that ``rank`` posted together with this one was ready: a batch is done as a whole."""
+        together = self.batches.get((rank, message), (message,))
+        return max(ready.get(m, 0.0) for m in together)
 
     def _source(self, message: Message) -> int:
         kind, stage, _ = message
@@ -176,9 +188,10 @@ class _Merge:
             if at.op in ins.RELEASE_OPS:
                 waits.release += end - start
             elif at.op in ins.WAIT_OPS:
-                transfer = transfers.get(self._message(rank, at))
-                if transfer is not None:
-                    waits.add_receive(start, end, transfer)
+                message = self._message(rank, at)
+                together = [transfers[m] for m in self.batches.get((rank, message), (message,)) if m in transfers]
+                if together:
+                    waits.add_receive(start, end, max(together, key=lambda t: t.ready))
         return waits
 
     def _busy(self, rank: int) -> float:
