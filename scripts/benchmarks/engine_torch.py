@@ -31,7 +31,6 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
     chunked = work.num_chunks > 1
     # Gradients are not divided by the microbatch count: the others would do it in the loss, for nothing here.
     schedule = kind(stages if chunked else stages[0], work.num_microbatches, loss_fn=_loss, scale_grads=False)
-    s, b, h = work.shape
     batch = first_input(work).repeat(work.num_microbatches, 1, 1)
     given = (batch,) if rank == 0 else ()
     wanted: dict[str, Any] = {"target": batch} if numbers[-1] == work.num_stages - 1 else {}

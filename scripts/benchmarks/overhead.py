@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> Report:
         _with_ratios(rows),
         {"microbatches": args.microbatches, "rounds": args.rounds, "stub": args.stub},
         [
-            "Outside: a step's CPU time less that of the same number of forwards and backwards of the bare model, in the "
-            "same rounds. Ours / it is taken of the medians. Wanted: at most 0.5 of Megatron-core's, 0.33 of torch's.",
+            "Outside: a step's CPU time less that of as many forwards and backwards of the bare model, in the same "
+            "rounds. Ours / it is taken of the medians. Wanted: at most 0.5 of Megatron-core's, 0.33 of torch's.",
             "A peer that has one way to communicate where we have two (Megatron-core without chunks: plain; torch: "
             "overlap) is compared with both.",
         ],
@@ -148,7 +148,7 @@ def _on_gloo(work: Work, args: argparse.Namespace) -> dict[str, float]:
     from megatron_pp.testing.processes import run_processes
 
     per_rank = run_processes(gloo_rank, work.pipeline_size, (work, args.gloo_rounds), timeout=args.timeout)
-    seconds = slowest_rank([times for times in per_rank])
+    seconds = slowest_rank(per_rank)
     return {engine: summary(times, 1e6 / work.virtual_microbatches)["median"] for engine, times in seconds.items()}
 
 

@@ -1,4 +1,4 @@
-"""What the engine does for each virtual microbatch, counted in calls: a guard against slow growth that no clock is needed for.
+"""What the engine does for each virtual microbatch, counted in calls: a guard without a clock.
 
 Counted are calls of functions of this package and calls that they make into C, between two steps that differ in
 their number of microbatches alone, so that what a step does once does not count. Each bound is a little above what
