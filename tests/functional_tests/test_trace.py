@@ -1,0 +1,79 @@
+"""Tracing real processes over gloo: one run number, one file per rank, mergeable, also with several pipelines."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from megatron_pp.cli import main
+from megatron_pp.faults.wiring import close_guard
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.placement import Placement
+from megatron_pp.schedules import get_forward_backward_func
+from megatron_pp.testing.processes import RankFailedError, run_processes
+from megatron_pp.testing.toy import ToyData, toy_chunks, toy_config, toy_forward_step
+from megatron_pp.tracing.analysis import analyse
+from megatron_pp.tracing.run import load_run
+
+
+def train_rank(rank, size, folder, pipelines, policy, traced_ranks):
+    """A few steps of the toy model; ranks form ``pipelines`` pipelines, interleaved as data parallelism does it."""
+    length = size // pipelines
+    groups = [dist.new_group(list(range(k, size, pipelines))) for k in range(pipelines)]
+    group = groups[rank % pipelines]
+    config = toy_config(
+        trace_dir=folder if rank in traced_ranks else None,
+        trace_steps="2-3",
+        overlap_p2p_comm=policy == "overlap",
+        batch_p2p_comm=policy == "batched",
+    )
+    communicator = P2PCommunicator(group, config)
+    chunks = toy_chunks(Placement("loop", length, 1), group.rank(), config)
+    data = ToyData(6)
+    step = get_forward_backward_func(length, None)
+    for _ in range(3):
+        step(
+            forward_step_func=toy_forward_step,
+            data_iterator=data.iterator(),
+            model=chunks[0],
+            num_microbatches=6,
+            seq_length=data.seq_length,
+            micro_batch_size=data.micro_batch_size,
+            p2p_communicator=communicator,
+            pg_collection=SimpleNamespace(pp=group),
+        )
+    close_guard(communicator)
+
+
+@pytest.mark.parametrize("policy", ["overlap", "batched", "plain"])
+def test_ranks_of_a_job_write_one_run(tmp_path, policy, capsys):
+    run_processes(train_rank, 3, (str(tmp_path), 1, policy, range(3)), timeout=120)
+    run = load_run(tmp_path)
+    assert run.steps == (2, 3)
+    assert [t.header.pipeline for t in run.ranks] == [(0, 1, 2)] * 3
+    found = analyse(run)
+    sent = {link: messages for link, (messages, _) in found.measured.volume().items()}
+    assert sent == {(0, 1): 6, (1, 0): 6, (1, 2): 6, (2, 1): 6}
+    for t in found.measured.transfers:  # processes of one machine: no event may come before its cause
+        assert t.end >= max(t.send_posted, t.receive_posted)
+    for rank in range(1, 3):
+        first = next(e for e in found.measured.events(rank) if str(e.instruction) == "F0.0")
+        before = next(e for e in found.measured.events(rank - 1) if str(e.instruction) == "F0.0")
+        assert first.start >= before.end
+    assert main(["report", str(tmp_path)]) == 0
+    assert "slowest rank" in capsys.readouterr().out
+
+
+def test_pipelines_of_a_job_share_the_run_number(tmp_path):
+    run_processes(train_rank, 4, (str(tmp_path), 2, "overlap", range(4)), timeout=120)
+    assert len(list(tmp_path.glob("*.jsonl"))) == 4
+    one, other = load_run(tmp_path, rank=0), load_run(tmp_path, rank=1)
+    assert one.name == other.name
+    assert [t.header.pipeline for t in (*one.ranks, *other.ranks)] == [(0, 2), (0, 2), (1, 3), (1, 3)]
+
+
+def test_tracing_on_some_ranks_alone_is_an_error_not_a_hang(tmp_path):
+    with pytest.raises(RankFailedError, match="tracing"):
+        run_processes(train_rank, 2, (str(tmp_path), 1, "overlap", [0]), timeout=120)
