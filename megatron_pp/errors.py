@@ -96,5 +96,33 @@ class WireMismatchError(P2PError, PipelineMismatchError):
     """
 
 
+class SendBufferError(P2PError):
+    """Debug mode: the memory of a pending send was freed, swapped or written to before the send was done.
+
+    rank        pipeline rank whose memory it is
+    chunk       chunk of that rank, and
+    microbatch  microbatch whose output or input gradient was being sent
+    posted_by   the instruction that posted the send, as printed (``SA0.3``)
+    broken_by   the instruction during which the fault was found
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        rank: int = -1,
+        chunk: int = -1,
+        microbatch: int = -1,
+        posted_by: str = "",
+        broken_by: str = "",
+    ) -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.chunk = chunk
+        self.microbatch = microbatch
+        self.posted_by = posted_by
+        self.broken_by = broken_by
+
+
 class ScheduleInputError(PipelineError, ValueError):
     """What the caller gave to a schedule is impossible; raised before any communication."""

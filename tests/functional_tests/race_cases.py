@@ -20,7 +20,7 @@ from megatron_pp.output_lifetime import deallocate_output_tensor
 from megatron_pp.p2p_communication import P2PCommunicator
 
 BYTES = 64 * 2**20
-LATE = 0.3  # seconds by which the receive is posted after the send
+LATE = 0.3  # seconds by which the receive is posted after the send, at least
 GOOD, BAD = 1.0, 2.0
 
 
@@ -35,6 +35,8 @@ class Rank:
         config = SimpleNamespace(pipeline_dtype=dtype, batch_p2p_comm=False, p2p_timeout=60.0)
         self.communicator = P2PCommunicator(dist.group.WORLD, config)
         self.overwritten: list[torch.Tensor] = []
+        self._store = dist.distributed_c10d._get_default_store()
+        self._turn = 0
 
     def tensor(self) -> torch.Tensor:
         return torch.full(self.shape, GOOD, dtype=self.dtype, device=self.device)
@@ -42,16 +44,27 @@ class Rank:
     def overwrite(self) -> None:
         """What the next microbatch does with memory that was freed: the allocator hands the same addresses out again."""
         self.overwritten = [torch.full(self.shape, BAD, dtype=self.dtype, device=self.device) for _ in range(2)]
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._store.set(self._signal, "done")
+
+    @property
+    def _signal(self) -> str:
+        return f"race/{self.dtype}/{self._turn}"
 
     def together(self) -> None:
         """Both ranks are here, and their devices are idle."""
         self.overwritten = []
+        self._turn += 1
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         dist.barrier()
 
-    def late(self) -> None:
+    def late(self, until_overwritten: bool = True) -> None:
+        """Not before the other rank has freed and overwritten, however slow the machine is."""
         time.sleep(LATE)
+        if until_overwritten:
+            self._store.wait([self._signal])
 
     def wrong_share(self, got: torch.Tensor) -> float:
         return float((got != GOOD).sum().item()) / got.numel()
@@ -63,8 +76,8 @@ class Rank:
         )
         return handles
 
-    def recv_forward_late(self) -> float:
-        self.late()
+    def recv_forward_late(self, until_overwritten: bool = True) -> float:
+        self.late(until_overwritten)
         return self.wrong_share(self.communicator.recv_forward(self.shape, is_first_stage=False))
 
 
@@ -99,7 +112,7 @@ def deallocate_without_waiting(me: Rank) -> float:
 def wait_then_deallocate(me: Rank) -> float:
     """c. What the schedules do."""
     if me.rank != 0:
-        return me.recv_forward_late()
+        return me.recv_forward_late(until_overwritten=False)
     output = me.tensor()
     me.send_forward(output)["send_next"].wait()
     deallocate_output_tensor(output, True)

@@ -80,7 +80,7 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 def test_a_plain_isend_is_corrupted(transport: str, dtype: str, request: pytest.FixtureRequest) -> None:
     shares = request.getfixturevalue(transport)[f"a {dtype}"]
     corrupted = sum(share > 0 for share in shares)
-    told = f"{corrupted} of {len(shares)} transfers were corrupted, wrong elements: {[f'{100 * s:.1f}%' for s in shares]}"
+    told = f"{corrupted} of {len(shares)} transfers were corrupted, wrong elements: {[f'{100 * s:.4g}%' for s in shares]}"
     print(told)
     if corrupted == 0:
         pytest.skip(f"{transport} copies eagerly, so that the race can not show here: {told}")

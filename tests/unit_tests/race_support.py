@@ -7,7 +7,7 @@ bits, and any other difference is a fault.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -40,9 +40,12 @@ class DeferredWeights:
         self.queues: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.collecting: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
+    def step(self, last: dict[int, int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
     @contextmanager
-    def backward(self, chunk: int, mb: int) -> Iterator[None]:
-        self.collecting = self.queues[(chunk, mb)] = []
+    def backward(self, chunk: int, mb: int, split: bool = True) -> Iterator[None]:
+        self.collecting = self.queues.setdefault((chunk, mb), []) if split else None
         try:
             yield
         finally:

@@ -1,0 +1,227 @@
+"""Debug mode (``config.p2p_debug``, env MEGATRON_PP_P2P_DEBUG): watches the memory of pending sends.
+
+A send's bytes are summed when it is posted and again when it is done; after every instruction in between it is looked
+up whether the schedule has freed, swapped or written to them. Memory that a RELEASE gives back is filled with NaN, so
+that whoever still reads it reads that. What is wrong raises SendBufferError with the rank, chunk, microbatch and both
+instructions.
+
+It is an engine of its own, chosen when a step is set up: the engine used otherwise has no trace of it. On CUDA nothing
+here waits for the device before the end of the step: a debug mode that synchronises would hide what it looks for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_pp.config import option
+from megatron_pp.engine import Key, PlanExecutor
+from megatron_pp.errors import SendBufferError
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import Instruction
+from megatron_pp.steps import Activation
+from megatron_pp.wait_handle import WaitHandle
+
+_WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def executor_for(config: Any) -> type[PlanExecutor]:
+    """The engine that ``config`` asks for: with or without the watch."""
+    return WatchedExecutor if option(config, "p2p_debug") else PlanExecutor
+
+
+class WatchedExecutor(PlanExecutor):
+    """The engine, with a watch on the memory of its pending sends. Raises SendBufferError."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.watch = SendWatch(self)
+
+    def run(self) -> None:
+        super().run()
+        self.watch.check_sums()
+
+    def _handlers(self) -> dict[str, Callable[[Any], None]]:
+        return {op: _Watched(handler, self) for op, handler in super()._handlers().items()}
+
+    def _send_act(self, key: Key) -> None:
+        sends = self.watch.note(self.outputs[key], ins.instruction(ins.SEND_ACT, *key))
+        super()._send_act(key)
+        self.act_sends[key] = self.watch.posted(self.act_sends[key], sends)
+
+    def _send_grad(self, key: Key) -> None:
+        sends = self.watch.note(self.input_grads[key], ins.instruction(ins.SEND_GRAD, *key))
+        super()._send_grad(key)
+        self.grad_sends[key] = self.watch.posted(self.grad_sends[key], sends)
+
+    def _batch(self, members: Sequence[Instruction]) -> None:
+        posts = [at for at in members if at.op in ins.SEND_OPS]
+        values = [(self.outputs if at.op == ins.SEND_ACT else self.input_grads)[(at.chunk, at.mb)] for at in posts]
+        noted = [self.watch.note(value, at) for value, at in zip(values, posts, strict=True)]
+        super()._batch(members)
+        for at, sends in zip(posts, noted, strict=True):
+            handles = self._handles_of(at.op)
+            handles[(at.chunk, at.mb)] = self.watch.posted(handles[(at.chunk, at.mb)], sends)
+
+
+class _Watched:
+    """A handler, and a look at all pending sends after it."""
+
+    def __init__(self, handler: Callable[[Any], None], executor: WatchedExecutor) -> None:
+        self.handler = handler
+        self.executor = executor
+
+    def __call__(self, key: Any) -> None:
+        self.handler(key)
+        self.executor.watch.look(self.executor.instruction)
+
+
+class SendWatch:
+    """The pending sends of one rank's step. Holds no tensor that it watches: that would hide an early release."""
+
+    def __init__(self, executor: PlanExecutor) -> None:
+        self.executor = executor
+        self.pending: list[_PendingSend] = []
+        self.returned: list[torch.Tensor] = []  # done with, about to be given back by the current instruction
+        self.sums: list[tuple[_PendingSend, Instruction, torch.Tensor]] = []  # whether first and second sum agree
+
+    def note(self, value: Activation, at: Instruction) -> list[_PendingSend]:
+        """What ``at`` is about to post: a tensor or a list of them."""
+        tensors = value if isinstance(value, (list, tuple)) else [value]
+        return [_PendingSend(tensor, at) for tensor in tensors]
+
+    def posted(self, handle: WaitHandle, sends: list[_PendingSend]) -> Any:
+        """``sends`` are on their way from now on. Returns the handle to use for them."""
+        self.pending += sends
+        return _WatchedHandle(handle, sends, self)
+
+    def look(self, now: Instruction) -> None:
+        """After instruction ``now``: is the memory of all pending sends as it was? Poison what was given back."""
+        for send in self.pending:
+            broken = send.broken(now)
+            if broken:
+                raise self._error(send, now, broken)
+        for tensor in self.returned:
+            _poison_if_free(tensor)
+        self.returned.clear()
+
+    def about_to_finish(self, sends: list[_PendingSend]) -> None:
+        """A RELEASE begins to wait for these sends: their memory must still be there."""
+        for send in sends:
+            broken = send.broken(self.executor.instruction)
+            if broken:
+                raise self._error(send, self.executor.instruction, broken)
+
+    def finished(self, sends: list[_PendingSend]) -> None:
+        """These sends are done; their memory has not been given back yet."""
+        now = self.executor.instruction
+        for send in sends:
+            self.pending.remove(send)
+            there = send.bytes()
+            if there is None:
+                raise self._error(send, now, "freed")
+            self.returned.append(there)
+            self.sums.append((send, now, checksum(there) == send.sum))
+        if self.executor.communicator.device.type != "cuda":
+            self.check_sums()
+
+    def check_sums(self) -> None:
+        """Raise for the first send whose bytes were not the same when it was done. On CUDA, waits for the device."""
+        sums, self.sums = self.sums, []
+        for send, now, agree in sums:
+            if not bool(agree):
+                raise self._error(send, now, "written to")
+
+    def _error(self, send: _PendingSend, now: Instruction, what: str) -> SendBufferError:
+        at, rank = send.at, self.executor.rank
+        of = "output" if at.op == ins.SEND_ACT else "input gradient"
+        when = "between them" if what == "written to" else "while the send was pending"
+        return SendBufferError(
+            f"pipeline rank {rank}: the memory of the {of} of chunk {at.chunk}, microbatch {at.mb}, which {at} posted "
+            f"for sending, was {what} {when}; found at {now} ({now.name}, instruction {self.executor.position} of the "
+            "plan)",
+            rank=rank,
+            chunk=at.chunk,
+            microbatch=at.mb,
+            posted_by=str(at),
+            broken_by=str(now),
+        )
+
+
+class _PendingSend:
+    """Where the bytes of one sent tensor lie, and what they summed up to when they were posted."""
+
+    def __init__(self, tensor: torch.Tensor, at: Instruction) -> None:
+        self.at = at
+        self.sum = checksum(tensor.detach())
+        self._tensor = weakref.ref(tensor)
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._dtype, self._device = tensor.dtype, tensor.device
+        self._version = tensor._version
+        self._consumed = False
+
+    def broken(self, now: Instruction) -> str:
+        """What was done to the memory, as a participle; empty where nothing was.
+
+        Its own backward may use an output up: the gradient that came back shows that the send is done.
+        """
+        if now.op == ins.BACKWARD and (now.chunk, now.mb) == (self.at.chunk, self.at.mb):
+            self._consumed = self.at.op == ins.SEND_ACT
+        if self._consumed:
+            return ""
+        tensor = self._tensor()
+        if tensor is None or self._storage.expired():
+            return "freed"
+        if StorageWeakRef(tensor.untyped_storage()).cdata != self._storage.cdata:
+            return "deallocated"
+        return "written to" if tensor._version != self._version else ""
+
+    def bytes(self) -> torch.Tensor | None:
+        """An alias of what was sent; None where the memory is gone."""
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return (
+            None
+            if storage is None
+            else torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._place)
+        )
+
+
+class _WatchedHandle:
+    """A WaitHandle whose ``wait`` is watched from both sides."""
+
+    def __init__(self, handle: WaitHandle, sends: list[_PendingSend], watch: SendWatch) -> None:
+        self.handle = handle
+        self._sends = sends
+        self._watch = watch
+
+    def wait(self) -> None:
+        sends, self._sends = self._sends, []
+        self._watch.about_to_finish(sends)
+        self.handle.wait()
+        self._watch.finished(sends)
+
+    def is_completed(self) -> bool:
+        return self.handle.is_completed()
+
+    @property
+    def what(self) -> str:
+        return self.handle.what
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the bytes of ``tensor``, taken as whole numbers of its element's width: int64, on its device."""
+    flat = tensor.contiguous().view(-1)
+    return flat.view(_WORDS_OF[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def _poison_if_free(tensor: torch.Tensor) -> None:
+    """Fill ``tensor`` with NaN where nothing else holds its memory: autograd may have kept it for a backward."""
+    storage = tensor.untyped_storage()
+    holders = torch._C._storage_Use_Count(storage._cdata) - 1  # less the wrapper that asks
+    if holders == 1 and (tensor.is_floating_point() or tensor.is_complex()):
+        tensor.fill_(float("nan"))

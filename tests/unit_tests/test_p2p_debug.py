@@ -1,0 +1,171 @@
+"""Debug mode: every early release is named with rank, chunk, microbatch and both instructions; a sound engine is not troubled, and nothing is there when off."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pp.config import ModelParallelConfig
+from megatron_pp.engine import Key, PlanExecutor
+from megatron_pp.errors import PipelineError, SendBufferError
+from megatron_pp.p2p_core import P2PCore
+from megatron_pp.p2p_debug import WatchedExecutor, checksum, executor_for
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.instruction import parse_instruction
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
+from megatron_pp.testing.hostile import LastMomentNetwork, PoisoningNetwork
+from megatron_pp.testing.memory_transport import MemoryTransport
+from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run
+from tests.unit_tests.engine_mutants import EARLY_RELEASES, DeallocatesWhatItDefers, OwnsNothing
+from tests.unit_tests.race_support import PlanRun, exact_data, network_for, run_plan
+
+SPECS = {
+    "1f1b": PlanSpec("1f1b", 3, 1, 8),
+    "interleaved": PlanSpec("interleaved_1f1b", 2, 2, 8),
+    "batched": PlanSpec("1f1b", 3, 1, 8, policy=BATCHED),
+    "zb_v": PlanSpec("zb_v", 3, 2, 8),
+}
+FLAGS: dict[str, dict[str, Any]] = {OVERLAP: {"overlap_p2p_comm": True}, BATCHED: {"batch_p2p_comm": True}, PLAIN: {}}
+
+
+def watched(mutant: type[PlanExecutor]) -> type[PlanExecutor]:
+    """``mutant`` under watch."""
+    return type(f"Watched{mutant.__name__}", (WatchedExecutor, mutant), {})
+
+
+def run(spec: PlanSpec, executor: type[PlanExecutor], pollable: bool = False, **more: Any) -> PlanRun:
+    plan = build_plan(spec)
+    network = network_for(plan, LastMomentNetwork, seed=2, pollable=pollable)
+    return run_plan(plan, exact_data(spec.num_microbatches), network, executor=executor, **more)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("mutant", EARLY_RELEASES)
+def test_every_early_release_is_named(mutant: type[PlanExecutor], name: str) -> None:
+    with pytest.raises(SendBufferError) as caught:
+        run(SPECS[name], watched(mutant), pollable=mutant is DeallocatesWhatItDefers)
+    error = caught.value
+    posted = parse_instruction(error.posted_by)
+    assert posted.op == ("SG" if "Gradient" in mutant.__name__ else "SA")
+    assert (posted.chunk, posted.mb) == (error.chunk, error.microbatch)
+    assert 0 <= error.rank < SPECS[name].pipeline_size
+    for part in (f"rank {error.rank}", f"chunk {error.chunk}", f"microbatch {error.microbatch}", error.posted_by, error.broken_by):
+        assert part in str(error)
+    at = parse_instruction(error.broken_by)
+    if mutant.__name__ in ("ReleaseBeforeWait", "NeverWaits", "DropsGradientInFlight"):
+        assert (at.op, at.chunk, at.mb) == ("D" + posted.op[1], posted.chunk, posted.mb)
+
+
+class WritesToOutput(PlanExecutor):
+    """The model, or a hook, changes an output in place after it was sent."""
+
+    through_data = False
+
+    def _send_act(self, key: Key) -> None:
+        super()._send_act(key)
+        if key[1] == 3:
+            output = self.outputs[key].detach()
+            (output.data if self.through_data else output).add_(1.0)
+
+
+class WritesUnseen(WritesToOutput):
+    """The same where autograd's version counter does not notice."""
+
+    through_data = True
+
+
+@pytest.mark.parametrize("mutant", [WritesToOutput, WritesUnseen])
+def test_a_write_in_flight_is_named(mutant: type[PlanExecutor]) -> None:
+    with pytest.raises(SendBufferError, match="written to") as caught:
+        run(SPECS["1f1b"], watched(mutant))
+    assert (caught.value.posted_by, caught.value.microbatch) == ("SA0.3", 3)
+    assert caught.value.broken_by == ("SA0.3" if mutant is WritesToOutput else "DA0.3")
+
+
+def test_the_write_is_caught_by_nothing_else_before_it_has_done_harm() -> None:
+    result = run(SPECS["1f1b"], WritesUnseen).result
+    assert result.difference(run(SPECS["1f1b"], PlanExecutor).result) > 0
+
+
+@pytest.mark.parametrize("policy", FLAGS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_sound_engine_is_left_alone(schedule: str, policy: str) -> None:
+    """Through the entry points, with both checks of debug mode on, over the network that poisons."""
+    num_chunks = SCHEDULES[schedule].chunks or 2
+    for forward_only, deallocate in ((False, True), (True, True), (False, False)):
+        data = ToyData(5)
+        result = run_in_threads(
+            3,
+            num_chunks,
+            data,
+            forward_only=forward_only,
+            network=PoisoningNetwork(3, seed=7),
+            pipeline_schedule=schedule,
+            deallocate_pipeline_outputs=deallocate,
+            p2p_debug=True,
+            **FLAGS[policy],
+        )
+        assert result.difference(reference_run(3 * num_chunks, data, forward_only)) == 0.0
+
+
+def test_released_memory_is_poisoned_before_it_goes() -> None:
+    """Whoever looks at the memory of a released output sees NaN: here through an alias that the test has of it."""
+    aliases: list[tuple[torch.Tensor, float]] = []
+
+    class KeepsAnAlias(WatchedExecutor):
+        def _release_act(self, key: Key) -> None:
+            super()._release_act(key)
+            aliases.extend((there, float(there.flatten()[0])) for there in self.watch.returned)
+
+    network_run = run(SPECS["1f1b"], KeepsAnAlias)
+    assert network_run.complaints == []
+    assert aliases
+    assert all(before == before for _, before in aliases)
+    # The alias itself is the tensor that the watch holds, so the memory is free for all that the watch can tell.
+    assert all(there.isnan().all() for there, _ in aliases)
+
+
+def test_off_there_is_no_trace_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRON_PP_P2P_DEBUG", raising=False)
+    assert executor_for(SimpleNamespace()) is PlanExecutor
+    assert executor_for(ModelParallelConfig()) is PlanExecutor
+    assert P2PCore(MemoryTransport(LastMomentNetwork(1), 0), SimpleNamespace()).wire is None
+
+
+def test_the_environment_variable_turns_it_on_for_any_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_PP_P2P_DEBUG", "1")
+    assert executor_for(SimpleNamespace()) is WatchedExecutor  # Megatron's own config has no such field
+    assert executor_for(ModelParallelConfig()) is WatchedExecutor
+    assert executor_for(SimpleNamespace(p2p_debug=False)) is PlanExecutor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
+def test_checksum_sees_any_one_element(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 30).to(dtype)
+    before = checksum(tensor)
+    assert torch.equal(before, checksum(tensor.clone()))
+    for k in range(len(tensor)):
+        changed = tensor.clone()
+        changed[k] = 0
+        assert not torch.equal(before, checksum(changed))
+
+
+def test_the_watch_keeps_nothing_alive() -> None:
+    """Otherwise it would hide what it watches: without ownership, an early release must reach the network as freed memory."""
+    with pytest.raises(PipelineError):
+        run(SPECS["1f1b"], watched(EARLY_RELEASES[0]), core=OwnsNothing)
+    network = LastMomentNetwork(3, seed=1)
+    plan = build_plan(SPECS["1f1b"])
+    run_plan(plan, exact_data(8), network, executor=WatchedExecutor, core=OwnsNothing)
+    assert network.violations == []
+
+
+def test_toy_block_saves_no_output() -> None:
+    """What the poisoning relies on in these tests: nothing but the schedule holds an output."""
+    out = ToyBlock(0)(torch.ones(1, 1, 4))
+    assert torch._C._storage_Use_Count(out.untyped_storage()._cdata) == 2
