@@ -8,20 +8,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_pp.errors import P2PShapeError
 from megatron_pp.output_lifetime import deallocate_output_tensor, viewless
+from megatron_pp.overlap import HalfCall, PairRunner
 from megatron_pp.p2p_core import P2PCore, Receive, Send, is_single_shape
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.pairs import is_pair
 from megatron_pp.plan.spec import Plan
 from megatron_pp.steps import Activation, Steps
 from megatron_pp.sync_hooks import SyncHooks
 from megatron_pp.transport import ACT, GRAD
 from megatron_pp.wait_handle import WaitHandle
+from megatron_pp.weight_grad.store import WeightGradStore
 
 Key = tuple[int, int]  # (chunk, microbatch)
 
@@ -61,7 +67,8 @@ class PlanExecutor:
         *,
         deallocate: bool = True,
         max_pending_sends: int = 2,
-        weights: Any = None,
+        weights: WeightGradStore | None = None,
+        pair_runner: PairRunner | None = None,
         observer: Any = None,
     ) -> None:
         self.plan = plan
@@ -75,6 +82,7 @@ class PlanExecutor:
         self._sent_shapes = [] if communicator.shapes_vary or communicator.size == 1 else [list(s) for s in sent]
         self.deallocate = deallocate
         self.weights = weights
+        self.pair_runner = pair_runner
         self.observer = observer
         self.forward_only = plan.spec.forward_only
         self.position = 0
@@ -88,9 +96,9 @@ class PlanExecutor:
         self.grad_sends: dict[Key, WaitHandle] = {}
         self.deferred: deque[tuple[WaitHandle, Callable[[WaitHandle, Key], None], Key]] = deque()
         self.max_deferred = max_pending_sends if communicator.transport.pollable else 0
-        self.split = (
-            {(at.chunk, at.mb) for at in self.program if at.op == ins.WEIGHT} if weights is not None else frozenset()
-        )
+        self.split: frozenset[Key] = frozenset()
+        if weights is not None or pair_runner is not None:
+            self.split = frozenset((at.chunk, at.mb) for at in self.program if at.op == ins.WEIGHT)
         self._sync_open = False
         self._around = [_neighbours(plan, self.rank, chunk) for chunk in range(plan.spec.num_chunks)]
 
@@ -100,8 +108,12 @@ class PlanExecutor:
         if not self.forward_only:
             self.hooks.disable_grad_sync()
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.forward_only):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.forward_only), self._weight_step():
+                pairs = self._pairs()
                 for position, (op, chunk, mb, members) in enumerate(self.program):
+                    if position in pairs:
+                        self._run_pair_at(position, handlers)
+                        continue
                     self.position = position
                     handlers[op](members or (chunk, mb))
                 self._settle(0)
@@ -156,7 +168,10 @@ class PlanExecutor:
         """The receiver has buffers of the agreed shapes: where more comes, gloo ends its process, and where less comes
         nobody notices.
         """
-        shapes = [list(t.shape) for t in (output if isinstance(output, (list, tuple)) else (output,))]
+        tensors = output if isinstance(output, (list, tuple)) else (output,)
+        if not all(isinstance(t, torch.Tensor) for t in tensors):
+            return  # refused in words of its own when it is to be sent
+        shapes = [list(t.shape) for t in tensors]
         if shapes != self._sent_shapes:
             raise P2PShapeError(
                 f"the output of chunk {key[0]} for microbatch {key[1]} has shape {_told(shapes)}, but the next stage "
@@ -167,19 +182,48 @@ class PlanExecutor:
     def _backward(self, key: Key) -> None:
         given, output = self.inputs.pop(key, None), self.outputs.pop(key)
         output_grad = self.output_grads.pop(key, None)
-        if key in self.split:
-            with self.weights.backward(*key):
-                grad = self.steps.backward(key[0], key[1], given, output, output_grad)
-        else:
+        if self.weights is None:
             grad = self.steps.backward(key[0], key[1], given, output, output_grad)
+        else:
+            with self.weights.backward(*key, split=key in self.split):
+                grad = self.steps.backward(key[0], key[1], given, output, output_grad)
         if given is not None:
             self.input_grads[key] = _filled(grad, given)
         self._close_sync()
 
     def _weight(self, key: Key) -> None:
-        if key in self.split:
+        if self.weights is not None:  # else B did all of it
             self.weights.run(*key)
         self._close_sync()
+
+    def _weight_step(self) -> AbstractContextManager[None]:
+        """The store's step; it is told which microbatch completes the gradients of each chunk."""
+        if self.weights is None or self.forward_only:
+            return nullcontext()
+        return self.weights.step({at.chunk: at.mb for at in self.program if at.op in (ins.BACKWARD, ins.WEIGHT)})
+
+    def _pairs(self) -> frozenset[int]:
+        """Positions of both halves of the plan's overlapped pairs."""
+        if self.pair_runner is None or not self.plan.spec.overlap_pairs:
+            return frozenset()
+        firsts = (k for k, (one, two) in enumerate(pairwise(self.program)) if is_pair(one, two, self.split))
+        return frozenset(position for first in firsts for position in (first, first + 1))
+
+    def _run_pair_at(self, position: int, handlers: dict[str, Callable[[Any], None]]) -> None:
+        """Run the pair whose forward is at ``position``; for its backward nothing is left to do."""
+        if self.program[position].op == ins.FORWARD:
+            runner = self.pair_runner
+            assert runner is not None
+            runner.run(*(self._half(runner, at, handlers) for at in (position, position + 1)))
+
+    def _half(self, runner: PairRunner, position: int, handlers: dict[str, Callable[[Any], None]]) -> HalfCall:
+        at = self.program[position]
+        return runner.half(at.chunk, at.mb, partial(self._run_half, position, handlers))
+
+    def _run_half(self, position: int, handlers: dict[str, Callable[[Any], None]]) -> None:
+        self.position = position
+        at = self.program[position]
+        handlers[at.op]((at.chunk, at.mb))
 
     # -- communication: each pair posts and finishes ---------------------------------------------------------
 

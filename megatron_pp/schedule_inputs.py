@@ -13,8 +13,9 @@ from megatron_pp import parallel_state
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.microbatch_counts import explain_microbatch_count
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
+from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
-from megatron_pp.plan.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, PLAIN, PlanSpec
+from megatron_pp.plan.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, PLAIN, Plan, PlanError, PlanSpec
 from megatron_pp.steps import wrapped_attribute
 
 logger = logging.getLogger("megatron_pp")
@@ -172,7 +173,18 @@ def plan_spec(inputs: StepInputs, pipeline_size: int, pollable: bool) -> PlanSpe
         release_after=1 if pollable else max(1, most),
         grad_sync=HOOKS if getattr(config, "grad_sync_func", None) is None else EXPLICIT,
         param_sync=getattr(config, "param_sync_func", None) is not None and not inputs.forward_only,
+        overlap_pairs=getattr(config, "overlapped_forward_backward", None) is not None and not inputs.forward_only,
+        measured=_measured(config),
     )
+
+
+def _measured(config: Any) -> Measured | None:
+    """What the automatic schedules plan for: ``config.pipeline_measured``, a Measured or a dict of its fields."""
+    given = getattr(config, "pipeline_measured", None)
+    try:
+        return Measured.from_dict(given) if isinstance(given, dict) else given
+    except PlanError as error:
+        raise ScheduleInputError(f"config.pipeline_measured: {error}") from error
 
 
 def _group_size(config: Any, pipeline_size: int, num_chunks: int) -> int:
@@ -277,6 +289,23 @@ def _say_if_slow(num_microbatches: int, pipeline_size: int, num_chunks: int, gro
     verdict = explain_microbatch_count(num_microbatches, pipeline_size, num_chunks, group_size or None)
     if not verdict.full_speed:
         logger.warning(verdict.sentence)
+
+
+def say_what_is_off(plan: Plan, is_converted: bool) -> None:
+    """Say, once each, where the plan is not quite what its schedule's name promises."""
+    if plan.remark:
+        _say_once(plan.remark)
+    family = SCHEDULES.get(plan.spec.schedule)
+    if not is_converted and family is not None and family.splits_weight:
+        _say_once(
+            f"schedule {family.name} splits backwards, but the model does all of each at once: convert its chunks with "
+            "megatron_pp.weight_grad.split_weight_grad"
+        )
+
+
+@lru_cache(maxsize=128)
+def _say_once(sentence: str) -> None:
+    logger.warning(sentence)
 
 
 def default_pipeline_group() -> Any:

@@ -19,6 +19,7 @@ from megatron_pp.faults.wiring import describe_step, guarded
 from megatron_pp.finalize import finalize_gradients
 from megatron_pp.named_tensors import NamedSteps, names_of, shapes_of
 from megatron_pp.output_lifetime import custom_backward, deallocate_output_tensor
+from megatron_pp.overlap import PairRunner
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.orders.family import Shape
@@ -33,6 +34,7 @@ from megatron_pp.schedule_inputs import (
     group_sizes,
     plan_spec,
     say_if_slow,
+    say_what_is_off,
     shapes_vary,
     step_inputs,
     tensor_shapes,
@@ -40,6 +42,7 @@ from megatron_pp.schedule_inputs import (
 from megatron_pp.steps import ModelSteps, StepOptions, backward_step, forward_step
 from megatron_pp.sync_hooks import SyncHooks
 from megatron_pp.trace import message_bytes, observers, step_recording, trace_folder, trace_steps
+from megatron_pp.weight_grad import WeightGradStore, store_of
 
 __all__ = [
     "P2PCommunicator",
@@ -271,6 +274,8 @@ class StepCall:
             self.shapes,
             deallocate=getattr(self.config, "deallocate_pipeline_outputs", True),
             max_pending_sends=getattr(self.config, "max_pending_sends", 2),
+            weights=self._weights(plan),
+            pair_runner=self._pair_runner(),
             observer=observers(recording, ranges_if_profiling()),
         )
         if self.communicator.wire is not None:
@@ -361,6 +366,17 @@ class StepCall:
         self.names = names_of(receive), names_of(send)
         listed = [shapes_of(shapes) for shapes in (receive, send)]
         return Shapes(*(shapes[0] if len(shapes) == 1 else shapes for shapes in listed))
+
+    def _weights(self, plan: Plan) -> WeightGradStore | None:
+        """Where the chunks were converted, what holds the weight gradients that they put off."""
+        store = store_of(self.inputs.chunks)
+        if not plan.spec.forward_only:
+            say_what_is_off(plan, store is not None)
+        return store
+
+    def _pair_runner(self) -> PairRunner | None:
+        function = getattr(self.config, "overlapped_forward_backward", None)
+        return None if function is None else PairRunner(function, self.inputs.chunks)
 
     def _named(self, steps: Any, plan: Plan) -> Any:
         """The steps, or, where the stages give each other dicts, the steps behind an adapter."""

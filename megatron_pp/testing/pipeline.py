@@ -14,6 +14,7 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.schedules import get_forward_backward_func
+from megatron_pp.stage import PipelineStage
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import (
@@ -44,10 +45,16 @@ def run_rank(
     *,
     forward_only: bool = False,
     block: Callable[[int], torch.nn.Module] = ToyBlock,
+    prepare: Callable[[list[PipelineStage]], Any] | None = None,
 ) -> ToyResult:
-    """One step of the toy model on ``rank``; the losses (on the last stage) and the gradients of this rank's stages."""
+    """One step of the toy model on ``rank``; the losses (on the last stage) and the gradients of this rank's stages.
+
+    ``prepare`` is called with the rank's model chunks before the step.
+    """
     placement = placement_of(config, pipeline_size, num_chunks)
     chunks = toy_chunks(placement, rank, config, block)
+    if prepare is not None:
+        prepare(chunks)
     chunked = num_chunks > 1
     step = get_forward_backward_func(pipeline_size, num_chunks if chunked else None)
     reports = step(
@@ -74,6 +81,7 @@ def run_in_threads(
     forward_only: bool = False,
     network: MemoryNetwork | None = None,
     block: Callable[[int], torch.nn.Module] = ToyBlock,
+    prepare: Callable[[list[PipelineStage]], Any] | None = None,
     timeout: float = 60.0,
     **fields: Any,
 ) -> ToyResult:
@@ -87,7 +95,15 @@ def run_in_threads(
         communicator = P2PCommunicator(ThreadGroup(rank, pipeline_size), config, network.transport(rank))
         with network.running(rank):
             return run_rank(
-                rank, pipeline_size, num_chunks, data, config, communicator, forward_only=forward_only, block=block
+                rank,
+                pipeline_size,
+                num_chunks,
+                data,
+                config,
+                communicator,
+                forward_only=forward_only,
+                block=block,
+                prepare=prepare,
             )
 
     return merged(run_ranks(pipeline_size, rank_main, network.abort, timeout))

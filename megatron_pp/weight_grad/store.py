@@ -117,10 +117,9 @@ class _ExternalRun:
 class WeightGradStore:
     """Weight gradients of one rank's model chunks. Made by ``split_weight_grad``; driven by the engine, per step:
 
-    store.begin_step({chunk: microbatch whose B or W is the last of the chunk})
-    with store.backward(chunk, mb, split=True): ...   # B; split=False: a full backward
-    store.run(chunk, mb)                              # W
-    store.end_step()
+    with store.step({chunk: microbatch whose B or W is the last of the chunk}):
+        with store.backward(chunk, mb, split=True): ...   # B; split=False: a full backward
+        store.run(chunk, mb)                              # W
     """
 
     def __init__(self) -> None:
@@ -153,6 +152,17 @@ class WeightGradStore:
         self._externals.append(layer)
 
     # -- what the engine drives ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, last: Mapping[int, int]) -> Iterator[None]:
+        """``begin_step`` and ``end_step`` around a step; a step that fails is forgotten."""
+        self.begin_step(last)
+        try:
+            yield
+        except BaseException:
+            self.abort_step()
+            raise
+        self.end_step()
 
     def begin_step(self, last: Mapping[int, int]) -> None:
         """Start a step. ``last`` names, per chunk, the microbatch whose W (or unsplit B) completes the chunk's

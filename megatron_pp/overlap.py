@@ -1,0 +1,94 @@
+"""Overlapped slots: what runs the forward of one microbatch together with the backward of another.
+
+Set ``config.overlapped_forward_backward`` to ``in_turn``, ``on_two_streams`` or a function of your own: plans then
+have pairs (``plan/pairs.py``), and the engine calls the function with both halves of each. A function of your own may
+look at the halves (chunk, microbatch, model) and interleave them as its model allows, as DualPipeV does with the all-
+to-alls of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_pp.errors import ScheduleInputError
+
+
+@dataclass
+class HalfCall:
+    """One half of a pair. Calling it runs the half, from its input to its output; it must be called exactly once.
+
+    chunk, microbatch  which it is; ``chunk`` counts this rank's model chunks
+    model              the model chunk, wrapped as it was given
+    """
+
+    chunk: int
+    microbatch: int
+    model: Any
+    run: Callable[[], None]
+    called: bool = False
+
+    def __call__(self) -> None:
+        if self.called:
+            raise ScheduleInputError(
+                f"overlapped_forward_backward ran chunk {self.chunk}, microbatch {self.microbatch} twice; each half is "
+                "called once"
+            )
+        self.called = True
+        self.run()
+
+
+OverlappedForwardBackward = Callable[[HalfCall, HalfCall], Any]
+
+
+def in_turn(forward_call: HalfCall, backward_call: HalfCall) -> None:
+    """The forward, then the backward: what happens without pairs, and the model for functions of your own."""
+    forward_call()
+    backward_call()
+
+
+def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
+    """The backward on the current CUDA stream, the forward on another one next to it; in turn where there is no CUDA
+    device.
+
+    Both streams wait for each other before and after, so that memory can go from one to the other.
+    """
+    if not torch.cuda.is_available():
+        in_turn(forward_call, backward_call)
+        return
+    current = torch.cuda.current_stream()
+    side = _side_stream(current.device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        forward_call()
+    backward_call()
+    current.wait_stream(side)
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One of torch's pooled streams: making one costs nothing."""
+    return torch.cuda.Stream(device)
+
+
+class PairRunner:
+    """Runs pairs by the user's function, for the chunks of one rank."""
+
+    def __init__(self, function: OverlappedForwardBackward, models: Sequence[Any]) -> None:
+        self.function = function
+        self.models = models
+
+    def half(self, chunk: int, mb: int, run: Callable[[], None]) -> HalfCall:
+        return HalfCall(chunk, mb, self.models[chunk], run)
+
+    def run(self, forward_call: HalfCall, backward_call: HalfCall) -> None:
+        """Raises ScheduleInputError where the function left one of the halves out."""
+        self.function(forward_call, backward_call)
+        left_out = [name for name, call in (("forward", forward_call), ("backward", backward_call)) if not call.called]
+        if left_out:
+            raise ScheduleInputError(
+                f"overlapped_forward_backward returned without having called the {' and the '.join(left_out)}; it "
+                "must call both halves once"
+            )
