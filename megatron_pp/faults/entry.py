@@ -35,7 +35,7 @@ def find_mismatch(
     that are in it with the one that they entered an earlier step with. The lowest rank that differs, in the first
     field that does."""
     mine = entries.get(own_rank)
-    if mine is None:
+    if mine is None or mine.step < step:  # what was read last is older than what this rank has told since
         return None
     for rank, entry in sorted(entries.items()):
         known = progress.get(rank)

@@ -46,6 +46,12 @@ def test_a_new_entry_is_always_judged() -> None:
     assert found.field == "schedule"
 
 
+def test_a_rank_is_not_judged_by_its_own_old_entry() -> None:
+    """The others' new entries may be read before this rank's own has arrived in the store."""
+    entries = {0: Entry(1, OLD, PROCESS), 1: Entry(2, NEW, PROCESS)}
+    assert find_mismatch(0, entries, {1: progress(2, ENTERING)}, 2) is None
+
+
 def test_the_first_sign_of_a_step_says_that_plans_are_compared() -> None:
     """Otherwise the sign would say "in the step", which with the old entry is a mismatch."""
     tracker = Tracker(0, 2)
