@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> Report:
 
 def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
     with stubbed_group(rank, work.pipeline_size, args.stub) as (group, transport):
-        steps: dict[str, Step] = {MODEL: _bare_model(work)}
+        steps: dict[str, Step] = {MODEL: bare_model(work)}
         remarks: dict[str, str] = {}
         for engine in ENGINES:
             theirs = comparable(engine, work)
@@ -127,7 +127,7 @@ def _with_ratios(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def _bare_model(work: Work) -> Step:
+def bare_model(work: Work) -> Step:
     """As many forwards and backwards as a rank runs, with the loss where the rank has it."""
     model = AddWeight(work.shape)
     gradient, alone = torch.ones(work.shape), work.pipeline_size == 1

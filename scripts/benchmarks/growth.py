@@ -1,0 +1,77 @@
+"""How building, verifying and looking up a plan, and the engine's overhead, grow with P x V x M."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+
+from benchmarks.engines import Work, make_step
+from benchmarks.overhead import MODEL, bare_model
+from benchmarks.report import BenchmarkError, Plot, Report, Row
+from benchmarks.rounds import summary, timed_rounds
+from benchmarks.stages import AddWeight
+from benchmarks.stubbed import stubbed_group
+from megatron_pp.plan.build import verified_plan
+from megatron_pp.plan.spec import OVERLAP, PlanSpec
+from megatron_pp.plan.verify import verify
+
+HELP = "plan, verify and cache time, and overhead per virtual microbatch, as P x V x M grows"
+SIZES = ("4x2x8", "8x2x32", "8x4x64", "16x4x128", "16x8x256", "32x8x512", "64x8x1024")
+_SHAPE = (1, 1, 8)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), metavar="PxVxM")
+    parser.add_argument("--rounds", type=int, default=5)
+
+
+def run(args: argparse.Namespace) -> Report:
+    return Report(
+        "growth",
+        "Growth with P x V x M: interleaved 1F1B, overlap",
+        ["P x V x M", "instructions", "build s", "verify s", "cached us", "peak MB", "outside us / virtual microbatch"],
+        [_row(text, args.rounds) for text in args.sizes],
+        {"rounds": args.rounds},
+        [
+            "Once per training run: build makes and lowers the orders of all ranks, verify checks them. Each step looks "
+            "the plan up (cached). Peak MB is the process's largest memory so far, torch's own included.",
+        ],
+        Plot("instructions", "build s", (), log_x=True),
+    )
+
+
+def _row(text: str, rounds: int) -> Row:
+    try:
+        p, v, m = (int(number) for number in text.split("x"))
+    except ValueError as error:
+        raise BenchmarkError(f"--sizes got {text!r}; give P, V and M as in 8x2x32") from error
+    work = Work("interleaved_1f1b", p, v, m, _SHAPE)
+    spec = PlanSpec(work.schedule, p, v, m, p, OVERLAP)
+    began = time.perf_counter()
+    plan, _ = verified_plan(spec)
+    both = time.perf_counter() - began
+    began = time.perf_counter()
+    verify(plan)
+    checked = time.perf_counter() - began
+    began = time.perf_counter()
+    for _ in range(1000):
+        verified_plan(spec)
+    cached = (time.perf_counter() - began) / 1000
+    with stubbed_group(1, p, "calls") as (group, transport):
+        steps = {
+            MODEL: bare_model(work),
+            "ours": make_step("ours", work, 1, group, lambda stage: AddWeight(_SHAPE), transport),
+        }
+        seconds = timed_rounds(steps, rounds, clock=time.thread_time)
+    each = {name: summary(times, 1e6 / work.virtual_microbatches)["median"] for name, times in seconds.items()}
+    verified_plan.cache_clear()
+    return {
+        "P x V x M": text,
+        "instructions": sum(len(program) for program in plan.programs),
+        "build s": both - checked,
+        "verify s": checked,
+        "cached us": cached * 1e6,
+        "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "outside us / virtual microbatch": each["ours"] - each[MODEL],
+    }

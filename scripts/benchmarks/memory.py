@@ -1,0 +1,115 @@
+"""Peak bytes of a step on every rank, of every engine, beside what `verify` predicts of our plan."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.engines import ENGINES, Step, Unavailable, Work, make_step
+from benchmarks.report import Report, Row
+from benchmarks.stages import TimedStage
+from megatron_pp.plan.build import verified_plan
+from megatron_pp.plan.spec import PlanSpec
+
+HELP = "peak live activation bytes of every rank, beside verify's prediction and the peers"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--kib", type=int, default=256, help="size of one activation in KiB (default 256)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each setting")
+
+
+def run(args: argparse.Namespace) -> Report:
+    from megatron_pp.testing.processes import run_processes
+
+    rows: list[Row] = []
+    for schedule, size, chunks, policy in (
+        ("1f1b", 2, 1, "overlap"),
+        ("1f1b", 4, 1, "overlap"),
+        ("1f1b", 4, 1, "plain"),
+        ("gpipe", 4, 1, "overlap"),
+        ("interleaved_1f1b", 2, 2, "overlap"),
+        ("interleaved_1f1b", 4, 2, "overlap"),
+        ("interleaved_1f1b", 4, 2, "plain"),
+    ):
+        work = Work(schedule, size, chunks, args.microbatches, (args.kib, 1, 256), policy)
+        per_rank = run_processes(_rank, size, (work,), timeout=args.timeout)
+        rows += _rows(work, per_rank)
+    return Report(
+        "memory",
+        "Peak live bytes of a step, in activations (one tensor between stages)",
+        ["setting", "engine", *(f"rank {r}" for r in range(4)), "remark"],
+        rows,
+        {"microbatches": args.microbatches, "activation KiB": args.kib},
+        [
+            "Counted are all of the CPU allocator's bytes of the first step, with the copies that stages make of "
+            "inputs and gradients. Stages keep nothing else for their backward.",
+            "Predicted: what verify counts in our plan, with all that is sent, received or waiting in between.",
+            "torch allocates its receive buffers, one per microbatch, in the first step and keeps them.",
+        ],
+    )
+
+
+def _rank(rank: int, size: int, work: Work) -> dict[str, int]:
+    import torch.distributed as dist
+
+    peaks: dict[str, int] = {}
+    for engine in ENGINES:
+        try:
+            step = make_step(engine, comparable(engine, work), rank, dist.group.WORLD, _stage)
+        except Unavailable:
+            continue
+        dist.barrier()
+        peaks[engine] = peak_bytes(step)
+    return peaks
+
+
+def comparable(engine: str, work: Work) -> Work:
+    if engine == "torch":
+        return replace(work, policy="overlap")
+    if engine == "megatron" and work.num_chunks == 1:
+        return replace(work, policy="plain")
+    return work
+
+
+def _stage(stage: int) -> TimedStage:
+    return TimedStage(0.0, 0.0)
+
+
+def peak_bytes(step: Step) -> int:
+    """The most bytes that ``step`` had allocated on the CPU at one time, as torch's profiler saw them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    events: Any = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = peak = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def _rows(work: Work, per_rank: list[dict[str, int]]) -> list[Row]:
+    spec = PlanSpec(
+        work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches, work.pipeline_size, work.policy
+    )
+    predicted = [float(peaks.tensors) for peaks in verified_plan(spec)[1].ranks]
+    rows = [_row(work, "predicted", predicted, "")]
+    for engine in per_rank[0]:
+        theirs = comparable(engine, work)
+        remark = "" if theirs.policy == work.policy else f"its {theirs.policy}"
+        rows.append(_row(work, engine, [rank[engine] / work.message_bytes for rank in per_rank], remark))
+    return rows
+
+
+def _row(work: Work, engine: str, values: list[float], remark: str) -> Row:
+    return {
+        "setting": work.label(),
+        "engine": engine,
+        "remark": remark,
+        **{f"rank {r}": value for r, value in enumerate(values)},
+    }
