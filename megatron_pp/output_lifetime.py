@@ -74,13 +74,13 @@ def run_backward(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor |
     )
 
 
-class _Viewless(torch.autograd.Function):
-    """The same bytes and the same graph, but no view: the base is not kept alive by it."""
+class _Own(torch.autograd.Function):
+    """The same bytes, one step on in the graph, as a tensor of its own: neither a view nor a leaf."""
 
     @staticmethod
-    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((1,), device=view.device, dtype=view.dtype)
-        out.data = view.data
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((1,), device=tensor.device, dtype=tensor.dtype)
+        out.data = tensor.data
         return out
 
     @staticmethod
@@ -88,10 +88,15 @@ class _Viewless(torch.autograd.Function):
         return grad
 
 
-def viewless(output: torch.Tensor) -> torch.Tensor:
-    """``output`` itself, or, where it is a view, a tensor with its bytes and graph that is none.
+def viewless(output: Any) -> Any:
+    """``output`` itself, or, where deallocating it would do harm or no good, another tensor with its bytes and graph.
 
     A view holds its base, and the base the whole storage: deallocating the view alone would give nothing back
-    (Megatron-LM#6483).
+    (Megatron-LM#6483). A leaf is not the stage's work: it is what the stage was given (a stage without layers), a
+    parameter or a tensor of the user's, and must keep its data. What is no tensor is returned as it is.
     """
-    return output if output._base is None else _Viewless.apply(output)
+    if not isinstance(output, torch.Tensor):
+        return output
+    if output.is_leaf and not output.requires_grad:
+        return output.detach()
+    return _Own.apply(output) if output.is_leaf or output._base is not None else output

@@ -68,7 +68,8 @@ def autocast_context(config: Any, device_type: str) -> AbstractContextManager[An
     """Megatron's ``enable_autocast`` / ``autocast_dtype``."""
     if not getattr(config, "enable_autocast", False):
         return nullcontext()
-    return torch.autocast(device_type, dtype=getattr(config, "autocast_dtype", None) or config.pipeline_dtype)
+    dtype = getattr(config, "autocast_dtype", None) or getattr(config, "pipeline_dtype", None)
+    return torch.autocast(device_type, dtype=dtype)
 
 
 def scaled_loss(
@@ -223,13 +224,17 @@ class ModelSteps:
         flags = self.options.checkpoint_flags
         more = () if flags is None else (flags[(chunk, mb)],)
         try:
-            return self.forward_step_func(self.data_iterators[chunk], self.chunks[chunk], *more)
+            returned = self.forward_step_func(self.data_iterators[chunk], self.chunks[chunk], *more)
         except StopIteration as end:
             raise ScheduleInputError(
                 f"the data iterator of chunk {chunk} ended at microbatch {mb}; a step of "
-                f"{self.options.num_microbatches} "
-                "microbatches needs that many items"
+                f"{self.options.num_microbatches} microbatches needs that many items"
             ) from end
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+            raise ScheduleInputError(
+                f"forward_step_func returned a {type(returned).__name__}; it must return (output, loss function)"
+            )
+        return returned[0], returned[1]
 
     def _first_microbatch_counts(self) -> bool:
         """Megatron's rule: while validating, FP8 weights are refreshed on the first validation step only."""
@@ -275,24 +280,23 @@ def forward_step(
         raise ScheduleInputError(
             f"chunk {vp_stage} was given the model whose vp_stage is {expected}; pass the chunks in order"
         )
-    flags = (
-        None
-        if checkpoint_activations_microbatch is None
-        else {(0, current_microbatch or 0): checkpoint_activations_microbatch}
-    )
+    mb, flag = current_microbatch or 0, checkpoint_activations_microbatch
     options = StepOptions(
         num_microbatches,
         [is_last_stage],
         device_type=_device_type(input_tensor, model),
         cp_size=cp_group_size,
         collect_non_loss_data=collect_non_loss_data,
-        first_val_step=is_first_microbatch,
-        forward_only=True,  # makes first_val_step alone decide whether the first-microbatch mark is set
-        checkpoint_flags=flags,
+        checkpoint_flags=None if flag is None else {(0, mb): flag},
+        forward_only=True,  # with first_val_step False, the first-microbatch mark is left to the caller: here
+        first_val_step=False,
     )
+    mark_first = wrapped_attribute(model, "set_is_first_microbatch")
+    if is_first_microbatch and mark_first is not None:
+        mark_first()
     steps = ModelSteps(forward_step_func, [data_iterator], [model], config, options)
     steps.record.data = forward_data_store
-    output = steps.forward(0, 0 if is_first_microbatch else current_microbatch or 0, input_tensor)
+    output = steps.forward(0, mb, input_tensor)
     return ([output] if isinstance(input_tensor, list) else output), steps.record.num_tokens
 
 
@@ -308,6 +312,9 @@ def backward_step(
     Returns the gradient of ``input_tensor``: None where it has none, a list for a list.
     """
     config = model_type if config is None else config
+    for x in input_tensor if isinstance(input_tensor, (list, tuple)) else [input_tensor]:
+        if x is not None and x.requires_grad:
+            x.retain_grad()
     return backward_through(input_tensor, output_tensor, output_tensor_grad, getattr(config, "grad_scale_func", None))
 
 
