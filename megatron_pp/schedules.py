@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from megatron_pp import parallel_state
 from megatron_pp.communicators import communicator_for, lone_communicator
-from megatron_pp.engine import PlanExecutor, Shapes
+from megatron_pp.engine import Shapes
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.wiring import describe_step, guarded
 from megatron_pp.finalize import finalize_gradients
@@ -21,6 +21,7 @@ from megatron_pp.named_tensors import NamedSteps, names_of, shapes_of
 from megatron_pp.output_lifetime import custom_backward, deallocate_output_tensor
 from megatron_pp.overlap import PairRunner
 from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.p2p_debug import executor_for
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
@@ -266,7 +267,7 @@ class StepCall:
         steps = self.make_steps(plan)
         size = message_bytes(self.shapes.send, self.communicator.dtype)
         recording = step_recording(self.inputs.chunks[0], self.config, plan, self.communicator.transport, size)
-        executor = PlanExecutor(
+        executor = executor_for(self.config)(
             plan,
             self.communicator,
             self._named(steps, plan),
