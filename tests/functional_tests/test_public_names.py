@@ -1,0 +1,187 @@
+"""What Megatron's ``schedules`` and ``p2p_communication`` export exists here under the same names, callable alike.
+
+The signatures are those of the installed Megatron-core, read in a process of its own; code written for Megatron can then
+be pointed at this package by changing its imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from typing import Any
+
+import pytest
+
+import megatron_pp.p2p_communication
+import megatron_pp.schedules
+from megatron_pp.schedules import StepArguments
+from megatron_pp.testing.processes import run_processes
+from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
+
+ENTRY_POINTS = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+FUNCTIONS = (
+    "get_forward_backward_func",
+    "deallocate_output_tensor",
+    "custom_backward",
+    "forward_step",
+    "backward_step",
+    "get_schedule_table",
+    "get_pp_rank_microbatches",
+    "get_tensor_shapes",
+)
+METHODS = (
+    "__init__",
+    "recv_forward",
+    "recv_backward",
+    "send_forward",
+    "send_backward",
+    "send_forward_recv_backward",
+    "send_backward_recv_forward",
+    "send_forward_recv_forward",
+    "send_backward_recv_backward",
+    "send_forward_backward_recv_forward_backward",
+)
+
+Parameters = list[tuple[str, str, bool]]  # name, kind, whether it may be left out
+
+
+def parameters_of(function: Any) -> Parameters:
+    return [
+        (p.name, p.kind.name, p.default is not inspect.Parameter.empty)
+        for p in inspect.signature(function).parameters.values()
+    ]
+
+
+def megatron_process(rank: int, size: int, scripts: str) -> dict[str, Any]:
+    """Megatron's signatures, and some of its results, from a process in which its calls to CUDA are redirected."""
+    sys.path.insert(0, scripts)
+    import megatron_cpu_shim
+
+    megatron_cpu_shim.redirect()
+    schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    p2p = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+    told: dict[str, Any] = {name: parameters_of(getattr(schedules, name)) for name in (*FUNCTIONS, *ENTRY_POINTS)}
+    told |= {f"P2PCommunicator.{name}": parameters_of(getattr(p2p.P2PCommunicator, name)) for name in METHODS}
+    told["P2PCommunicator"] = [n for n, f in inspect.getmembers(p2p.P2PCommunicator, callable) if not n.startswith("_")]
+    told["is_single_shape"] = parameters_of(p2p.is_single_shape)
+    told["tables"] = [schedules.get_schedule_table(*arguments) for arguments in TABLES]
+    told["numbers"] = [schedules.get_pp_rank_microbatches(*n, p2p_communicator=communicator(*c)) for c, n in numbers()]
+    return told
+
+
+TABLES = [(m, v, g) for m in (1, 2, 5, 8, 11) for v in (1, 2, 3) for g in (1, 2, 3, 4, 8)]
+
+
+def communicator(rank: int, size: int, virtual: int | None) -> Any:
+    from types import SimpleNamespace
+
+    from megatron_pp.testing.threads import ThreadGroup
+
+    return SimpleNamespace(pp_group=ThreadGroup(rank, size), virtual_pipeline_model_parallel_size=virtual)
+
+
+def numbers() -> list[tuple[tuple[int, int, int | None], tuple[Any, ...]]]:
+    """(rank, size, V) and (M, chunks, group size, forward_only, overlap_moe_expert_parallel_comm)."""
+    return [
+        ((rank, size, virtual), (m, virtual or 1, group, forward_only, moe))
+        for size in (1, 2, 4)
+        for rank in range(size)
+        for virtual in (None, 1, 2, 3)
+        for m in (1, 4, 9)
+        for group in (size, size + 2)
+        for forward_only in (False, True)
+        for moe in (False, True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def megatron() -> dict[str, Any]:
+    return run_processes(megatron_process, 1, (str(SCRIPTS),), timeout=120.0, backend=None)[0]
+
+
+def accepts(ours: Parameters, theirs: Parameters) -> list[str]:
+    """Why a call that suits ``theirs`` would not suit ``ours``; empty where every one does."""
+    mine, wrong = {name: (kind, optional) for name, kind, optional in ours}, []
+    positional = [name for name, kind, _ in theirs if kind == "POSITIONAL_OR_KEYWORD"]
+    if [name for name, kind, _ in ours if kind == "POSITIONAL_OR_KEYWORD"][: len(positional)] != positional:
+        wrong.append(f"positional parameters {positional} are not the first of {[name for name, *_ in ours]}")
+    for name, _, optional in theirs:
+        if name not in mine:
+            wrong.append(f"{name} is missing")
+        elif optional and not mine[name][1]:
+            wrong.append(f"{name} may be left out there")
+    allowed = {name for name, *_ in theirs}
+    wrong += [f"{name} is required here only" for name, _, optional in ours if name not in allowed and not optional]
+    return wrong
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_take_what_megatrons_take(megatron: dict[str, Any], name: str) -> None:
+    assert accepts(parameters_of(getattr(megatron_pp.schedules, name)), megatron[name]) == []
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_schedules_take_megatrons_keywords_and_no_others(megatron: dict[str, Any], name: str) -> None:
+    """Keywords alone there and here; ours are told by the type of ``**arguments``."""
+    assert {kind for _, kind, _ in megatron[name]} == {"KEYWORD_ONLY"}
+    assert [kind for _, kind, _ in parameters_of(getattr(megatron_pp.schedules, name))] == ["VAR_KEYWORD"]
+    assert list(StepArguments.__annotations__) == [parameter for parameter, *_ in megatron[name]]
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", METHODS)
+def test_the_communicators_methods_take_what_megatrons_take(megatron: dict[str, Any], name: str) -> None:
+    ours = parameters_of(getattr(megatron_pp.p2p_communication.P2PCommunicator, name))
+    assert accepts(ours, megatron[f"P2PCommunicator.{name}"]) == []
+
+
+@needs_megatron
+def test_no_method_of_megatrons_communicator_is_missing(megatron: dict[str, Any]) -> None:
+    assert set(megatron["P2PCommunicator"]) <= set(METHODS)
+    for name in megatron["P2PCommunicator"]:
+        assert callable(getattr(megatron_pp.p2p_communication.P2PCommunicator, name))
+    assert parameters_of(megatron_pp.p2p_communication.is_single_shape)[0][1:] == megatron["is_single_shape"][0][1:]
+
+
+@needs_megatron
+def test_tables_are_megatrons(megatron: dict[str, Any]) -> None:
+    assert [megatron_pp.schedules.get_schedule_table(*arguments) for arguments in TABLES] == megatron["tables"]
+
+
+@needs_megatron
+def test_warmup_numbers_are_megatrons(megatron: dict[str, Any]) -> None:
+    for ((rank, size, virtual), arguments), theirs in zip(numbers(), megatron["numbers"], strict=True):
+        given = communicator(rank, size, virtual)
+        ours = megatron_pp.schedules.get_pp_rank_microbatches(*arguments, p2p_communicator=given)
+        assert tuple(ours) == tuple(theirs), (rank, size, virtual, arguments)
+
+
+def test_the_names_that_are_promised_are_exported() -> None:
+    for name in (*ENTRY_POINTS, *FUNCTIONS):
+        assert name in megatron_pp.schedules.__all__
+        assert callable(getattr(megatron_pp.schedules, name))
+    for module in (megatron_pp.schedules, megatron_pp.p2p_communication):
+        assert "P2PCommunicator" in module.__all__
+        assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_the_comparison_sees_what_does_not_fit() -> None:
+    def theirs(a: int, b: int, c: int = 0) -> None: ...
+
+    def other_order(b: int, a: int, c: int = 0) -> None: ...
+    def one_missing(a: int, b: int) -> None: ...
+    def not_optional(a: int, b: int, c: int) -> None: ...
+    def one_more(a: int, b: int, c: int = 0, *, d: int) -> None: ...
+    def harmless(a: int, b: int = 1, c: int = 0, d: int = 0, *, e: int = 0) -> None: ...
+
+    expected = parameters_of(theirs)
+    assert accepts(parameters_of(harmless), expected) == []
+    for function in (other_order, one_missing, not_optional, one_more):
+        assert accepts(parameters_of(function), expected), function.__name__
