@@ -15,7 +15,8 @@ from megatron_pp.plan.verify import Verdict, verify
 def build_plan(spec: PlanSpec) -> Plan:
     """The plan of ``spec``, verified. The same spec gives the same object.
 
-    Raises PlanError for an unknown schedule, a number of chunks the schedule can not have, or a plan that ``verify`` refuses.
+    Raises PlanError for an unknown schedule, a number of chunks the schedule can not have, or a plan that ``verify``
+    refuses.
     """
     return verified_plan(spec)[0]
 

@@ -1,8 +1,10 @@
-"""The logical clock of a compute order: when each operation would end if every one took one slot and transfers took none.
+"""The logical clock of a compute order: when each operation would end if every one took one slot and transfers took
+none.
 
-Lowering hangs communication on this clock. Since every operation takes exactly one slot, all ranks' boundaries fall on whole numbers, and the
-end of the producing operation is a number (the message's *round*) that both ends of a transfer know. Exchanges that every rank works off in the order of
-rounds can not deadlock: the lowest unfinished round has no one to wait for.
+Lowering hangs communication on this clock. Since every operation takes exactly one slot, all ranks' boundaries fall on
+whole numbers, and the end of the producing operation is a number (the message's *round*) that both ends of a transfer
+know. Exchanges that every rank works off in the order of rounds can not deadlock: the lowest unfinished round has no
+one to wait for.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ def logical_ends(
 ) -> list[list[int]]:
     """``ends[rank][i]``: the slot in which the i-th compute operation of ``rank`` ends (the first slot ends at 1).
 
-    The two operations of one of ``pairs`` take two slots together and end together. A pair that would wait in a circle, which
-    its halves alone do not, is taken apart: it is removed from ``pairs``.
+    The two operations of one of ``pairs`` take two slots together and end together. A pair that would wait in a circle,
+    which its halves alone do not, is taken apart: it is removed from ``pairs``.
 
     Raises PlanError where an operation waits for one that never comes before it, naming both.
     """
@@ -91,7 +93,9 @@ class _Clock:
         return self._input_end(op, self.placement.stages[rank][chunk], mb)
 
     def _input_end(self, op: str, stage: int, mb: int) -> int:
-        """The slot at whose end the input from another stage is there: 0 where none is needed, NOT_YET where it has not run."""
+        """The slot at whose end the input from another stage is there: 0 where none is needed, NOT_YET where it has not
+        run.
+        """
         if op == FORWARD and stage > 0:
             return self.forward_end[(stage - 1) * self.stride + mb]
         if op == BACKWARD and stage < self.placement.num_stages - 1:

@@ -1,19 +1,23 @@
 """Lowering: from a compute order to a full plan with communication.
 
-Between two compute operations of a rank lies a *boundary*; boundary i is before operation i. At a boundary stand, in this order: posts (sends and receives),
-releases, gradient syncs, waits and hand-offs for the operation that follows, marks. Each message has a *round*, the logical slot at whose end it is
-produced (``clock.py``).
+Between two compute operations of a rank lies a *boundary*; boundary i is before operation i. At a boundary stand, in
+this order: posts (sends and receives), releases, gradient syncs, waits and hand-offs for the operation that follows,
+marks. Each message has a *round*, the logical slot at whose end it is produced (``clock.py``).
 
-``overlap``  A send is posted right after its operation and released ``release_after`` operations later. A receive is posted when its message is due, or
+``overlap``  A send is posted right after its operation and released ``release_after`` operations later. A receive is
+             posted when its message is due, or
              ``lookahead`` operations ahead of its use if that is earlier, and waited right before its use.
-``batched``  All messages whose round falls on a boundary go out there as one batch, waited at once (with ``variable_shapes``, one per round).
+``batched``  All messages whose round falls on a boundary go out there as one batch, waited at once (with
+             ``variable_shapes``, one per round).
 ``plain``    The same messages, singly, waited together.
 
-With ``overlap_pairs``, nothing stands between the halves of a pair (``pairs.py``): what they wait for comes before, what they send after it.
+With ``overlap_pairs``, nothing stands between the halves of a pair (``pairs.py``): what they wait for comes before,
+what they send after it.
 
-With ``shared`` channels, both ends must post in one order: posts then stand in the order of rounds, no receive ahead of its round. With ``variable_shapes`` a
-receive is complete only once its shape has come, so its wait follows it at once, at its round's boundary: a sender is never held up by a
-receiver that is in no hurry, and what is posted later on the channel can not overtake it.
+With ``shared`` channels, both ends must post in one order: posts then stand in the order of rounds, no receive ahead of
+its round. With ``variable_shapes`` a receive is complete only once its shape has come, so its wait follows it at once,
+at its round's boundary: a sender is never held up by a receiver that is in no hurry, and what is posted later on the
+channel can not overtake it.
 """
 
 from __future__ import annotations
@@ -72,7 +76,9 @@ _CODES = {
 
 @dataclass(frozen=True, order=True)
 class _Post:
-    """One end of one message. Sorted, posts stand in the order in which both ends agree: round, activations first, receiving stage, microbatch."""
+    """One end of one message. Sorted, posts stand in the order in which both ends agree: round, activations first,
+    receiving stage, microbatch.
+    """
 
     round: int
     kind: str
@@ -163,8 +169,8 @@ class _RankLowering:
     def _place_late_finishes(self, sends: list[_Post], receives: list[_Post]) -> None:
         """Under ``overlap``: releases some operations after their send, waits right before the use.
 
-        An output is released before its own backward at the latest: the gradient that comes back shows that the send is done, and what is
-        released then needs no memory in the backward.
+        An output is released before its own backward at the latest: the gradient that comes back shows that the send is
+        done, and what is released then needs no memory in the backward.
         """
         backwards = {(op.chunk, op.mb): i for i, op in enumerate(self.order) if op.op == BACKWARD}
         for send in sends:
@@ -185,13 +191,16 @@ class _RankLowering:
         return boundary - 1 if boundary in self.inside else boundary
 
     def _receive_boundaries(self, receives: list[_Post]) -> list[int]:
-        """Where each receive is posted: at its round's boundary, or earlier by look-ahead where channels allow, in the sender's order."""
+        """Where each receive is posted: at its round's boundary, or earlier by look-ahead where channels allow, in the
+        sender's order.
+        """
         boundaries = [bisect_right(self.ends, receive.round) for receive in receives]
         ahead = self.spec.policy == OVERLAP and self.spec.channels == ONE_WAY and not self.spec.variable_shapes
         if not ahead:
             return boundaries
         by_round = sorted(range(len(receives)), key=lambda k: receives[k].round, reverse=True)
-        earliest_later: dict[tuple[int, str], int] = {}  # channel -> boundary of the receive that comes after in FIFO order
+        # Channel -> boundary of the receive that comes after in FIFO order
+        earliest_later: dict[tuple[int, str], int] = {}
         for k in by_round:
             receive = receives[k]
             channel = (receive.peer, receive.kind)
@@ -229,8 +238,9 @@ class _RankLowering:
                 program += _waits(posts) + _releases(posts)
 
     def _batches(self, posts: list[_Post]) -> Iterable[list[_Post]]:
-        """All messages of a boundary in one batch; where shapes travel ahead as a batch of their own, a batch per round, which the peers'
-        batches match one to one."""
+        """All messages of a boundary in one batch; where shapes travel ahead as a batch of their own, a batch per
+        round, which the peers' batches match one to one.
+        """
         if not self.spec.variable_shapes:
             return [posts]
         return [list(same) for _, same in groupby(posts, key=lambda p: p.round)]

@@ -25,7 +25,9 @@ EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as M
 
 
 class PlanError(ValueError):
-    """A plan can not be built or was refused; the message names the rank, the instruction and what is missing, in words."""
+    """A plan can not be built or was refused; the message names the rank, the instruction and what is missing, in
+    words.
+    """
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class PlanSpec:
     forward_only      evaluation: forwards alone
     variable_shapes   shapes travel before the tensors
     release_after     compute slots between posting a send and its RELEASE under ``overlap`` (>= 1)
-    lookahead         compute slots by which a receive is posted ahead of its use, under ``overlap`` with one_way channels (>= 0)
+    lookahead         compute slots by which a receive is posted ahead of its use, under ``overlap`` with one_way
+                      channels (>= 0)
     grad_sync         hooks or explicit
     param_sync        whether PARAM_SYNC marks are wanted
     measured          times and memory that the schedules "auto" and "auto_v" plan for; see ``measured.py``
@@ -97,8 +100,9 @@ class PlanSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """A lowered plan: one program per rank. ``orders`` keeps the compute order it came from; ``remark`` is a sentence for the log
-    where the orders are not what the schedule's name says, else empty."""
+    """A lowered plan: one program per rank. ``orders`` keeps the compute order it came from; ``remark`` is a sentence
+    for the log where the orders are not what the schedule's name says, else empty.
+    """
 
     spec: PlanSpec
     placement: Placement

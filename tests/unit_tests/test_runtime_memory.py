@@ -1,4 +1,6 @@
-"""What is alive during a step, counted by storage while it runs, is what ``verify`` predicted, instruction by instruction."""
+"""What is alive during a step, counted by storage while it runs, is what ``verify`` predicted, instruction by
+instruction.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ HANDLES = ("act_receives", "grad_receives", "act_sends", "grad_sends")
 
 
 class Census:
-    """Counts, after every instruction, the storages of pipeline tensors that are still allocated, wherever they are held."""
+    """Counts, after every instruction, the storages of pipeline tensors that are still allocated, wherever they are
+    held.
+    """
 
     def __init__(self) -> None:
         self.executor: Any = None

@@ -95,7 +95,9 @@ def test_without_deallocation_the_numbers_are_the_same() -> None:
 
 
 def test_the_comparison_sees_one_wrong_bit() -> None:
-    """The standard itself: a single unit in the last place of one gradient, a lost loss and a missing gradient are differences."""
+    """The standard itself: a single unit in the last place of one gradient, a lost loss and a missing gradient are
+    differences.
+    """
     result, other = reference_run(2, ToyData(2)), reference_run(2, ToyData(2))
     assert result.difference(other) == 0.0
     other.grads["0.scale"][0] = other.grads["0.scale"][0].nextafter(other.grads["0.scale"].new_tensor(9e9))

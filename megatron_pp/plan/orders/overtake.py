@@ -1,7 +1,8 @@
 """Let backwards overtake forwards that can not run yet: what makes ragged groups of an interleaved order run at all.
 
-With a last group shorter than P, a strict alternation can wait in a circle: a rank holds back its next backward for a forward whose input is
-behind that very backward on another rank. Running the backward first breaks the circle and never costs memory.
+With a last group shorter than P, a strict alternation can wait in a circle: a rank holds back its next backward for a
+forward whose input is behind that very backward on another rank. Running the backward first breaks the circle and never
+costs memory.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from megatron_pp.plan.placement import Placement
 
 
 def let_backwards_overtake(orders: list[Order], placement: Placement) -> list[Order]:
-    """Run ``orders`` slot by slot; where a rank's next operation is a forward without its input and its next backward could run, run that.
+    """Run ``orders`` slot by slot; where a rank's next operation is a forward without its input and its next backward
+    could run, run that.
 
-    The order among forwards and the order among backwards stay as they were, so gradients are added up in the same order.
+    The order among forwards and the order among backwards stay as they were, so gradients are added up in the same
+    order.
     """
     return _SlotBySlot(orders, placement).run()
 
