@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> Report:
     ]
     per_rank = run_processes(_rank, args.pp, (works, args.forward_ms / 1e3, args.rounds), timeout=args.timeout)
     seconds = slowest_rank([rank[0] for rank in per_rank])
-    rows = [_row(work, args.forward_ms, seconds.get(work.schedule), per_rank[0][1].get(work.schedule)) for work in works]
+    rows = [
+        _row(work, args.forward_ms, seconds.get(work.schedule), per_rank[0][1].get(work.schedule)) for work in works
+    ]
     return Report(
         "bubble",
         "Share of all ranks' time that no compute fills",
@@ -66,9 +68,7 @@ def _rank(
     for work in works:
         seconds = forward / work.num_chunks
         try:
-            steps[work.schedule] = make_step(
-                "ours", work, rank, dist.group.WORLD, functools.partial(_stage, seconds)
-            )
+            steps[work.schedule] = make_step("ours", work, rank, dist.group.WORLD, functools.partial(_stage, seconds))
         except Unavailable as reason:
             reasons[work.schedule] = str(reason)
     return timed_rounds(steps, rounds, 1, dist.barrier), reasons
@@ -81,7 +81,9 @@ def _stage(seconds: float, stage: int) -> TimedStage:
 def _row(work: Work, forward_ms: float, seconds: list[float] | None, reason: str | None) -> Row:
     sizes = (work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches)
     third = forward_ms / work.num_chunks
-    theory = simulate(build_plan(PlanSpec(*sizes)), StageCosts.uniform(work.num_stages, third, third, third)).bubble_share
+    theory = simulate(
+        build_plan(PlanSpec(*sizes)), StageCosts.uniform(work.num_stages, third, third, third)
+    ).bubble_share
     row: Row = {"schedule": work.schedule, "V": work.num_chunks, "theory": theory, "remark": reason or ""}
     if seconds is not None:
         step = summary(seconds, 1e3)["median"]

@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 
 def timed_rounds(
@@ -14,8 +15,10 @@ def timed_rounds(
     warmup: int = 1,
     before_each: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    around: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, list[float]]:
-    """Seconds of each step in each round. ``before_each`` (a barrier) is not counted. The garbage collector rests
+    """Seconds of each step in each round. ``before_each`` (a barrier) and what
+    ``around(name)`` does before and after a step are not counted. The garbage collector rests
     while a step runs and runs between steps.
 
     ``clock``: where all work is done by the calling thread, ``time.thread_time`` leaves out what other processes take.
@@ -23,20 +26,22 @@ def timed_rounds(
     names = list(steps)
     for _ in range(warmup):
         for name in names:
-            if before_each is not None:
-                before_each()
-            steps[name]()
+            with around(name):
+                if before_each is not None:
+                    before_each()
+                steps[name]()
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         start = number % max(1, len(names))
         for name in names[start:] + names[:start]:
             gc.collect()
             gc.disable()
-            if before_each is not None:
-                before_each()
-            began = clock()
-            steps[name]()
-            seconds[name].append(clock() - began)
+            with around(name):
+                if before_each is not None:
+                    before_each()
+                began = clock()
+                steps[name]()
+                seconds[name].append(clock() - began)
             gc.enable()
     return seconds
 

@@ -1,0 +1,104 @@
+"""The simulator's makespan beside the measured one: gloo on a shaped link, with compute of known length."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.engines import Work, make_step
+from benchmarks.exposed import SCHEDULES, Sweep, _timed_stage, _work
+from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
+from benchmarks.report import Plot, Report, Row
+from benchmarks.rounds import summary, timed_rounds
+from megatron_pp.plan.costs import Link, Network, StageCosts
+from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.spec import POLICIES
+from megatron_pp.trace import DIRECTORY_VARIABLE, STEPS_VARIABLE
+from megatron_pp.tracing.run import load_run
+
+HELP = "the simulator's step time against the measured one, on a slow link (needs root)"
+_WARMUP = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pp", type=int, nargs="+", default=[2, 4], help="pipeline sizes (default 2 4)")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.1, 0.5, 1.0], help="transfer over forward")
+    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=["1f1b", "interleaved_1f1b"])
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--forward-ms", type=float, default=40.0, help="of one chunk; a backward takes twice as long")
+    parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of each direction of each link")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=500.0, help="seconds for each pipeline size")
+
+
+def run(args: argparse.Namespace) -> Report:
+    sweep = Sweep(args.forward_ms / 1e3, 2 * args.forward_ms / 1e3, args.rate_mbit, args.rounds)
+    rows: list[Row] = []
+    for size in args.pp:
+        works = [
+            (ratio, replace(_work(schedule, size, args.microbatches, ratio, sweep), policy=policy))
+            for schedule in args.schedules
+            for policy in args.policies
+            for ratio in args.ratios
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            transfers = run_on_shaped_network(_rank, size, (works, sweep, folder), args.rate_mbit, args.timeout)[0]
+            rows += [
+                _row(ratio, work, sweep, transfers[k], Path(folder) / str(k)) for k, (ratio, work) in enumerate(works)
+            ]
+    return Report(
+        "prediction",
+        "The simulator's step time against the measured one, on a shaped link",
+        ["P", "schedule", "policy", "transfer / F", "predicted ms", "ms (min)", "ms (median)", "off by"],
+        rows,
+        {
+            "forward ms": args.forward_ms,
+            "backward ms": 2 * args.forward_ms,
+            "microbatches": args.microbatches,
+            "link Mbit/s": args.rate_mbit,
+            "rounds": args.rounds,
+        },
+        [
+            "Predicted from the plan that ran, the length that compute was given, and the time of one transfer on the "
+            "idle link. Measured: the merged traces of all ranks. Off by: predicted over the median, less one.",
+            "Wanted: within 0.05.",
+        ],
+        Plot("transfer / F", "off by", ("policy",), ("P", "schedule"), target=0.0),
+    )
+
+
+def _rank(rank: int, size: int, works: list[tuple[float, Work]], sweep: Sweep, folder: str) -> list[float]:
+    """Runs every work with its traces in a folder of its own; returns the time of one transfer of each."""
+    import torch.distributed as dist
+
+    os.environ[STEPS_VARIABLE] = f"{_WARMUP + 1}-{_WARMUP + sweep.rounds}"
+    transfers = []
+    for k, (_, work) in enumerate(works):
+        os.environ[DIRECTORY_VARIABLE] = os.path.join(folder, str(k))
+        transfers.append(transfer_seconds(rank, work.message_bytes))
+        step = make_step("ours", work, rank, dist.group.WORLD, functools.partial(_timed_stage, sweep))
+        timed_rounds({"ours": step}, sweep.rounds, _WARMUP, dist.barrier)
+    return transfers
+
+
+def _row(ratio: float, work: Work, sweep: Sweep, transfer: float, folder: Path) -> Row:
+    traced = load_run(folder)
+    times = summary([traced.measured(step).makespan for step in traced.steps])
+    costs = StageCosts.uniform(work.num_stages, sweep.forward * 1e3, sweep.backward * 1e3, 0.0)
+    network = Network(work.message_bytes, link=Link(bandwidth=work.message_bytes / (transfer * 1e3)))
+    predicted = simulate(traced.plan(traced.steps[0]), costs, network).makespan
+    return {
+        "P": work.pipeline_size,
+        "schedule": work.schedule,
+        "policy": work.policy,
+        "transfer / F": ratio,
+        "predicted ms": predicted,
+        "ms (min)": times["min"],
+        "ms (median)": times["median"],
+        "off by": predicted / times["median"] - 1.0,
+    }
