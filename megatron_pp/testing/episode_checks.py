@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction, instruction, parse_instruction
-from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.instruction import Instruction, instruction, parse_instruction
+from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, Plan, PlanSpec
 from megatron_pp.testing.episodes import Episode, Report, Resources
 from megatron_pp.testing.fault_injection import DELAY, KILL, MEMORY, OWN_ERRORS, SHAPE, STOP, Fault
 
@@ -22,7 +22,8 @@ CACHED_TENSORS = 2  # made once in a process and kept, such as what takes a deal
 
 _TYPES = {SHAPE: "P2PShapeError", MEMORY: "OutOfMemoryError"}
 _AT = re.compile(r"step (\d+), .* \((\S+), instruction \d+ of \d+\)")
-_PARTNER = {"WA": (-1, FORWARD), "WG": (1, BACKWARD), "DA": (1, FORWARD), "DG": (-1, BACKWARD)}
+# For what waits here: in which direction the partner is, and what shows there that the message is through.
+_PARTNER = {"WA": (-1, "DA"), "WG": (1, "DG"), "DA": (1, "WA"), "DG": (-1, "WG")}
 
 
 def complaints(episode: Episode, reports: Mapping[int, Report], size: int) -> list[str]:
@@ -101,7 +102,7 @@ def _one_exception(fault: Fault, reports: Mapping[int, Report]) -> Iterator[str]
 
 
 def _stall(episode: Episode, fault: Fault, reports: Mapping[int, Report], size: int) -> Iterator[str]:
-    plan = build_plan(PlanSpec(episode.schedule, size, episode.chunks, episode.microbatches, size))
+    plan = build_plan(_spec_of(episode, size))
     waiting = 0
     for rank, report in reports.items():
         if rank == fault.rank and fault.kind == KILL:
@@ -136,13 +137,20 @@ def _wrongly_told(plan: Plan, fault: Fault, rank: int, line: str) -> Iterator[st
     partner = _partner(plan, rank, waits)
     if partner is None or partner[0] != fault.rank:
         return
-    order = list(plan.orders[fault.rank])
-    if order.index(partner[1]) < order.index(parse_instruction(fault.instruction)):
+    program = list(plan.programs[fault.rank])
+    if program.index(partner[1]) < program.index(parse_instruction(fault.instruction)):
         yield f"rank {rank}: at {waits}, whose partner did {partner[1]} before it failed in {fault.instruction}"
 
 
+def _spec_of(episode: Episode, size: int) -> PlanSpec:
+    """The plan that the episode's config asks for."""
+    fields = episode.fields
+    policy = OVERLAP if fields.get("overlap_p2p_comm") else BATCHED if fields.get("batch_p2p_comm") else PLAIN
+    return PlanSpec(episode.schedule, size, episode.chunks, episode.microbatches, size, policy)
+
+
 def _partner(plan: Plan, rank: int, at: Instruction) -> tuple[int, Instruction] | None:
-    """(rank, compute instruction) that makes or uses what ``at`` waits for."""
+    """The other end of what ``at`` waits for: its rank, and the instruction that has waited for the same message."""
     if at.op not in _PARTNER:
         return None
     towards, op = _PARTNER[at.op]

@@ -16,7 +16,7 @@ from megatron_pp.communicators import close_communicators, communicator_for
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.stage import PipelineStage
-from megatron_pp.testing.episodes import Episode, Report
+from megatron_pp.testing.episodes import Episode, Report, resident_bytes
 from megatron_pp.testing.fault_injection import FaultyBlock, Trigger, faulty_iterator
 from megatron_pp.testing.pipeline import placement_of
 from megatron_pp.testing.toy import ToyData, gradients_of, reference_run, toy_config, toy_forward_step
@@ -27,6 +27,7 @@ _GROUP_TIMEOUT = timedelta(seconds=90)
 def run_episode(episode: Episode, rank: int, size: int, store: Any, on_fire: Callable[[], None]) -> Report:
     """Run it; ``store`` is shared by all ranks and episodes, ``on_fire`` is called right before a fault."""
     start = time.monotonic()
+    device = _device(episode, rank)
     dist.init_process_group(
         episode.backend,
         store=dist.PrefixStore(f"episode {episode.number}", store),
@@ -34,7 +35,7 @@ def run_episode(episode: Episode, rank: int, size: int, store: Any, on_fire: Cal
         world_size=size,
         timeout=_GROUP_TIMEOUT,
     )
-    run = _Run(episode, rank, size, on_fire)
+    run = _Run(episode, rank, size, device, on_fire)
     error, raised_at = None, 0.0
     try:
         run.steps()
@@ -42,20 +43,41 @@ def run_episode(episode: Episode, rank: int, size: int, store: Any, on_fire: Cal
         raised_at = time.monotonic()
         attributes = {k: v for k, v in vars(raised).items() if not k.startswith("_")}
         error = (type(raised).__name__, str(raised), attributes)
-    wrong = tuple(run.wrong)
+    wrong, samples = tuple(run.wrong), tuple(run.samples)
     done = run.trigger.step - (error is not None)
     del run
     close_communicators()
     dist.destroy_process_group()
     gc.collect()
-    return Report(rank, done, time.monotonic() - start, error, raised_at, wrong)
+    return Report(rank, done, time.monotonic() - start, error, raised_at, wrong, samples=samples)
+
+
+def _device(episode: Episode, rank: int) -> torch.device:
+    if episode.backend != "nccl":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+class _Data(ToyData):
+    """The toy data on a device."""
+
+    device = torch.device("cpu")
+
+    def microbatch(self, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, target = super().microbatch(mb)
+        return x.to(self.device), target.to(self.device)
 
 
 class _Run:
     """The model, the communicator and the steps."""
 
-    def __init__(self, episode: Episode, rank: int, size: int, on_fire: Callable[[], None]) -> None:
+    def __init__(
+        self, episode: Episode, rank: int, size: int, device: torch.device, on_fire: Callable[[], None]
+    ) -> None:
         self.episode = episode
+        self.device = device
         self.rank = rank
         self.size = size
         here = episode.fault is not None and episode.fault.rank == rank
@@ -66,9 +88,11 @@ class _Run:
             virtual_pipeline_model_parallel_size=episode.chunks if episode.chunks > 1 else None,
             **episode.fields,
         )
-        self.data = ToyData(episode.microbatches, episode.seq_length)
+        self.data = _Data(episode.microbatches, episode.seq_length)
+        object.__setattr__(self.data, "device", device)
         self.stages = placement_of(self.config, size, episode.chunks).stages[rank]
         self.wrong: list[int] = []
+        self.samples: list[int] = []
         whole = reference_run(
             size * episode.chunks, self.data, block=lambda stage: self._block(stage, 0, Trigger(None, on_fire))
         )
@@ -76,7 +100,7 @@ class _Run:
         self.expected_grads = {k: v for k, v in whole.grads.items() if int(k.partition(".")[0]) in self.stages}
 
     def _block(self, stage: int, chunk: int, trigger: Trigger) -> FaultyBlock:
-        return FaultyBlock(stage, chunk, trigger)
+        return FaultyBlock(stage, chunk, trigger).to(self.device)
 
     def steps(self) -> None:
         """All steps of the episode, each compared with the reference."""
@@ -91,6 +115,9 @@ class _Run:
                 block.zero_grad(set_to_none=True)
             losses = self._step(communicator, chunks)
             self._compare(step, losses, gradients_of(dict(zip(self.stages, chunks, strict=True))))
+            if self.episode.sample_every and step % self.episode.sample_every == 0:
+                gc.collect()
+                self.samples.append(resident_bytes())
 
     def _step(self, communicator: P2PCommunicator, chunks: list[PipelineStage]) -> list[float]:
         chunked = len(chunks) > 1

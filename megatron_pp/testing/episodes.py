@@ -31,6 +31,8 @@ _EXIT_SECONDS = 5.0
 class Episode:
     """``steps`` steps of a schedule on all ranks of the pool; ``fault`` may happen in one of them.
 
+    fields      of the config
+    sample_every  steps between two looks at the resident memory; 0: none
     seq_length  of a message of seq_length * 32 bytes: 3 fits into any socket's buffer, 500,000 into none
     """
 
@@ -44,6 +46,7 @@ class Episode:
     backend: str = "gloo"
     seq_length: int = 3
     fields: dict[str, Any] = field(default_factory=dict)
+    sample_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,10 @@ class Resources:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank met. ``error``: type name, text and attributes of what the schedule raised, None if nothing;
-    ``raised_at``: CLOCK_MONOTONIC (one clock for all processes of a machine), when; ``wrong_steps``: steps whose
-    losses or gradients are not the reference's, to the last bit."""
+    """What one rank met. ``samples``: resident memory, in bytes, every so many steps. ``error``: type name, text and
+    attributes of what the schedule raised, None if nothing; ``raised_at``: CLOCK_MONOTONIC (one clock for all
+    processes of a machine), when; ``wrong_steps``: steps whose losses or gradients are not the reference's, to the
+    last bit."""
 
     rank: int
     steps_done: int
@@ -71,6 +75,7 @@ class Report:
     wrong_steps: tuple[int, ...] = ()
     fired_at: float | None = None
     resources: Resources | None = None
+    samples: tuple[int, ...] = ()
 
 
 class HungError(RuntimeError):
@@ -183,6 +188,12 @@ class Pool:
 def _work(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Where several ranks have to share a GPU: NCCL refuses that within one host, so each is told that it is one.
+    os.environ.setdefault("NCCL_HOSTID", f"rank{rank}")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_NET", "Socket")
+    # The guard ends what blocks; NCCL's own watchdog would end the process before it can say why.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     import torch
     import torch.distributed as dist
 
@@ -203,12 +214,16 @@ def measure_resources() -> Resources:
 
     gc.collect()
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-    with open("/proc/self/statm") as file:
-        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return Resources(
         threads=threading.active_count(),
         files=len(os.listdir("/proc/self/fd")),
         tensors=tensors,
         shared_memory=len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0,
-        resident=resident,
+        resident=resident_bytes(),
     )
+
+
+def resident_bytes() -> int:
+    """Memory of this process that lies in RAM (Linux)."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

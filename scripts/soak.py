@@ -1,0 +1,349 @@
+#!/usr/bin/env python
+"""Run thousands of pipeline steps with faults drawn by seed, and write what became of them to docs/reliability.md.
+
+    python scripts/soak.py                            all schedules and fault classes; about half an hour on two cores
+    python scripts/soak.py --episodes 2 --clean-steps 200 --output -      a short look, printed
+    python scripts/soak.py --backend nccl             on GPUs; several ranks may share one
+
+An episode makes process groups, runs some steps of a small model, and takes them down. In one of its steps a rank may
+raise (in forward, in backward, in the data iterator, out of memory), give a wrong shape, be killed, be stopped, or be
+slow. Every other rank must end with an error that names rank, chunk and microbatch, soon; a slow rank must disturb
+nobody; losses and gradients of all other steps must equal those of one process to the last bit; nothing may be left
+behind. Exit code 1 where any of that does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.placement import Placement
+from megatron_pp.testing.episode_checks import complaints, leaks, limit, seconds_to_detect
+from megatron_pp.testing.episodes import Episode, HungError, Pool, Report, Resources
+from megatron_pp.testing.fault_injection import DELAY, KILL, KINDS, SHAPE, Fault
+
+ROOT = Path(__file__).resolve().parent.parent
+CHUNKS = {"1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}
+NAMES = {"1f1b": "1F1B", "interleaved_1f1b": "interleaved", "zb_v": "ZB-V"}
+POLICIES: tuple[dict[str, Any], ...] = ({"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {})
+FLAT_BYTES = 4 << 20  # growth over the clean steps that is still called flat: what an allocator keeps back
+SETTLING_EPISODES = 3
+
+
+@dataclass
+class Tally:
+    """What became of one fault class under one schedule."""
+
+    injected: int = 0
+    detected: int = 0
+    undisturbed: int = 0
+    seconds: list[float] = field(default_factory=list)
+    limit: float = 0.0
+    message: str = ""
+
+
+@dataclass
+class Books:
+    """What became of everything."""
+
+    tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
+    episodes: int = 0
+    steps: int = 0
+    hangs: int = 0
+    wrong_steps: int = 0
+    trouble: list[str] = field(default_factory=list)
+    leaks: dict[str, int] = field(default_factory=dict)
+    first: dict[int, tuple[int, Resources]] = field(default_factory=dict)
+    memory: list[tuple[str, int, list[int]]] = field(default_factory=list)
+
+
+def main() -> int:
+    """See the module's text."""
+    arguments = parse_arguments()
+    books = Books()
+    start = time.monotonic()
+    rng = random.Random(arguments.seed)
+    with Pool(arguments.ranks) as pool:
+        for episode in [*drawn_episodes(arguments, rng), *clean_episodes(arguments)]:
+            if run_one(pool, episode, arguments.ranks, books):
+                continue
+            break
+    text = report(arguments, books, time.monotonic() - start)
+    if arguments.output == "-":
+        print(text)
+    else:
+        Path(arguments.output).write_text(text, encoding="utf-8")
+        print(f"wrote {arguments.output}")
+    for line in books.trouble:
+        print(f"WRONG: {line}", file=sys.stderr)
+    return 1 if books.trouble else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="draws rank, step, chunk, microbatch and policy of each fault"
+    )
+    parser.add_argument("--ranks", type=int, default=3, help="pipeline size")
+    parser.add_argument("--episodes", type=int, default=6, help="episodes per schedule and fault class")
+    parser.add_argument("--steps", type=int, default=20, help="steps of an episode")
+    parser.add_argument("--clean-steps", type=int, default=2000, help="steps without a fault, per schedule, for memory")
+    parser.add_argument("--p2p-timeout", type=float, default=5.0, help="seconds")
+    parser.add_argument("--schedules", nargs="+", choices=sorted(SCHEDULES), default=list(CHUNKS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="fault classes")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--output", default=str(ROOT / "docs" / "reliability.md"), help="file, or - to print")
+    arguments = parser.parse_args()
+    if arguments.ranks < 2 or arguments.steps < 3 or arguments.episodes < 1:
+        parser.error("it takes at least 2 ranks, 3 steps and 1 episode")
+    if arguments.backend == "nccl" and not torch.cuda.is_available():
+        parser.error("--backend nccl needs a GPU")
+    return arguments
+
+
+def drawn_episodes(arguments: argparse.Namespace, rng: random.Random) -> Iterator[Episode]:
+    """All classes under all schedules, in random order."""
+    wanted = [(s, kind) for s in arguments.schedules for kind in arguments.kinds] * arguments.episodes
+    rng.shuffle(wanted)
+    for number, (schedule, kind) in enumerate(wanted, 1):
+        yield drawn(arguments, rng, number, schedule, kind)
+
+
+def drawn(arguments: argparse.Namespace, rng: random.Random, number: int, schedule: str, kind: str) -> Episode:
+    """An episode with a fault at a random place; before its last step, so that every rank comes to know."""
+    ranks, chunks = arguments.ranks, CHUNKS.get(schedule, SCHEDULES[schedule].chunks or 2)
+    placement = Placement(SCHEDULES[schedule].placement, ranks, chunks)
+    places = [(r, c) for r in range(ranks) for c in range(chunks) if kind != SHAPE or _is_sent(placement, r, c)]
+    rank, chunk = rng.choice(places)
+    large = rng.random() < 0.15
+    fault = Fault(
+        kind,
+        rank,
+        rng.randrange(1, arguments.steps),
+        chunk,
+        rng.randrange(2 * ranks),
+        seconds={DELAY: 0.6 * arguments.p2p_timeout, KILL: rng.choice((0.0, 0.0, 0.5))}.get(kind, 0.0),
+    )
+    return Episode(
+        number,
+        schedule,
+        chunks,
+        2 * ranks,
+        arguments.steps if not large else min(arguments.steps, fault.step + 1),
+        fault,
+        arguments.p2p_timeout,
+        arguments.backend,
+        seq_length=50_000 if large else 3,
+        fields=rng.choice(POLICIES),
+    )
+
+
+def _is_sent(placement: Placement, rank: int, chunk: int) -> bool:
+    """Whether the chunk's output goes to another rank, so that its shape matters to one."""
+    stage = placement.stage(rank, chunk)
+    return stage + 1 < placement.num_stages and placement.crosses_ranks(stage)
+
+
+def clean_episodes(arguments: argparse.Namespace) -> Iterator[Episode]:
+    """One long episode without a fault per schedule."""
+    for number, schedule in enumerate(arguments.schedules):
+        chunks = CHUNKS.get(schedule, SCHEDULES[schedule].chunks or 2)
+        yield Episode(
+            1_000_000 + number,
+            schedule,
+            chunks,
+            2 * arguments.ranks,
+            arguments.clean_steps,
+            None,
+            60.0,
+            arguments.backend,
+            fields=POLICIES[0],
+            sample_every=max(1, arguments.clean_steps // 20),
+        )
+
+
+def run_one(pool: Pool, episode: Episode, ranks: int, books: Books) -> bool:
+    """Run and book it; False where ranks hang, since nothing can be said about what comes after."""
+    what = f"{NAMES.get(episode.schedule, episode.schedule)}, {episode.fault}"
+    print(f"episode {episode.number}: {what}", flush=True)
+    books.episodes += 1
+    try:
+        reports = pool.run(episode, deadline=120.0 + episode.steps)
+    except HungError as error:
+        books.hangs += 1
+        books.trouble.append(f"episode {episode.number} ({what}): {error}")
+        return False
+    books.steps += max(report.steps_done for report in reports.values())
+    books.wrong_steps += sum(len(report.wrong_steps) for report in reports.values())
+    found = complaints(episode, reports, ranks)
+    books.trouble += [f"episode {episode.number} ({what}): {line}" for line in found]
+    if episode.fault is not None:
+        book_fault(episode, reports, not found, books)
+    book_resources(pool, episode, reports, books)
+    return True
+
+
+def book_fault(episode: Episode, reports: dict[int, Report], right: bool, books: Books) -> None:
+    """Count it, and keep the seconds and one message."""
+    fault = episode.fault
+    assert fault is not None
+    tally = books.tallies.setdefault((fault.kind, episode.schedule), Tally(limit=limit(episode)))
+    tally.injected += 1
+    if fault.kind == DELAY:
+        tally.undisturbed += right
+        return
+    tally.detected += right
+    tally.seconds += seconds_to_detect(episode, reports).values()
+    others = [r.error[1] for rank, r in sorted(reports.items()) if r.error is not None and rank != fault.rank]
+    if others and not tally.message:
+        tally.message = others[0].splitlines()[0]
+
+
+def book_resources(pool: Pool, episode: Episode, reports: dict[int, Report], books: Books) -> None:
+    """What a process holds more of than after its first episodes."""
+    for rank, pid in pool.pids().items():
+        resources = reports[rank].resources
+        if resources is None:
+            continue
+        seen, first = books.first.get(pid, (0, resources))
+        books.first[pid] = (seen + 1, resources if seen < SETTLING_EPISODES else first)
+        for line in leaks(first, resources) if seen >= SETTLING_EPISODES else []:
+            books.leaks[line.partition(":")[0]] = books.leaks.get(line.partition(":")[0], 0) + 1
+            books.trouble.append(f"episode {episode.number}, rank {rank} is left with more {line}")
+        if reports[rank].samples:
+            book_memory(episode, rank, list(reports[rank].samples), books)
+
+
+def book_memory(episode: Episode, rank: int, samples: list[int], books: Books) -> None:
+    """Flat: the second half of a long clean run needs no more than its first quarter has come to."""
+    books.memory.append((episode.schedule, rank, samples))
+    growth = growth_of(samples)
+    if growth > FLAT_BYTES:
+        books.trouble.append(f"{episode.schedule}, rank {rank}: memory grew by {growth / 2**20:.1f} MiB in clean steps")
+
+
+def growth_of(samples: list[int]) -> int:
+    """Bytes by which the last sample is above the one after the first quarter."""
+    return samples[-1] - samples[len(samples) // 4]
+
+
+# -- the report ---
+
+
+def report(arguments: argparse.Namespace, books: Books, seconds: float) -> str:
+    """docs/reliability.md."""
+    parts = [
+        "# Reliability",
+        "",
+        "Made by `scripts/soak.py`; do not edit. What the errors mean, and how they come about, stands in "
+        "`megatron_pp/faults/guard.py`.",
+        "",
+        f"    python scripts/soak.py --seed {arguments.seed} --ranks {arguments.ranks} --episodes {arguments.episodes} "
+        f"--steps {arguments.steps} --clean-steps {arguments.clean_steps} --p2p-timeout {arguments.p2p_timeout} "
+        f"--backend {arguments.backend}",
+        "",
+        f"torch {torch.__version__}, Python {platform.python_version()}, {arguments.backend}, {arguments.ranks} "
+        f"processes on {os.cpu_count()} cores; {books.episodes} episodes, {books.steps:,} pipeline steps, "
+        f"{seconds / 60:.0f} minutes. " + _other_backend(arguments.backend),
+        "",
+        *_faults(arguments, books),
+        "",
+        *_totals(books),
+        "",
+        *_messages(books),
+        "",
+        *_memory(books),
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def _other_backend(backend: str) -> str:
+    if backend == "nccl":
+        return ""
+    return "NCCL was not available on this machine; `--backend nccl` makes the same table there."
+
+
+def _faults(arguments: argparse.Namespace, books: Books) -> list[str]:
+    lines = [
+        "Seconds are from the fault until the error is raised on another rank: median and worst over all other ranks. "
+        "A fault counts as detected where every rank raised the right error, in time, and its text names rank, chunk "
+        "and microbatch rightly. A slow rank must raise nothing, and the numbers must be right.",
+        "",
+        "| fault | schedule | backend | injected | detected | median s | worst s | limit s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for kind in arguments.kinds:
+        for schedule in arguments.schedules:
+            tally = books.tallies.get((kind, schedule))
+            if tally is None:
+                continue
+            times = (
+                (f"{statistics.median(tally.seconds):.2f}", f"{max(tally.seconds):.2f}", f"{tally.limit:.0f}")
+                if tally.seconds
+                else ("-", "-", "-")
+            )
+            outcome = f"undisturbed: {tally.undisturbed}" if kind == DELAY else str(tally.detected)
+            cells = (kind, NAMES.get(schedule, schedule), arguments.backend, str(tally.injected), outcome, *times)
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _totals(books: Books) -> list[str]:
+    injected = sum(t.injected for t in books.tallies.values())
+    right = sum(t.detected + t.undisturbed for t in books.tallies.values())
+    rows = [
+        ("faults injected", injected),
+        ("met as they should be", right),
+        ("hangs", books.hangs),
+        ("steps with wrong numbers", books.wrong_steps),
+        *((f"episodes that left {name.replace('_', ' ')}", books.leaks.get(name, 0)) for name in _LEAKS),
+    ]
+    return ["| | |", "| --- | --- |", *(f"| {name} | {count} |" for name, count in rows)]
+
+
+_LEAKS = ("threads", "files", "tensors", "shared_memory")
+
+
+def _messages(books: Books) -> list[str]:
+    lines = ["What another rank says, one of each:", ""]
+    seen = set()
+    for (kind, _), tally in books.tallies.items():
+        if tally.message and kind not in seen:
+            seen.add(kind)
+            lines.append(f"- {kind}: `{tally.message.replace('`', chr(39))}`")
+    return lines
+
+
+def _memory(books: Books) -> list[str]:
+    if not books.memory:
+        return []
+    lines = [
+        "Resident memory over steps without a fault, in MiB; growth is from the first quarter on, and up to "
+        f"{FLAT_BYTES >> 20} MiB counts as flat.",
+        "",
+        "| schedule | rank | at the first quarter | at the end | growth |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for schedule, rank, samples in sorted(books.memory):
+        quarter, end = samples[len(samples) // 4], samples[-1]
+        cells = (f"{quarter / 2**20:.1f}", f"{end / 2**20:.1f}", f"{(end - quarter) / 2**20:+.2f}")
+        lines.append(f"| {NAMES.get(schedule, schedule)} | {rank} | " + " | ".join(cells) + " |")
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
