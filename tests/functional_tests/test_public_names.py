@@ -1,7 +1,7 @@
 """What Megatron's ``schedules`` and ``p2p_communication`` export exists here under the same names, callable alike.
 
-The signatures are those of the installed Megatron-core, read in a process of its own; code written for Megatron can then
-be pointed at this package by changing its imports.
+The signatures are those of the installed Megatron-core, read in a process of its own; code written for Megatron can
+then be pointed at this package by changing its imports.
 """
 
 from __future__ import annotations
