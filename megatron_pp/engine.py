@@ -329,7 +329,7 @@ class PlanExecutor:
         self.hooks.param_sync(key[0])
 
     def _grad_enable(self, key: Key) -> None:
-        self.hooks.enable_grad_sync()
+        self.hooks.enable_grad_sync(key[0])
         self._sync_open = True
 
     def _grad_sync(self, key: Key) -> None:

@@ -271,7 +271,7 @@ class StepCall:
             plan,
             self.communicator,
             self._named(steps, plan),
-            SyncHooks(self.config, self.inputs.chunks),
+            SyncHooks(self.config, self.inputs.chunks, self.communicator.size > 1 or len(self.inputs.chunks) > 1),
             self.shapes,
             deallocate=getattr(self.config, "deallocate_pipeline_outputs", True),
             max_pending_sends=getattr(self.config, "max_pending_sends", 2),
