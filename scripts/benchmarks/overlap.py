@@ -137,14 +137,14 @@ def _rank(rank: int, size: int, settings: list[Setting]) -> list[dict[str, Any]]
 class VariantStep:
     """One training step under one of the variants; call it."""
 
-    def __init__(self, variant: str, setting: Setting, rank: int, group: Any) -> None:
+    def __init__(self, variant: str, setting: Setting, rank: int, group: Any, transport: Any = None) -> None:
         work, sweep = setting.work, setting.sweep
         plan = build_plan(setting.spec)
         self.plan = wait_at_once(plan) if variant == WAIT_AT_ONCE else plan
         self.executor = FreesAtOnce if variant == FREE_AT_ONCE else PlanExecutor
         stage = CopyingStage if variant == FREE_AT_ONCE else TimedStage
         self.config = SimpleNamespace(pipeline_dtype=torch.float32)
-        self.communicator = P2PCommunicator(group, self.config)
+        self.communicator = P2PCommunicator(group, self.config, transport)
         self.chunks = [
             PipelineStage(stage(sweep.forward, sweep.backward), self.config, chunk) for chunk in range(work.num_chunks)
         ]
