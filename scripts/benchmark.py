@@ -26,7 +26,18 @@ for folder in (str(ROOT), str(Path(__file__).resolve().parent)):
     if folder not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # for the ranks, which are processes
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
 
-SUBCOMMANDS = ("overhead", "overlap", "exposed", "memory", "bubble", "training", "growth", "tables")
+SUBCOMMANDS = (
+    "overhead",
+    "overlap",
+    "exposed",
+    "prediction",
+    "memory",
+    "bubble",
+    "training",
+    "growth",
+    "gpu",
+    "tables",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

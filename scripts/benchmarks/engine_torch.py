@@ -47,7 +47,13 @@ def _stage(pipelining: Any, module: torch.nn.Module, number: int, work: Work, gr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pipelining.PipelineStage(
-            module, number, work.num_stages, torch.device("cpu"), input_args=(given,), output_args=(made,), group=group
+            module,
+            number,
+            work.num_stages,
+            torch.get_default_device(),
+            input_args=(given,),
+            output_args=(made,),
+            group=group,
         )
 
 

@@ -20,6 +20,10 @@ from megatron_pp.plan.spec import OVERLAP, PlanSpec
 HELP = "communication left exposed on a slow link, as transfers grow from 0.05 to 1.5 of a forward (needs root)"
 RATIOS = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5)
 SCHEDULES = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2}
+COLUMNS = (
+    *("P", "schedule", "transfer / F", "measured transfer / F", "engine"),
+    *("bound ms", "ms (min)", "ms (median)", "over bound"),
+)
 _FLOATS = 1024  # hidden size; the sequence length sets the size of a message
 
 
@@ -60,8 +64,7 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "exposed",
         "Step time over the bound with full overlap, on a shaped link",
-        ["P", "schedule", "transfer / F", "measured transfer / F", "engine", "bound ms", "ms (min)", "ms (median)"]
-        + ["over bound"],
+        list(COLUMNS),
         rows,
         {
             "forward ms": args.forward_ms,

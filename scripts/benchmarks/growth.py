@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> Report:
         [_row(text, args.rounds) for text in args.sizes],
         {"rounds": args.rounds},
         [
-            "Once per training run: build makes and lowers the orders of all ranks, verify checks them. Each step looks "
-            "the plan up (cached). Peak MB is the process's largest memory so far, torch's own included.",
+            "Once per training run: build makes and lowers the orders of all ranks, verify checks them. Each step "
+            "looks the plan up (cached). Peak MB is the process's largest memory so far, torch's own included.",
         ],
         Plot("instructions", "build s", (), log_x=True),
     )
