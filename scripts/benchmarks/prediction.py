@@ -1,4 +1,7 @@
-"""The simulator's makespan beside the measured one: gloo on a shaped link, with compute of known length."""
+"""The simulator's makespan beside the measured one: gloo on a shaped link, with compute of known length.
+
+Long compute and a slow link by default, so that a busy machine disturbs little.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ _WARMUP = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, nargs="+", default=[2, 4], help="pipeline sizes (default 2 4)")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.1, 0.5, 1.0], help="transfer over forward")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 1.0], help="transfer over forward")
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=["1f1b", "interleaved_1f1b"])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--forward-ms", type=float, default=40.0, help="of one chunk; a backward takes twice as long")
-    parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of each direction of each link")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--forward-ms", type=float, default=200.0, help="of one chunk; a backward takes twice as long")
+    parser.add_argument("--rate-mbit", type=float, default=100.0, help="of each direction of each link")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=500.0, help="seconds for each pipeline size")
 
 
