@@ -1,4 +1,4 @@
-"""What it costs to be safe: the same steps with outputs freed unsafely, with the wait right after the send, and as ours.
+"""What it costs to be safe: the same steps with outputs freed unsafely, waited for right after the send, and as ours.
 
 All three run one plan of compute and one communicator, in turns; they differ only in when an output's send is waited
 for and its memory given back:
@@ -47,6 +47,18 @@ HELP = "ours beside freeing without a wait and waiting right after the send, on 
 FREE_AT_ONCE, WAIT_AT_ONCE, OURS = "free at once", "wait at once", "ours"
 VARIANTS = (FREE_AT_ONCE, WAIT_AT_ONCE, OURS)
 CHUNKS = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2}
+COLUMNS = (
+    *("P", "schedule", "MB", "transfer / F", "variant", "ms (min)", "ms (median)"),
+    *("of free at once", "exposed ms", "over bound", "in releases ms", "peak MB"),
+)
+NOTES = (
+    "Exposed: the median beyond the step of a simulation in which transfers take no time. Over bound: beyond that with "
+    "transfers as long as measured on the idle link, overlapped as far as the order of compute allows.",
+    "In releases: what the rank that waits longest spends per step in waiting for its outputs' sends and giving back "
+    "their memory. Peak: bytes of the CPU's allocator in a step of its own, the worst rank.",
+    "Wanted of ours: within 3% of free at once, and clearly less than wait at once where a transfer is shorter than a "
+    "forward.",
+)
 _FLOATS = 1024  # hidden size; the sequence length sets the size of a message
 
 
@@ -89,8 +101,7 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "overlap",
         "Step time with outputs freed without a wait, waited at once, and as ours, on a shaped link",
-        ["P", "schedule", "MB", "transfer / F", "variant", "ms (min)", "ms (median)", "of free at once", "exposed ms"]
-        + ["over bound", "in releases ms", "peak MB"],
+        list(COLUMNS),
         rows,
         {
             "forward ms": args.forward_ms,
@@ -99,14 +110,7 @@ def run(args: argparse.Namespace) -> Report:
             "link Mbit/s": args.rate_mbit,
             "rounds": args.rounds,
         },
-        [
-            "Exposed: the median beyond the step of a simulation in which transfers take no time. Over bound: beyond "
-            "that with transfers as long as measured on the idle link, overlapped as far as the order of compute allows.",
-            "In releases: what the rank that waits longest spends per step in waiting for its outputs' sends and giving "
-            "back their memory. Peak: bytes of the CPU's allocator in a step of its own, the worst rank.",
-            "Wanted of ours: within 3% of free at once, and clearly less than wait at once where a transfer is shorter "
-            "than a forward.",
-        ],
+        list(NOTES),
         Plot("MB", "of free at once", ("variant",), ("P", "schedule"), target=1.03),
     )
 
@@ -152,20 +156,28 @@ class VariantStep:
         last = [plan.placement.is_last_stage(rank, chunk) for chunk in range(work.num_chunks)]
         self.options = StepOptions(work.num_microbatches, last)
         self.x = first_input(work)
+        self.losses: list[float] = []
         self.in_releases = 0.0
         self.runs = 0
 
     def __call__(self) -> None:
+        """``losses`` are those of the step afterwards, on the last stage."""
         releases = ReleaseTimer()
         iterators = [None] * len(self.chunks)
         steps = ModelSteps(self._forward_step, iterators, self.chunks, self.config, self.options)
         hooks, shapes = SyncHooks(self.config, self.chunks), Shapes(self.shape, self.shape)
         self.executor(self.plan, self.communicator, steps, hooks, shapes, observer=releases).run()
+        self.losses = [float(loss) for loss in steps.record.data]
         self.in_releases += releases.seconds
         self.runs += 1
 
     def _forward_step(self, iterator: Any, model: Any) -> tuple[Any, Callable[[Any], Any]]:
-        return model(self.x), lambda output: (loss_of(output), {})
+        return model(self.x), _loss
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = loss_of(output)
+    return loss, loss.detach()
 
 
 def wait_at_once(plan: Plan) -> Plan:
