@@ -43,7 +43,7 @@ from megatron_pp.schedule_inputs import (
 from megatron_pp.steps import ModelSteps, StepOptions, backward_step, forward_step
 from megatron_pp.sync_hooks import SyncHooks
 from megatron_pp.trace import message_bytes, observers, step_recording, trace_folder, trace_steps
-from megatron_pp.weight_grad import WeightGradStore, store_of
+from megatron_pp.weight_grad import WeightGradStore, check_wrappers, store_of
 
 __all__ = [
     "P2PCommunicator",
@@ -373,6 +373,8 @@ class StepCall:
         store = store_of(self.inputs.chunks)
         if not plan.spec.forward_only:
             say_what_is_off(plan, store is not None)
+        if store is not None:
+            check_wrappers(store, self.inputs.chunks)
         return store
 
     def _pair_runner(self) -> PairRunner | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from megatron_pp.weight_grad.convert import (
     WeightGradSplitError,
+    check_wrappers,
     split_weight_grad,
     store_of,
     unsplit_weight_grad,
@@ -23,6 +24,7 @@ __all__ = [
     "WeightGradError",
     "WeightGradSplitError",
     "WeightGradStore",
+    "check_wrappers",
     "fused_kernels",
     "split_weight_grad",
     "store_of",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.weight_grad.fused import fused_kernels
 from megatron_pp.weight_grad.layers import (
@@ -78,6 +79,17 @@ def store_of(chunks: Sequence[Any]) -> WeightGradStore | None:
             "the model chunks of this rank do not share one store: call split_weight_grad once, with all of them"
         )
     return stores[0] if stores else None
+
+
+def check_wrappers(store: WeightGradStore, chunks: Sequence[Any]) -> None:
+    """Raises WeightGradSplitError for layers that delay their weight gradients themselves in torch's
+    DistributedDataParallel: its hooks fire in B, before such a layer has its gradient.
+    """
+    if store.report.delayed and any(isinstance(chunk, DistributedDataParallel) for chunk in chunks):
+        raise WeightGradSplitError(
+            f"{store.report.delayed} layers with delay_wgrad_compute are inside DistributedDataParallel, which would "
+            "reduce their gradients before they are there; build them without it, or use Megatron-core's wrapper"
+        )
 
 
 def _find_store(chunk: Any) -> WeightGradStore | None:

@@ -15,10 +15,12 @@ class FusedWeightGradError(TypeError):
 
 
 def fused_kernels() -> Any | None:
-    """apex's extension module ``fused_weight_gradient_mlp_cuda``, or None where it is not installed.
+    """apex's extension module ``fused_weight_gradient_mlp_cuda``, or None where it or a CUDA device is missing.
 
     It is built from apex's source with its CUDA extensions; the package named apex on PyPI is something else.
     """
+    if not torch.cuda.is_available():
+        return None
     try:
         return importlib.import_module("fused_weight_gradient_mlp_cuda")
     except ImportError:
@@ -38,7 +40,7 @@ def add_weight_grad(
         raise FusedWeightGradError(
             f"main_grad is {main_grad.dtype}; gradient accumulation fusion adds into float32, float16 or bfloat16"
         )
-    if kernels is not None and main_grad.is_cuda:
+    if kernels is not None:
         wide = main_grad.dtype == torch.float32
         kernel = kernels.wgrad_gemm_accum_fp32 if wide else kernels.wgrad_gemm_accum_fp16
         kernel(layer_input.contiguous(), grad_output.contiguous(), main_grad)

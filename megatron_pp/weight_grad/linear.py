@@ -44,6 +44,10 @@ class DeferredLinear:
         both = (self.layer.weight, self.layer.bias)
         return tuple(p for p in both if p is not None and p.requires_grad)
 
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        return self.layer_input, self.grad_output
+
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         layer, layer_input, grad_output = self.layer, self.layer_input, self.grad_output
         weight, bias = layer.weight, layer.bias
@@ -117,6 +121,10 @@ class DeferredEmbedding:
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         return (self.layer.weight,)
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        return self.indices, self.grad_output
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         layer = self.layer

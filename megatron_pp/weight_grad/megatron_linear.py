@@ -53,6 +53,10 @@ class DeferredTensorParallelLinear:
     def parameters(self) -> tuple[Tensor, ...]:
         return DeferredLinear(self.layer, self.layer_input, self.grad_output).parameters
 
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        return self.layer_input, self.grad_output
+
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         whole = _gathered(self.layer_input, self.call.tp_group) if self.call.sequence_parallel else self.layer_input
         yield from DeferredLinear(self.layer, _rows(whole), _rows(self.grad_output)).compute()

@@ -54,6 +54,11 @@ class Deferred(Protocol):
         """The parameters that it has gradients for."""
         ...
 
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """The tensors that it keeps alive."""
+        ...
+
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """(parameter, gradient) for each; None where it added the gradient to ``main_grad`` itself. Gradients are
         fresh tensors.
@@ -101,6 +106,10 @@ class _Ready:
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         return (self.parameter,)
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        return (self.grad,)
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         yield self.parameter, self.grad
@@ -229,6 +238,13 @@ class WeightGradStore:
                 self._run_external(external)
             if final:
                 self._fire_the_rest()
+
+    def kept_bytes(self, chunk: int, mb: int) -> int:
+        """Bytes that wait for the W of (chunk, mb), each storage counted once; without layers that keep their own
+        queue.
+        """
+        storages = [t.untyped_storage() for d in self._queues.get((chunk, mb), ()) for t in d.kept]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
     # -- what layers leave -----------------------------------------------------------------------------------------
 

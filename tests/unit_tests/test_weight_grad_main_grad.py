@@ -1,0 +1,199 @@
+"""Weight gradients that go into ``main_grad``: Megatron's protocol, and the fused kernel's arithmetic."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_pp.weight_grad import WeightGradStore, fused_kernels, split_weight_grad
+from megatron_pp.weight_grad.fused import FusedWeightGradError, add_weight_grad
+
+MICROBATCHES = 3
+
+
+def new_model(dtype: torch.dtype = torch.float32, main_dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4, bias=False)).to(dtype)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=main_dtype)  # type: ignore[attr-defined]
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    return model
+
+
+def batch(mb: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(mb)).to(dtype)
+
+
+def split_step(model: nn.Module, store: WeightGradStore, dtype: torch.dtype = torch.float32) -> None:
+    with store.step({0: MICROBATCHES - 1}):
+        losses = [model(batch(mb, dtype)).float().pow(2).mean() for mb in range(MICROBATCHES)]
+        for mb, loss in enumerate(losses):
+            with store.backward(0, mb):
+                loss.backward()
+        for mb in range(MICROBATCHES):
+            store.run(0, mb)
+
+
+class MegatronHook:
+    """What Megatron's DistributedDataParallel does when a parameter's gradient has been accumulated."""
+
+    def __init__(self) -> None:
+        self.ready: list[int] = []
+
+    def __call__(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and not parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
+            parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None
+        self.ready.append(id(parameter))
+
+
+def main_grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.main_grad for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_grads_are_those_of_megatrons_hook_to_the_last_bit(dtype: torch.dtype) -> None:
+    expected, model = new_model(dtype), new_model(dtype)
+    for parameter in expected.parameters():
+        parameter.register_post_accumulate_grad_hook(MegatronHook())
+    for mb in range(MICROBATCHES):
+        expected(batch(mb, dtype)).float().pow(2).mean().backward()
+    hook = MegatronHook()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    split_step(model, split_weight_grad(model), dtype)
+    for name, grad in main_grads(expected).items():
+        assert torch.equal(main_grads(model)[name], grad), name
+    assert sorted(hook.ready) == sorted(map(id, model.parameters()))  # once each
+    assert all(p.grad is None and p.grad_added_to_main_grad for p in model.parameters())
+
+
+def test_without_a_hook_no_grad_is_left() -> None:
+    model = new_model()
+    split_step(model, split_weight_grad(model))
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.main_grad.abs().sum() > 0 for p in model.parameters())
+
+
+class FakeKernels:
+    """Stands for apex's extension module: notes what it is called with, and does what its kernels do."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[int, ...], tuple[int, ...], bool]] = []
+
+    def _add(self, name: str, layer_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        contiguous = layer_input.is_contiguous() and grad_output.is_contiguous()
+        self.calls.append((name, tuple(layer_input.shape), tuple(grad_output.shape), contiguous))
+        main_grad += (grad_output.float().t() @ layer_input.float()).to(main_grad.dtype)
+
+    def wgrad_gemm_accum_fp32(self, layer_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        assert main_grad.dtype == torch.float32
+        self._add("fp32", layer_input, grad_output, main_grad)
+
+    def wgrad_gemm_accum_fp16(self, layer_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        assert main_grad.dtype in (torch.float16, torch.bfloat16)
+        self._add("fp16", layer_input, grad_output, main_grad)
+
+
+@pytest.mark.parametrize(
+    ("main_dtype", "kernel"), [(torch.float32, "fp32"), (torch.bfloat16, "fp16"), (torch.float16, "fp16")]
+)
+def test_the_kernel_is_that_of_the_main_grads_dtype(main_dtype: torch.dtype, kernel: str) -> None:
+    kernels, main_grad = FakeKernels(), torch.ones(4, 6, dtype=main_dtype)
+    x, g = torch.randn(6, 10).t(), torch.randn(4, 10).t()  # not contiguous: the kernels want them so
+    add_weight_grad(kernels, x, g, main_grad)
+    assert kernels.calls == [(kernel, (10, 6), (10, 4), True)]
+    torch.testing.assert_close(main_grad.float(), 1 + g.t() @ x, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_plain_form_adds_like_the_kernel(dtype: torch.dtype) -> None:
+    x, g = torch.randn(10, 6).to(dtype), torch.randn(10, 4).to(dtype)
+    plain, fused = torch.ones(4, 6), torch.ones(4, 6)
+    add_weight_grad(None, x, g, plain)
+    add_weight_grad(FakeKernels(), x, g, fused)
+    torch.testing.assert_close(plain, fused, rtol=1e-6, atol=1e-6)
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(FusedWeightGradError, match="float64"):
+        add_weight_grad(None, torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("from_config", [False, True])
+def test_fused_accumulation_gives_the_same_gradients(from_config: bool) -> None:
+    expected, model = new_model(), new_model()
+    split_step(expected, split_weight_grad(expected, gradient_accumulation_fusion=False))
+    if from_config:
+        model.config = SimpleNamespace(gradient_accumulation_fusion=True)
+        store = split_weight_grad(model)
+    else:
+        store = split_weight_grad(model, gradient_accumulation_fusion=True)
+    hook = MegatronHook()
+    model[0].weight.register_post_accumulate_grad_hook(hook)
+    split_step(model, store)
+    for name, grad in main_grads(expected).items():
+        torch.testing.assert_close(main_grads(model)[name], grad, rtol=1e-6, atol=1e-7)
+    assert len(hook.ready) == 1
+
+
+def test_apex_is_used_only_where_there_is_a_device_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeKernels()
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert fused_kernels() is fake
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fused_kernels() is None
+
+
+def test_without_apex_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert fused_kernels() is None
+
+
+class _FusesItself(torch.autograd.Function):
+    """A layer's own fused backward: writes ``main_grad`` and gives autograd nothing for the weight, as Megatron's
+    does.
+    """
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)  # type: ignore[attr-defined]
+        ctx.main_grad = weight.main_grad  # type: ignore[attr-defined]
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        ctx.main_grad += (grad * x).sum(0)  # type: ignore[attr-defined]
+        return grad * weight, None
+
+
+class _FusedScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.weight.main_grad = torch.zeros(3)  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _FusesItself.apply(x, self.weight)
+
+
+def test_a_layer_that_writes_main_grad_itself_is_left_to_it() -> None:
+    model = _FusedScale()
+    store = split_weight_grad(model)
+    hook = MegatronHook()
+    model.weight.register_post_accumulate_grad_hook(hook)
+    with store.step({0: 1}):
+        for mb in range(2):
+            loss = model(torch.full((2, 3), 2.0)).sum()
+            with store.backward(0, mb):
+                loss.backward()
+            store.run(0, mb)
+    assert torch.equal(model.weight.main_grad, torch.full((3,), 8.0))  # type: ignore[arg-type]
+    assert len(hook.ready) == 1
