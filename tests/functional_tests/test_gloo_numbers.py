@@ -1,0 +1,136 @@
+"""Real gloo processes: losses and gradients equal those of one process, to the last bit.
+
+A covering subset of what ``unit_tests/test_same_numbers.py`` runs over the in-memory transport, and the cases in which
+a well-known stack returns wrong gradients or hangs: two ranks with two chunks each under the batched policy, and
+evaluation under overlap with warm-up flush. Four processes run all cases of one, two and four ranks, three the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_pp.communicators import communicator_for
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.testing.pipeline import run_rank
+from megatron_pp.testing.processes import run_processes
+from megatron_pp.testing.toy import ToyData, ToyResult, merged, reference_run, toy_config
+
+# World size -> pipeline size -> the groups; every rank takes part in every case of its world.
+WORLDS = {
+    4: {1: [[0], [1], [2], [3]], 2: [[0, 1], [2, 3]], 4: [[0, 1, 2, 3]]},
+    3: {3: [[0, 1, 2]]},
+}
+
+OVERLAP: dict[str, Any] = {"overlap_p2p_comm": True}
+FLUSH: dict[str, Any] = {"overlap_p2p_comm": True, "overlap_p2p_comm_warmup_flush": True}
+BATCHED: dict[str, Any] = {"batch_p2p_comm": True}
+PLAIN: dict[str, Any] = {}
+POLICIES = {"overlap": OVERLAP, "flush": FLUSH, "batched": BATCHED, "plain": PLAIN}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step."""
+
+    size: int
+    chunks: int
+    count: int
+    policy: str
+    variable: bool = False
+    forward_only: bool = False
+    fields: tuple[tuple[str, Any], ...] = field(default=())
+
+    def __str__(self) -> str:
+        words = [f"P={self.size}", f"V={self.chunks}", f"M={self.count}", self.policy]
+        words += ["variable"] * self.variable + ["forward-only"] * self.forward_only
+        return " ".join(words + [f"{name}={value}" for name, value in self.fields])
+
+
+def grid() -> list[Case]:
+    cases = []
+    both = (False, True)
+    for policy in POLICIES:
+        # Two ranks are each other's next and previous: what could cross, crosses here.
+        cases += [Case(2, 2, m, policy, forward_only=only) for m, only in itertools.product((1, 2, 5), both)]
+        cases += [Case(2, 2, 4, policy, variable, fields=(("p2p_channels", "shared"),)) for variable in both]
+        cases += [Case(2, 1, 5, policy, variable) for variable in both]
+        cases += [Case(2, 1, 5, policy, True, fields=(("p2p_channels", "shared"),))]
+        # Groups larger than the pipeline, and a ragged last one.
+        cases += [Case(2, 3, 6, policy, fields=(("microbatch_group_size_per_vp_stage", 3),))]
+        cases += [Case(3, 2, 7, policy, fields=(("microbatch_group_size_per_vp_stage", 6),))]
+        cases += [Case(3, 2, 7, policy), Case(3, 1, 4, policy, True, True)]
+        # Shapes that travel ahead hang from four ranks on elsewhere.
+        cases += [Case(4, 1, 5, policy, True), Case(4, 2, 9, policy, True), Case(4, 2, 9, policy, forward_only=True)]
+        cases += [Case(4, 3, 5, policy)]
+        cases += [Case(1, 3, 4, policy)]
+    return cases
+
+
+def schedules() -> list[Case]:
+    """Every registered schedule at four ranks, in training and in evaluation."""
+    cases = []
+    for name, family in SCHEDULES.items():
+        chunks = family.chunks or 2
+        for policy, only in (("overlap", False), ("batched", False), ("plain", True)):
+            cases.append(Case(4, chunks, 8, policy, forward_only=only, fields=(("pipeline_schedule", name),)))
+    return cases
+
+
+CASES = {world: [case for case in (*grid(), *schedules()) if case.size in groups] for world, groups in WORLDS.items()}
+
+
+def rank_main(rank: int, size: int, cases: list[Case]) -> list[ToyResult]:
+    """Every case, on the group of its size that this rank is in."""
+    groups = {p: [dist.new_group(ranks) for ranks in lists] for p, lists in WORLDS[size].items()}
+    return [run_case(case, groups[case.size][rank // case.size]) for case in cases]
+
+
+def run_case(case: Case, group: dist.ProcessGroup) -> ToyResult:
+    config = toy_config(
+        virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
+        variable_seq_lengths=case.variable,
+        **{**POLICIES[case.policy], **dict(case.fields)},
+    )
+    data = ToyData(case.count, variable=case.variable)
+    communicator = communicator_for(group, config)
+    return run_rank(group.rank(), case.size, case.chunks, data, config, communicator, forward_only=case.forward_only)
+
+
+def check_case(case: Case, per_rank: list[ToyResult]) -> None:
+    data = ToyData(case.count, variable=case.variable)
+    expected = reference_run(case.size * case.chunks, data, case.forward_only)
+    for first in range(0, len(per_rank), case.size):  # every group of this size ran it
+        result = merged(per_rank[first : first + case.size])
+        assert len(result.losses) == case.count
+        assert result.difference(expected) == 0.0
+
+
+def results_of(world: int) -> list[list[ToyResult]]:
+    """Per case, what each rank returned."""
+    per_rank = run_processes(rank_main, world, (CASES[world],), timeout=240.0)
+    return [list(of_case) for of_case in zip(*per_rank, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[list[ToyResult]]:
+    return results_of(4)
+
+
+@pytest.fixture(scope="module")
+def three_ranks() -> list[list[ToyResult]]:
+    return results_of(3)
+
+
+@pytest.mark.parametrize("number", range(len(CASES[4])), ids=list(map(str, CASES[4])))
+def test_four_gloo_processes_give_the_numbers_of_one(four_ranks: list[list[ToyResult]], number: int) -> None:
+    check_case(CASES[4][number], four_ranks[number])
+
+
+@pytest.mark.parametrize("number", range(len(CASES[3])), ids=list(map(str, CASES[3])))
+def test_three_gloo_processes_give_the_numbers_of_one(three_ranks: list[list[ToyResult]], number: int) -> None:
+    check_case(CASES[3][number], three_ranks[number])
