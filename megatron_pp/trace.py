@@ -72,6 +72,12 @@ def trace_folder(config: Any) -> str | None:
     return getattr(config, "trace_dir", None) or os.environ.get(DIRECTORY_VARIABLE) or None
 
 
+def flush_traces() -> None:
+    """Write what is still to be written: steps on GPUs whose times were not read yet. Waits for those steps."""
+    for tracer in list(_TRACERS.values()):
+        tracer.resolve_pending()
+
+
 def trace_steps(config: Any) -> str:
     """Which training steps are recorded, as in ``3,10-12``."""
     return getattr(config, "trace_steps", None) or os.environ.get(STEPS_VARIABLE) or _DEFAULT_STEPS

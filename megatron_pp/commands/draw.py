@@ -26,10 +26,11 @@ from megatron_pp.commands.plan_options import (
     verified_single_plan,
     whole,
 )
-from megatron_pp.commands.tables import percent, print_table
+from megatron_pp.commands.tables import print_table
 from megatron_pp.commands.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.grid import GridFacts, grid_facts, render_grid
 from megatron_pp.draw.text import legend, render_text
+from megatron_pp.draw.ticks import percent
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
 from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.simulate import simulate

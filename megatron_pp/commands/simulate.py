@@ -26,9 +26,9 @@ from megatron_pp.commands.plan_options import (
     schedule_names,
     verified_single_plan,
 )
-from megatron_pp.commands.tables import percent, print_table, short
+from megatron_pp.commands.tables import print_table
 from megatron_pp.commands.trace_options import add_from_trace_option, traced_findings
-from megatron_pp.draw.ticks import size_label
+from megatron_pp.draw.ticks import percent, short, size_label
 from megatron_pp.plan.advice import Candidate, CostProfile, compare
 from megatron_pp.plan.costs import Network, StageCosts
 from megatron_pp.plan.memory import ModelShape, peak_bytes

@@ -1,4 +1,4 @@
-"""Tables on the terminal, and numbers as people read them."""
+"""Tables on the terminal."""
 
 from __future__ import annotations
 
@@ -19,12 +19,3 @@ def print_table(console: Console, title: str, names: Sequence[str], rows: Sequen
     for row in rows:
         table.add_row(*row)
     console.print(table, markup=False, highlight=False)
-
-
-def short(value: float) -> str:
-    """Three digits, or all that stand before the decimal point."""
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}" if abs(value) < 10_000 else f"{value:.0f}"
-
-
-def percent(share: float) -> str:
-    return f"{share:.1%}"

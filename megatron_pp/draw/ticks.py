@@ -1,4 +1,4 @@
-"""Round numbers for axes."""
+"""Numbers as people read them: on axes, in tables."""
 
 from __future__ import annotations
 
@@ -26,3 +26,13 @@ def size_label(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g} {unit}" if value < 1000 * size else f"{value / size:.0f} {unit}"
     return f"{value:.0f} B"
+
+
+def short(value: float) -> str:
+    """Three digits, or all that stand before the decimal point."""
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}" if abs(value) < 10_000 else f"{value:.0f}"
+
+
+def percent(share: float) -> str:
+    """A share with one decimal."""
+    return f"{share:.1%}"

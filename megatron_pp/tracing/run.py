@@ -58,17 +58,24 @@ def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> Trace
 
     Raises ExchangeError: no traces, several runs, a missing rank, unreadable files, no step that all ranks recorded.
     """
-    paths = sorted(Path(folder).glob("trace-*.jsonl"))
-    if not paths:
+    runs = run_names(folder)
+    if not runs:
         raise ExchangeError(f"{folder}: there are no traces (files named trace-RUN-rankN.jsonl)")
-    traces = [read_rank_trace(path) for path in paths]
-    runs = sorted({trace.header.run for trace in traces})
     if run is None and len(runs) > 1:
         raise ExchangeError(f"{folder}: there are traces of {len(runs)} runs: {', '.join(runs)}; choose one with --run")
-    chosen = [trace for trace in traces if trace.header.run == (run or runs[0])]
-    if not chosen:
+    if run is not None and run not in runs:
         raise ExchangeError(f"{folder}: there is no run {run!r}; there are {', '.join(runs)}")
-    return _pipeline(str(folder), chosen, rank)
+    paths = sorted(Path(folder).glob(f"trace-{run or runs[0]}-rank*.jsonl"))
+    traces = [read_rank_trace(path) for path in paths]
+    for trace in traces:
+        if trace.header.run not in Path(trace.path).name:
+            raise ExchangeError(f"{trace.path}: this is a trace of run {trace.header.run}, under another one's name")
+    return _pipeline(str(folder), traces, rank)
+
+
+def run_names(folder: str | Path) -> list[str]:
+    """The runs whose traces lie in ``folder``, oldest first."""
+    return sorted({path.name.split("-")[1] for path in Path(folder).glob("trace-*-rank*.jsonl")})
 
 
 def _pipeline(folder: str, traces: list[RankTrace], rank: int) -> TracedRun:

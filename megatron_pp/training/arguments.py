@@ -16,6 +16,7 @@ from megatron_pp.models.gpt import check_model_config
 from megatron_pp.training.errors import ArgumentError, CheckpointError
 from megatron_pp.training.flags import add_flags, values_of
 from megatron_pp.training.grid import grid_sizes
+from megatron_pp.training.timeline import check_trace_steps
 
 ARGUMENTS = "arguments.json"
 
@@ -95,6 +96,9 @@ class RunArguments:
     resume: str | None = _setting(
         None, "continue the run in this folder, from its newest checkpoint or from the one whose folder is given"
     )
+    trace: str | None = _setting(
+        None, "record the pipeline's timeline in these training steps, as in 3,10-12, and draw it beside the metrics"
+    )
     device: str = _setting("auto", "auto: GPUs when every process has one", choices=("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:
@@ -124,6 +128,9 @@ class RunArguments:
                 f"--min-learning-rate is {self.min_learning_rate}; it must lie between 0 and --learning-rate "
                 f"{self.learning_rate}"
             )
+
+        if self.trace is not None:
+            check_trace_steps(self.trace)
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)

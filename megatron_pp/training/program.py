@@ -27,6 +27,7 @@ from megatron_pp.training.errors import ArgumentError, TrainingError
 from megatron_pp.training.grid import GridMember, Process, choose_device, join_grid, joined
 from megatron_pp.training.interrupt import StopRequest
 from megatron_pp.training.metrics import METRICS, PLOT, Recorder, plot_losses
+from megatron_pp.training.timeline import merge, switch_on
 from megatron_pp.training.trainer import Outcome, Texts, Trainer
 
 VALIDATION_SEED = 0
@@ -65,6 +66,8 @@ def train(argv: Sequence[str]) -> Outcome:
         chunks = _build_chunks(run, config, grid, device)
         # Not before the model is built: what a rank draws while building depends on which layers it holds.
         torch.manual_seed(run.seed * process.world_size + process.rank)
+        if run.trace is not None:
+            switch_on(chunks[0].config, run.trace, folder, checkpoint.step if checkpoint else 0)
         recorder = _make_recorder(run, arguments, folder, checkpoint, process.rank)
         recorder.say(_introduce(config, texts, device))
         writer = CheckpointWriter(folder / "checkpoints", run.keep_checkpoints, layout)
@@ -75,8 +78,11 @@ def train(argv: Sequence[str]) -> Outcome:
             outcome = trainer.train()
         finally:
             recorder.close()
+        timeline = merge(folder) if run.trace is not None else ""
         if process.rank == 0:
             _conclude(run, folder, outcome, stop)
+            if timeline:
+                print(timeline, flush=True)
     return outcome
 
 

@@ -265,6 +265,15 @@ def test_traces_of_different_runs_are_not_mixed(recorded):
         load_run(recorded, "x")
 
 
+def test_a_file_of_another_run_under_this_ones_name_is_found(recorded):
+    path = rank_file(recorded, 1)
+    text = path.read_text()
+    run = path.name.split("-")[1]
+    path.write_text(text.replace(run, "0ther", 1))
+    with pytest.raises(ExchangeError, match=f"{path.name}: this is a trace of run 0ther, under another one's name"):
+        load_run(recorded)
+
+
 def test_a_line_that_a_killed_run_left_is_ignored(recorded):
     path = rank_file(recorded, 0)
     path.write_text(path.read_text()[:-30])

@@ -1,0 +1,90 @@
+"""A run against its plan as tables, sentences and a picture: what the command and the training program show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_pp.draw.html import Table, render_html
+from megatron_pp.draw.ticks import percent, short
+from megatron_pp.draw.timeline import Timeline, simulated_timeline
+from megatron_pp.tracing.analysis import Findings
+from megatron_pp.tracing.run import TracedRun
+
+
+def report_tables(found: Findings) -> list[Table]:
+    """Measured beside predicted: the step, its ranks, its links."""
+    return [_summary(found), _ranks(found), _links(found)]
+
+
+def report_picture(found: Findings, traced: TracedRun, output: str) -> str | bytes:
+    """The measured step above the predicted one, on one time axis: a PNG where ``output`` ends so, else a page that
+    has the tables."""
+    timelines = both_timelines(found)
+    if Path(output).suffix == ".png":
+        from megatron_pp.draw.png import figure_png
+
+        return figure_png(timelines)
+    return render_html(timelines, f"run {traced.name}", report_tables(found))
+
+
+def both_timelines(found: Findings) -> list[Timeline]:
+    name = found.measured.plan.spec.describe()
+    return [
+        simulated_timeline(found.measured, "ms", title=f"measured, step {found.step}: {name}"),
+        simulated_timeline(found.predicted, "ms", title="predicted from the plan and the measured costs"),
+    ]
+
+
+def _summary(found: Findings) -> Table:
+    measured, predicted = found.measured, found.predicted
+    off = predicted.makespan / measured.makespan - 1.0 if measured.makespan else 0.0
+    rows = [
+        ["makespan ms", short(measured.makespan), short(predicted.makespan), f"{off:+.1%}"],
+        ["bubble", percent(measured.bubble_share), percent(predicted.bubble_share), ""],
+    ]
+    for name in ("peer_late", "queued", "transfer", "release"):
+        sums = [sum(getattr(w, name) for w in side.waits) for side in (measured, predicted)]
+        rows.append([f"exposed: {name.replace('_', ' ')} ms", short(sums[0]), short(sums[1]), ""])
+    title = f"Step {found.step} (costs: medians over {found.steps} step{'s' if found.steps > 1 else ''})"
+    return title, ["all ranks", "measured", "predicted", "difference"], rows
+
+
+def _ranks(found: Findings) -> Table:
+    measured, predicted = found.measured, found.predicted
+    rows = []
+    for rank, waits in enumerate(measured.waits):
+        numbers = [measured.busy[rank], predicted.busy[rank], measured.idle[rank], predicted.idle[rank]]
+        numbers += [waits.peer_late, waits.queued + waits.transfer, waits.release, found.other(rank)]
+        rows.append([str(rank), *map(short, numbers)])
+    names = ["rank", "busy", "(plan)", "idle", "(plan)", "peer late", "transfer", "release", "other"]
+    return "Ranks, ms", names, rows
+
+
+def _links(found: Findings) -> Table:
+    rows = []
+    for (source, target), (messages, size) in found.measured.volume().items():
+        link = found.network.between(source, target)
+        usual = link.wire_time(found.network.activation_bytes)
+        rate = f"{size / messages / usual / 1e6:.3g}" if usual and size else "-"
+        rows.append([f"{source} to {target}", str(messages), f"{size / 1e6:.4g}", short(usual), rate])
+    return "Links", ["link", "messages", "MB a step", "ms a message", "GB/s"], rows
+
+
+def report_sentences(found: Findings) -> list[str]:
+    """The slowest rank, and how much of the transfers was hidden."""
+    rank, excess = found.slowest_rank, found.slowest_excess
+    busy = found.measured.busy[rank]
+    lines = [f"slowest rank: {rank} computes {short(busy)} ms, {percent(excess)} more than the median rank"]
+    lines.append(f"overlap: {percent(found.overlap)} of the transfer time was hidden behind compute or other waits")
+    return lines
+
+
+def listed(steps: tuple[int, ...]) -> str:
+    """``1-3, 7``."""
+    parts: list[list[int]] = []
+    for step in steps:
+        if parts and step == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], step]
+        else:
+            parts.append([step])
+    return ", ".join("-".join(map(str, part)) for part in parts)
