@@ -67,16 +67,16 @@ def _backend(group: dist.ProcessGroup, device: str, name: str) -> object | None:
 
 
 def _abort_gloo(group: dist.ProcessGroup) -> None:
-    if group.size() < 2:
-        return
-    peer = (group.rank() + 1) % group.size()
+    """One receive that times out closes the connections to all peers. A connection that is closed already, because its
+    peer was quicker, refuses the receive and closes nothing: so every peer is asked.
+    """
     # gloo has one set of connections per network interface and picks it by tag.
     interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     for tag in range(_ABORT_TAG, _ABORT_TAG + interfaces):
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the timeout is what was wanted; "closed" means somebody was here before
-            group.recv([torch.empty(1)], peer, tag).wait(_AT_ONCE)
+        for peer in range(group.size()):
+            if peer != group.rank():
+                with contextlib.suppress(RuntimeError):  # the timeout is what was wanted
+                    group.recv([torch.empty(1)], peer, tag).wait(_AT_ONCE)
 
 
 def _abort_nccl(groups: list[dist.ProcessGroup]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 # What a TCP socket takes without its peer reading is at least this on Linux (net.core.wmem_default 212,992 bytes, half
 # of it payload).
 LARGE_BYTES = 64 * 1024
+_AT_ONCE = timedelta(milliseconds=1)
 _PATIENCE = 1.0  # seconds for a helper to end; one that is stuck stays
 
 
@@ -52,6 +53,11 @@ class Interrupter:
             error = self._outcome.pop()
         if error is not None:
             raise error
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether ``interrupt`` was called."""
+        return self._why is not None
 
     def interrupt(self, why: str) -> None:
         """End the wait that is going on, and every later one. The helper thread ends as soon as it is not inside a
@@ -98,7 +104,10 @@ class InterruptibleWork:
         """As torch's: True when done. Raises RuntimeError where the transfer failed or timed out,
         InterruptedTransferError."""
         work = self._work
-        self._interrupter.run(work.wait if timeout is None else lambda: work.wait(timeout))
+        if self._interrupter.interrupted:  # what is done is done; anything else fails now, and is told as what failed
+            work.wait(_AT_ONCE)
+        else:
+            self._interrupter.run(work.wait if timeout is None else lambda: work.wait(timeout))
         return True
 
     def is_completed(self) -> bool:
