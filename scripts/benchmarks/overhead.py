@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from typing import Any
 
@@ -48,10 +49,12 @@ def settings(microbatches: int) -> list[tuple[Work, int]]:
 
 def run(args: argparse.Namespace) -> Report:
     rows: list[Row] = []
-    for work, rank in settings(args.microbatches):
-        found = _stubbed(work, rank, args)
-        wall = {} if args.no_gloo or work.pipeline_size == 1 else _on_gloo(work, args)
-        rows += [{**row, "gloo wall us": wall.get(row["engine"])} for row in found]
+    works = settings(args.microbatches)
+    for work, rank in works:
+        rows += _stubbed(work, rank, args)
+    if not args.no_gloo:
+        wall = _on_gloo([work for work, _ in works], args)
+        rows = [{**row, "gloo wall us": wall.get((row["setting"], row["engine"]))} for row in rows]
     return Report(
         "overhead",
         "Microseconds outside the model per virtual microbatch (F+B), model x + w on 8 floats",
@@ -75,7 +78,7 @@ def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
         for engine in ENGINES:
             theirs = comparable(engine, work)
             try:
-                steps[engine] = make_step(engine, theirs, rank, group, lambda stage: AddWeight(work.shape), transport)
+                steps[engine] = make_step(engine, theirs, rank, group, functools.partial(_stage, work.shape), transport)
                 steps[engine]()
             except Unavailable as reason:
                 steps.pop(engine, None)
@@ -144,24 +147,37 @@ def bare_model(work: Work) -> Step:
     return step
 
 
-def _on_gloo(work: Work, args: argparse.Namespace) -> dict[str, float]:
+def _on_gloo(works: list[Work], args: argparse.Namespace) -> dict[tuple[str, str], float]:
+    """(setting, engine) -> microseconds per virtual microbatch, of real processes: one set of them for each size."""
     from megatron_pp.testing.processes import run_processes
 
-    per_rank = run_processes(gloo_rank, work.pipeline_size, (work, args.gloo_rounds), timeout=args.timeout)
-    seconds = slowest_rank(per_rank)
-    return {engine: summary(times, 1e6 / work.virtual_microbatches)["median"] for engine, times in seconds.items()}
+    wall: dict[tuple[str, str], float] = {}
+    for size in sorted({work.pipeline_size for work in works} - {1}):
+        some = [work for work in works if work.pipeline_size == size]
+        per_rank = run_processes(gloo_rank, size, (some, args.gloo_rounds), timeout=args.timeout)
+        for place, work in enumerate(some):
+            for engine, times in slowest_rank([rank[place] for rank in per_rank]).items():
+                wall[work.label(), engine] = summary(times, 1e6 / work.virtual_microbatches)["median"]
+    return wall
 
 
-def gloo_rank(rank: int, size: int, work: Work, rounds: int) -> dict[str, list[float]]:
-    """What one real process runs: all engines in turns."""
+def gloo_rank(rank: int, size: int, works: list[Work], rounds: int) -> list[dict[str, list[float]]]:
+    """What one real process runs: for each work, seconds of all engines in turns."""
     import torch.distributed as dist
 
-    steps: dict[str, Any] = {}
-    for engine in ENGINES:
-        try:
-            steps[engine] = make_step(
-                engine, comparable(engine, work), rank, dist.group.WORLD, lambda stage: AddWeight(work.shape)
-            )
-        except Unavailable:
-            continue
-    return timed_rounds(steps, rounds, warmup=1, before_each=dist.barrier)
+    results = []
+    for work in works:
+        steps: dict[str, Any] = {}
+        for engine in ENGINES:
+            try:
+                steps[engine] = make_step(
+                    engine, comparable(engine, work), rank, dist.group.WORLD, functools.partial(_stage, work.shape)
+                )
+            except Unavailable:
+                continue
+        results.append(timed_rounds(steps, rounds, warmup=1, before_each=dist.barrier))
+    return results
+
+
+def _stage(shape: tuple[int, ...], stage: int) -> AddWeight:
+    return AddWeight(shape)
