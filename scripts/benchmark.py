@@ -31,6 +31,7 @@ SUBCOMMANDS = (
     "overlap",
     "exposed",
     "prediction",
+    "tracing",
     "memory",
     "bubble",
     "training",
