@@ -18,22 +18,21 @@ from typing import Any
 import pytest
 
 SMALL, LARGE = 10, 16_000_000  # float32: fits into a socket's buffers; fits into none
-WORLD = 2
 
 
-def _join(rank: int, port: int) -> Any:
+def _join(rank: int, port: int, world: int) -> Any:
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     return dist.group.WORLD
 
 
-def _peer(pipe: Connection, port: int, does: str, size: int, goes: signal.Signals) -> None:
+def _peer(pipe: Connection, port: int, world: int, does: str, size: int, goes: signal.Signals) -> None:
     """Posts the other end, or not, and goes: stopped or killed. A message that is large is half on the wire then."""
     import torch
 
-    group = _join(1, port)
+    group = _join(world - 1, port, world)
     tensor = torch.ones(size)
     work = {"receive": group.recv, "send": group.send}[does]([tensor], 0, 7) if does != "nothing" else None
     pipe.send(os.getpid())
@@ -42,19 +41,27 @@ def _peer(pipe: Connection, port: int, does: str, size: int, goes: signal.Signal
     del work
 
 
-def _blocked(pipe: Connection, port: int, does: str, size: int) -> None:
+def _third(port: int) -> None:
+    """Leaves as soon as all have met, and closes its connections by that."""
+    _join(1, port, 3)
+    time.sleep(0.5)
+    os._exit(0)
+
+
+def _blocked(pipe: Connection, port: int, world: int, does: str, size: int) -> None:
     """Waits, and is aborted after a while; tells how long that took and what was raised."""
     import torch
 
     from megatron_pp.faults.abort import abort_groups
     from megatron_pp.faults.interruptible import Interrupter, InterruptibleWork
 
-    group = _join(0, port)
+    group = _join(0, port, world)
+    peer = world - 1
     tensor = torch.ones(size)
     interrupter = Interrupter()
     begin: dict[str, Callable[[], Any]] = {
-        "send": lambda: group.send([tensor], 1, 7),
-        "receive": lambda: group.recv([tensor], 1, 7),
+        "send": lambda: group.send([tensor], peer, 7),
+        "receive": lambda: group.recv([tensor], peer, 7),
         "all_reduce": lambda: group.allreduce([tensor]),
     }
     work = begin[does]()
@@ -81,7 +88,9 @@ def _blocked(pipe: Connection, port: int, does: str, size: int) -> None:
     os._exit(0)
 
 
-def _seconds_until_unblocked(does: str, peer_does: str, size: int, goes: signal.Signals) -> tuple[str, float]:
+def _seconds_until_unblocked(
+    does: str, peer_does: str, size: int, goes: signal.Signals, third: bool = False
+) -> tuple[str, float]:
     import torch.distributed as dist
 
     context = multiprocessing.get_context("spawn")
@@ -89,8 +98,9 @@ def _seconds_until_unblocked(does: str, peer_does: str, size: int, goes: signal.
     here, there = context.Pipe()
     here_too, there_too = context.Pipe()
     processes = [
-        context.Process(target=_blocked, args=(there, store.port, does, size), daemon=True),
-        context.Process(target=_peer, args=(there_too, store.port, peer_does, size, goes), daemon=True),
+        context.Process(target=_blocked, args=(there, store.port, 2 + third, does, size), daemon=True),
+        context.Process(target=_peer, args=(there_too, store.port, 2 + third, peer_does, size, goes), daemon=True),
+        *([context.Process(target=_third, args=(store.port,), daemon=True)] if third else []),
     ]
     for process in processes:
         process.start()
@@ -119,5 +129,12 @@ def _seconds_until_unblocked(does: str, peer_does: str, size: int, goes: signal.
 )
 def test_a_blocked_wait_ends(does: str, peer_does: str, size: int, goes: signal.Signals) -> None:
     error, seconds = _seconds_until_unblocked(does, peer_does, size, goes)
+    assert error, "the wait returned as if the transfer were done"
+    assert seconds < 5.0
+
+
+def test_a_peer_that_left_first_is_no_obstacle() -> None:
+    """A receive from it is refused at once, so that it does not time out and closes nothing."""
+    error, seconds = _seconds_until_unblocked("receive", "nothing", SMALL, signal.SIGSTOP, third=True)
     assert error, "the wait returned as if the transfer were done"
     assert seconds < 5.0
