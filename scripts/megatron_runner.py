@@ -11,6 +11,7 @@ of its own.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -113,6 +114,9 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 def serve_jobs(jobs: list[Job]) -> None:
     """The body of the process: run the jobs, print an Outcome as JSON for each, in order."""
     import megatron_lab  # noqa: F401  imported before the first fork, so that no rank pays for it again
+
+    if any(job.case.engine == "ours" for job in jobs):
+        importlib.import_module("megatron_pp.integrations.megatron_core")
 
     ranks: Ranks | None = None
     for job in jobs:
