@@ -168,6 +168,8 @@ class PlanExecutor:
         """The receiver has buffers of the agreed shapes: where more comes, gloo ends its process, and where less comes
         nobody notices.
         """
+        if isinstance(output, torch.Tensor) and [list(output.shape)] == self._sent_shapes:
+            return  # the usual case, on the hot path
         tensors = output if isinstance(output, (list, tuple)) else (output,)
         if not all(isinstance(t, torch.Tensor) for t in tensors):
             return  # refused in words of its own when it is to be sent
