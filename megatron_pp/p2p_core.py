@@ -73,7 +73,7 @@ class P2PCore:
         self._closed = False
         # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.
         self._templates: dict[tuple[int, ...], torch.Tensor] = {}
-        self._single_shape: object = ()  # the last shape that was seen to be one, not a list of them
+        self._single_shape: Any = ()  # the last shape that was seen to be one, not a list of them
 
     # -- posting ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,94 @@
+"""Short runs of the toy model whose forward_step_func a test brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.schedules import forward_backward_no_pipelining, get_forward_backward_func
+from megatron_pp.stage import PipelineStage
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config
+
+DATA = ToyData(4)
+
+
+def loss_of(target: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    return (output - target).pow(2).mean()
+
+
+def forward_with(loss_func: Callable[[torch.Tensor], Any] | None, target_needed: bool = True) -> Any:
+    """A forward_step_func whose loss function is ``loss_func(loss of the microbatch)``."""
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        x, target = next(data_iterator)
+        if loss_func is None:
+            return model(x), None
+        return model(x), lambda output, **more: loss_func(loss_of(target, output), **more)
+
+    return step
+
+
+def alone(step: Any, config: Any = None, module: Any = None, **more: Any) -> list[Any]:
+    config = config or toy_config()
+    return forward_backward_no_pipelining(
+        forward_step_func=step,
+        data_iterator=DATA.iterator(),
+        model=module or PipelineStage(ToyBlock(0), config),
+        num_microbatches=DATA.num_microbatches,
+        **more,
+    )
+
+
+def in_pipeline(
+    size: int,
+    step: Any,
+    *,
+    chunks: int = 1,
+    wrap: Callable[[PipelineStage], Any] = lambda stage: stage,
+    data: ToyData = DATA,
+    more: dict[str, Any] | None = None,
+    **fields: Any,
+) -> tuple[list[list[Any]], list[torch.nn.Module]]:
+    """Reports of every rank, and the blocks of all stages in order."""
+    network = MemoryNetwork(size)
+    blocks = [ToyBlock(stage) for stage in range(size * chunks)]
+
+    def rank_main(rank: int) -> list[Any]:
+        config = toy_config(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, **fields)
+        model = [wrap(PipelineStage(blocks[c * size + rank], config, c)) for c in range(chunks)]
+        return get_forward_backward_func(size, chunks if chunks > 1 else None)(
+            forward_step_func=step,
+            data_iterator=[data.iterator() for _ in model],
+            model=model,
+            num_microbatches=data.num_microbatches,
+            seq_length=data.seq_length,
+            micro_batch_size=data.micro_batch_size,
+            p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
+            **(more or {}),
+        )
+
+    return run_ranks(size, rank_main, network.abort), blocks
+
+
+def reference(stages: int, total: Callable[[list[torch.Tensor]], torch.Tensor]) -> list[torch.nn.Module]:
+    """Blocks after the backward of ``total(losses of all microbatches)`` in one process."""
+    blocks = [ToyBlock(stage) for stage in range(stages)]
+    losses = []
+    for x, target in DATA.iterator():
+        for block in blocks:
+            x = block(x)
+        losses.append(loss_of(target, x))
+    total(losses).backward()
+    return blocks
+
+
+def assert_same_gradients(blocks: list[torch.nn.Module], expected: list[torch.nn.Module]) -> None:
+    for mine, theirs in zip(blocks, expected, strict=True):
+        for (name, one), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+            assert one.grad is not None, name
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
