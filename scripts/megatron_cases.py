@@ -56,6 +56,7 @@ class Case:
     trace: bool = False
     split_tied: bool = False  # give tied embeddings two parameters of equal values, and add their gradients at the end
     schedule: str | None = None  # config.pipeline_schedule of our engine
+    split_weight_grad: bool = False  # convert the chunks, so that a schedule with W splits backwards
 
     @property
     def world(self) -> int:

@@ -41,6 +41,8 @@ with megatron_cpu_shim.triton_stand_in():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron_cases import Case, Job, Model  # noqa: E402
 
+from megatron_pp.weight_grad import split_weight_grad  # noqa: E402
+
 logging.getLogger("megatron").setLevel(logging.ERROR)
 Tensors = dict[str, torch.Tensor]
 
@@ -220,7 +222,10 @@ class Run:
         self.case = case
         set_up_parallel_state(case)
         self.config = make_config(case)
-        self.chunks = self._wrap(build_chunks(case, self.config))
+        chunks = build_chunks(case, self.config)
+        if case.split_weight_grad:
+            split_weight_grad(chunks)
+        self.chunks = self._wrap(chunks)
         self.optimizer = self._optimizer()
         self._hook_config()
         self.losses: list[torch.Tensor] = []

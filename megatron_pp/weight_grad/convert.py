@@ -10,16 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.weight_grad.fused import fused_kernels
-from megatron_pp.weight_grad.layers import (
-    MARK,
-    Converted,
-    ConvertedEmbedding,
-    ConvertedLinear,
-    ConvertedTensorParallelLinear,
-    SplitState,
-    convert,
-    restore,
-)
+from megatron_pp.weight_grad.layers import SplitState, convert, is_converted, kind_of, restore
 from megatron_pp.weight_grad.store import SplitReport, WeightGradStore
 from megatron_pp.weight_grad.transformer_engine import DelayedLayer, delays_weight_grad
 
@@ -48,11 +39,14 @@ def split_weight_grad(
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     store = WeightGradStore()
     counts = {"split": 0, "delayed": 0, "whole": 0}
-    for number, chunk in enumerate(chunks):
+    for chunk in chunks:
         _check(chunk)
+    for number, chunk in enumerate(chunks):
         fusion = _fusion(chunk) if gradient_accumulation_fusion is None else gradient_accumulation_fusion
         for layer in _layers_with_parameters(chunk):
-            counts[_convert_layer(layer, number, store, fusion)] += 1
+            store.own(layer, number)
+            if not is_converted(layer):  # a layer may be in several chunks
+                counts[_convert_layer(layer, number, store, fusion)] += 1
     for chunk in chunks:
         object.__setattr__(chunk, _STORE, store)
     store.report = SplitReport(**counts)
@@ -63,7 +57,7 @@ def unsplit_weight_grad(model: nn.Module | Sequence[nn.Module]) -> None:
     """Undo ``split_weight_grad``."""
     for chunk in [model] if isinstance(model, nn.Module) else model:
         for layer in chunk.modules():
-            if MARK in layer.__dict__:
+            if is_converted(layer):
                 restore(layer)
             layer.__dict__.pop(_STORE, None)
 
@@ -102,14 +96,12 @@ def _find_store(chunk: Any) -> WeightGradStore | None:
 
 
 def _convert_layer(layer: nn.Module, chunk: int, store: WeightGradStore, fusion: bool) -> str:
-    store.own(layer, chunk)
     if delays_weight_grad(layer):
         store.own_external(DelayedLayer(layer, chunk))
         return "delayed"
-    if MARK not in layer.__dict__:  # a layer may be in several chunks
-        convert(layer, SplitState(store, type(layer), fusion, fused_kernels() if fusion else None))
-    kinds = (ConvertedLinear, ConvertedEmbedding, ConvertedTensorParallelLinear)
-    return "split" if isinstance(layer, kinds) else "whole"
+    kind = kind_of(layer)
+    convert(layer, SplitState(store, type(layer), fusion, fused_kernels() if fusion else None))
+    return "split" if kind.splits else "whole"
 
 
 def _layers_with_parameters(chunk: nn.Module) -> Iterator[nn.Module]:
@@ -119,7 +111,7 @@ def _layers_with_parameters(chunk: nn.Module) -> Iterator[nn.Module]:
 def _check(chunk: nn.Module) -> None:
     for name, layer in chunk.named_modules():
         where = name or type(chunk).__name__
-        if isinstance(layer, Converted):
+        if is_converted(layer):
             raise WeightGradSplitError(f"{where} was converted before: split_weight_grad is called once per model")
         if isinstance(layer, torch.jit.ScriptModule):
             raise WeightGradSplitError(f"{where} is TorchScript, whose layers can not be converted")

@@ -1,12 +1,14 @@
-"""What a converted layer is: its own class with one more in front, which shows taps for parameters and splits what it
-can.
+"""What a converted layer is: an object of a class derived from its own, which shows taps for parameters and splits
+what it can.
 
-The class in front is made per class of layer. It adds nothing to the state dict, and copies and pickles of a converted
-layer are layers of the class it had before.
+The derived class is made per class of layer and has the same name. It adds nothing to the state dict, and copies and
+pickles of a converted layer are layers of the class it had before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ class SplitState(NamedTuple):
     """What a converted layer carries, under the attribute ``MARK``."""
 
     store: WeightGradStore
-    original: type[nn.Module]
+    original: Any  # the class that it had
     fusion: bool
     kernels: Any
 
@@ -34,6 +36,20 @@ class SplitState(NamedTuple):
     def active(self) -> bool:
         """Whether a forward now belongs to a pipeline step that will run backward."""
         return self.store.armed and torch.is_grad_enabled()
+
+
+class Kind(Enum):
+    """What a converted layer does differently."""
+
+    TAPPED = "all of its backward in B"
+    LINEAR = "torch's Linear"
+    EMBEDDING = "torch's Embedding"
+    TENSOR_PARALLEL = "Megatron-core's ColumnParallelLinear or RowParallelLinear"
+
+    @property
+    def splits(self) -> bool:
+        """Whether its weight gradients are put off until W."""
+        return self is not Kind.TAPPED
 
 
 class TappedParameter:
@@ -49,110 +65,108 @@ class TappedParameter:
         if self.name not in parameters:
             raise AttributeError(f"{type(layer).__name__!r} object has no attribute {self.name!r}")
         parameter = parameters[self.name]
-        state: SplitState = layer.__dict__[MARK]
+        state = state_of(layer)
         if parameter is None or not parameter.requires_grad or not state.active:
             return parameter
         return tapped(parameter, state.store)
 
 
-class Converted:
-    """In front of every converted layer's class."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {name: value for name, value in self.__dict__.items() if name != MARK}
-        return _bare, (self.__dict__[MARK].original,), state
+def state_of(layer: Any) -> SplitState:
+    return layer.__dict__[MARK]
 
 
-class ConvertedLinear(Converted):
-    """In front of torch's ``Linear``."""
-
-    def forward(self, input: Tensor) -> Tensor:  # named as torch names it
-        state: SplitState = self.__dict__[MARK]
-        parameters = self.__dict__["_parameters"]
-        weight, bias = parameters["weight"], parameters["bias"]
-        if not state.active or input.dim() < 2 or not _any_trainable(weight, bias):
-            return super().forward(input)  # type: ignore[misc]
-        return split_linear(input, LinearParameters(state.store, weight, bias, state.fusion, state.kernels))
+def is_converted(layer: nn.Module) -> bool:
+    return MARK in layer.__dict__
 
 
-class ConvertedEmbedding(Converted):
-    """In front of torch's ``Embedding``."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        state: SplitState = self.__dict__[MARK]
-        weight = self.__dict__["_parameters"]["weight"]
-        if not state.active or not weight.requires_grad:
-            return super().forward(input)  # type: ignore[misc]
-        layer: Any = self
-        parameters = EmbeddingParameters(state.store, weight, layer.padding_idx, layer.scale_grad_by_freq)
-        return split_embedding(input, parameters)
-
-
-class ConvertedTensorParallelLinear(Converted):
-    """In front of Megatron-core's ``ColumnParallelLinear`` and ``RowParallelLinear``, at the point where both
-    multiply.
-    """
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        state: SplitState = self.__dict__[MARK]
-        parameter = parameter_behind(weight)
-        call = TensorParallelCall.of(kwargs) if not args else None
-        # A weight that is no tap belongs to a layer that was not converted: it stays in autograd's graph.
-        if call is None or not state.active or parameter is weight:
-            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
-        bias = kwargs.get("bias")
-        layer = LinearParameters(
-            state.store,
-            parameter,
-            None if bias is None else parameter_behind(bias),
-            call.gradient_accumulation_fusion,
-            state.kernels,
-        )
-        return split_tensor_parallel_linear(input, layer, call)
-
-
-def converted_base(layer: nn.Module) -> type[Converted]:
-    """What goes in front of ``layer``'s class. Classes that bring a forward of their own are tapped only."""
-    kind = type(layer)
-    if isinstance(layer, nn.Linear) and kind.forward is nn.Linear.forward and _has_plain_parameters(layer):
-        return ConvertedLinear
-    if isinstance(layer, nn.Embedding) and kind.forward is nn.Embedding.forward and _has_plain_parameters(layer):
+def kind_of(layer: nn.Module) -> Kind:
+    """What conversion makes of ``layer``. Classes that bring a forward of their own are tapped only."""
+    own = type(layer)
+    plain = "weight" in layer._parameters  # else the weight is computed from others (torch.nn.utils.parametrize)
+    if isinstance(layer, nn.Linear) and own.forward is nn.Linear.forward and plain:
+        return Kind.LINEAR
+    if isinstance(layer, nn.Embedding) and own.forward is nn.Embedding.forward and plain:
         # Sparse gradients and renormalised rows are autograd's business.
-        return Converted if layer.sparse or layer.max_norm is not None else ConvertedEmbedding
-    if any(base.__module__ == _MEGATRON_LAYERS and hasattr(base, "_forward_impl") for base in kind.__mro__):
-        return ConvertedTensorParallelLinear
-    return Converted
+        return Kind.TAPPED if layer.sparse or layer.max_norm is not None else Kind.EMBEDDING
+    if any(base.__module__ == _MEGATRON_LAYERS and hasattr(base, "_forward_impl") for base in own.__mro__):
+        return Kind.TENSOR_PARALLEL
+    return Kind.TAPPED
 
 
 def convert(layer: nn.Module, state: SplitState) -> None:
-    """Put the class in front of ``layer``'s own."""
-    names = tuple(layer._parameters)
+    """Give ``layer`` the derived class."""
+    kind = kind_of(layer)
     layer.__dict__[MARK] = state
-    layer.__class__ = _converted_class(type(layer), converted_base(layer), names)  # type: ignore[arg-type]
+    layer.__class__ = _derived(state.original, kind, tuple(layer._parameters))
 
 
 def restore(layer: nn.Module) -> None:
     """Give a converted layer its own class back."""
-    state: SplitState = layer.__dict__.pop(MARK)
-    layer.__class__ = state.original
+    layer.__class__ = layer.__dict__.pop(MARK).original
 
 
 @cache
-def _converted_class(kind: type[nn.Module], front: type[Converted], names: tuple[str, ...]) -> type[nn.Module]:
+def _derived(original: Any, kind: Kind, names: tuple[str, ...]) -> Any:
+    """One base only: Python lets an object change to a class of the same layout, and more bases may change that."""
     attributes: dict[str, Any] = {name: TappedParameter(name) for name in names}
-    attributes["__module__"] = kind.__module__
-    return type(kind.__name__, (front, kind), attributes)
+    attributes |= {"__module__": original.__module__, "__reduce_ex__": _reduce_as_original} | _OVERRIDES[kind]
+    return type(original)(original.__name__, (original,), attributes)
 
 
-def _bare(kind: type[nn.Module]) -> nn.Module:
-    """A layer of ``kind`` without anything in it, as unpickling starts from."""
-    return kind.__new__(kind)
+# -- methods of derived classes
+# ----------------------------------------------------------------------------------------
 
 
-def _has_plain_parameters(layer: nn.Module) -> bool:
-    """Not a layer whose weight is computed from others (torch.nn.utils.parametrize)."""
-    return "weight" in layer._parameters
+def _reduce_as_original(layer: nn.Module, protocol: Any) -> Any:
+    state = {name: value for name, value in layer.__dict__.items() if name != MARK}
+    return _bare, (state_of(layer).original,), state
 
 
-def _any_trainable(*parameters: Tensor | None) -> bool:
-    return any(p is not None and p.requires_grad for p in parameters)
+def _bare(original: Any) -> nn.Module:
+    """A layer without anything in it, as unpickling starts from."""
+    return original.__new__(original)
+
+
+def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:  # named as torch names it
+    state = state_of(layer)
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    trainable = any(p is not None and p.requires_grad for p in (weight, bias))
+    if weight is None or not trainable or input.dim() < 2 or not state.active:
+        return state.original.forward(layer, input)
+    return split_linear(input, LinearParameters(state.store, weight, bias, state.fusion, state.kernels))
+
+
+def _embedding_forward(layer: nn.Embedding, input: Tensor) -> Tensor:
+    state = state_of(layer)
+    weight = layer._parameters["weight"]
+    if weight is None or not weight.requires_grad or not state.active:
+        return state.original.forward(layer, input)
+    parameters = EmbeddingParameters(state.store, weight, layer.padding_idx, layer.scale_grad_by_freq)
+    return split_embedding(input, parameters)
+
+
+def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The point where both of Megatron's layers multiply."""
+    state = state_of(layer)
+    parameter = parameter_behind(weight)
+    call = None if args else TensorParallelCall.of(kwargs)
+    # A weight that is no tap belongs to a layer that was not converted: it stays in autograd's graph.
+    if call is None or not state.active or parameter is weight:
+        return state.original._forward_impl(layer, input, weight, *args, **kwargs)
+    bias = kwargs.get("bias")
+    parameters = LinearParameters(
+        state.store,
+        parameter,
+        None if bias is None else parameter_behind(bias),
+        call.gradient_accumulation_fusion,
+        state.kernels,
+    )
+    return split_tensor_parallel_linear(input, parameters, call)
+
+
+_OVERRIDES: dict[Kind, dict[str, Callable[..., Any]]] = {
+    Kind.TAPPED: {},
+    Kind.LINEAR: {"forward": _linear_forward},
+    Kind.EMBEDDING: {"forward": _embedding_forward},
+    Kind.TENSOR_PARALLEL: {"_forward_impl": _tensor_parallel_impl},
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import io
 import pickle
@@ -43,7 +44,7 @@ class _Square(torch.autograd.Function):
         return grad * w * w, (2 * grad * x * w).sum((0, 1))
 
 
-class _Custom(nn.Module):
+class _Custom(abc.ABC, nn.Module):  # an abstract base: its class has another layout
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
@@ -554,6 +555,12 @@ def _plain() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2))
     split_weight_grad(model)
     return model
+
+
+def test_a_layer_of_two_chunks_is_converted_once() -> None:
+    shared = nn.Linear(2, 2)
+    store = split_weight_grad([nn.Sequential(shared), nn.Sequential(shared, nn.Linear(2, 2))])
+    assert store.report.split == 2
 
 
 def test_chunks_must_share_one_store() -> None:
