@@ -200,7 +200,7 @@ def test_interleaved_as_megatron(size: int, chunks: int, explicit: bool, param_s
 # -- other schedules --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "eager_1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "eager_1f1b", "zb_h1", "zb_h2"])
 def test_every_chunk_is_synchronised_in_its_last_backward_whatever_the_schedule(schedule: str) -> None:
     for log in run_logged(3, 1, 5, pipeline_schedule=schedule):
         backwards = [line for line in log.lines if line.startswith("B")]
