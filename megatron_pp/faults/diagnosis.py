@@ -16,10 +16,14 @@ _BEFORE, _AFTER = 6, 3
 
 class Source(Protocol):
     """What a step is watched through: the engine's ``PlanExecutor`` is one. ``position`` is the index of the current
-    instruction."""
+    instruction; ``plan`` is None for what follows no plan.
+    """
 
-    plan: Plan
-    position: int
+    @property
+    def plan(self) -> Plan | None: ...
+
+    @property
+    def position(self) -> int: ...
 
 
 def waits_on(placement: Placement, rank: int, at: Instruction) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from megatron_pp.faults.judge import Own, judge
 from megatron_pp.faults.link import Link, Pace
 from megatron_pp.faults.liveness import state_of
 from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, Progress
-from megatron_pp.faults.tracker import Tracker
+from megatron_pp.faults.tracker import Outside, Tracker
 from megatron_pp.faults.verdict import error_of, first_line, is_consequence, tail_of, type_name
 from megatron_pp.faults.watch import Watch
 
@@ -86,7 +86,7 @@ class FaultGuard:
         self._watch = Watch(self)
         self._entered_with: Hashable = None
         self._over: str | None = None
-        self._raised: PipelineError | None = None
+        self._raised: BaseException | None = None  # by this rank, and dealt with
         self._main = 0
 
     # -- what the engine calls -----------------------------------------------------------------------------------------
@@ -99,6 +99,13 @@ class FaultGuard:
         CommunicatorClosedError after a failure. An error of this rank's own is raised as it is.
         """
         return Step(self, source, key, describe)
+
+    def watch(self, what: str) -> Step:
+        """A context manager around ``what`` a program does between steps together with other ranks, such as an
+        optimizer step with its collectives, or around that and steps: failures reach it, and leave it, as they do a
+        step.
+        """
+        return Step(self, Outside(), None, None, what)
 
     def phase(self, text: str) -> None:
         """What this rank does when it is through with the plan, within the step; "" inside the plan."""
@@ -121,15 +128,18 @@ class FaultGuard:
 
     # -- entering ------------------------------------------------------------------------------------------------------
 
-    def enter(self, source: Source, key: Hashable, describe: Describe | None) -> None:
-        """See ``step``."""
+    def check_open(self) -> None:
+        """Raises CommunicatorClosedError after a failure."""
         if self._over is not None:
             raise CommunicatorClosedError(
                 f"pipeline rank {self.rank}: this communicator can not be used any more: {self._over}"
             )
+
+    def enter(self, source: Source, key: Hashable, describe: Describe | None, phase: str = "") -> None:
+        """See ``step``."""
         self._main = threading.get_ident()
         changed = describe is not None and key != self._entered_with
-        self._tracker.begin(source, entering=changed)
+        self._tracker.begin(source, entering=changed, phase=phase)
         self._link.wake()
         self._watch.wake()
         if describe is not None and changed:
@@ -172,9 +182,12 @@ class FaultGuard:
             if error is None:
                 if self.verdict is not None:
                     raise self._error()
+            elif error is self._raised:
+                pass  # dealt with where it was raised, inside
             elif is_consequence(error) or (self.verdict is not None and type(error) is RuntimeError):
                 raise self._reason_for(error) from error
-            elif error is not self._raised:
+            else:
+                self._raised = error
                 self._conclude(self._own_failure(error), True)
         finally:
             if error is not None or self.verdict is not None:
@@ -264,8 +277,9 @@ class FaultGuard:
     def _error(self) -> PipelineError:
         """What this rank raises because of the verdict."""
         assert self.verdict is not None
-        self._raised = error_of(self.verdict, self.pipeline, self.rank, self._tracker.doing())
-        return self._raised
+        error = error_of(self.verdict, self.pipeline, self.rank, self._tracker.doing())
+        self._raised = error
+        return error
 
     def _failure(self, kind: str, **content: Any) -> Failure:
         return Failure(kind, self.pipeline, self.rank, self._global_rank, **content)
@@ -287,24 +301,28 @@ class FaultGuard:
 
 
 class Step:
-    """One step under a guard; a context manager."""
+    """One step under a guard, or something else that is watched; a context manager."""
 
-    __slots__ = ("_describe", "_guard", "_key", "_source")
+    __slots__ = ("_describe", "_guard", "_key", "_phase", "_source")
 
-    def __init__(self, guard: FaultGuard, source: Source, key: Hashable, describe: Describe | None) -> None:
+    def __init__(
+        self, guard: FaultGuard, source: Source, key: Hashable, describe: Describe | None, phase: str = ""
+    ) -> None:
         self._guard = guard
         self._source = source
         self._key = key
         self._describe = describe
+        self._phase = phase
 
     def __enter__(self) -> FaultGuard:
+        guard = self._guard
+        guard.check_open()
         try:
-            self._guard.enter(self._source, self._key, self._describe)
+            guard.enter(self._source, self._key, self._describe, self._phase)
         except BaseException as error:
-            if self._guard.in_step():
-                self._guard.leave(error)
+            guard.leave(error)
             raise
-        return self._guard
+        return guard
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

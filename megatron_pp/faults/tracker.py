@@ -8,11 +8,21 @@ from collections.abc import Callable
 from megatron_pp.faults.diagnosis import Source, doing, instruction_at, waits_on
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import ENTERING, IN_STEP, Progress
+from megatron_pp.plan.instruction import Instruction
+
+
+class Outside:
+    """A source for work that follows no plan."""
+
+    plan = None
+    position = 0
 
 
 class Tracker:
     """One rank's position, and since when it has it. Everything here is cheap and takes no lock.
 
+    source  what this rank executes; None outside steps
+    phase   what it does where it follows no plan, in words
     failed  whether a transfer of this rank has failed and the reason is being looked for
     """
 
@@ -26,24 +36,27 @@ class Tracker:
         self.process = this_process()
         self._clock = clock
         self._entering = False
+        self._around: list[tuple[Source | None, str]] = []
         self._last: tuple[int, int, str, bool] = (0, 0, "", False)
         self._moved_at = 0.0
 
-    def begin(self, source: Source, entering: bool = False) -> None:
-        """A step begins; ``entering``: plans are compared first. Assigning ``source`` is what the other threads see, so
-        it comes last: nobody may be told of this step as of one whose plan is the last step's, when it is not.
+    def begin(self, source: Source, entering: bool = False, phase: str = "") -> None:
+        """A step begins, or with ``phase`` something else, in which steps may be. ``entering``: plans are compared
+        first. Assigning ``source`` is what the other threads see, so it comes last: nobody may be told of this step as
+        of one whose plan is the last step's, when it is not.
         """
+        self._around.append((self.source, self.phase))
         self._entering = entering
-        self.step += 1
-        self.phase = ""
+        self.step += source.plan is not None
+        self.phase = phase
         self.failed = False
         self._moved_at = self._clock()
         self.source = source
 
     def end(self) -> None:
-        """The step is over."""
-        self.source = None
+        """What ``begin`` began is over."""
         self._entering = False
+        self.source, self.phase = self._around.pop() if self._around else (None, "")
 
     def entering(self, on: bool) -> None:
         """Whether this rank compares plans with the others."""
@@ -59,7 +72,7 @@ class Tracker:
         if here != self._last:
             self._last = here
             self._moved_at = now
-        at = instruction_at(source.plan, self.rank, here[1])
+        at = self._at(source)
         text = self.phase or ("" if at is None else str(at))
         state = ENTERING if self._entering else IN_STEP
         return Progress(here[0], state, here[1], text, round(now - self._moved_at, 3), 0, self.process)
@@ -70,15 +83,15 @@ class Tracker:
         source = self.source
         if source is None:
             return ()
-        at = instruction_at(source.plan, self.rank, source.position)
-        if self._entering or self.phase or at is None:
+        at = self._at(source)
+        if self._entering or self.phase or at is None or source.plan is None:
             return tuple(r for r in range(self.size) if r != self.rank)
         return waits_on(source.plan.placement, self.rank, at)
 
     def place(self) -> tuple[str, str]:
         """The current instruction as printed and in words; outside the plan, what else this rank does."""
         source = self.source
-        at = None if source is None else instruction_at(source.plan, self.rank, source.position)
+        at = self._at(source)
         if self._entering:
             return "", "the entry of the step"
         if self.phase or at is None:
@@ -88,7 +101,12 @@ class Tracker:
     def doing(self) -> str:
         """What this rank does now, as a sentence's end: ``rank 2 waits for ...``."""
         source = self.source
-        at = None if source is None else instruction_at(source.plan, self.rank, source.position)
-        if source is None or at is None or self._entering or self.phase:
+        at = self._at(source)
+        if source is None or source.plan is None or at is None or self._entering or self.phase:
             return f"rank {self.rank} is in {self.place()[1]}"
         return f"rank {self.rank} {doing(source.plan.placement, self.rank, at)}"
+
+    def _at(self, source: Source | None) -> Instruction | None:
+        if source is None or source.plan is None:
+            return None
+        return instruction_at(source.plan, self.rank, source.position)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -47,6 +47,12 @@ def guarded(
             yield guard
         finally:
             communicator.under_guard = False
+
+
+def watched(communicator: Any, config: Any, what: str) -> AbstractContextManager[Any]:
+    """``FaultGuard.watch`` of the communicator's guard; a context that does nothing where there is none."""
+    guard = guard_of(communicator, config)
+    return nullcontext() if isinstance(guard, NoGuard) else guard.watch(what)
 
 
 def guard_of(communicator: Any, config: Any) -> FaultGuard | NoGuard:

@@ -404,3 +404,47 @@ def test_the_success_path_asks_nothing_of_the_store() -> None:
             pass
     assert calls == []
     guard.close()
+
+
+# -- around steps ---
+
+
+def test_a_failure_reaches_ranks_between_steps_that_are_watched() -> None:
+    """Rank 0 is through with its step and waits in a collective of the optimizer; rank 1 fails in its step."""
+    store = dist.HashStore()
+    one, source = _guard(0, store)
+    two, other_source = _guard(1, store)
+    with pytest.raises(PipelinePeerError, match="ValueError"):
+        with one.watch("the training step"):
+            with one.step(source):
+                pass
+            with pytest.raises(ValueError, match="late"), two.step(other_source):
+                raise ValueError("late")
+            _wait_until_aborted(source)
+    one.close()
+    two.close()
+
+
+def test_an_error_that_passes_two_guards_is_told_once() -> None:
+    store = dist.HashStore()
+    guard, source = _guard(0, store)
+    with pytest.raises(ValueError, match="inner"), guard.watch("the training step"), guard.step(source):
+        raise ValueError("inner")
+    board = Board(store, "p", 1, 2, 1)
+    assert store.add(f"megatron_pp/{board.epoch}/tickets", 0) == 1
+    found = board.failure()
+    assert found is not None
+    assert (found.message, found.instruction) == ("inner", str(source.plan.programs[0][0]))
+    guard.close()
+
+
+def test_what_is_watched_has_a_name_in_the_error() -> None:
+    store = dist.HashStore()
+    one, _ = _guard(0, store)
+    two, other_source = _guard(1, store)
+    with pytest.raises(OSError, match="disk"), one.watch("the optimizer step"):
+        raise OSError("disk")
+    with pytest.raises(PipelinePeerError, match="raised OSError in the optimizer step: disk"), two.step(other_source):
+        _wait_until_aborted(other_source)
+    one.close()
+    two.close()
