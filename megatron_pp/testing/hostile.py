@@ -1,11 +1,14 @@
 """Networks that do their worst within the rules, for ranks as threads: what passes here has no race.
 
-A real transport reads the bytes of a send some time between the rendezvous and the moment when the send is known to be done, and mostly at a harmless one. These read at
-the worst one. They behave as a DMA engine does: they know where bytes lie and keep nothing alive, so that a send whose memory was freed delivers NaN (and
-is noted in ``violations``); the buffer of a receive holds NaN until the bytes have come.
+A real transport reads the bytes of a send some time between the rendezvous and the moment when the send is known to be
+done, and mostly at a harmless one. These read at the worst one. They behave as a DMA engine does: they know where bytes
+lie and keep nothing alive, so that a send whose memory was freed delivers NaN (and is noted in ``violations``); the
+buffer of a receive holds NaN until the bytes have come.
 
-``LastMomentNetwork``  reads only when the sender waits on the send, or when nothing else can move, or after everything else is done
-``PoisoningNetwork``   the same, and memory that only the communicator still holds counts as freed, and is filled with NaN at once: an early release shows
+``LastMomentNetwork``  reads only when the sender waits on the send, or when nothing else can move, or after everything
+else is done
+``PoisoningNetwork``   the same, and memory that only the communicator still holds counts as freed, and is filled with
+NaN at once: an early release shows
                        although the handle owns the bytes
 ``ShuffledNetwork``    completes transfers at random moments, in any order that FIFO channels allow
 
@@ -67,7 +70,9 @@ class Pair(NamedTuple):
 
 
 class HostileNetwork(MemoryNetwork):
-    """What the hostile networks share: turns by seed, and transfers that are late. ``pollable``: works tell when they are complete, as on NCCL."""
+    """What the hostile networks share: turns by seed, and transfers that are late. ``pollable``: works tell when they
+    are complete, as on NCCL.
+    """
 
     def __init__(self, size: int, one_way: bool = True, *, seed: int = 0, pollable: bool = False) -> None:
         super().__init__(size, one_way)
@@ -124,7 +129,7 @@ class HostileNetwork(MemoryNetwork):
         super().abort(why)
         self._turns.give_up()
 
-    # -- what the hostile networks differ in --------------------------------------------------------------------------------
+    # -- what the hostile networks differ in -------------------------------------------------------
 
     def when_awaited(self, work: MemoryWork) -> None:
         """A rank has begun to wait for ``work``."""
@@ -135,7 +140,7 @@ class HostileNetwork(MemoryNetwork):
     def when_met(self, pair: Pair) -> None:
         """Both ends are posted; the bytes may move from now on."""
 
-    # -- inside ----------------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _forget_but_where(self, end: End) -> None:
         if not end.is_send:
@@ -182,7 +187,8 @@ class HostileNetwork(MemoryNetwork):
         self.violations.append(violation)
 
     def _why_stuck(self, work: MemoryWork) -> str:
-        return f"Timed out waiting: nothing can move any more; rank {work.rank} waits on {', '.join(map(_words, work.ends))}"
+        waits = ", ".join(map(_words, work.ends))
+        return f"Timed out waiting: nothing can move any more; rank {work.rank} waits on {waits}"
 
 
 class LastMomentNetwork(HostileNetwork):
@@ -198,7 +204,8 @@ class LastMomentNetwork(HostileNetwork):
 
 
 class PoisoningNetwork(LastMomentNetwork):
-    """Memory of a pending send that only the communicator still holds is what the schedule has given back: filled with NaN.
+    """Memory of a pending send that only the communicator still holds is what the schedule has given back: filled with
+    NaN.
 
     Nobody but this network can read it any more, so right before the read is as good as at once.
     """

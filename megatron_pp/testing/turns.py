@@ -1,6 +1,7 @@
 """Threads that take turns: exactly one runs at any time, and a seed decides which one is next.
 
-What happens is then a function of the seed, whatever the machine is doing, and that nothing can move any more is seen at once, without a clock.
+What happens is then a function of the seed, whatever the machine is doing, and that nothing can move any more is seen
+at once, without a clock.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from contextlib import contextmanager
 class Turns:
     """Takes ``size`` threads, each of which runs as one rank inside ``running(rank)``.
 
-    ``when_stuck()`` is called when every thread waits for something; it makes something happen and returns True, or returns False:
-    then all ``wait_until`` return although their condition does not hold.
+    ``when_stuck()`` is called when every thread waits for something; it makes something happen and returns True, or
+    returns False: then all ``wait_until`` return although their condition does not hold.
     """
 
     def __init__(self, size: int, rng: random.Random, when_stuck: Callable[[], bool]) -> None:

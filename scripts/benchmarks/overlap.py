@@ -141,21 +141,29 @@ def _rank(rank: int, size: int, settings: list[Setting]) -> list[dict[str, Any]]
 class VariantStep:
     """One training step under one of the variants; call it."""
 
-    def __init__(self, variant: str, setting: Setting, rank: int, group: Any, transport: Any = None) -> None:
+    def __init__(
+        self,
+        variant: str,
+        setting: Setting,
+        rank: int,
+        group: Any,
+        transport: Any = None,
+        stages: tuple[Callable[..., Any], Callable[..., Any]] = (),  # type: ignore[assignment]
+    ) -> None:
+        """``stages``: what makes a stage from its forward's and backward's seconds, without and with copies."""
         work, sweep = setting.work, setting.sweep
         plan = build_plan(setting.spec)
         self.plan = wait_at_once(plan) if variant == WAIT_AT_ONCE else plan
         self.executor = FreesAtOnce if variant == FREE_AT_ONCE else PlanExecutor
-        stage = CopyingStage if variant == FREE_AT_ONCE else TimedStage
+        make_stage = (stages or (TimedStage, CopyingStage))[variant == FREE_AT_ONCE]
         self.config = SimpleNamespace(pipeline_dtype=torch.float32)
         self.communicator = P2PCommunicator(group, self.config, transport)
-        self.chunks = [
-            PipelineStage(stage(sweep.forward, sweep.backward), self.config, chunk) for chunk in range(work.num_chunks)
-        ]
+        inner = [make_stage(sweep.forward, sweep.backward) for _ in range(work.num_chunks)]
+        self.chunks = [PipelineStage(module, self.config, chunk) for chunk, module in enumerate(inner)]
         self.shape = work.shape
         last = [plan.placement.is_last_stage(rank, chunk) for chunk in range(work.num_chunks)]
         self.options = StepOptions(work.num_microbatches, last)
-        self.x = first_input(work)
+        self.x = first_input(work).to(self.communicator.device)
         self.losses: list[float] = []
         self.in_releases = 0.0
         self.runs = 0

@@ -1,4 +1,5 @@
-"""What two real ranks do in each case of the deallocation race (Megatron-LM#4047): one sends and lets go, the other receives late.
+"""What two real ranks do in each case of the deallocation race (Megatron-LM#4047): one sends and lets go, the other
+receives late.
 
 Every case returns, on the receiver, the share of elements that are not what was posted.
 """
@@ -38,11 +39,19 @@ class Rank:
         self._store = dist.distributed_c10d._get_default_store()
         self._turn = 0
 
+    def connect(self) -> None:
+        """NCCL connects two ranks on their first message, and holds both up for it: before the case that needs none."""
+        token = torch.zeros(1, device=self.device)
+        if self.rank == 0:
+            dist.send(token, 1)
+        else:
+            dist.recv(token, 0)
+
     def tensor(self) -> torch.Tensor:
         return torch.full(self.shape, GOOD, dtype=self.dtype, device=self.device)
 
     def overwrite(self) -> None:
-        """What the next microbatch does with memory that was freed: the allocator hands the same addresses out again."""
+        """What the next microbatch does with memory that was freed: the allocator hands out the same addresses."""
         self.overwritten = [torch.full(self.shape, BAD, dtype=self.dtype, device=self.device) for _ in range(2)]
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -168,14 +177,17 @@ CASES: dict[str, Callable[[Rank], float]] = {
 }
 
 
-def run_cases(rank: int, size: int, dtypes: dict[str, int], devices: tuple[str, ...]) -> dict[str, list[float]]:
-    """All cases, each ``dtypes[name]`` times per dtype. Returns "case dtype" -> shares of wrong elements, of this rank."""
+def run_cases(
+    rank: int, size: int, dtypes: dict[str, int], devices: tuple[str, ...], num_bytes: int = BYTES
+) -> dict[str, list[float]]:
+    """All cases, each ``dtypes[name]`` times per dtype. Returns "case dtype" -> this rank's shares of wrong ones."""
     device = torch.device(devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     shares: dict[str, list[float]] = {}
     for name, times in dtypes.items():
-        me = Rank(rank, device, getattr(torch, name))
+        me = Rank(rank, device, getattr(torch, name), num_bytes)
+        me.connect()
         for letter, case in CASES.items():
             for _ in range(times):
                 me.together()
@@ -186,7 +198,9 @@ def run_cases(rank: int, size: int, dtypes: dict[str, int], devices: tuple[str, 
 
 
 def run_cases_on_one_gpu(rank: int, size: int, dtypes: dict[str, int], store: str) -> dict[str, list[float]]:
-    """NCCL refuses two ranks on one GPU within one host only: each rank says that it is a host of its own, and sockets connect them."""
+    """NCCL refuses two ranks on one GPU within one host only: each rank says that it is a host of its own, and sockets
+    connect them.
+    """
     os.environ["NCCL_HOSTID"] = f"megatron-pp-race-{rank}"
     torch.cuda.set_device(0)
     dist.init_process_group(
@@ -197,6 +211,10 @@ def run_cases_on_one_gpu(rank: int, size: int, dtypes: dict[str, int], store: st
     finally:
         dist.destroy_process_group()
 
+
+# glibc, read when a process starts: freed memory goes to the next allocation of its size, not back to the system. The
+# bare isend then sends what the next microbatch wrote; else it may end its process by reading what is not there.
+KEEP_FREED_MEMORY_MAPPED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 
 ONE_GPU_ENVIRONMENT = {
     "NCCL_NET": "Socket",

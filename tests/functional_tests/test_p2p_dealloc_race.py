@@ -19,7 +19,12 @@ from megatron_pp.plan.instruction import Instruction, instruction
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
 from megatron_pp.testing.processes import RankFailedError, run_processes
-from tests.functional_tests.race_cases import ONE_GPU_ENVIRONMENT, run_cases, run_cases_on_one_gpu
+from tests.functional_tests.race_cases import (
+    KEEP_FREED_MEMORY_MAPPED,
+    ONE_GPU_ENVIRONMENT,
+    run_cases,
+    run_cases_on_one_gpu,
+)
 
 REPEATS = int(os.environ.get("MEGATRON_PP_RACE_REPEATS", "2"))
 DTYPES = {"float32": REPEATS, "bfloat16": max(1, REPEATS // 2) if REPEATS < 20 else REPEATS}
@@ -42,16 +47,17 @@ def worst_of(results: list[Shares]) -> Shares:
 
 @pytest.fixture(scope="module")
 def gloo() -> Shares:
-    return worst_of(run_processes(run_cases, 2, (DTYPES, ("cpu", "cpu")), timeout=DEADLINE))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in KEEP_FREED_MEMORY_MAPPED.items():
+            patch.setenv(name, value)
+        return worst_of(run_processes(run_cases, 2, (DTYPES, ("cpu", "cpu")), timeout=DEADLINE))
 
 
 @pytest.fixture(scope="module")
 def two_gpus() -> Shares:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs; this machine has {torch.cuda.device_count()}")
-    return worst_of(
-        run_processes(run_cases, 2, (DTYPES, ("cuda:0", "cuda:1")), backend="nccl", timeout=DEADLINE)
-    )
+    return worst_of(run_processes(run_cases, 2, (DTYPES, ("cuda:0", "cuda:1")), backend="nccl", timeout=DEADLINE))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,9 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 def test_a_plain_isend_is_corrupted(transport: str, dtype: str, request: pytest.FixtureRequest) -> None:
     shares = request.getfixturevalue(transport)[f"a {dtype}"]
     corrupted = sum(share > 0 for share in shares)
-    told = f"{corrupted} of {len(shares)} transfers were corrupted, wrong elements: {[f'{100 * s:.4g}%' for s in shares]}"
+    told = (
+        f"{corrupted} of {len(shares)} transfers were corrupted, wrong elements: {[f'{100 * s:.4g}%' for s in shares]}"
+    )
     print(told)
     if corrupted == 0:
         pytest.skip(f"{transport} copies eagerly, so that the race can not show here: {told}")
@@ -96,14 +104,16 @@ def test_ours_delivers_what_was_posted(transport: str, dtype: str, case: str, re
     assert shares == [0.0] * len(shares)
 
 
-# -- g: blocking sends in 1F1B -----------------------------------------------------------------------------------------------
+# -- g: blocking sends in 1F1B ---------------------------------------------------------------------
 
 _MICROBATCHES = 6
 _SHAPE = (4, 1, 8)
 
 
 def blocking_sends(plan: Plan, ranks: tuple[int, ...]) -> Plan:
-    """``plan`` with every send of ``ranks`` waited for where it is posted, and every receive posted where it is waited for."""
+    """``plan`` with every send of ``ranks`` waited for where it is posted, and every receive posted where it is waited
+    for.
+    """
     programs = [_blocking(p) if r in ranks else p for r, p in enumerate(plan.programs)]
     return Plan(plan.spec, plan.placement, tuple(programs), plan.orders)
 

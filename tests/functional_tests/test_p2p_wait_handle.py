@@ -1,4 +1,6 @@
-"""Wait handles over a real gloo group: waiting twice, waiting once the group is gone, and what is refused before anything is posted."""
+"""Wait handles over a real gloo group: waiting twice, waiting once the group is gone, and what is refused before
+anything is posted.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,7 @@ def rank_main(rank: int, size: int) -> dict[str, object]:
 
 def _wait_twice(rank: int, mine: P2PCommunicator, seen: dict[str, object]) -> None:
     """On gloo a second wait on a finished send would hang."""
-    if rank == 0:
-        handle = mine.post_send(torch.ones(SHAPE), 1, ACT)
-    else:
-        handle = mine.post_recv(SHAPE, 0, ACT)
+    handle = mine.post_send(torch.ones(SHAPE), 1, ACT) if rank == 0 else mine.post_recv(SHAPE, 0, ACT)
     for _ in range(3):
         handle.wait()
     seen["completed"] = handle.is_completed()

@@ -137,7 +137,9 @@ class _Done:
 
 
 class OwnsNothing(P2PCore):
-    """Sends go out on the schedule's own tensor and the handle keeps nothing: the state of things before the handle owned the bytes. Shapes that travel ahead stay."""
+    """Sends go out on the schedule's own tensor and the handle keeps nothing: the state of things before the handle
+    owned the bytes. Shapes that travel ahead stay.
+    """
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         super()._alias(tensor)

@@ -1,4 +1,6 @@
-"""Plan mutants: one instruction of one rank's program dropped, duplicated, swapped or moved; inside a batch, one of its members."""
+"""Plan mutants: one instruction of one rank's program dropped, duplicated, swapped or moved; inside a batch, one of its
+members.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ KINDS = ("drop", "duplicate", "swap", "move")
 def mutants(plan: Plan, rng: random.Random | None = None, per_instruction: int = 2) -> Iterator[tuple[str, Plan]]:
     """(what was done, mutated plan), each once.
 
-    Every instruction is dropped. Of the places for a duplicate and the targets of a move, ``rng`` draws ``per_instruction`` each, the neighbouring one always
-    among them; of the partners for a swap one less, any of them (a swap of neighbours is a move). All are tried without ``rng``.
+    Every instruction is dropped. Of the places for a duplicate and the targets of a move, ``rng`` draws
+    ``per_instruction`` each, the neighbouring one always among them; of the partners for a swap one less, any of them
+    (a swap of neighbours is a move). All are tried without ``rng``.
     """
     for rank, program in enumerate(plan.programs):
         seen = {program}
@@ -48,18 +51,16 @@ def _edits(
         without = items[:k] + items[k + 1 :]
         yield "drop", str(at), without
         for j in _places(len(items) + 1, k, rng, most):
-            yield "duplicate", f"{at} again at {j}", items[:j] + [at] + items[j:]
+            yield "duplicate", f"{at} again at {j}", [*items[:j], at, *items[j:]]
         for j in range(len(items)) if rng is None else rng.sample(range(len(items)), min(most - 1, len(items))):
             swapped = list(items)
             swapped[k], swapped[j] = swapped[j], swapped[k]
             yield "swap", f"{at} with {items[j]}", swapped
         for j in _places(len(items), k, rng, most):
-            yield "move", f"{at} to {j}", without[:j] + [at] + without[j:]
+            yield "move", f"{at} to {j}", [*without[:j], at, *without[j:]]
 
 
-def _taken_out(
-    program: Program, i: int, rng: random.Random | None, most: int
-) -> Iterator[tuple[str, str, Program]]:
+def _taken_out(program: Program, i: int, rng: random.Random | None, most: int) -> Iterator[tuple[str, str, Program]]:
     """A member of the batch at ``i`` goes out alone, elsewhere."""
     members = program[i].members
     for k, member in enumerate(members):

@@ -1,7 +1,7 @@
 """Run any plan, mutated or not, with any engine over any network, on a model whose arithmetic is exact.
 
-Numbers are small integers in float64 and counts are powers of two, so that no sum depends on its order: a plan that merely reorders additions gives equal
-bits, and any other difference is a fault.
+Numbers are small integers in float64 and counts are powers of two, so that no sum depends on its order: a plan that
+merely reorders additions gives equal bits, and any other difference is a fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from megatron_pp.testing.toy import (
 
 
 class DeferredWeights:
-    """Weight gradients that WEIGHT computes, for ``ExactBlock``: what the engine asks of its ``weights``, in twenty lines."""
+    """Weight gradients that WEIGHT computes, for ``ExactBlock``: what the engine asks of its ``weights``, in twenty
+    lines.
+    """
 
     def __init__(self) -> None:
         self.queues: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -183,8 +185,9 @@ class _RankRun:
 
 
 class SyncWatch:
-    """Stands for a data-parallel wrapper: every parameter's gradient must be synchronised once, when it is complete, and every chunk's parameters be there
-    before its first forward, where the plan says that they are gathered explicitly."""
+    """Stands for a data-parallel wrapper: every parameter's gradient must be synchronised once, when it is complete,
+    and every chunk's parameters be there before its first forward, where the plan says that they are gathered
+    explicitly."""
 
     def __init__(self, plan: Plan, rank: int, chunks: list[Any], config: SimpleNamespace) -> None:
         self.rank = rank
@@ -230,7 +233,9 @@ class SyncWatch:
 
     def _check_gathered(self, chunk: Any, args: Any) -> None:
         if any(self.gathered[p] != 1 for p in chunk.parameters()):
-            self.faults.append(f"rank {self.rank}: a forward ran before the parameters were gathered, or they were gathered twice")
+            self.faults.append(
+                f"rank {self.rank}: a forward ran before the parameters were gathered, or they were gathered twice"
+            )
 
     def complaints(self) -> list[str]:
         found = list(self.faults)

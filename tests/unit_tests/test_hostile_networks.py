@@ -77,7 +77,9 @@ def test_overwriting_in_flight_is_seen_by_the_receiver(seed: int) -> None:
 
 @FAST_AND_SLOW
 def test_owned_bytes_arrive_although_the_schedule_freed_them(seed: int) -> None:
-    """The handle's ownership is enough on a transport that reads at the last moment; the poisoning one shows the early release nevertheless."""
+    """The handle's ownership is enough on a transport that reads at the last moment; the poisoning one shows the early
+    release nevertheless.
+    """
 
     def send(transport: MemoryTransport) -> None:
         tensor = torch.ones(8)
@@ -164,6 +166,7 @@ def completion_order(seed: int) -> tuple[str, ...]:
     """The order in which five messages of two channels arrive."""
     arrived: list[str] = []
     network = ShuffledNetwork(2, seed=seed)
+
     def transfer(source: torch.Tensor, target: torch.Tensor) -> None:
         arrived.append(f"{'AG'[int(target.numel() == 2)]}{int(source[0])}")
         target.data.copy_(source.view(target.shape))

@@ -1,4 +1,5 @@
-"""Every schedule under every policy over every hostile network, up to P=16, V=8: losses and gradients equal those of one process to the last bit.
+"""Every schedule under every policy over every hostile network, up to P=16, V=8: losses and gradients equal those of
+one process to the last bit.
 
 ``MEGATRON_PP_EXHAUSTIVE=1`` runs the whole product at the large shape, not a part of it.
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from megatron_pp.plan.spec import CHANNELS, ONE_WAY, POLICIES
 from megatron_pp.testing.hostile import HOSTILE_NETWORKS, HostileNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run
+from megatron_pp.weight_grad import split_weight_grad
 
 EXHAUSTIVE = os.environ.get("MEGATRON_PP_EXHAUSTIVE", "") == "1"
 FLAGS: dict[str, dict[str, bool]] = {
@@ -53,6 +56,7 @@ def difference(
         timeout=120.0,
         pipeline_schedule=schedule,
         p2p_channels=ONE_WAY if network.one_way else "shared",
+        prepare=split_weight_grad if SCHEDULES[schedule].splits_weight else None,
         **FLAGS[policy],
         **fields,
     )
@@ -64,7 +68,7 @@ def difference(
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_and_policy(schedule: str, policy: str, kind: type[HostileNetwork]) -> None:
-    for seed, (size, channels, pollable) in enumerate((p, c, t) for p in (2, 3) for c in CHANNELS for t in (False, True)):
+    for seed, (size, channels, pollable) in enumerate(product((2, 3), CHANNELS, (False, True))):
         num_chunks = chunks_of(schedule, 2)
         data = ToyData(2 * size + 1, variable=seed % 3 == 2)
         network = kind(size, channels == ONE_WAY, seed=seed, pollable=pollable)
@@ -73,13 +77,13 @@ def test_every_schedule_and_policy(schedule: str, policy: str, kind: type[Hostil
 
 
 def large_cases() -> list[tuple[str, str, type[HostileNetwork]]]:
-    """All of them, or such that every schedule, every policy and every network comes up with each of the others' values somewhere."""
-    product = [(s, p, n) for s in LARGE for p in POLICIES for n in HOSTILE_NETWORKS]
+    """All of them, or a part in which every schedule, every policy and every network comes up."""
+    everything = list(product(LARGE, POLICIES, HOSTILE_NETWORKS))
     if EXHAUSTIVE:
-        return product
+        return everything
     shifts = {schedule: k for k, schedule in enumerate(LARGE)}
     kept = []
-    for schedule, policy, network in product:
+    for schedule, policy, network in everything:
         apart = (shifts[schedule] + POLICIES.index(policy) + HOSTILE_NETWORKS.index(network)) % 3
         many_chunks = SCHEDULES[schedule].chunks is None
         if apart == 0 and (not many_chunks or policy == "overlap" or schedule == "interleaved_1f1b"):
@@ -102,9 +106,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
     size = draw(st.integers(1, 6))
     num_chunks = chunks_of(schedule, draw(st.integers(1, 4)))
     kind = draw(st.sampled_from(HOSTILE_NETWORKS))
-    network = kind(
-        size, draw(st.booleans()), seed=draw(st.integers(0, 2**32 - 1)), pollable=draw(st.booleans())
-    )
+    network = kind(size, draw(st.booleans()), seed=draw(st.integers(0, 2**32 - 1)), pollable=draw(st.booleans()))
     return {
         "schedule": schedule,
         "pipeline_size": size,

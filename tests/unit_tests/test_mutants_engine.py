@@ -1,7 +1,8 @@
-"""Engine mutants: each fault around the freeing of buffers is caught by a hostile network, and each wall against it stands alone.
+"""Engine mutants: each fault around the freeing of buffers is caught by a hostile network, and each wall against it
+stands alone.
 
-First wall: RELEASE waits before it frees. Second wall: the handle owns the bytes. A poisoning network sees through the second; a core that owns nothing
-takes it away.
+First wall: RELEASE waits before it frees. Second wall: the handle owns the bytes. A poisoning network sees through the
+second; a core that owns nothing takes it away.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def test_mutants_are_caught_without_ownership(capsys: pytest.CaptureFixture[str]
             assert LastMomentNetwork.__name__ in caught_by, f"{mutant.__name__} on {spec.describe()}"
             count.update(caught_by)
             count["runs"] += 1
-    told = ", ".join(f"{kind.__name__} {count[kind.__name__]}" for kind in HOSTILE_NETWORKS)
+    caught = ", ".join(f"{kind.__name__} {count[kind.__name__]}" for kind in HOSTILE_NETWORKS)
+    told = f"{len(EARLY_RELEASES + WRONG_READS)} on {len(SPECS)} plans, caught of {count['runs']}: {caught}"
     with capsys.disabled():
-        print(f"\nengine mutants, {len(EARLY_RELEASES + WRONG_READS)} on {len(SPECS)} plans, caught of {count['runs']}: {told}")
+        print(f"\nengine mutants, {told}")

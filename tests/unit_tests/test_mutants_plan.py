@@ -1,7 +1,8 @@
-"""Plan mutants: whatever harm one wrong instruction does, ``verify`` refuses it; what it lets pass gives equal bits on a hostile network.
+"""Plan mutants: whatever harm one wrong instruction does, ``verify`` refuses it; what it lets pass gives equal bits on
+a hostile network.
 
-``MEGATRON_PP_EXHAUSTIVE=1`` tries eight places for every instruction instead of two, and every combination of policy, channels, and fixed and varying
-shapes.
+``MEGATRON_PP_EXHAUSTIVE=1`` tries eight places for every instruction instead of two, and every combination of policy,
+channels, and fixed and varying shapes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Judge:
         self.run = 0
 
     def verdict(self, mutant: Plan) -> str:
-        """``verify`` where it is refused, ``harmless`` where a run over a hostile network shows that, else what went wrong."""
+        """``verify`` where it is refused, ``harmless`` where a run over a hostile network shows that, else what went
+        wrong.
+        """
         try:
             verify(mutant)
         except PlanError:

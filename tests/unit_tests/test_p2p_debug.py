@@ -1,4 +1,6 @@
-"""Debug mode: every early release is named with rank, chunk, microbatch and both instructions; a sound engine is not troubled, and nothing is there when off."""
+"""Debug mode: every early release is named with rank, chunk, microbatch and both instructions; a sound engine is not
+troubled, and nothing is there when off.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,13 @@ def test_every_early_release_is_named(mutant: type[PlanExecutor], name: str) -> 
     assert posted.op == ("SG" if "Gradient" in mutant.__name__ else "SA")
     assert (posted.chunk, posted.mb) == (error.chunk, error.microbatch)
     assert 0 <= error.rank < SPECS[name].pipeline_size
-    for part in (f"rank {error.rank}", f"chunk {error.chunk}", f"microbatch {error.microbatch}", error.posted_by, error.broken_by):
+    for part in (
+        f"rank {error.rank}",
+        f"chunk {error.chunk}",
+        f"microbatch {error.microbatch}",
+        error.posted_by,
+        error.broken_by,
+    ):
         assert part in str(error)
     at = parse_instruction(error.broken_by)
     if mutant.__name__ in ("ReleaseBeforeWait", "NeverWaits", "DropsGradientInFlight"):
@@ -156,7 +164,9 @@ def test_checksum_sees_any_one_element(dtype: torch.dtype) -> None:
 
 
 def test_the_watch_keeps_nothing_alive() -> None:
-    """Otherwise it would hide what it watches: without ownership, an early release must reach the network as freed memory."""
+    """Otherwise it would hide what it watches: without ownership, an early release must reach the network as freed
+    memory.
+    """
     with pytest.raises(PipelineError):
         run(SPECS["1f1b"], watched(EARLY_RELEASES[0]), core=OwnsNothing)
     network = LastMomentNetwork(3, seed=1)

@@ -1,0 +1,212 @@
+#!/usr/bin/env python
+"""Everything of the race suite that needs a GPU, in one call: two ranks over NCCL, on two GPUs or sharing one.
+
+    scripts/gpu_check.sh                   check, print, and write docs/gpu_results.md
+    scripts/gpu_check.sh --out FILE        write elsewhere
+    scripts/gpu_check.sh --cpu             the same over gloo without a GPU: tries the script, checks nothing of CUDA
+
+Installs nothing; needs torch with CUDA, and ends within 8 minutes. Exit status 1 where a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+for folder in (str(ROOT), str(ROOT / "scripts")):
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+import gpu_ranks  # noqa: E402
+import torch  # noqa: E402
+
+from megatron_pp.testing.processes import run_processes  # noqa: E402
+from tests.functional_tests.race_cases import KEEP_FREED_MEMORY_MAPPED, ONE_GPU_ENVIRONMENT  # noqa: E402
+
+DEADLINE = 460.0  # seconds for everything
+CASES = {
+    "a": "plain isend, deallocated: must be corrupted",
+    "b": "ours, deallocated without waiting",
+    "c": "waited, then deallocated",
+    "d": "not deallocated",
+    "e": "handle dropped",
+    "f": "gradient dropped",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu_results.md")
+    parser.add_argument("--repeats", type=int, default=20, help="of every case of the race, for each dtype")
+    parser.add_argument("--megabytes", type=int, default=64, help="of a tensor")
+    parser.add_argument("--cpu", action="store_true", help="gloo on the CPU; writes only where --out says")
+    args = parser.parse_args(argv)
+    if not args.cpu and not torch.cuda.is_available():
+        print("gpu_check: torch sees no CUDA device here; --cpu tries the script without one", file=sys.stderr)
+        return 2
+    if args.cpu:
+        os.environ.update(KEEP_FREED_MEMORY_MAPPED)  # for the ranks, which are new processes
+    check = Check(args)
+    check.run()
+    text = check.report.text(args.cpu)
+    print(text)
+    if not args.cpu or "--out" in (argv or sys.argv):
+        args.out.write_text(text)
+        print(f"wrote {args.out}")
+    return 1 if check.report.failures else 0
+
+
+class Report:
+    """Lines of Markdown, and what failed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.failures: list[str] = []
+
+    def heading(self, text: str) -> None:
+        self.lines += ["", f"## {text}", ""]
+
+    def paragraph(self, text: str) -> None:
+        self.lines += ["", text, ""]
+
+    def table(self, columns: list[str], rows: list[list[str]]) -> None:
+        self.lines += [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+        self.lines += [f"| {' | '.join(row)} |" for row in rows]
+
+    def check(self, good: bool, what: str) -> str:
+        if not good:
+            self.failures.append(what)
+        return "yes" if good else "**NO**"
+
+    def text(self, tried: bool) -> str:
+        what = "tried without a GPU (--cpu)" if tried else f"measured on {datetime.date.today().isoformat()}"
+        failed = [f"- FAILED: {failure}" for failure in self.failures] or ["All checks passed."]
+        return "\n".join(["# On a GPU", "", f"Written by scripts/gpu_check.sh; {what}.", "", *failed, *self.lines, ""])
+
+
+class Check:
+    """Runs the sections one after the other, each in processes of its own, until the time is up."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.report = Report()
+        self.until = time.monotonic() + DEADLINE
+        self.bytes = args.megabytes * 2**20
+        if args.cpu:
+            self.places = {"gloo": ("gloo", ("cpu", "cpu"))}
+        else:
+            self.places = {"two ranks on one GPU": ("nccl", ("cuda:0", "cuda:0"))}
+            if torch.cuda.device_count() > 1:
+                self.places["two GPUs"] = ("nccl", ("cuda:0", "cuda:1"))
+
+    def run(self) -> None:
+        for name, (backend, devices) in self.places.items():
+            self.report.heading(name)
+            sections: list[tuple[str, Callable[..., None]]] = [
+                ("facts", self._facts),
+                ("stream", self._stream),
+                ("race", self._race),
+                ("steps", self._steps),
+                ("overlap", self._overlap),
+            ]
+            for title, section in sections:
+                try:
+                    section(backend, devices)
+                except Exception as error:
+                    self.report.check(False, f"{name}: {title}: {type(error).__name__}: {str(error)[:600]}")
+
+    def _ranks(self, place: tuple[str, tuple[str, ...]], work: Callable[..., Any], *args: Any) -> list[Any]:
+        """``work`` on both ranks; raises what a rank raised, or when the time is up."""
+        backend, devices = place
+        left = self.until - time.monotonic()
+        if left < 10.0:
+            raise TimeoutError(f"no time is left of the {DEADLINE:.0f} s")
+        with tempfile.TemporaryDirectory() as folder:
+            where = gpu_ranks.Place(backend, devices, f"{folder}/store")
+            environment = ONE_GPU_ENVIRONMENT if where.shared and backend == "nccl" else {"GLOO_SOCKET_IFNAME": "lo"}
+            return run_processes(
+                gpu_ranks.enter,
+                len(devices),
+                (where, work, args),
+                backend=None,
+                timeout=min(left, 200.0),
+                environment=environment,
+            )
+
+    def _facts(self, *place: Any) -> None:
+        found = self._ranks(place, gpu_ranks.facts)[0]
+        self.report.lines.append(", ".join(f"{key} {value}" for key, value in found.items()) + ".")
+
+    def _stream(self, *place: Any) -> None:
+        if self.args.cpu:
+            return
+        found = self._ranks(place, gpu_ranks.release_stall, self.bytes)[0]
+        ours, control = found["ours"], found["wait at once"]
+        busy, key = 4 * gpu_ranks.FORWARD_MS, "first to last forward, stream ms"
+        late = 1e3 * gpu_ranks.LATE
+        free = ours[key] < busy + 0.2 * late and ours["longest RELEASE, stream ms"] < 0.1 * late
+        shown = control[key] > 0.5 * late
+        told = f"four forwards of {gpu_ranks.FORWARD_MS:g} ms, the receiver {late:g} ms late"
+        self.report.paragraph(f"RELEASE and the compute stream: {told}.")
+        columns = list(ours)
+        rows = [[name, *(f"{found[name][c]:.1f}" for c in columns)] for name in ("ours", "wait at once")]
+        self.report.table(["", *columns], rows)
+        stalls = self.report.check(free, "RELEASE stalls the compute stream")
+        control_stalls = self.report.check(shown, "the control does not stall the compute stream")
+        self.report.paragraph(
+            f"RELEASE does not stall the compute stream: {stalls}; waiting at once does, as it must for this to mean "
+            f"anything: {control_stalls}."
+        )
+
+    def _race(self, *place: Any) -> None:
+        one, two = self._ranks(place, gpu_ranks.race, self.args.repeats, self.bytes)
+        rows = []
+        for key in one:
+            letter, dtype = key.split()
+            wrong = sum(max(pair) > 0 for pair in zip(one[key], two[key], strict=True))
+            total = len(one[key])
+            if letter == "a":
+                verdict = "yes" if wrong == total else f"{wrong} of {total} only: this transport reads early"
+            else:
+                verdict = self.report.check(wrong == 0, f"case {letter}, {dtype}: {wrong} of {total} corrupted")
+            rows.append([letter, CASES[letter], dtype, f"{wrong} of {total}", verdict])
+        self.report.paragraph(f"The deallocation race, {self.args.megabytes} MB, the receiver at least 0.3 s late.")
+        self.report.table(["case", "what", "dtype", "corrupted", "as it should be"], rows)
+
+    def _steps(self, *place: Any) -> None:
+        for debug in (False, True):
+            found = self._ranks(place, gpu_ranks.steps, debug)
+            wrong = {k: d for differences in found for k, d in differences.items() if d != 0.0}
+            verdict = self.report.check(not wrong, f"gradients differ (debug {debug}): {wrong}")
+            mode = "in debug mode" if debug else "without debug mode"
+            self.report.paragraph(
+                f"One step of each of {len(found[0])} schedules and policies, {mode}: gradients equal one process's to "
+                f"the last bit: {verdict}."
+            )
+
+    def _overlap(self, *place: Any) -> None:
+        found = self._ranks(place, gpu_ranks.overlap, self.bytes // 4, 40.0, 5)
+        rows = []
+        for variant in found[0]["seconds"]:
+            slowest = sorted(max(pair) for pair in zip(*(rank["seconds"][variant] for rank in found), strict=True))
+            peaks = [rank["peak MB"].get(variant) for rank in found]
+            peak = f"{max(peaks):.0f}" if peaks[0] is not None else "-"
+            rows.append([variant, f"{1e3 * slowest[0]:.0f}", f"{1e3 * slowest[len(slowest) // 2]:.0f}", peak])
+        transfer = 1e3 * max(rank["transfer"] for rank in found)
+        self.report.paragraph(
+            "What safety costs: interleaved 1F1B, P=2, V=2, M=8, forward 40 ms, backward 80 ms, "
+            f"{self.args.megabytes // 4} MB, one transfer {transfer:.1f} ms."
+        )
+        self.report.table(["variant", "ms (min)", "ms (median)", "peak MB"], rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,306 @@
+"""What the ranks of `gpu_check.py` do: two processes over NCCL on one GPU or two, or over gloo to try the script
+itself.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks.engines import Work
+from benchmarks.exposed import Sweep
+from benchmarks.overlap import VARIANTS, Setting, VariantStep
+from benchmarks.rounds import timed_rounds
+
+from megatron_pp.engine import Key, PlanExecutor, Shapes
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.sync_hooks import SyncHooks
+from megatron_pp.testing.pipeline import run_rank
+from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_config
+from megatron_pp.weight_grad import split_weight_grad
+from tests.functional_tests.race_cases import run_cases
+
+LATE = 1.0  # seconds by which the receiver comes late in the check of the compute stream
+FORWARD_MS = 20.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks run: ``devices[rank]``, and the file that they meet at."""
+
+    backend: str
+    devices: tuple[str, ...]
+    store: str
+
+    @property
+    def shared(self) -> bool:
+        return len(set(self.devices)) < len(self.devices)
+
+
+def enter(rank: int, size: int, place: Place, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Join the process group and run ``work(rank, size, device, *args)``.
+
+    NCCL refuses two ranks on one GPU only within one host: each says that it is a host of its own.
+    """
+    device = torch.device(place.devices[rank])
+    if place.backend == "nccl":
+        if place.shared:
+            os.environ["NCCL_HOSTID"] = f"megatron-pp-{rank}"
+        torch.cuda.set_device(device)
+    store = dist.FileStore(place.store, size)
+    dist.init_process_group(place.backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    try:
+        return work(rank, size, device, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def facts(rank: int, size: int, device: torch.device) -> dict[str, str]:
+    """What the numbers depend on; after one transfer, which shows that the ranks can talk at all."""
+    told = torch.full((4,), float(rank), device=device)
+    dist.all_reduce(told)
+    found = {"torch": torch.__version__, "ranks": str(size), "sum of ranks": str(told[0].item())}
+    if device.type == "cuda":
+        found["GPU"] = torch.cuda.get_device_name(device)
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["CUDA"] = str(torch.version.cuda)
+    return found
+
+
+def race(rank: int, size: int, device: torch.device, repeats: int, num_bytes: int) -> dict[str, list[float]]:
+    return run_cases(rank, size, {"float32": repeats, "bfloat16": repeats}, (str(device),) * size, num_bytes)
+
+
+@dataclass(frozen=True)
+class DeviceData(ToyData):
+    """Toy data on a device."""
+
+    device: str = "cpu"
+
+    def microbatch(self, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, target = super().microbatch(mb)
+        return x.to(self.device), target.to(self.device)
+
+
+def steps(rank: int, size: int, device: torch.device, p2p_debug: bool) -> dict[str, float]:
+    """One training step of every schedule and policy; the difference of this rank's gradients from one process's."""
+    differences = {}
+    for schedule, family in SCHEDULES.items():
+        num_chunks = family.chunks or 2
+        for policy, flags in _POLICIES.items():
+            data = DeviceData(4, hidden=64, seq_length=256, device=str(device))
+            config = toy_config(
+                pipeline_schedule=schedule,
+                hidden_size=64,
+                virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+                p2p_debug=p2p_debug,
+                **flags,
+            )
+            communicator = P2PCommunicator(dist.group.WORLD, config)
+
+            def block(stage: int) -> torch.nn.Module:
+                return ToyBlock(stage, 64).to(device)
+
+            prepare = split_weight_grad if family.splits_weight else None
+            mine = run_rank(rank, size, num_chunks, data, config, communicator, block=block, prepare=prepare)
+            whole = reference_run(size * num_chunks, data, block=block)
+            worst = max(float((grad - whole.grads[name]).abs().max()) for name, grad in mine.grads.items())
+            differences[f"{schedule}, {policy}"] = worst if worst == worst else float("inf")
+    return differences
+
+
+_POLICIES: dict[str, dict[str, bool]] = {
+    "overlap": {"overlap_p2p_comm": True},
+    "batched": {"batch_p2p_comm": True},
+    "plain": {},
+}
+
+
+# -- does RELEASE stall the compute stream? --------------------------------------------------------
+
+
+class SleepSteps:
+    """Forwards that keep the GPU's compute stream busy for FORWARD_MS each."""
+
+    def __init__(self, device: torch.device, shape: tuple[int, ...]) -> None:
+        self.cycles = cycles_per_ms(device) * FORWARD_MS
+        self.first = torch.ones(shape, device=device)
+
+    def forward(self, chunk: int, mb: int, input_tensor: Any) -> torch.Tensor:
+        torch.cuda._sleep(int(self.cycles))
+        return (self.first if input_tensor is None else input_tensor) * 1.0
+
+
+class WaitsAtOnce(PlanExecutor):
+    """The control: waits on every output's send as soon as it is posted."""
+
+    def _send_act(self, key: Key) -> None:
+        super()._send_act(key)
+        self.act_sends[key].wait()
+
+
+class StreamClock:
+    """An observer that marks the compute stream before the first and after the last forward, and around RELEASEs."""
+
+    def __init__(self, last_forward: int) -> None:
+        self.last_forward = last_forward
+        self.first, self.last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.releases: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.host = 0.0
+        self._began = 0.0
+
+    def begin(self, at: ins.Instruction) -> None:
+        if at.op == ins.FORWARD and at.mb == 0:
+            self.first.record()
+        if at.op == ins.RELEASE_ACT:
+            self.releases.append(tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)))  # type: ignore[arg-type]
+            self.releases[-1][0].record()
+            self._began = time.perf_counter()
+
+    def end(self, at: ins.Instruction) -> None:
+        if at.op == ins.FORWARD and at.mb == self.last_forward:
+            self.last.record()
+        if at.op == ins.RELEASE_ACT:
+            self.host = max(self.host, time.perf_counter() - self._began)
+            self.releases[-1][1].record()
+
+
+def release_stall(rank: int, size: int, device: torch.device, num_bytes: int) -> dict[str, dict[str, float]]:
+    """Rank 0 sends four outputs to a receiver that comes a second late. Milliseconds on its compute stream and host."""
+    shape = (num_bytes // 4 // 256, 1, 256)
+    plan = build_plan(PlanSpec("1f1b", 2, 1, 4, forward_only=True, release_after=1))
+    communicator = P2PCommunicator(dist.group.WORLD, SimpleNamespace(pipeline_dtype=torch.float32))
+    found = {}
+    for name, executor in (("warm-up", PlanExecutor), ("ours", PlanExecutor), ("wait at once", WaitsAtOnce)):
+        torch.cuda.synchronize(device)
+        dist.barrier()
+        torch.cuda.synchronize(device)
+        if rank == 1:
+            time.sleep(LATE)
+        found[name] = _timed_forwards(plan, communicator, executor, SleepSteps(device, shape), Shapes(shape, shape))
+    return found
+
+
+def _timed_forwards(
+    plan: Plan, communicator: P2PCommunicator, executor: type[PlanExecutor], steps: SleepSteps, shapes: Shapes
+) -> dict[str, float]:
+    clock = StreamClock(plan.spec.num_microbatches - 1)
+    hooks = SyncHooks(communicator.config, [])
+    executor(plan, communicator, steps, hooks, shapes, max_pending_sends=8, observer=clock).run()  # type: ignore[arg-type]
+    torch.cuda.synchronize(communicator.device)
+    return {
+        "first to last forward, stream ms": clock.first.elapsed_time(clock.last),
+        "longest RELEASE, stream ms": max((a.elapsed_time(b) for a, b in clock.releases), default=0.0),
+        "longest RELEASE, host ms": 1e3 * clock.host,
+    }
+
+
+def cycles_per_ms(device: torch.device) -> float:
+    """How long ``torch.cuda._sleep`` takes here."""
+    cycles = 10_000_000
+    torch.cuda._sleep(cycles)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    torch.cuda._sleep(cycles)
+    ended.record()
+    torch.cuda.synchronize(device)
+    return cycles / began.elapsed_time(ended)
+
+
+# -- what safety costs -----------------------------------------------------------------------------
+
+
+class _Busy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, cycles: tuple[float, float]) -> torch.Tensor:
+        ctx.cycles = cycles[1]
+        torch.cuda._sleep(int(cycles[0]))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        torch.cuda._sleep(int(ctx.cycles))
+        return grads[0].clone(), grads[0].new_zeros(1), None
+
+
+class BusyStage(torch.nn.Module):
+    """A stage that keeps the compute stream busy for known times, as `benchmarks.stages.TimedStage` sleeps on a CPU."""
+
+    keeps_copies = False
+
+    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+        super().__init__()
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.weight = torch.nn.Parameter(torch.zeros(1, device=device))
+        per_second = 1e3 * cycles_per_ms(device)
+        self.cycles = (forward_seconds * per_second, backward_seconds * per_second)
+        self.copies: deque[torch.Tensor] = deque()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = _Busy.apply(x, self.weight, self.cycles)
+        if self.keeps_copies:
+            self.copies.append(output.detach().clone())
+        return output
+
+
+class CopyingBusyStage(BusyStage):
+    keeps_copies = True
+
+
+def overlap(
+    rank: int, size: int, device: torch.device, num_bytes: int, forward_ms: float, rounds: int
+) -> dict[str, Any]:
+    """Seconds of steps freed at once, waited at once and as ours, and of one transfer."""
+    work = Work("interleaved_1f1b", size, 2, 8, (num_bytes // 4096, 1, 1024))
+    setting = Setting(work, Sweep(forward_ms / 1e3, 2 * forward_ms / 1e3, 0.0, rounds))
+    stages = (BusyStage, CopyingBusyStage) if device.type == "cuda" else ()
+    made = {name: VariantStep(name, setting, rank, dist.group.WORLD, None, stages) for name in VARIANTS}  # type: ignore[arg-type]
+    timed = {name: _to_the_end(step, device) for name, step in made.items()}
+    transfer = _transfer_seconds(next(iter(made.values())).communicator, work.shape, device)
+    peaks = {}
+    seconds = timed_rounds(timed, rounds, 1, dist.barrier)
+    for name, step in timed.items():
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            step()
+            peaks[name] = torch.cuda.max_memory_allocated(device) / 2**20
+    return {"seconds": seconds, "transfer": transfer, "peak MB": peaks}
+
+
+def _to_the_end(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    def whole() -> None:
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return whole
+
+
+def _transfer_seconds(communicator: P2PCommunicator, shape: tuple[int, ...], device: torch.device) -> float:
+    best = float("inf")
+    tensor = torch.ones(shape, device=device)
+    for _ in range(4):
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        if communicator.rank == 0:
+            communicator.send_forward(tensor, is_last_stage=False)
+        else:
+            communicator.recv_forward(shape, is_first_stage=False)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return best
