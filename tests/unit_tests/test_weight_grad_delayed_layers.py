@@ -172,7 +172,7 @@ def test_torchs_distributed_data_parallel_is_refused_around_such_layers() -> Non
     store = split_weight_grad(model)
     wrapped = object.__new__(DistributedDataParallel)
     check_wrappers(store, [model])
-    with pytest.raises(WeightGradSplitError, match="1 layers were built with delay_wgrad_compute"):
+    with pytest.raises(WeightGradSplitError, match="1 layers with delay_wgrad_compute"):
         check_wrappers(store, [wrapped])
 
 
