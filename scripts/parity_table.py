@@ -102,8 +102,8 @@ Not all cells of Megatron's that are wrong are wrong by the same amount every ti
 is whatever lies there. *refused* is a clear error before anything runs; *crashes* is an error in the middle of a
 step; *hangs* means no answer within {deadline:g} seconds.
 
-Here the freed-output race shows nearly every time, because gloo reads a send's buffer late; on NCCL it depends on timing
-(Megatron-LM#4047). Released Megatron-core has it up to 0.17; 0.18 waits for each send at once instead.
+Here the freed-output race shows nearly every time, because gloo reads a send's buffer late; on NCCL it depends on
+timing (Megatron-LM#4047). Released Megatron-core has it up to 0.17; 0.18 waits for each send at once instead.
 
 Megatron refuses *overlap* without chunks, and a last group that is smaller than P (8 microbatches in groups of 6 on
 4 ranks).
