@@ -29,7 +29,6 @@ from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.sync_hooks import SyncHooks
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_config
-from megatron_pp.weight_grad import split_weight_grad
 from tests.functional_tests.race_cases import run_cases
 
 LATE = 1.0  # seconds by which the receiver comes late in the check of the compute stream
@@ -113,8 +112,7 @@ def steps(rank: int, size: int, device: torch.device, p2p_debug: bool) -> dict[s
             def block(stage: int) -> torch.nn.Module:
                 return ToyBlock(stage, 64).to(device)
 
-            prepare = split_weight_grad if family.splits_weight else None
-            mine = run_rank(rank, size, num_chunks, data, config, communicator, block=block, prepare=prepare)
+            mine = run_rank(rank, size, num_chunks, data, config, communicator, block=block)
             whole = reference_run(size * num_chunks, data, block=block)
             worst = max(float((grad - whole.grads[name]).abs().max()) for name, grad in mine.grads.items())
             differences[f"{schedule}, {policy}"] = worst if worst == worst else float("inf")

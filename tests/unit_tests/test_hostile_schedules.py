@@ -19,7 +19,6 @@ from megatron_pp.plan.spec import CHANNELS, ONE_WAY, POLICIES
 from megatron_pp.testing.hostile import HOSTILE_NETWORKS, HostileNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run
-from megatron_pp.weight_grad import split_weight_grad
 
 EXHAUSTIVE = os.environ.get("MEGATRON_PP_EXHAUSTIVE", "") == "1"
 FLAGS: dict[str, dict[str, bool]] = {
@@ -56,7 +55,6 @@ def difference(
         timeout=120.0,
         pipeline_schedule=schedule,
         p2p_channels=ONE_WAY if network.one_way else "shared",
-        prepare=split_weight_grad if SCHEDULES[schedule].splits_weight else None,
         **FLAGS[policy],
         **fields,
     )
