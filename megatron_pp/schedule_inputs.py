@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +12,7 @@ from typing import Any
 
 from megatron_pp import parallel_state
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.microbatch_counts import explain_microbatch_count
+from megatron_pp.microbatch_counts import MicrobatchCount, explain_microbatch_count
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
@@ -19,6 +20,7 @@ from megatron_pp.plan.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, PL
 from megatron_pp.steps import wrapped_attribute
 
 logger = logging.getLogger("megatron_pp")
+_SPEAKING = threading.Lock()
 
 
 @dataclass
@@ -281,14 +283,14 @@ def say_if_slow(spec: PlanSpec) -> None:
     """Microbatch counts that leave a bubble are supported; say so, once each."""
     if not spec.forward_only:
         grouped = spec.num_chunks if spec.schedule == INTERLEAVED else 1
-        _say_if_slow(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size)
+        verdict = _verdict(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size)
+        if not verdict.full_speed:
+            _say_once(verdict.sentence)
 
 
 @lru_cache(maxsize=128)
-def _say_if_slow(num_microbatches: int, pipeline_size: int, num_chunks: int, group_size: int) -> None:
-    verdict = explain_microbatch_count(num_microbatches, pipeline_size, num_chunks, group_size or None)
-    if not verdict.full_speed:
-        logger.warning(verdict.sentence)
+def _verdict(num_microbatches: int, pipeline_size: int, num_chunks: int, group_size: int) -> MicrobatchCount:
+    return explain_microbatch_count(num_microbatches, pipeline_size, num_chunks, group_size or None)
 
 
 def say_what_is_off(plan: Plan, is_converted: bool) -> None:
@@ -303,8 +305,13 @@ def say_what_is_off(plan: Plan, is_converted: bool) -> None:
         )
 
 
-@lru_cache(maxsize=128)
 def _say_once(sentence: str) -> None:
+    with _SPEAKING:  # ranks may be threads of one process
+        _say(sentence)
+
+
+@lru_cache(maxsize=128)
+def _say(sentence: str) -> None:
     logger.warning(sentence)
 
 

@@ -1,6 +1,6 @@
 """Writes the README's table of config fields from the dataclasses. ``--check`` only says whether it is up to date.
 
-    python scripts/config_table.py [--check]
+python scripts/config_table.py [--check]
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def updated(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the table is out of date, change nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 where the table is out of date, change nothing"
+    )
     check = parser.parse_args().check
     old = README.read_text()
     new = updated(old)

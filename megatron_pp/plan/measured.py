@@ -40,7 +40,7 @@ class Measured:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Sequence):
+            if isinstance(value, Sequence) and not isinstance(value, str):
                 object.__setattr__(self, field.name, tuple(value))
                 value = tuple(value)
             for number in value if isinstance(value, tuple) else (value,):
@@ -53,7 +53,8 @@ class Measured:
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise PlanError(f"measured values {', '.join(unknown)} are not known; they are {', '.join(known)}")
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+        given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**given)
 
     def costs(self, num_stages: int) -> StageCosts:
         """Times per stage."""

@@ -48,7 +48,7 @@ class Window:
         storage = self._alive()
         if storage is None:
             return None
-        return torch.empty(0, dtype=self.dtype).set_(storage, self._offset, self.shape, self._stride)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=self.dtype).set_(storage, self._offset, self.shape, self._stride)
 
     def only_communicator_holds(self) -> bool:
         """Whether all but the communicator have let go of memory that others held when it was posted."""

@@ -184,12 +184,16 @@ class WeightGradStore:
 
     def end_step(self) -> None:
         """End a step. Raises WeightGradError where a B's weight gradients were never run."""
-        left = sorted({*self._queues, *self._external_runs})
+        left = self.waiting()
         self._reset()
         if left:
             raise WeightGradError(
                 f"weight gradients of (chunk, microbatch) {left} were left behind: each B that is split needs its W"
             )
+
+    def waiting(self) -> list[Key]:
+        """The (chunk, microbatch) pairs whose B has run and whose W has not, sorted."""
+        return sorted({*self._queues, *self._external_runs})
 
     def abort_step(self) -> None:
         """Forget a step that failed."""

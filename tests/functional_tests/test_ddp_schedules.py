@@ -1,6 +1,8 @@
-"""torch's DistributedDataParallel around the stages of a pipeline: every schedule reduces each gradient, once, when it is complete.
+"""torch's DistributedDataParallel around the stages of a pipeline: every schedule reduces each gradient, once, when it
+is complete.
 
-PyTorch's own zero-bubble schedules give wrong gradients here without a word: their weight gradients come after the reduction.
+PyTorch's own zero-bubble schedules give wrong gradients here without a word: their weight gradients come after the
+reduction.
 """
 
 from __future__ import annotations
@@ -131,7 +133,7 @@ def results() -> list[Any]:
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{n}-{v}-{c}" for n, v, c in CASES])
 def test_gradients_are_the_mean_over_the_replicas(results: list[Any], case: int) -> None:
-    name, chunks, _ = CASES[case]
+    _, chunks, _ = CASES[case]
     each = [reference_run(PIPELINE * chunks, _data(replica, 5)).grads for replica in range(REPLICAS)]
     expected = {key: (each[0][key] + each[1][key]) / 2 for key in each[0]}
     seen = set()

@@ -172,6 +172,7 @@ class _RankRun:
         weights = DeferredWeights()
         for chunk in self.chunks:
             chunk.inner.weights = weights
+        self.watch.weights = weights
         hooks = SyncHooks(self.config, self.chunks)
         executor(self.plan, core, steps, hooks, Shapes(shape, shape), weights=weights).run()
         self.reports = steps.record.data
@@ -198,6 +199,7 @@ class SyncWatch:
         self.explicit = plan.spec.grad_sync == EXPLICIT
         self.open = True
         self.faults: list[str] = []
+        self.weights: DeferredWeights | None = None
         config.no_sync_func = self._no_sync
         if self.explicit:
             config.grad_sync_func = self._sync_now
@@ -217,7 +219,10 @@ class SyncWatch:
             self.open = True
 
     def _accumulated(self, parameter: Any) -> None:
-        if self.open:
+        # torch also fires the hook where a backward gave this parameter nothing, as one whose weight gradients are left
+        # for later does; the layers of ``megatron_pp.weight_grad`` keep their parameters out of that backward.
+        nothing_yet = self.weights is not None and self.weights.collecting is not None
+        if self.open and not nothing_yet:
             self._sync(parameter)
 
     def _sync_now(self, parameters: Iterator[Any]) -> None:
