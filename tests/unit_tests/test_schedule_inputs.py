@@ -206,6 +206,21 @@ def test_bad_input_with_and_without_chunks(case: str, chunks: int, rank: int) ->
     assert refused(chunks, rank, changes).startswith(words)
 
 
+@pytest.mark.parametrize("case", [*CHUNKED, *EITHER])
+def test_no_communicator_is_made_for_bad_input(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NCCL that would be communication, and a hang where only one rank is wrong."""
+
+    def make(group: Any, config: Any) -> None:
+        raise AssertionError("a communicator was made")
+
+    monkeypatch.setattr(schedules, "communicator_for", make)
+    changes, _ = (CHUNKED | EITHER)[case]
+    groups = SimpleNamespace(pp=ThreadGroup(0, 2))
+    refused(2, 0, {**changes, "p2p_communicator": None, "pg_collection": groups})
+    with pytest.raises(AssertionError, match="a communicator was made"):
+        call(2, p2p_communicator=None, pg_collection=groups)
+
+
 def test_good_input_reaches_the_network() -> None:
     """What the tests above rely on: with nothing wrong, the step starts to communicate, and that is noticed."""
     for chunks in (1, 2):

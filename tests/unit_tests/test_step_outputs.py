@@ -23,6 +23,7 @@ from megatron_pp.testing.toy import (
     gradients_of,
     reference_run,
     toy_config,
+    toy_forward_step,
     toy_loss,
 )
 
@@ -400,3 +401,45 @@ def test_dict_outputs_of_the_last_stage_go_to_the_loss_function() -> None:
     reports = run_ranks(size, rank_main, network.abort)
     result = ToyResult([float(r["loss"]) for r in reports[1]], gradients_of(dict(enumerate(modules))))
     assert result.difference(reference_run(2, DATA)) == 0.0
+
+
+# -- evaluation in the middle of training ------------------------------------------------------------------------------
+
+
+@every_policy
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_training_after_an_evaluation(chunks: int, mode: Any, policy: dict[str, Any]) -> None:
+    """Whatever mode the user evaluates in, nothing of it stays on the communicator (views are the hard case)."""
+    size, network = 2, MemoryNetwork(2)
+    blocks = [Viewing(stage) for stage in range(size * chunks)]
+
+    def rank_main(rank: int) -> list[list[float]]:
+        config = toy_config(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, **policy)
+        communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
+        model = [PipelineStage(blocks[c * size + rank], config, c) for c in range(chunks)]
+
+        def step(forward_only: bool) -> list[float]:
+            reports = get_forward_backward_func(size, chunks if chunks > 1 else None)(
+                forward_step_func=toy_forward_step,
+                data_iterator=[DATA.iterator() for _ in model],
+                model=model,
+                num_microbatches=5,
+                seq_length=3,
+                micro_batch_size=2,
+                forward_only=forward_only,
+                p2p_communicator=communicator,
+            )
+            return [float(report["loss"]) for report in reports]
+
+        with mode():
+            before = step(True)
+        assert all(p.grad is None for chunk in model for p in chunk.parameters())
+        trained = step(False)
+        with mode():
+            return [before, trained, step(True)]
+
+    losses = run_ranks(size, rank_main, network.abort)[1]
+    expected = reference_run(size * chunks, DATA, block=Viewing)
+    assert losses == [expected.losses] * 3
+    assert ToyResult(expected.losses, gradients_of(dict(enumerate(blocks)))).difference(expected) == 0.0
