@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
+from megatron_pp import schedule_inputs
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.overlap import HalfCall, in_turn, on_two_streams
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -284,6 +285,7 @@ def test_a_function_that_does_not_run_each_half_once_is_an_error(function: Any, 
 
 
 def test_what_is_off_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    schedule_inputs._say.cache_clear()  # another test of this process may have heard it
     with caplog.at_level(logging.WARNING, logger="megatron_pp"):
         for _ in range(2):
             run_in_threads(3, 1, ToyData(6), pipeline_schedule="zb_h2", **OVERLAP)
