@@ -291,6 +291,7 @@ def test_a_list_of_no_sync_functions_is_entered_as_one() -> None:
 def test_without_no_sync_nothing_is_entered(given: Any) -> None:
     hooks = SyncHooks(SimpleNamespace(no_sync_func=given), [torch.nn.Linear(1, 1)])
     hooks.disable_grad_sync()
+    assert hooks._closed is None
     hooks.enable_grad_sync()
 
 
