@@ -26,6 +26,7 @@ from megatron_pp.config_fields import read_flag, read_text, setting, setting_fro
 from megatron_pp.layout import place_layers
 from megatron_pp.layout_text import Layout
 from megatron_pp.microbatch_counts import MicrobatchCount, explain_microbatch_count, legal_microbatch_counts
+from megatron_pp.plan.measured import Measured
 
 __all__ = [
     "ConfigError",
@@ -90,6 +91,9 @@ class ModelParallelConfig:
     finalize_model_grads_func: Callable[..., Any] | None = setting(
         None, "called once a step, after the last backward", cli=False
     )
+    overlapped_forward_backward: Callable[..., Any] | None = setting(
+        None, "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.overlap)", cli=False
+    )
     barrier_with_L1_time: bool = setting(  # noqa: N815 (Megatron's name)
         True, "level-1 timers start behind a barrier"
     )
@@ -112,7 +116,12 @@ class ModelParallelConfig:
 
     # Pipeline, ours.
     pipeline_schedule: str | None = setting(
-        None, "schedule family; None: 1f1b, or interleaved_1f1b where V > 1", section="pipeline, ours"
+        None,
+        "schedule family, or a .csv or .json file; None: 1f1b, or interleaved_1f1b where V > 1",
+        section="pipeline, ours",
+    )
+    pipeline_measured: Measured | dict[str, Any] | str | None = setting(
+        None, "times and memory that auto and auto_v plan for: a Measured, a dict, or a JSON file; None: equal times"
     )
     pipeline_placement: str | None = setting(
         None, "which rank holds which stage: loop or v; None: as the schedule says", choices=rules.PLACEMENTS

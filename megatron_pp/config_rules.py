@@ -11,10 +11,13 @@ import torch
 
 from megatron_pp.config_checks import ConfigError, ScheduleError, one_of, whole_number
 from megatron_pp.microbatch_counts import MicrobatchCount, check_group_size, explain_microbatch_count
+from megatron_pp.plan.files import ExchangeError
+from megatron_pp.plan.measured import measured_values
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
 from megatron_pp.plan.orders.family import Family
-from megatron_pp.plan.placement import PLACEMENTS
-from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN
+from megatron_pp.plan.placement import PLACEMENTS, Placement
+from megatron_pp.plan.schedule_file import choices, find_family
+from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN, PlanError
 
 
 def check_parallel_sizes(config: Any) -> None:
@@ -53,6 +56,7 @@ def check_schedule(config: Any) -> None:
         one_of("pipeline_placement", config.pipeline_placement, PLACEMENTS)
     family = _family(schedule_name(config))
     chunks = config.virtual_pipeline_model_parallel_size or 1
+    _check_measured(config, family, config.pipeline_model_parallel_size, chunks)
     if family.chunks is not None and family.chunks != chunks:
         raise ScheduleError(_wrong_chunks(family, config.virtual_pipeline_model_parallel_size))
     if config.pipeline_placement not in (None, family.placement):
@@ -62,6 +66,18 @@ def check_schedule(config: Any) -> None:
             f"pipeline_placement is {config.pipeline_placement!r}, but {family.name} places stages as "
             f"{family.placement!r}; leave pipeline_placement out{advice}"
         )
+
+
+def _check_measured(config: Any, family: Family, size: int, chunks: int) -> None:
+    if config.pipeline_measured is None:
+        return
+    try:
+        measured = measured_values(config.pipeline_measured)
+        if measured is not None and family.search is not None:
+            placement = Placement(family.placement, size, family.chunks or chunks)
+            measured.costs(placement.num_stages), measured.memory(placement)
+    except PlanError as error:
+        raise ScheduleError(f"pipeline_measured: {error}") from error
 
 
 def check_communication(config: Any) -> None:
@@ -89,7 +105,7 @@ def check_training(config: Any) -> None:
     checkpointed = config.num_microbatches_with_partial_activation_checkpoints
     if checkpointed is not None:
         whole_number("num_microbatches_with_partial_activation_checkpoints", checkpointed, at_least=0)
-    for name in ("timers", "grad_scale_func", "finalize_model_grads_func"):
+    for name in ("timers", "grad_scale_func", "finalize_model_grads_func", "overlapped_forward_backward"):
         _check_callables(config, name, lists=False)
     for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
         _check_callables(config, name, lists=True)
@@ -167,9 +183,12 @@ def explain_microbatches(config: Any, num_microbatches: int) -> MicrobatchCount:
 
 
 def _family(name: str) -> Family:
-    if name not in SCHEDULES:
-        raise ScheduleError(f"pipeline_schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]
+    try:
+        return find_family(name)
+    except ExchangeError as error:
+        raise ScheduleError(f"pipeline_schedule: {error}") from error
+    except PlanError as error:
+        raise ScheduleError(f"pipeline_schedule is {name!r}; it must be {choices()}") from error
 
 
 def _wrong_chunks(family: Family, given: int | None) -> str:

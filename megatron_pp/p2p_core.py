@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_pp.errors import CommunicatorClosedError, P2PShapeError, P2PTypeError
-from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.schedule_file import placement_kind
 from megatron_pp.transport import P2PRequest, Transport, Work
 from megatron_pp.wait_handle import ShapedReceiveHandle, Tensors, WaitHandle
 from megatron_pp.wire_check import STAMP_LENGTH, WireCheck
@@ -317,9 +317,8 @@ def default_edges(config: Any, size: int) -> list[tuple[int, int]]:
     """The rank pairs between which the config's schedule sends activations; Megatron's configs name none and place in
     a loop.
     """
-    family = SCHEDULES.get(getattr(config, "pipeline_schedule", None) or "")
     chunks = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
-    return Placement(family.placement if family else LOOP, size, chunks).rank_edges()
+    return Placement(placement_kind(getattr(config, "pipeline_schedule", None)), size, chunks).rank_edges()
 
 
 def _works_of(works: Sequence[Work], start: int, stop: int) -> tuple[Work, ...]:

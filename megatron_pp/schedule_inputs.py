@@ -13,9 +13,11 @@ from typing import Any
 from megatron_pp import parallel_state
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.microbatch_counts import MicrobatchCount, explain_microbatch_count
+from megatron_pp.plan.files import ExchangeError
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
-from megatron_pp.plan.measured import Measured
-from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
+from megatron_pp.plan.measured import Measured, measured_values
+from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, Family
+from megatron_pp.plan.schedule_file import choices, find_family
 from megatron_pp.plan.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, PLAIN, Plan, PlanError, PlanSpec
 from megatron_pp.steps import wrapped_attribute
 
@@ -135,7 +137,7 @@ def check_config(inputs: StepInputs, pipeline_size: int) -> None:
             f"one model was given, but config.virtual_pipeline_model_parallel_size is {virtual}; give a list of "
             f"{virtual} model chunks to forward_backward_pipelining_with_interleaving"
         )
-    _schedule_name(config, num_chunks)
+    _family(config, num_chunks)
     _group_size(config, pipeline_size, num_chunks)
     _policy(config)
     if pipeline_size > 1 and getattr(config, "pipeline_dtype", None) is None:
@@ -145,25 +147,29 @@ def check_config(inputs: StepInputs, pipeline_size: int) -> None:
         )
 
 
-def _schedule_name(config: Any, num_chunks: int) -> str:
+def _family(config: Any, num_chunks: int) -> Family:
     schedule: str = getattr(config, "pipeline_schedule", None) or (INTERLEAVED if num_chunks > 1 else ONE_F_ONE_B)
-    family = SCHEDULES.get(schedule)
-    if family is None:
-        raise ScheduleInputError(f"config.pipeline_schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}")
+    try:
+        family = find_family(schedule)
+    except ExchangeError as error:
+        raise ScheduleInputError(f"config.pipeline_schedule: {error}") from error
+    except PlanError as error:
+        raise ScheduleInputError(f"config.pipeline_schedule is {schedule!r}; it must be {choices()}") from error
     if family.chunks is not None and family.chunks != num_chunks:
         raise ScheduleInputError(
             f"config.pipeline_schedule {schedule!r} needs {family.chunks} model chunk(s) a rank; {num_chunks} were "
             "given"
         )
-    return schedule
+    return family
 
 
 def plan_spec(inputs: StepInputs, pipeline_size: int, pollable: bool) -> PlanSpec:
     """The plan that config and arguments ask for. Raises ScheduleInputError for contradictions."""
     config, num_chunks = inputs.config, len(inputs.chunks)
     most = getattr(config, "max_pending_sends", 2)
+    family = _family(config, num_chunks)
     return PlanSpec(
-        schedule=_schedule_name(config, num_chunks),
+        schedule=family.name,
         pipeline_size=pipeline_size,
         num_chunks=num_chunks,
         num_microbatches=inputs.num_microbatches,
@@ -176,15 +182,15 @@ def plan_spec(inputs: StepInputs, pipeline_size: int, pollable: bool) -> PlanSpe
         grad_sync=HOOKS if getattr(config, "grad_sync_func", None) is None else EXPLICIT,
         param_sync=getattr(config, "param_sync_func", None) is not None and not inputs.forward_only,
         overlap_pairs=getattr(config, "overlapped_forward_backward", None) is not None and not inputs.forward_only,
-        measured=_measured(config),
+        measured=_measured(config) if family.search is not None else None,
+        digest=family.digest,
     )
 
 
 def _measured(config: Any) -> Measured | None:
-    """What the automatic schedules plan for: ``config.pipeline_measured``, a Measured or a dict of its fields."""
-    given = getattr(config, "pipeline_measured", None)
+    """What the automatic schedules plan for: ``config.pipeline_measured``."""
     try:
-        return Measured.from_dict(given) if isinstance(given, dict) else given
+        return measured_values(getattr(config, "pipeline_measured", None))
     except PlanError as error:
         raise ScheduleInputError(f"config.pipeline_measured: {error}") from error
 
@@ -297,8 +303,8 @@ def say_what_is_off(plan: Plan, is_converted: bool) -> None:
     """Say, once each, where the plan is not quite what its schedule's name promises."""
     if plan.remark:
         _say_once(plan.remark)
-    family = SCHEDULES.get(plan.spec.schedule)
-    if not is_converted and family is not None and family.splits_weight:
+    family = find_family(plan.spec.schedule)
+    if not is_converted and family.splits_weight:
         _say_once(
             f"schedule {family.name} splits backwards, but the model does all of each at once: convert its chunks with "
             "megatron_pp.weight_grad.split_weight_grad"

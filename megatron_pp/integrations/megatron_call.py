@@ -9,8 +9,8 @@ import torch
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.output_lifetime import deallocate_output_tensor
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import LOOP
+from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
 from megatron_pp.schedules import StepCall
 from megatron_pp.steps import Activation, LossRecord, StepOptions, wrapped_attribute
@@ -136,7 +136,7 @@ class MegatronCall(StepCall):
 
         Another placement would run them in a wrong order.
         """
-        placement = SCHEDULES[self.spec.schedule].placement
+        placement = find_family(self.spec.schedule).placement
         if placement != LOOP and self.communicator.size > 1:
             raise ScheduleInputError(
                 f"config.pipeline_schedule {self.spec.schedule!r} places stages in a {placement}, and Megatron-core's "

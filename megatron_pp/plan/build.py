@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megatron_pp.plan.lower import lower
-from megatron_pp.plan.orders import SCHEDULES, Family, Shape
+from megatron_pp.plan.orders import Family, Shape
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import Verdict, verify
 
@@ -34,15 +35,15 @@ def lowered_plan(spec: PlanSpec) -> Plan:
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
     shape = Shape(spec.pipeline_size, spec.num_chunks, spec.num_microbatches, spec.effective_group_size)
     orders = family.orders(shape) if family.search is None else family.search(spec)
-    programs = lower(spec, placement, orders)
-    return Plan(spec, placement, tuple(map(tuple, programs)), tuple(map(tuple, orders)), family.remark(shape))
+    programs = family.programs(spec) if family.programs is not None else None
+    if programs is None:
+        programs = tuple(map(tuple, lower(spec, placement, orders)))
+    return Plan(spec, placement, programs, tuple(map(tuple, orders)), family.remark(shape))
 
 
 def family_of(spec: PlanSpec) -> Family:
     """The schedule family that ``spec`` names. Raises PlanError."""
-    family = SCHEDULES.get(spec.schedule)
-    if family is None:
-        raise PlanError(f"schedule {spec.schedule!r} is not known; it is one of {', '.join(SCHEDULES)}")
+    family = find_family(spec.schedule)
     if family.chunks is not None and spec.num_chunks != family.chunks:
         raise PlanError(f"schedule {family.name} has {family.chunks} model chunk(s) a rank, not {spec.num_chunks}")
     return family

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from megatron_pp.plan.costs import Link, Network, StageCosts
+from megatron_pp.plan.files import ExchangeError, read_text
 from megatron_pp.plan.greedy import MemoryModel
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanError
@@ -80,6 +83,32 @@ class Measured:
             activation,
             _per("weight_activation", kept, placement.num_stages, "stages"),
         )
+
+
+def measured_values(given: Measured | Mapping[str, Any] | str | None) -> Measured | None:
+    """A Measured, a dict of its fields, or the path of a JSON file that holds such a dict (read once per process).
+
+    Raises PlanError; ExchangeError (one too) for a file that can not be read.
+    """
+    if isinstance(given, str):
+        return _from_file(given)
+    if isinstance(given, Mapping):
+        return Measured.from_dict(given)
+    if given is not None and not isinstance(given, Measured):
+        raise PlanError(f"{given!r} is no Measured, no dict of its fields and no path of a JSON file")
+    return given
+
+
+@lru_cache(maxsize=16)
+def _from_file(path: str) -> Measured:
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise PlanError("it holds no object with measured values by name")
+        return Measured.from_dict(content)
+    except (ValueError, RecursionError) as error:  # PlanError is a ValueError
+        raise ExchangeError(f"{path}: {error}") from error
 
 
 def _check_number(name: str, value: Any, may_be_none: bool) -> None:

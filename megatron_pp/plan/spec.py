@@ -34,7 +34,7 @@ class PlanError(ValueError):
 class PlanSpec:
     """Everything a plan depends on; hashable, the key of the cache.
 
-    schedule          family name, a key of ``megatron_pp.plan.orders.SCHEDULES``
+    schedule          family name, a key of ``megatron_pp.plan.orders.SCHEDULES``, or the path of a schedule file
     pipeline_size     P, ranks in the pipeline
     num_chunks        V, model chunks per rank
     num_microbatches  M >= 1
@@ -51,6 +51,7 @@ class PlanSpec:
     param_sync        whether PARAM_SYNC marks are wanted
     measured          times and memory that the schedules "auto" and "auto_v" plan for; see ``measured.py``
     overlap_pairs     a forward right before a full backward of another microbatch is a pair, to be run as one
+    digest            of the schedule file's content; empty for a named family
     """
 
     schedule: str
@@ -68,6 +69,7 @@ class PlanSpec:
     param_sync: bool = False
     overlap_pairs: bool = False
     measured: Measured | None = None
+    digest: str = ""
 
     def __post_init__(self) -> None:
         _one_of("lowering policy", self.policy, POLICIES)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.schedule_file import placement_kind
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.stage import PipelineStage
 from megatron_pp.testing.memory_transport import MemoryNetwork
@@ -31,8 +31,7 @@ from megatron_pp.testing.toy import (
 
 def placement_of(config: Any, pipeline_size: int, num_chunks: int) -> Placement:
     """Where the config's schedule puts the stages."""
-    family = SCHEDULES.get(getattr(config, "pipeline_schedule", None) or "")
-    return Placement(family.placement if family else LOOP, pipeline_size, num_chunks)
+    return Placement(placement_kind(getattr(config, "pipeline_schedule", None)), pipeline_size, num_chunks)
 
 
 def run_rank(

@@ -42,6 +42,8 @@ class Family:
     search         for families that search: PlanSpec -> orders, for its measured times and memory; ``orders`` is then
                    the search with default values
     remark         Shape -> a sentence where the orders are not the family's own but a substitute; empty otherwise
+    programs       for families from files: PlanSpec -> the file's whole programs, None where they are lowered otherwise
+    digest         of the file that the orders come from; empty where they come from a rule
     """
 
     name: str
@@ -53,6 +55,8 @@ class Family:
     splits_weight: bool = False
     search: Callable[[PlanSpec], list[Order]] | None = None
     remark: Callable[[Shape], str] = _no_remark
+    programs: Callable[[PlanSpec], tuple[tuple[Instruction, ...], ...] | None] | None = None
+    digest: str = ""
 
 
 def f(chunk: int, mb: int) -> Instruction:

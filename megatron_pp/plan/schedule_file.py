@@ -1,0 +1,97 @@
+"""A user's own schedule: a file, named where the name of a schedule is expected.
+
+Any format that ``exchange.py`` reads will do. What counts is its compute order, to which lowering adds communication as
+the run's config says; a whole plan that was lowered for just such a run is taken as it stands. Either is verified
+before it runs, as every plan is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron_pp.plan.exchange import load_plan
+from megatron_pp.plan.files import ExchangeError, read_text
+from megatron_pp.plan.instruction import WEIGHT, Instruction
+from megatron_pp.plan.orders import SCHEDULES, Family, Order, Shape
+from megatron_pp.plan.placement import LOOP
+from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
+
+ENDINGS = (".csv", ".json")
+
+
+def names_a_file(schedule: str) -> bool:
+    """Whether ``schedule`` is the path of a file rather than a registered name."""
+    return schedule.endswith(ENDINGS)
+
+
+def choices() -> str:
+    """What a schedule may be, for error messages."""
+    return f"one of {', '.join(SCHEDULES)}, or a .csv or .json file"
+
+
+def find_family(schedule: str) -> Family:
+    """The registered family of this name, or that of the file at this path.
+
+    Raises PlanError for a name that is neither, ExchangeError (one too) for a file that can not be read.
+    """
+    family = SCHEDULES.get(schedule)
+    if family is not None:
+        return family
+    if names_a_file(schedule):
+        return family_of_file(schedule)
+    raise PlanError(f"schedule {schedule!r} is not known; it is {choices()}")
+
+
+def placement_kind(schedule: str | None) -> str:
+    """Where ``schedule`` puts the stages; in a loop where none is named, or one that its user will refuse in words."""
+    known = schedule is not None and (schedule in SCHEDULES or names_a_file(schedule))
+    return find_family(schedule).placement if schedule is not None and known else LOOP
+
+
+@lru_cache(maxsize=16)
+def family_of_file(path: str) -> Family:
+    """The family that the file at ``path`` is: of one pipeline size, number of chunks and of microbatches.
+
+    Read once per process: a file that changes while a run is on changes nothing. Raises ExchangeError.
+    """
+    text = read_text(path)
+    given = _FilePlan(path, load_plan(path))
+    return Family(
+        path,
+        given.orders,
+        source=f"the file {path}",
+        summary=given.plan.spec.describe(),
+        placement=given.plan.placement.kind,
+        chunks=given.plan.spec.num_chunks,
+        splits_weight=any(at.op == WEIGHT for order in given.plan.orders for at in order),
+        programs=given.programs,
+        digest=hashlib.sha256(text.encode()).hexdigest()[:16],
+    )
+
+
+@dataclass(frozen=True)
+class _FilePlan:
+    path: str
+    plan: Plan
+
+    def orders(self, shape: Shape) -> list[Order]:
+        spec = self.plan.spec
+        if (spec.pipeline_size, spec.num_microbatches) != (shape.pipeline_size, shape.num_microbatches):
+            raise ExchangeError(
+                f"{self.path} is a schedule of {spec.num_microbatches} microbatches on {spec.pipeline_size} ranks; "
+                f"this step has {shape.num_microbatches} on {shape.pipeline_size}"
+            )
+        return [list(order) for order in self.plan.orders]
+
+    def programs(self, spec: PlanSpec) -> tuple[tuple[Instruction, ...], ...] | None:
+        """The file's own programs, where they were lowered for what ``spec`` says."""
+        mine = replace(
+            self.plan.spec,
+            schedule=spec.schedule,
+            measured=spec.measured,
+            digest=spec.digest,
+            group_size=spec.group_size,
+        )
+        return self.plan.programs if mine == spec else None
