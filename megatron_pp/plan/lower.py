@@ -11,6 +11,9 @@ marks. Each message has a *round*, the logical slot at whose end it is produced 
              ``variable_shapes``, one per round).
 ``plain``    The same messages, singly, waited together.
 
+At one boundary receives are posted before sends wherever that is free (one-way channels, and within a batch): gloo
+tells a sender that its receive is posted in the stream of data the other way, behind a message that is already on it.
+
 With ``overlap_pairs``, nothing stands between the halves of a pair (``pairs.py``): what they wait for comes before,
 what they send after it.
 
@@ -227,13 +230,13 @@ class _RankLowering:
 
     def _emit_posts(self, posts: list[_Post], program: list[Instruction]) -> None:
         if self.spec.policy == BATCHED:
-            for together in self._batches(posts):
+            for together in map(_receives_first, self._batches(posts)):
                 program.append(batch(p.post for p in together))
                 program += _waits(together) + _releases(together)
         elif self.spec.variable_shapes:
             self._emit_one_by_one(posts, program)
         else:
-            program += [p.post for p in posts]
+            program += [p.post for p in (_receives_first(posts) if self.spec.channels == ONE_WAY else posts)]
             if self.spec.policy != OVERLAP:
                 program += _waits(posts) + _releases(posts)
 
@@ -253,6 +256,11 @@ class _RankLowering:
             program += (p.post, p.finish) if p.post.op in RECV_OPS else (p.post,)
         if self.spec.policy != OVERLAP:
             program += _releases(posts)
+
+
+def _receives_first(posts: list[_Post]) -> list[_Post]:
+    """Sends stay in their order, and receives in theirs."""
+    return sorted(posts, key=lambda p: p.post.op in SEND_OPS)
 
 
 def _waits(posts: list[_Post]) -> list[Instruction]:

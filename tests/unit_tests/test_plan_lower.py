@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.build import build_plan, lowered_plan
 from megatron_pp.plan.instruction import Instruction, format_program, instruction
-from megatron_pp.plan.spec import BATCHED, CHANNELS, ONE_WAY, OVERLAP, PLAIN, POLICIES, PlanError, PlanSpec
+from megatron_pp.plan.spec import BATCHED, CHANNELS, ONE_WAY, OVERLAP, PLAIN, POLICIES, SHARED, PlanError, PlanSpec
 
 
 def lines(*args: int | str, **fields: object) -> list[str]:
@@ -21,9 +21,9 @@ def lines(*args: int | str, **fields: object) -> list[str]:
 
 
 def test_plain_by_hand() -> None:
-    """Rank 1's first gradient is due when rank 0 has run F0.1: both are exchanged at that boundary."""
+    """Rank 1's first gradient is due when rank 0 has run F0.1: both are exchanged at that boundary, receives first."""
     assert lines("1f1b", 2, 1, 2, policy=PLAIN) == [
-        "F0.0 SA0.0 DA0.0 F0.1 SA0.1 RG0.0 WG0.0 DA0.1 B0.0 RG0.1 WG0.1 GE0 B0.1",
+        "F0.0 SA0.0 DA0.0 F0.1 RG0.0 SA0.1 WG0.0 DA0.1 B0.0 RG0.1 WG0.1 GE0 B0.1",
         "RA0.0 WA0.0 F0.0 RA0.1 WA0.1 B0.0 SG0.0 DG0.0 F0.1 GE0 B0.1 SG0.1 DG0.1",
     ]
 
@@ -31,7 +31,7 @@ def test_plain_by_hand() -> None:
 def test_batched_by_hand() -> None:
     """The same exchange, grouped."""
     assert lines("1f1b", 2, 1, 2, policy=BATCHED) == [
-        "F0.0 [SA0.0] DA0.0 F0.1 [SA0.1 RG0.0] WG0.0 DA0.1 B0.0 [RG0.1] WG0.1 GE0 B0.1",
+        "F0.0 [SA0.0] DA0.0 F0.1 [RG0.0 SA0.1] WG0.0 DA0.1 B0.0 [RG0.1] WG0.1 GE0 B0.1",
         "[RA0.0] WA0.0 F0.0 [RA0.1] WA0.1 B0.0 [SG0.0] DG0.0 F0.1 GE0 B0.1 [SG0.1] DG0.1",
     ]
 
@@ -39,7 +39,7 @@ def test_batched_by_hand() -> None:
 def test_overlap_by_hand() -> None:
     """Receives one operation ahead of their use, releases two operations after their send, or before the backward."""
     assert lines("1f1b", 2, 1, 2, policy=OVERLAP) == [
-        "F0.0 SA0.0 RG0.0 F0.1 SA0.1 RG0.1 DA0.0 WG0.0 B0.0 DA0.1 WG0.1 GE0 B0.1",
+        "F0.0 RG0.0 SA0.0 F0.1 RG0.1 SA0.1 DA0.0 WG0.0 B0.0 DA0.1 WG0.1 GE0 B0.1",
         "RA0.0 WA0.0 F0.0 RA0.1 B0.0 SG0.0 WA0.1 F0.1 GE0 B0.1 SG0.1 DG0.0 DG0.1",
     ]
 
@@ -157,6 +157,31 @@ def test_plain_posts_everything_of_a_boundary_before_it_waits() -> None:
                     waited = True
                 else:
                     assert at.op not in ins.BATCHABLE_OPS or not waited, (spec, at)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_receives_are_posted_before_the_sends_of_their_boundary(policy: str) -> None:
+    """gloo announces a receive behind the data that goes the other way; shared channels have an order of their own."""
+    for spec in specs(policy):
+        if spec.variable_shapes or (spec.channels == SHARED and policy != BATCHED):
+            continue
+        for program in lowered_plan(spec).programs:
+            for posts in posted_together(program):
+                kinds = [at.op in ins.SEND_OPS for at in posts]
+                assert kinds == sorted(kinds), (spec, posts)
+
+
+def posted_together(program: Sequence[Instruction]) -> list[list[Instruction]]:
+    """Runs of posts with nothing between them; the members of a batch."""
+    runs: list[list[Instruction]] = [[]]
+    for at in program:
+        if at.members:
+            runs.append(list(at.members))
+        elif at.op in ins.SEND_OPS or at.op in ins.RECV_OPS:
+            runs[-1].append(at)
+        else:
+            runs.append([])
+    return runs
 
 
 def test_batched_posts_nothing_singly_and_the_others_post_no_batch() -> None:
