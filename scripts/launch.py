@@ -1,29 +1,43 @@
 #!/usr/bin/env python3
-"""``torchrun`` with the same arguments, that ends without a traceback where there is nothing to trace.
+"""``torchrun`` with the same arguments, that says in one line how a run ended, and with what exit code.
 
-After Ctrl-C, which ``torchrun`` hands to the ranks (they finish their step and save), it exits with 128 + signal. Where
-a rank has said in a line what is wrong with its input (exit code 2, see megatron_pp/training/program.py), with 2.
+    0            every rank has done all its steps
+    128 + signal a signal (Ctrl-C, SIGTERM) to this launcher or to a rank: the ranks have finished their step and saved
+    2            a rank has said in a line what is wrong with its input
+    1            any other failure
+
+With ``--max-restarts`` all but 0 and a signal to the launcher start the ranks again, which then continue their run.
+See megatron_pp/training/program.py for the ranks' own exit codes.
 """
 
 import os
+import signal
 import sys
 
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
-BAD_INPUT = 2
+PASSED_ON = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 # How long they may take, in seconds, before they are killed. Older releases of torch do not read it and wait for 30.
 os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+
+
+def told(rank: int, failure: ProcessFailure) -> str:
+    """How the rank that failed first ended."""
+    code = failure.exitcode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"launch.py: rank {rank} (pid {failure.pid}) was the first to fail: it {how}"
+
 
 if __name__ == "__main__":
     try:
         main()
     except SignalException as stop:
         sys.exit(128 + int(stop.sigval))
-    except ChildFailedError as failure:
-        _, first = failure.get_first_failure()
-        if first.exitcode != BAD_INPUT:
-            raise
-        sys.exit(BAD_INPUT)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode not in PASSED_ON:
+            print(told(rank, failure), file=sys.stderr)
+        sys.exit(failure.exitcode if failure.exitcode in PASSED_ON else 1)

@@ -17,7 +17,11 @@ UNKNOWN = "unknown"  # another machine, or no /proc
 
 def this_process() -> Process:
     """The identity of the running process."""
-    pid = os.getpid()
+    return process_of(os.getpid())
+
+
+def process_of(pid: int) -> Process:
+    """The identity of a process of this machine; an empty one without /proc, or without that process."""
     try:
         found = _stat(pid)
     except OSError:

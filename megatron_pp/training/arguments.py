@@ -13,6 +13,7 @@ import torch
 
 from megatron_pp.config import TransformerConfig
 from megatron_pp.models.gpt import check_model_config
+from megatron_pp.training.checkpoint import write_atomically
 from megatron_pp.training.errors import ArgumentError, CheckpointError
 from megatron_pp.training.flags import add_flags, values_of
 from megatron_pp.training.grid import grid_sizes
@@ -169,7 +170,7 @@ class Arguments:
         # The run may be continued from another directory.
         run = {**asdict(self.run), "data": [str(Path(path).absolute()) for path in self.run.data]}
         content = {"run": run, "config": self.config}
-        (folder / ARGUMENTS).write_text(json.dumps(content, indent=1) + "\n")
+        write_atomically(folder / ARGUMENTS, json.dumps(content, indent=1) + "\n")
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:

@@ -56,11 +56,19 @@ def find_checkpoint(path: Path) -> Checkpoint:
     for folder in (path, path / "checkpoints"):
         if (folder / DESCRIPTION).is_file():
             return _read_description(folder)
-        if (folder / LATEST).is_file():
-            return _read_description(folder / (folder / LATEST).read_text().strip())
+        if (name := newest_name(folder)) is not None:
+            return _read_description(folder / name)
     raise CheckpointError(
         f"there is no checkpoint at {path}; give a run's folder, or one of its checkpoints/step-... folders"
     )
+
+
+def newest_name(folder: Path) -> str | None:
+    """Name of the newest whole checkpoint in a folder of checkpoints; ``None`` if there is none."""
+    try:
+        return (folder / LATEST).read_text().strip()
+    except OSError:
+        return None
 
 
 def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
@@ -170,6 +178,8 @@ class CheckpointWriter:
         os.rename(unfinished, final)
         _sync_folder(self.folder)
         write_atomically(self.folder / LATEST, final.name + "\n")
+        # Nothing that it has named before is removed until the disk has it.
+        _sync_folder(self.folder)
         self._remove_old(final)
 
     def _remove_old(self, newest: Path) -> None:

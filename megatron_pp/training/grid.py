@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp import parallel_state
+from megatron_pp.communicators import close_communicators
 from megatron_pp.config import TransformerConfig
 from megatron_pp.parallel_grid import fit_grid
 from megatron_pp.plan.placement import Placement
@@ -102,6 +103,7 @@ def joined(process: Process, device: torch.device) -> Iterator[None]:
     dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size)
     yield
     # Not after an error: taking leave of peers that are in the middle of a step may block.
+    close_communicators()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

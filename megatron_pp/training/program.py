@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
+import signal
 import sys
-import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from megatron_pp.config import TransformerConfig
 from megatron_pp.config_checks import ConfigError
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import PipelineError, ScheduleInputError
 from megatron_pp.models.gpt import GPTStage, build_gpt_chunks
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanError
-from megatron_pp.training.arguments import ARGUMENTS, Arguments, RunArguments, find_run, make_config, parse_arguments
-from megatron_pp.training.checkpoint import Checkpoint, CheckpointWriter, check_layout, find_checkpoint
+from megatron_pp.training.arguments import RunArguments, make_config, parse_arguments
+from megatron_pp.training.checkpoint import Checkpoint, CheckpointWriter
 from megatron_pp.training.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
-from megatron_pp.training.errors import ArgumentError, TrainingError
+from megatron_pp.training.errors import TrainingError
 from megatron_pp.training.grid import GridMember, Process, choose_device, join_grid, joined
-from megatron_pp.training.interrupt import StopRequest
+from megatron_pp.training.interrupt import StoppedAtOnceError, StopRequest
 from megatron_pp.training.metrics import METRICS, PLOT, Recorder, plot_losses
+from megatron_pp.training.restart import agree_on_start, find_start, remember, this_agent
 from megatron_pp.training.timeline import merge, switch_on
 from megatron_pp.training.trainer import Outcome, Texts, Trainer
 
@@ -35,13 +37,41 @@ VALIDATION_SEED = 0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program. Returns the exit code: 0, also after Ctrl-C; 2 after bad input, which is told in one line."""
+    """Run the program.
+
+    Returns the exit code: 0 when all steps are done; 128 + the signal's number where one, to any rank, ended the run
+    early, with a checkpoint; 2 after bad input, which is told in one line; 1 after any other failure. Where that is
+    another rank's it is told without a traceback, as the stack of a rank that only waited says nothing.
+    """
     try:
-        train(argv)
+        outcome = train(argv)
     except (TrainingError, ConfigError, ScheduleInputError, PlanError) as error:
-        print(f"train.py: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return 2
-    return 0
+        return _told(error, 2)
+    except PipelineError as error:
+        return _told(error, 1)
+    except StoppedAtOnceError as stop:
+        return _told(stop, 128 + stop.number)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
+
+
+def end_process(code: int) -> NoReturn:
+    """Leave with the code that ``main`` returned.
+
+    After a failure without taking leave: the destructors of an aborted process group may wait for peers.
+    """
+    if code in (1, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _told(error: BaseException, code: int) -> int:
+    print(f"train.py: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return code
 
 
 def train(argv: Sequence[str]) -> Outcome:
@@ -56,33 +86,39 @@ def train(argv: Sequence[str]) -> Outcome:
     shape = BatchShape(run.micro_batch_size, run.num_microbatches, config.data_parallel_size or 1, run.seq_length)
     texts = _read_texts(run, shape)
     layout = _layout(run, config)
-    checkpoint = _checkpoint_to_resume(run, layout)
-    folder = _run_folder(run)
+    find_start(run, layout, [this_agent()], alone=process.local_world_size == process.world_size)
     device = choose_device(run.device, process)
     logging.basicConfig(level=logging.WARNING if process.rank == 0 else logging.ERROR, format="%(message)s")
-    with StopRequest() as stop, joined(process, device):
-        folder = _agreed_folder(folder)
+    with joined(process, device):
+        start, agents = agree_on_start(run, layout)
+        folder, checkpoint = start.folder, start.checkpoint
         grid = join_grid(config)
         chunks = _build_chunks(run, config, grid, device)
         # Not before the model is built: what a rank draws while building depends on which layers it holds.
         torch.manual_seed(run.seed * process.world_size + process.rank)
         if run.trace is not None:
             switch_on(chunks[0].config, run.trace, folder, checkpoint.step if checkpoint else 0)
-        recorder = _make_recorder(run, arguments, folder, checkpoint, process.rank)
+        if process.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            remember(start, agents)
+            arguments.save(folder)
+        recorder = _make_recorder(run, folder, checkpoint, process.rank)
         recorder.say(_introduce(config, texts, device))
         writer = CheckpointWriter(folder / "checkpoints", run.keep_checkpoints, layout)
-        try:
-            trainer = Trainer(run, chunks, grid, device, texts, writer, recorder, stop)
-            if checkpoint is not None:
-                trainer.load(checkpoint)
-            outcome = trainer.train()
-        finally:
-            recorder.close()
-        timeline = merge(folder) if run.trace is not None else ""
-        if process.rank == 0:
-            _conclude(run, folder, outcome, stop)
-            if timeline:
-                print(timeline, flush=True)
+        with StopRequest() as stop:
+            try:
+                trainer = Trainer(run, chunks, grid, device, texts, writer, recorder, stop)
+                if checkpoint is not None:
+                    trainer.load(checkpoint)
+                outcome = trainer.train()
+            finally:
+                recorder.close()
+            stop.grant()
+            timeline = merge(folder) if run.trace is not None else ""
+            if process.rank == 0:
+                _conclude(run, folder, outcome, stop)
+                if timeline:
+                    print(timeline, flush=True)
     return outcome
 
 
@@ -117,38 +153,6 @@ def _layout(run: RunArguments, config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def _checkpoint_to_resume(run: RunArguments, layout: dict[str, Any]) -> Checkpoint | None:
-    if run.resume is None:
-        return None
-    checkpoint = find_checkpoint(Path(run.resume))
-    check_layout(checkpoint, layout)
-    return checkpoint
-
-
-def _run_folder(run: RunArguments) -> Path:
-    """The run's folder, which need not exist yet. Raises ArgumentError if it holds a run or cannot be written."""
-    if run.resume is not None:
-        return find_run(Path(run.resume))
-    folder = Path(run.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    if (folder / ARGUMENTS).exists():
-        raise ArgumentError(
-            f"--run-dir {folder} holds a run already; give another, or --resume {folder} to continue it"
-        )
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ArgumentError(
-            f"the run's folder {folder} cannot be made, as {existing} is no writable folder; give another --run-dir"
-        )
-    return folder
-
-
-def _agreed_folder(folder: Path) -> Path:
-    """Rank 0's folder: where it is named after the time, the ranks' clocks may differ."""
-    folders: list[Any] = [str(folder)]
-    dist.broadcast_object_list(folders, src=0)
-    return Path(folders[0])
-
-
 def _build_chunks(
     run: RunArguments, config: TransformerConfig, grid: GridMember, device: torch.device
 ) -> list[GPTStage]:
@@ -165,15 +169,9 @@ def _build_chunks(
     )
 
 
-def _make_recorder(
-    run: RunArguments, arguments: Arguments, folder: Path, checkpoint: Checkpoint | None, rank: int
-) -> Recorder:
+def _make_recorder(run: RunArguments, folder: Path, checkpoint: Checkpoint | None, rank: int) -> Recorder:
     done = checkpoint.step if checkpoint else 0
-    if rank != 0:
-        return Recorder(None, done, run.train_steps, run.log_interval)
-    folder.mkdir(parents=True, exist_ok=True)
-    arguments.save(folder)
-    return Recorder(folder, done, run.train_steps, run.log_interval)
+    return Recorder(folder if rank == 0 else None, done, run.train_steps, run.log_interval)
 
 
 def _introduce(config: TransformerConfig, texts: Texts, device: torch.device) -> str:
@@ -191,11 +189,13 @@ def _conclude(run: RunArguments, folder: Path, outcome: Outcome, stop: StopReque
     trouble = plot_losses(folder / METRICS, folder / PLOT)
     if trouble is not None:
         print(trouble)
-    if outcome.interrupted:
-        cause = stop.signal_name or "a signal to another rank"
+    if outcome.stopped_by is not None:
+        cause = outcome.stopped_by.name + ("" if stop.requested else " to another rank")
         print(f"stopped by {cause} after step {outcome.steps} of {run.train_steps}")
         print(f"continue with --resume {folder}")
     else:
         print(f"metrics and plot are in {folder}")
+    if math.isnan(outcome.validation_before):
+        return
     after = f", {outcome.validation_after:.3f} after {outcome.validated_at} steps" if outcome.validated_at else ""
     print(f"validation loss: {outcome.validation_before:.3f} before{after}", flush=True)

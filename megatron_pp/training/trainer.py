@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_pp.communicators import communicator_for
 from megatron_pp.config import TransformerConfig
+from megatron_pp.faults.wiring import watched
 from megatron_pp.models.gpt import GPTStage
 from megatron_pp.training.arguments import RunArguments
 from megatron_pp.training.checkpoint import (
@@ -25,11 +29,13 @@ from megatron_pp.training.data import SampleOrder
 from megatron_pp.training.errors import NonFiniteLossError
 from megatron_pp.training.gradients import GradientClipper, GradientFinalizer
 from megatron_pp.training.grid import GridMember
-from megatron_pp.training.interrupt import StopRequest
+from megatron_pp.training.interrupt import StopRequest, granted
 from megatron_pp.training.metrics import Recorder
 from megatron_pp.training.optimizer import LearningRate, NamedAdamW
 from megatron_pp.training.step_timer import ComputeTimers
 from megatron_pp.training.steps import PipelineRunner, StepResult
+
+_NEVER = -1  # steps done when something happened that has not happened yet
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,11 @@ class Outcome:
 
     Attributes:
         steps: optimizer steps done, since the run's very start.
-        validation_before, validation_after: validation loss before the first step and the newest, nats per byte.
+        validation_before, validation_after: validation loss before the first step and the newest, nats per byte; not a
+            number where a signal came before the first.
         validated_at: steps done when the newest was measured.
         checkpoint: the newest checkpoint.
-        interrupted: a signal ended it early.
+        stopped_by: the signal, to any rank, that ended it early; ``None`` when all steps are done.
     """
 
     steps: int
@@ -58,20 +65,23 @@ class Outcome:
     validation_after: float
     validated_at: int
     checkpoint: Path
-    interrupted: bool
+    stopped_by: signal.Signals | None
 
 
 @dataclass(frozen=True)
 class _StepSummary:
-    """What all ranks know after a global batch."""
+    """What all ranks know after a global batch. ``stop``: the signal on which they stop."""
 
     loss: float
     bubble: float
-    stop: bool
+    stop: signal.Signals | None
 
 
 class Trainer:
     """Trains this rank's chunks together with all other ranks. Construction is collective.
+
+    All that the ranks do together is watched (:mod:`megatron_pp.faults`): where one of them fails, in a step or
+    outside, every method raises a :class:`megatron_pp.errors.PipelineError` on the others.
 
     Args:
         run: the program's settings.
@@ -81,7 +91,7 @@ class Trainer:
         texts: see :class:`Texts`.
         writer: writes checkpoints.
         recorder: writes metrics and shows progress on rank 0; silent elsewhere.
-        stop: asked at the end of every step.
+        stop: asked at the end of every step and every batch of a validation.
     """
 
     def __init__(
@@ -103,16 +113,21 @@ class Trainer:
         self.stop = stop
         self.rank = dist.get_rank()
         config: TransformerConfig = chunks[0].config
+        self.config = config
+        self.pipeline_group = grid.pipeline_group
         config.finalize_model_grads_func = GradientFinalizer(chunks, grid)
         self.runner = PipelineRunner(chunks, ComputeTimers(device), grid.data_rank, device)
-        self.clipper = GradientClipper(chunks, grid.pipeline_group, run.clip_grad)
+        with self._watched("the set-up"):
+            self.clipper = GradientClipper(chunks, grid.pipeline_group, run.clip_grad)
         self.optimizer = NamedAdamW(chunks, (run.adam_beta1, run.adam_beta2), run.adam_eps, run.weight_decay)
         self.learning_rate = LearningRate(run.learning_rate, run.min_learning_rate, run.warmup_steps, run.train_steps)
         self.steps_done = 0
         self.validation_before = math.nan
         self.validation_after = math.nan
-        self.validated_at = 0
+        self.validated_at = _NEVER
         self.saved: Path | None = None
+        self._saved_at = _NEVER
+        self._stopped_by: signal.Signals | None = None
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from ``checkpoint``. Collective.
@@ -121,13 +136,14 @@ class Trainer:
             CheckpointError: its tensors cannot be read.
         """
         tensors = self._state()
-        load_tensors(checkpoint, tensors)
+        with self._watched("loading a checkpoint"):
+            load_tensors(checkpoint, tensors)
         restore_rng(tensors, self.rank, self.device)
         self.steps_done = checkpoint.step
         self.validation_before = checkpoint.progress["validation_before"]
         self.validation_after = checkpoint.progress["validation_after"]
         self.validated_at = checkpoint.progress["validated_at"]
-        self.saved = checkpoint.path
+        self.saved, self._saved_at = checkpoint.path, checkpoint.step
         self.recorder.say(f"continuing from {checkpoint.path}")
         if checkpoint.progress["text"] != self.texts.digest:
             self.recorder.say("the text is not the one that this run began with")
@@ -139,35 +155,37 @@ class Trainer:
             NonFiniteLossError: on every rank after the same step, which leaves the weights as they were.
             CheckpointError: a checkpoint cannot be written.
         """
-        run = self.run
-        interrupted = False
-        if self.saved is None:
-            self.validation_before = self._validate()
-        while self.steps_done < run.train_steps and not interrupted:
-            interrupted = self._step()
-            done, last = self.steps_done, self.steps_done == run.train_steps
-            if last or _is_due(done, run.eval_interval):
-                self._validate()
-            if last or interrupted or _is_due(done, run.save_interval):
-                self._save()
-        if self.saved is None:
-            self._save()
+        self._round_off_step()
+        while self.steps_done < self.run.train_steps and self._stopped_by is None:
+            self._step()
+            self._round_off_step()
         assert self.saved is not None
         return Outcome(
             self.steps_done,
             self.validation_before,
             self.validation_after,
-            self.validated_at,
+            max(self.validated_at, 0),
             self.saved,
-            interrupted,
+            self._stopped_by,
         )
 
-    def _step(self) -> bool:
-        """One optimizer step. Returns whether any rank was asked to stop."""
+    def _round_off_step(self) -> None:
+        """Validate and save where that is due after the steps done; also what an interrupted run has left undone."""
+        run, done = self.run, self.steps_done
+        last = done >= run.train_steps
+        if self.validated_at < done and (done == 0 or last or _is_due(done, run.eval_interval)):
+            self._validate()
+        due = last or self._stopped_by is not None or (done > 0 and _is_due(done, run.save_interval))
+        if due and self._saved_at < done:
+            self._save()
+
+    def _step(self) -> None:
+        """One optimizer step, after which all ranks know whether any was asked to stop."""
         start = time.perf_counter()
-        result = self.runner.run(self.texts.training, self.steps_done, forward_only=False)
-        norm = float(self.clipper.clip())
-        summary = self._agree(result)
+        with self._watched("the training step"):
+            result = self.runner.run(self.texts.training, self.steps_done, forward_only=False)
+            norm = float(self.clipper.clip())
+            summary = self._agree(result)
         if not (math.isfinite(summary.loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
                 f"step {self.steps_done + 1} gave loss {summary.loss} and gradient norm {norm}; the weights are as "
@@ -184,27 +202,39 @@ class Trainer:
             tokens_per_second=self.texts.training.shape.tokens / (time.perf_counter() - start),
             bubble=summary.bubble,
         )
-        return summary.stop
+        self._stopped_by = summary.stop
 
-    def _validate(self) -> float:
-        """Mean loss over the first global batches of the validation text. Collective."""
-        run = self.run
-        results = [self.runner.run(self.texts.validation, i, forward_only=True) for i in range(run.eval_steps)]
-        loss = sum(self._agree(result).loss for result in results) / run.eval_steps
-        self.validation_after, self.validated_at = loss, self.steps_done
-        self.recorder.validation(self.steps_done, loss)
-        return loss
+    def _validate(self) -> None:
+        """Mean loss over the first global batches of the validation text; a signal ends it without. Collective."""
+        if self._stopped_by is not None:
+            return
+        losses = []
+        with self._watched("the validation"):
+            for batch in range(self.run.eval_steps):
+                summary = self._agree(self.runner.run(self.texts.validation, batch, forward_only=True))
+                losses.append(summary.loss)
+                self._stopped_by = summary.stop
+                if self._stopped_by is not None and len(losses) < self.run.eval_steps:
+                    return
+        self.validation_after, self.validated_at = sum(losses) / self.run.eval_steps, self.steps_done
+        if self.steps_done == 0:
+            self.validation_before = self.validation_after
+        self.recorder.validation(self.steps_done, self.validation_after)
+
+    def _watched(self, what: str) -> AbstractContextManager[Any]:
+        """Around ``what`` ranks do together: a failure of one of them ends the others' waits."""
+        return watched(communicator_for(self.pipeline_group, self.config), self.config, what)
 
     def _agree(self, result: StepResult) -> _StepSummary:
         """Put together what the ranks know, in one small message."""
         known = torch.tensor(
-            [sum(result.losses), len(result.losses), result.bubble, float(self.stop.requested)],
+            [sum(result.losses), len(result.losses), result.bubble, *self.stop.wishes()],
             dtype=torch.float64,
             device=self.device,
         )
         dist.all_reduce(known)
-        losses, count, bubbles, stops = known.tolist()
-        return _StepSummary(losses / count, bubbles / dist.get_world_size(), stops > 0)
+        losses, count, bubbles, *wishes = known.tolist()
+        return _StepSummary(losses / count, bubbles / dist.get_world_size(), granted(wishes))
 
     def _save(self) -> None:
         progress = {
@@ -213,7 +243,9 @@ class Trainer:
             "validated_at": self.validated_at,
             "text": self.texts.digest,
         }
-        self.saved = self.writer.save(self.steps_done, self._state(), progress)
+        with self._watched("saving a checkpoint"):
+            self.saved = self.writer.save(self.steps_done, self._state(), progress)
+        self._saved_at = self.steps_done
         self.recorder.saved(self.saved)
 
     def _state(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def flags(folder: Path, more: str = "") -> list[str]:
 )
 def test_every_kind_of_run_learns(tmp_path: Path, more: str) -> None:
     outcome = train(flags(tmp_path / "run", f"--train-steps 12 --learning-rate 1e-2 {more}"))
-    assert (outcome.steps, outcome.validated_at, outcome.interrupted) == (12, 12, False)
+    assert (outcome.steps, outcome.validated_at, outcome.stopped_by) == (12, 12, None)
     assert outcome.validation_before == pytest.approx(math.log(256), abs=0.5)
     assert outcome.validation_after < outcome.validation_before - 0.5
     assert find_checkpoint(tmp_path / "run").step == 12
