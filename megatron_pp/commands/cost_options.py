@@ -34,6 +34,11 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--bandwidth", type=number, metavar="GB/S", help="of each directed link; default infinite")
     group.add_argument("--activation-mb", type=number, metavar="MB", help="size of one message; default the model's")
     group.add_argument(
+        "--gloo",
+        action="store_true",
+        help="transfers as gloo makes them: a receive is announced behind the data that goes the other way",
+    )
+    group.add_argument(
         "--link",
         action="append",
         default=[],
@@ -119,7 +124,7 @@ def network(args: argparse.Namespace, shape: ModelShape | None) -> Network:
         size = 0.0 if shape is None else shape.message_bytes
     if size == 0 and args.bandwidth is not None:
         raise UsageError("--bandwidth needs the size of a message: --activation-mb, or the shape of the model")
-    return Network(size, link=Link(args.p2p_ms, bandwidth), links=dict(args.link))
+    return Network(size, link=Link(args.p2p_ms, bandwidth), links=dict(args.link), gloo=args.gloo)
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape | None:

@@ -113,12 +113,17 @@ class Network:
     activation_bytes, gradient_bytes  size of one message (gradients have the activation's size unless given)
     link                              every directed link that ``links`` does not name
     links                             (source rank, destination rank) -> its own Link
+    gloo                              transfers as gloo makes them: a send starts when it has heard of its receive, and
+                                      hears of it within the data that goes the other way, behind what is on its way
+                                      already, since two ranks have one connection; nothing else holds a message up
+                                      that is posted at both ends
     """
 
     activation_bytes: float = 0.0
     gradient_bytes: float | None = None
     link: Link = Link()
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    gloo: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("activation_bytes", self.activation_bytes), ("gradient_bytes", self.gradient_bytes)):

@@ -3,6 +3,9 @@
 A rank posts *entries* (one end of a message, or a batch of ends) on its queues; only the entry at the head of a queue
 is active. Active ends meet in the order of their channel; a pair that met takes its turn on the directed link. When
 the transfer is over, both entries lose an end; an entry without ends left leaves its queue, and the next is active.
+
+On gloo (``Network.gloo``) there are no queues, but a receive becomes active only once its sender can have heard of it:
+when what was on the wire towards the sender, when the receive was posted, has left.
 """
 
 from __future__ import annotations
@@ -32,32 +35,42 @@ class Entry:
 
 
 class _End:
-    """One end of one message; ``message`` is (kind, receiving stage, microbatch)."""
+    """One end of one message; ``message`` is (kind, receiving stage, microbatch), ``heard`` when the other side can
+    know of it."""
 
-    __slots__ = ("channel", "entry", "is_send", "message")
+    __slots__ = ("channel", "entry", "heard", "is_send", "message")
 
-    def __init__(self, channel: _Channel, is_send: bool, message: tuple[str, int, int], entry: Entry) -> None:
+    def __init__(
+        self, channel: _Channel, is_send: bool, message: tuple[str, int, int], entry: Entry, heard: float
+    ) -> None:
         self.channel = channel
         self.is_send = is_send
         self.message = message
         self.entry = entry
+        self.heard = heard
 
 
 class _Channel:
-    """Messages from one rank to another that match in order: at any time only sends or only receives are open."""
+    """Messages from one rank to another that match in order: at any time only sends or only receives are open.
+    ``unheard`` counts the receives whose announcement is on its way."""
 
-    __slots__ = ("link", "open_receives", "open_sends")
+    __slots__ = ("link", "open_receives", "open_sends", "unheard")
 
     def __init__(self, source: int, target: int) -> None:
         self.link = (source, target)
+        self.unheard = 0
         self.open_sends: deque[_End] = deque()
         self.open_receives: deque[_End] = deque()
+
+
+Announcement = _End  # of a receive
 
 
 class Fabric:
     """All queues, channels and links of a pipeline.
 
-    ``started`` collects (transfer, its sender's entry, its receiver's entry) until the caller takes them.
+    ``started`` collects (transfer, its sender's entry, its receiver's entry), ``announced`` (when, what to give to
+    ``hear`` then), until the caller takes them.
     """
 
     def __init__(self, plan: Plan, network: Network) -> None:
@@ -65,6 +78,7 @@ class Fabric:
         self.network = network
         self.one_way = plan.spec.channels == ONE_WAY
         self.started: list[tuple[Transfer, Entry, Entry]] = []
+        self.announced: list[tuple[float, Announcement]] = []
         self._queues: dict[tuple, deque[tuple[Entry, list[_End]]]] = {}
         self._channels: dict[tuple[int, int, str], _Channel] = {}
         self._wire_free: dict[tuple[int, int], float] = {}
@@ -76,9 +90,12 @@ class Fabric:
         """
         posts = at.members or (at,)
         orderings = [self._ordering(rank, one, bool(at.members)) for one in posts]
-        queue = self._queues.setdefault((rank, *orderings[0][1]), deque())
+        queue = deque() if self.network.gloo else self._queues.setdefault((rank, *orderings[0][1]), deque())
         entry = Entry(rank, len(posts), queue, now)
-        ends = [_End(o[0], one.op in ins.SEND_OPS, o[2], entry) for one, o in zip(posts, orderings, strict=True)]
+        ends = [
+            _End(channel, one.op in ins.SEND_OPS, message, entry, self._heard(channel, one.op, now))
+            for one, (channel, _, message) in zip(posts, orderings, strict=True)
+        ]
         queue.append((entry, ends))
         if len(queue) == 1:
             self._activate(ends, now)
@@ -96,6 +113,17 @@ class Fabric:
                 if entry.queue:
                     self._activate(entry.queue[0][1], now)
         return complete
+
+    def hear(self, end: Announcement, now: float) -> None:
+        """The sender has heard of this receive; the transfer may have started."""
+        end.channel.unheard -= 1
+        self._meet(end, now)
+
+    def _heard(self, channel: _Channel, op: str, now: float) -> float:
+        if op in ins.SEND_OPS or not self.network.gloo:
+            return now
+        source, target = channel.link
+        return max(now, self._wire_free.get((target, source), now))
 
     def _ordering(self, rank: int, at: Instruction, grouped: bool) -> tuple[_Channel, tuple, tuple[str, int, int]]:
         """(channel, key of the rank's queue, message) of one end."""
@@ -119,16 +147,23 @@ class Fabric:
     def _activate(self, ends: list[_End], now: float) -> None:
         """The ends have come to the head of their queue: they meet their partners, or wait for them."""
         for end in ends:
-            channel = end.channel
-            mine, theirs = channel.open_sends, channel.open_receives
-            if not end.is_send:
-                mine, theirs = theirs, mine
-            if not theirs:
-                mine.append(end)
-            elif end.is_send:
-                self._start(end, theirs.popleft(), now)
+            if not end.is_send and (end.heard > now or end.channel.unheard):  # announcements stay in order
+                end.channel.unheard += 1
+                self.announced.append((max(end.heard, now), end))
             else:
-                self._start(theirs.popleft(), end, now)
+                self._meet(end, now)
+
+    def _meet(self, end: _End, now: float) -> None:
+        channel = end.channel
+        mine, theirs = channel.open_sends, channel.open_receives
+        if not end.is_send:
+            mine, theirs = theirs, mine
+        if not theirs:
+            mine.append(end)
+        elif end.is_send:
+            self._start(end, theirs.popleft(), now)
+        else:
+            self._start(theirs.popleft(), end, now)
 
     def _start(self, send: _End, receive: _End, now: float) -> None:
         if send.message != receive.message:

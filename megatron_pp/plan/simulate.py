@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.costs import FREE, Network, StageCosts
-from megatron_pp.plan.fabric import Entry, Fabric
+from megatron_pp.plan.fabric import Announcement, Entry, Fabric
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.rendezvous import check_rendezvous
 from megatron_pp.plan.simulation import Simulation, Transfer, TransferLog, Waits
@@ -85,7 +85,7 @@ class _Run:
         self.late_receives = plan.spec.variable_shapes  # as in rendezvous.py: its WAIT posts such a receive in full
         self.ranks = [_Rank(plan, costs, r) for r in range(len(plan.programs))]
         self.log = TransferLog()
-        self.agenda: list[tuple[float, int, _Rank | _Arrival]] = []
+        self.agenda: list[tuple[float, int, _Rank | _Arrival | Announcement]] = []
         self.planned = 0  # breaks ties: of two events at one time, the one planned first happens first
 
     def run(self) -> Simulation:
@@ -95,8 +95,11 @@ class _Run:
             now, _, what = heappop(self.agenda)
             if isinstance(what, _Rank):
                 self._advance(what, now)
-            else:
+            elif isinstance(what, tuple):
                 self._arrive(now, *what)
+            else:
+                self.fabric.hear(what, now)
+                self._plan_network_events()
         if not all(rank.is_done for rank in self.ranks):
             check_rendezvous(self.plan)  # says in words who waits for whom
             raise PlanError("the plan comes to a stop before its end")
@@ -109,7 +112,7 @@ class _Run:
             tuple(rank.busy for rank in self.ranks),
         )
 
-    def _plan_event(self, when: float, what: _Rank | _Arrival) -> None:
+    def _plan_event(self, when: float, what: _Rank | _Arrival | Announcement) -> None:
         self.planned += 1
         heappush(self.agenda, (when, self.planned, what))
 
@@ -148,13 +151,17 @@ class _Run:
         entry = self.fabric.post(rank.number, at, now)
         for one in at.members or (at,):
             rank.posted[(one.op, one.chunk, one.mb)] = entry
-        self._plan_arrivals()
+        self._plan_network_events()
 
-    def _plan_arrivals(self) -> None:
+    def _plan_network_events(self) -> None:
+        """What the network will do of itself because of what was just posted or has just ended."""
         for arrival in self.fabric.started:
             self.log.append(arrival[0])
             self._plan_event(arrival[0].end, arrival)
         self.fabric.started.clear()
+        for when, announcement in self.fabric.announced:
+            self._plan_event(when, announcement)
+        self.fabric.announced.clear()
 
     def _arrive(self, now: float, transfer: Transfer, send: Entry, receive: Entry) -> None:
         """A transfer is over: wake the ranks that waited for it."""
@@ -165,4 +172,4 @@ class _Run:
                 rank.end_wait(entry, now)
                 rank.ends.append(now)
                 self._plan_event(now, rank)
-        self._plan_arrivals()
+        self._plan_network_events()

@@ -71,7 +71,7 @@ def analyse(run: TracedRun, step: int | None = None) -> Findings:
     steps = {s: run.measured(s) for s in chosen}
     shown = sorted(steps, key=lambda s: steps[s].makespan)[(len(steps) - 1) // 2]
     costs = measured_costs(list(steps.values()))
-    network = measured_network(list(steps.values()))
+    network = measured_network(list(steps.values()), gloo=run.is_gloo)
     predicted = simulate(steps[shown].plan, costs, network)
     return Findings(shown, len(steps), steps[shown], predicted, costs, network)
 
@@ -109,9 +109,9 @@ def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, .
     return (*values[:index], value, *values[index + 1 :])
 
 
-def measured_network(steps: Sequence[Simulation]) -> Network:
+def measured_network(steps: Sequence[Simulation], gloo: bool) -> Network:
     """Per link, the median time of its transfers, during which they hold the link; for a link without any, the median
-    over all links."""
+    over all links. ``gloo``: as in Network."""
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in steps:
         for t in step.transfers:
@@ -119,7 +119,8 @@ def measured_network(steps: Sequence[Simulation]) -> Network:
     size = next((t.size for t in steps[0].transfers if t.size), 1.0)
     usual = {link: statistics.median(taken) for link, taken in times.items()}
     links = {link: _link(size, time) for link, time in usual.items()}
-    return Network(size, link=_link(size, statistics.median(usual.values()) if usual else 0.0), links=links)
+    other = _link(size, statistics.median(usual.values()) if usual else 0.0)
+    return Network(size, link=other, links=links, gloo=gloo)
 
 
 def _link(size: float, time: float) -> Link:

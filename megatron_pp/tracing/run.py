@@ -31,6 +31,11 @@ class TracedRun:
     def name(self) -> str:
         return self.ranks[0].header.run
 
+    @property
+    def is_gloo(self) -> bool:
+        """Whether gloo carried the tensors: on CPUs it does."""
+        return self.ranks[0].header.device == "cpu"
+
     def plan(self, step: int) -> Plan:
         """The plan that ``step`` executed. Raises ExchangeError where the ranks disagree."""
         records = [trace.plans[trace.steps[step].plan] for trace in self.ranks]

@@ -93,7 +93,8 @@ def _row(ratio: float, work: Work, sweep: Sweep, transfer: float, folder: Path) 
     traced = load_run(folder)
     times = summary([traced.measured(step).makespan for step in traced.steps])
     costs = StageCosts.uniform(work.num_stages, sweep.forward * 1e3, sweep.backward * 1e3, 0.0)
-    network = Network(work.message_bytes, link=Link(bandwidth=work.message_bytes / (transfer * 1e3)))
+    link = Link(bandwidth=work.message_bytes / (transfer * 1e3))
+    network = Network(work.message_bytes, link=link, gloo=True)
     predicted = simulate(traced.plan(traced.steps[0]), costs, network).makespan
     return {
         "P": work.pipeline_size,

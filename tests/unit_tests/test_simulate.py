@@ -134,6 +134,40 @@ def test_opposite_directions_do_not_disturb_each_other():
     assert all(t.start == t.ready for t in result.transfers)
 
 
+@pytest.mark.parametrize(
+    ("first", "gloo", "there"),
+    [
+        ("SA0.0 SA0.1 RG0.0", False, (4.0, 6.0)),
+        ("SA0.0 SA0.1 RG0.0", True, (5.0, 7.0)),  # heard of when SA0.1 has left, at 5
+        ("SA0.0 RG0.0 SA0.1", True, (4.0, 6.0)),  # heard of when SA0.0 has left, at 3
+    ],
+)
+def test_on_gloo_a_receive_is_heard_of_behind_the_data_the_other_way(first, gloo, there):
+    """Two ranks, transfers of 2, F 0.5, B 1: rank 0's two sends leave from 1 to 5, rank 1's gradient is ready at 4."""
+    programs = (f"F0.0 F0.1 {first} WG0.0 DA0.0 DA0.1 B0.0", "RA0.0 RA0.1 WA0.0 F0.0 B0.0 SG0.0 WA0.1 DG0.0")
+    plan = build_plan(PlanSpec("gpipe", 2, 1, 2))
+    plan = dataclasses.replace(plan, programs=tuple(tuple(parse_program(text)) for text in programs))
+    network = Network(1.0, link=Link(bandwidth=0.5), gloo=gloo)
+    result = simulate(plan, StageCosts.uniform(2, 0.5, 0.25, 0.25), network)
+    back = next(t for t in result.transfers if t.kind == "G")
+    assert (back.send_posted, back.receive_posted) == (4.0, 1.0)
+    assert (back.start, back.end) == there
+    assert result.waits[0].queued == there[0] - 4.0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_on_gloo_every_message_arrives_and_none_earlier_than_both_ends_and_the_wire_allow(schedule, policy):
+    v = UNIT_COSTS[schedule]
+    network = Network(1.0, link=Link(bandwidth=0.7), gloo=True)
+    result = simulated(schedule, 2, v, 8, network=network, policy=policy)
+    free = {}
+    for t in sorted(result.transfers, key=lambda t: t.start):
+        assert t.start >= max(t.send_posted, t.receive_posted, free.get((t.source, t.target), 0.0))
+        free[(t.source, t.target)] = t.end
+    assert len(result.transfers) == 2 * 8 * (2 * v - 1)
+
+
 def test_hand_offs_on_one_rank_cost_nothing():
     plan = lowered_plan(PlanSpec("breadth_first", 1, 3, 4))
     result = simulate(plan, StageCosts.uniform(3), Network(1.0, link=Link(5.0, 1e-3)))

@@ -17,7 +17,7 @@ from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_l
 from megatron_pp.tracing.run import load_run
 
 MILLISECOND = 1_000_000
-SLOW_LINK = Network(1e6, link=Link(bandwidth=1e6 / 1.5))  # 1.5 ms a message
+SLOW_LINK = Network(1e6, link=Link(bandwidth=1e6 / 1.5), gloo=True)  # 1.5 ms a message, over gloo
 
 
 def write_traces(folder, steps, *, skew=0, run="abc", pipeline=None):
