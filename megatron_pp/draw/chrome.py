@@ -1,19 +1,22 @@
 """A timeline in Chrome's trace event format, which https://ui.perfetto.dev and chrome://tracing open.
 
 One process per rank, with a thread for compute, one for waits, and four for transfers sent and received, with arrows
-between them; memory is a counter. Times are microseconds: one ``unit`` of the timeline is ``scale`` of them.
+between them; memory is a counter. Several steps of one run follow each other, with a thread for their names. Times are
+microseconds: one ``unit`` of a timeline is ``scale`` of them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from megatron_pp.draw.palette import NAMES
 from megatron_pp.draw.timeline import Lane, Timeline
 
 _COMPUTE, _WAITS, _SENT_ACT, _SENT_GRAD, _GOT_ACT, _GOT_GRAD = range(6)
+_STEPS = 6
 _THREADS = (
     "compute",
     "waits",
@@ -27,31 +30,56 @@ MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "slots": 1e3}
 
 def render_chrome_trace(timeline: Timeline) -> str:
     """JSON of the trace. A unit without a length (slots) is shown as a millisecond."""
-    scale = MICROSECONDS.get(timeline.unit, 1e3)
-    parts = (json.dumps(event, separators=(",", ":")) for event in _events(timeline, scale))
-    meta = json.dumps({"title": timeline.title})
+    return _document(timeline.title, chain(_all_names(timeline), _events(timeline, 0.0, "")))
+
+
+def render_chrome_steps(title: str, steps: Sequence[tuple[str, float, Timeline]]) -> str:
+    """JSON of several steps of the same ranks: (name, when it began, in the unit of its timeline, the timeline)."""
+    events = chain.from_iterable(_step(name, began, timeline) for name, began, timeline in steps)
+    return _document(title, chain(_all_names(steps[0][2]), events))
+
+
+def _document(title: str, events: Iterator[dict[str, Any]]) -> str:
+    parts = (json.dumps(event, separators=(",", ":")) for event in events)
+    meta = json.dumps({"title": title})
     return '{"displayTimeUnit":"ms","otherData":' + meta + ',"traceEvents":[\n' + ",\n".join(parts) + "\n]}\n"
 
 
-def _events(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
+def _all_names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    return chain.from_iterable(_names(rank, lane) for rank, lane in enumerate(timeline.lanes))
+
+
+def _step(name: str, began: float, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    scale = MICROSECONDS.get(timeline.unit, 1e3)
+    for rank in range(len(timeline.lanes)):
+        yield {"ph": "M", "pid": rank, "tid": _STEPS, "name": "thread_name", "args": {"name": "steps"}}
+        yield {"ph": "M", "pid": rank, "tid": _STEPS, "name": "thread_sort_index", "args": {"sort_index": -1}}
+        span = {"ph": "X", "pid": rank, "tid": _STEPS, "name": name}
+        yield {**span, "ts": began * scale, "dur": timeline.end * scale}
+    yield from _events(timeline, began, f"{name}: ")
+
+
+def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str, Any]]:
+    """What happened in one step; ``prefix`` keeps its arrows apart from those of others."""
+    scale = MICROSECONDS.get(timeline.unit, 1e3)
     for rank, lane in enumerate(timeline.lanes):
-        yield from _names(rank, lane)
-        yield from _spans(timeline, rank, lane, scale)
+        yield from _spans(timeline, rank, lane, began, scale)
         for time, value in lane.memory:
-            yield {"ph": "C", "pid": rank, "name": "memory", "ts": time * scale, "args": {"bytes": value}}
+            yield {"ph": "C", "pid": rank, "name": "memory", "ts": (began + time) * scale, "args": {"bytes": value}}
     for number, t in enumerate(timeline.transfers):
         if t.end <= t.start:
             continue
         gradient = t.kind == "G"
         name = f"{'gradient' if gradient else 'activation'} of microbatch {t.mb} for stage {t.stage}"
         args = {"from": t.source, "to": t.target, "bytes": t.size}
-        span = {"ph": "X", "name": name, "ts": t.start * scale, "dur": (t.end - t.start) * scale, "args": args}
+        start, end = (began + t.start) * scale, (began + t.end) * scale
+        span = {"ph": "X", "name": name, "ts": start, "dur": end - start, "args": args}
         sent, got = _SENT_ACT + gradient, _GOT_ACT + gradient
         yield {**span, "pid": t.source, "tid": sent}
         yield {**span, "pid": t.target, "tid": got}
-        flow = {"cat": "transfer", "name": "transfer", "id": number}
-        yield {**flow, "ph": "s", "pid": t.source, "tid": sent, "ts": t.start * scale}
-        yield {**flow, "ph": "f", "bp": "e", "pid": t.target, "tid": got, "ts": t.end * scale}
+        flow = {"cat": "transfer", "name": "transfer", "id": f"{prefix}{number}" if prefix else number}
+        yield {**flow, "ph": "s", "pid": t.source, "tid": sent, "ts": start}
+        yield {**flow, "ph": "f", "bp": "e", "pid": t.target, "tid": got, "ts": end}
 
 
 def _names(rank: int, lane: Lane) -> Iterator[dict[str, Any]]:
@@ -62,7 +90,7 @@ def _names(rank: int, lane: Lane) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def _spans(timeline: Timeline, rank: int, lane: Lane, scale: float) -> Iterator[dict[str, Any]]:
+def _spans(timeline: Timeline, rank: int, lane: Lane, began: float, scale: float) -> Iterator[dict[str, Any]]:
     for thread, events in ((_COMPUTE, lane.compute), (_WAITS, lane.waits)):
         for start, end, at in ((e.start, e.end, e.instruction) for e in events):
             args: dict[str, Any] = {"chunk": at.chunk, "microbatch": at.mb, "stage": timeline.stages[rank][at.chunk]}
@@ -72,7 +100,7 @@ def _spans(timeline: Timeline, rank: int, lane: Lane, scale: float) -> Iterator[
                 "tid": thread,
                 "name": str(at),
                 "cat": NAMES.get(at.op, "wait"),
-                "ts": start * scale,
+                "ts": (began + start) * scale,
                 "dur": (end - start) * scale,
                 "args": args,
             }

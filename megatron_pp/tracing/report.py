@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_pp.draw.chrome import render_chrome_steps
 from megatron_pp.draw.html import Table, render_html
 from megatron_pp.draw.ticks import percent, short
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
+from megatron_pp.plan.simulation import Simulation
 from megatron_pp.tracing.analysis import Findings
 from megatron_pp.tracing.run import TracedRun
 
@@ -27,12 +29,33 @@ def report_picture(found: Findings, traced: TracedRun, output: str) -> str | byt
     return render_html(timelines, f"run {traced.name}", report_tables(found))
 
 
+def run_page(found: Findings, traced: TracedRun) -> str:
+    """All recorded steps one below the other, then the prediction and the tables of the step with the median time."""
+    timelines = [timeline for _, _, timeline in _steps(traced)]
+    return render_html([*timelines, _predicted(found)], f"run {traced.name}", report_tables(found))
+
+
+def run_trace(traced: TracedRun) -> str:
+    """All recorded steps one after the other, as a Chrome trace."""
+    return render_chrome_steps(f"run {traced.name}", _steps(traced))
+
+
+def _steps(traced: TracedRun) -> list[tuple[str, float, Timeline]]:
+    """(name, when it began in ms, timeline) of each recorded step."""
+    return [(f"step {step}", traced.began(step), _measured(step, traced.measured(step))) for step in traced.steps]
+
+
 def both_timelines(found: Findings) -> list[Timeline]:
-    name = found.measured.plan.spec.describe()
-    return [
-        simulated_timeline(found.measured, "ms", title=f"measured, step {found.step}: {name}"),
-        simulated_timeline(found.predicted, "ms", title="predicted from the plan and the measured costs"),
-    ]
+    """Measured and predicted."""
+    return [_measured(found.step, found.measured), _predicted(found)]
+
+
+def _measured(step: int, measured: Simulation) -> Timeline:
+    return simulated_timeline(measured, "ms", title=f"measured, step {step}: {measured.plan.spec.describe()}")
+
+
+def _predicted(found: Findings) -> Timeline:
+    return simulated_timeline(found.predicted, "ms", title="predicted from the plan and the measured costs")
 
 
 def _summary(found: Findings) -> Table:

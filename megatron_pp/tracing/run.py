@@ -53,6 +53,10 @@ class TracedRun:
         trace = self.ranks[0]
         return trace.plans[trace.steps[step].plan].message_bytes
 
+    def began(self, step: int) -> float:
+        """When the first rank began ``step``, in milliseconds after the first recorded one began."""
+        return (_first_start(self, step) - _first_start(self, self.steps[0])) / _NANOSECONDS
+
     def measured(self, step: int) -> Simulation:
         """The step as it happened, in milliseconds from its first instruction on any rank."""
         return _Merge(self, step).simulation()
@@ -110,8 +114,8 @@ class _Merge:
         self.plan = run.plan(step)
         self.size = run.message_bytes(step)
         records = [trace.steps[step] for trace in run.ranks]
-        bases = [r.base - t.ahead_at(r.base) for r, t in zip(records, run.ranks, strict=True)]
-        zero = min(base + r.starts[0] for base, r in zip(bases, records, strict=True) if len(r.starts))
+        bases = _bases(run, step)
+        zero = _first_start(run, step)
         self.starts = [_milliseconds(r.starts, base - zero) for r, base in zip(records, bases, strict=True)]
         self.ends = [_milliseconds(r.ends, base - zero) for r, base in zip(records, bases, strict=True)]
         self.waited: dict[Message, tuple[int, float, float]] = {}  # receiving rank, start and end of its WAIT
@@ -209,6 +213,17 @@ class _Merge:
     def _busy(self, rank: int) -> float:
         timed = zip(self.plan.programs[rank], self.starts[rank], self.ends[rank], strict=True)
         return sum(end - start for at, start, end in timed if at.op in ins.COMPUTE_OPS)
+
+
+def _bases(run: TracedRun, step: int) -> list[float]:
+    """What each rank's times count from in ``step``, in nanoseconds of the first rank's clock."""
+    return [trace.steps[step].base - trace.ahead_at(trace.steps[step].base) for trace in run.ranks]
+
+
+def _first_start(run: TracedRun, step: int) -> float:
+    """When the first instruction of any rank began."""
+    timed = zip(_bases(run, step), (trace.steps[step].starts for trace in run.ranks), strict=True)
+    return min(base + starts[0] for base, starts in timed if len(starts))
 
 
 def _milliseconds(times: Sequence[int], shift: float) -> array[float]:

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_pp.draw.chrome import render_chrome_trace
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.spec import PlanError
 from megatron_pp.trace import chosen_steps, flush_traces
 from megatron_pp.tracing.analysis import analyse
-from megatron_pp.tracing.report import both_timelines, listed, report_picture
+from megatron_pp.tracing.report import listed, run_page, run_trace
 from megatron_pp.tracing.run import load_run, run_names
 from megatron_pp.training.errors import ArgumentError
 
@@ -48,9 +47,8 @@ def merge(folder: Path) -> str:
         return "no step of --trace was run"
     try:
         traced = load_run(folder / TRACES, names[-1])
-        found = analyse(traced)
-        write_whole(folder / PAGE, report_picture(found, traced, PAGE))
-        write_whole(folder / CHROME, render_chrome_trace(both_timelines(found)[0]))
+        write_whole(folder / PAGE, run_page(analyse(traced), traced))
+        write_whole(folder / CHROME, run_trace(traced))
     except PlanError as error:
         return f"the traces could not be put together: {error}"
     return (

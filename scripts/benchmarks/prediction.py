@@ -16,7 +16,7 @@ from benchmarks.engines import Work, make_step
 from benchmarks.exposed import SCHEDULES, Sweep, _timed_stage, _work
 from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Plot, Report, Row
-from benchmarks.rounds import summary, timed_rounds
+from benchmarks.rounds import summary, tell_progress, timed_rounds
 from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.simulate import simulate
 from megatron_pp.plan.spec import POLICIES
@@ -81,11 +81,12 @@ def _rank(rank: int, size: int, works: list[tuple[float, Work]], sweep: Sweep, f
 
     os.environ[STEPS_VARIABLE] = f"{_WARMUP + 1}-{_WARMUP + sweep.rounds}"
     transfers = []
-    for k, (_, work) in enumerate(works):
+    for k, (ratio, work) in enumerate(works):
         os.environ[DIRECTORY_VARIABLE] = os.path.join(folder, str(k))
         transfers.append(transfer_seconds(rank, work.message_bytes))
         step = make_step("ours", work, rank, dist.group.WORLD, functools.partial(_timed_stage, sweep))
-        timed_rounds({"ours": step}, sweep.rounds, _WARMUP, dist.barrier)
+        seconds = timed_rounds({"ours": step}, sweep.rounds, _WARMUP, dist.barrier)
+        tell_progress(rank, k + 1, len(works), f"{work.label()}, transfer / F {ratio:g}", seconds)
     return transfers
 
 
