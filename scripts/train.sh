@@ -3,6 +3,7 @@
 #
 #   scripts/train.sh                                 2 ranks x 2 model chunks; about two minutes on two CPU cores
 #   scripts/train.sh --data my_text/ --num-layers 8  flags go on to train.py, after the defaults below; --help lists them
+#   scripts/train.sh --pipeline-schedule zb_v        another schedule, with as many chunks as it needs; or a file of yours
 #   scripts/train.sh --resume runs/20250131-120000   continue a run; its own flags are remembered
 #
 # NPROC=N starts N ranks. By default there is one for each GPU, or two on the CPU where there are fewer than two GPUs.
@@ -25,12 +26,11 @@ ranks="${NPROC:-$((gpus >= 2 ? gpus : 2))}"
 
 defaults=()
 if [[ " $* " != *" --resume"* ]]; then
-    defaults=(
-        --virtual-pipeline-model-parallel-size 2
-        --pipeline-schedule interleaved_1f1b
-        --overlap-p2p-comm
-        --num-layers "$((ranks > 2 ? 2 * ranks : 4))"
-    )
+    defaults=(--overlap-p2p-comm --num-layers "$((ranks > 2 ? 2 * ranks : 4))")
+    # A schedule brings its number of model chunks.
+    if [[ " $* " != *" --pipeline-schedule"* ]]; then
+        defaults+=(--pipeline-schedule interleaved_1f1b --virtual-pipeline-model-parallel-size 2)
+    fi
     if [[ " $* " != *" --run-dir"* ]]; then
         defaults+=(--run-dir "$root/runs/$(date +%Y%m%d-%H%M%S)-$$")
     fi

@@ -6,11 +6,20 @@ Megatron sends between pipeline stages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROTARY_BASE = 10000.0
+
+NormFactory = Callable[[int, float], nn.Module]  # (hidden size, epsilon) -> a norm with weight and bias
+
+
+def layer_norm(hidden_size: int, epsilon: float) -> nn.Module:
+    """torch's own."""
+    return nn.LayerNorm(hidden_size, eps=epsilon)
 
 
 class RotaryEmbedding(nn.Module):
@@ -101,6 +110,7 @@ class Block(nn.Module):
         attention_dropout: probability of dropping an attention weight.
         hidden_dropout: probability of dropping an element of a branch before it joins the stream.
         norm_epsilon: added to the variance in layer normalisation.
+        norm: makes the norms.
     """
 
     def __init__(
@@ -111,11 +121,12 @@ class Block(nn.Module):
         attention_dropout: float,
         hidden_dropout: float,
         norm_epsilon: float,
+        norm: NormFactory = layer_norm,
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(hidden_size, eps=norm_epsilon)
+        self.attention_norm = norm(hidden_size, norm_epsilon)
         self.attention = CausalSelfAttention(hidden_size, num_heads, attention_dropout)
-        self.feed_forward_norm = nn.LayerNorm(hidden_size, eps=norm_epsilon)
+        self.feed_forward_norm = norm(hidden_size, norm_epsilon)
         self.feed_forward = FeedForward(hidden_size, ffn_hidden_size)
         self.hidden_dropout = hidden_dropout
 

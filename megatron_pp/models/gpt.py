@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_pp.config_checks import ConfigError
-from megatron_pp.models.blocks import Block, RotaryEmbedding
+from megatron_pp.models.blocks import RotaryEmbedding
 from megatron_pp.models.initialization import initialize_block, initialize_matrix, layer_generator
+from megatron_pp.models.parts import LayerParts, LocalParts
 
 EMBEDDING = "embedding.weight"
 OUTPUT = "output.weight"
@@ -57,6 +57,7 @@ class GPTStage(nn.Module):
         share_embeddings_and_output_weights: tie the embedding and the output projection.
         vp_stage: number of this chunk on its rank, ``None`` without virtual pipelining.
         seed: seed of the initial weights.
+        parts: what its layers are built from; torch's own by default.
 
     Raises:
         ConfigError: see :func:`check_model_config`.
@@ -74,6 +75,7 @@ class GPTStage(nn.Module):
         share_embeddings_and_output_weights: bool = True,
         vp_stage: int | None = None,
         seed: int = 0,
+        parts: LayerParts | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -83,15 +85,16 @@ class GPTStage(nn.Module):
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.stream_dtype: torch.dtype = config.pipeline_dtype or torch.float32
         self.input_tensor: Tensor | None = None
+        self.parts: LayerParts = parts or LocalParts()
 
         check_model_config(config)
         hidden, heads = config.hidden_size, config.num_attention_heads
         if pre_process:
             self.embedding = nn.Embedding(vocab_size, hidden)
         self.rotary = RotaryEmbedding(hidden // heads, max_sequence_length)
-        self.layers = nn.ModuleDict({str(layer): self._new_block() for layer in layers})
+        self.layers = nn.ModuleDict({str(layer): self.parts.block(config, layer) for layer in layers})
         if post_process:
-            self.final_norm = nn.LayerNorm(hidden, eps=config.layernorm_epsilon)
+            self.final_norm = self.parts.norm(hidden, config.layernorm_epsilon)
             self.output = nn.Linear(hidden, vocab_size, bias=False)
         self._initialize(seed)
 
@@ -100,6 +103,12 @@ class GPTStage(nn.Module):
         if isinstance(input_tensor, (list, tuple)):
             (input_tensor,) = input_tensor
         self.input_tensor = input_tensor
+
+    def set_is_first_microbatch(self) -> None:
+        """Said by the schedule before a step's first microbatch: weights may have changed since the last one."""
+        for block in self.layers.values():
+            if hasattr(block, "is_first_microbatch"):
+                block.is_first_microbatch = True  # type: ignore[assignment]
 
     def forward(
         self,
@@ -119,11 +128,12 @@ class GPTStage(nn.Module):
             ``[b, s, vocab]`` when there are no labels.
         """
         hidden = self._stage_input(tokens)
-        for block in self.layers.values():
-            if checkpoint_activations:
-                hidden = checkpoint(block, hidden, self.rotary, use_reentrant=False)
-            else:
-                hidden = block(hidden, self.rotary)
+        with self.parts.forward_context():
+            for block in self.layers.values():
+                if checkpoint_activations:
+                    hidden = self.parts.checkpointed(block, hidden, self.rotary)
+                else:
+                    hidden = block(hidden, self.rotary)
         if not self.post_process:
             return hidden
         return self._loss_or_logits(hidden, labels)
@@ -149,17 +159,6 @@ class GPTStage(nn.Module):
         losses = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="none")
         return losses.view(labels.t().shape).t().contiguous()
 
-    def _new_block(self) -> Block:
-        config = self.config
-        return Block(
-            config.hidden_size,
-            config.ffn_hidden_size,
-            config.num_attention_heads,
-            config.attention_dropout,
-            config.hidden_dropout,
-            config.layernorm_epsilon,
-        )
-
     def _initialize(self, seed: int) -> None:
         std = self.config.init_method_std
         for layer, block in self.layers.items():
@@ -181,6 +180,7 @@ def build_gpt_chunks(
     share_embeddings_and_output_weights: bool = True,
     seed: int = 0,
     device: torch.device | None = None,
+    parts: LayerParts | None = None,
 ) -> list[GPTStage]:
     """Build the model chunks of one rank.
 
@@ -189,7 +189,7 @@ def build_gpt_chunks(
         stages: the stage that each of this rank's chunks is, in chunk order. For the loop placement chunk ``c`` of rank
             ``r`` is stage ``c * P + r``; any other placement works too.
         layers_of_stage: for every stage of the model, the numbers of its layers.
-        vocab_size, max_sequence_length, share_embeddings_and_output_weights, seed: see :class:`GPTStage`.
+        vocab_size, max_sequence_length, share_embeddings_and_output_weights, seed, parts: see :class:`GPTStage`.
         device: where the chunks go; the CPU by default.
 
     Raises:
@@ -215,6 +215,7 @@ def build_gpt_chunks(
             share_embeddings_and_output_weights=share_embeddings_and_output_weights,
             vp_stage=chunk if len(stages) > 1 else None,
             seed=seed,
+            parts=parts,
         )
         for chunk, stage in enumerate(stages)
     ]

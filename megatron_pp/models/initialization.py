@@ -38,5 +38,5 @@ def initialize_block(block: nn.Module, seed: int, layer: int, num_layers: int, s
     for name, parameter in block.named_parameters():
         if parameter.dim() < 2:
             continue  # norms start as the identity, as nn.LayerNorm makes them
-        writes_to_stream = name.endswith(("proj.weight", "down.weight"))
+        writes_to_stream = name.endswith(("proj.weight", "down.weight", "fc2_weight"))
         initialize_matrix(parameter, std / math.sqrt(2 * num_layers) if writes_to_stream else std, generator)

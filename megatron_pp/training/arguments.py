@@ -13,6 +13,10 @@ import torch
 
 from megatron_pp.config import TransformerConfig
 from megatron_pp.models.gpt import check_model_config
+from megatron_pp.overlap import in_turn, on_two_streams
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.schedule_file import find_family, names_a_file
+from megatron_pp.plan.spec import PlanError, PlanSpec
 from megatron_pp.training.checkpoint import write_atomically
 from megatron_pp.training.errors import ArgumentError, CheckpointError
 from megatron_pp.training.flags import add_flags, values_of
@@ -36,6 +40,11 @@ _NOT_FLAGS = {
     "pipeline_model_parallel_size": "the program has its own, with another default",
 }
 
+# Fields of TransformerConfig that may name a file.
+_FILES = ("pipeline_schedule", "pipeline_measured")
+
+_ANY_NUMBER_OF_CHUNKS = 2  # what schedules for any number of chunks get where none is given
+
 # Where this program's default differs from the config's.
 _CONFIG_DEFAULTS = {
     "num_layers": 4,
@@ -44,6 +53,9 @@ _CONFIG_DEFAULTS = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
+
+
+_PAIR_FUNCTIONS = {"in_turn": in_turn, "on_two_streams": on_two_streams}
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -75,6 +87,10 @@ class RunArguments:
         None, "P, ranks that share the layers as a pipeline (default: all that --data-parallel-size leaves)"
     )
 
+    overlap_pairs: str | None = _setting(
+        None, "run a forward and a full backward that stand side by side as one", choices=tuple(_PAIR_FUNCTIONS)
+    )
+
     train_steps: int = _setting(400, "optimizer steps", section="optimization")
     learning_rate: float = _setting(3e-3, "peak learning rate of AdamW")
     min_learning_rate: float = _setting(3e-4, "learning rate at the last step")
@@ -86,9 +102,26 @@ class RunArguments:
     clip_grad: float = _setting(1.0, "largest norm of the whole gradient; 0: no clipping")
     precision: str = _setting("fp32", "bf16: compute and send in bf16, with fp32 weights", choices=("fp32", "bf16"))
     untie_embeddings_and_output_weights: bool = _setting(False, "give the output projection weights of its own")
-    seed: int = _setting(1234, "seed of weights, sample order and dropout")
+    transformer_impl: str = _setting(
+        "local", "what the layers are built from", choices=("local", "transformer_engine"), section="libraries"
+    )
+    fp8: str | None = _setting(
+        None, "compute layers in FP8, in this format; needs Transformer Engine", choices=("e4m3", "hybrid")
+    )
+    fp8_recipe: str = _setting(
+        "delayed", "how FP8 is scaled", choices=("delayed", "tensorwise", "blockwise", "mxfp8")
+    )
+    norm_impl: str = _setting(
+        "auto",
+        "whose layer norms; auto: fused ones where they can be imported on a GPU",
+        choices=("auto", "torch", "apex", "transformer_engine"),
+    )
+    optimizer_impl: str = _setting(
+        "auto", "whose AdamW; auto: apex's where it can be imported on a GPU", choices=("auto", "torch", "apex")
+    )
+    seed: int = _setting(1234, "seed of weights, sample order and dropout", section="run")
 
-    eval_interval: int = _setting(100, "steps between validations; 0: only before and after", section="run")
+    eval_interval: int = _setting(100, "steps between validations; 0: only before and after")
     eval_steps: int = _setting(4, "global batches in a validation")
     log_interval: int = _setting(20, "steps between two lines where there is no terminal for a bar")
     save_interval: int = _setting(100, "steps between checkpoints; 0: only at the end")
@@ -169,8 +202,13 @@ class Arguments:
         """Write them to ``folder`` for a later ``--resume``."""
         # The run may be continued from another directory.
         run = {**asdict(self.run), "data": [str(Path(path).absolute()) for path in self.run.data]}
-        content = {"run": run, "config": self.config}
+        files = {name: str(Path(self.config[name]).absolute()) for name in _FILES if self._is_file(name)}
+        content = {"run": run, "config": {**self.config, **files}}
         write_atomically(folder / ARGUMENTS, json.dumps(content, indent=1) + "\n")
+
+    def _is_file(self, name: str) -> bool:
+        value = self.config.get(name)
+        return isinstance(value, str) and (name != "pipeline_schedule" or names_a_file(value))
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
@@ -208,11 +246,14 @@ def make_config(arguments: Arguments, world_size: int) -> TransformerConfig:
     Raises:
         WorldSizeError: ``world_size`` does not fit the grid.
         ConfigError: or another subclass of it; see there.
+        PlanError: a schedule file does not fit the sizes, or its plan is refused.
     """
     settings = dict(arguments.config)
     pipeline_size, replicas = grid_sizes(
         world_size, arguments.run.pipeline_model_parallel_size, settings.pop("data_parallel_size", None)
     )
+    if settings.get("virtual_pipeline_model_parallel_size") is None:
+        settings["virtual_pipeline_model_parallel_size"] = _implied_chunks(settings.get("pipeline_schedule"))
     compute_dtype = torch.bfloat16 if arguments.run.precision == "bf16" else torch.float32
     config = TransformerConfig(
         pipeline_model_parallel_size=pipeline_size,
@@ -220,10 +261,41 @@ def make_config(arguments: Arguments, world_size: int) -> TransformerConfig:
         pipeline_dtype=compute_dtype,
         enable_autocast=compute_dtype != torch.float32,
         autocast_dtype=compute_dtype,
+        overlapped_forward_backward=_PAIR_FUNCTIONS.get(arguments.run.overlap_pairs or ""),
         **settings,
     )
     check_model_config(config)
+    if names_a_file(config.schedule_name):
+        _check_plan(config, arguments.run.num_microbatches)
     return config
+
+
+def _implied_chunks(schedule: str | None) -> int | None:
+    """V of a schedule for which none was given; None (one chunk) also for a name that the config will refuse."""
+    if schedule is None:
+        return None
+    try:
+        chunks = find_family(schedule).chunks or _ANY_NUMBER_OF_CHUNKS
+    except PlanError:
+        return None
+    return chunks if chunks > 1 else None
+
+
+def _check_plan(config: TransformerConfig, num_microbatches: int) -> None:
+    """A user's own schedule may be anything: verified here, before any communication. Raises PlanError."""
+    family = find_family(config.schedule_name)
+    build_plan(
+        PlanSpec(
+            family.name,
+            config.pipeline_model_parallel_size,
+            config.num_chunks,
+            num_microbatches,
+            policy=config.lowering_policy,
+            channels=config.p2p_channels,
+            variable_shapes=config.variable_seq_lengths,
+            digest=family.digest,
+        )
+    )
 
 
 def _saved_arguments(folder: Path) -> dict[str, dict[str, Any]]:

@@ -18,16 +18,16 @@ import torch
 from megatron_pp.config import TransformerConfig
 from megatron_pp.config_checks import ConfigError
 from megatron_pp.errors import PipelineError, ScheduleInputError
-from megatron_pp.models.gpt import GPTStage, build_gpt_chunks
-from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanError
 from megatron_pp.training.arguments import RunArguments, make_config, parse_arguments
 from megatron_pp.training.checkpoint import Checkpoint, CheckpointWriter
 from megatron_pp.training.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
 from megatron_pp.training.errors import TrainingError
-from megatron_pp.training.grid import GridMember, Process, choose_device, join_grid, joined
+from megatron_pp.training.grid import Process, choose_device, join_grid, joined
 from megatron_pp.training.interrupt import StoppedAtOnceError, StopRequest
+from megatron_pp.training.libraries import choose_libraries
 from megatron_pp.training.metrics import METRICS, PLOT, Recorder, plot_losses
+from megatron_pp.training.model import build_model, splits_backward
 from megatron_pp.training.restart import agree_on_start, find_start, remember, this_agent
 from megatron_pp.training.timeline import merge, switch_on
 from megatron_pp.training.trainer import Outcome, Texts, Trainer
@@ -88,12 +88,14 @@ def train(argv: Sequence[str]) -> Outcome:
     layout = _layout(run, config)
     find_start(run, layout, [this_agent()], alone=process.local_world_size == process.world_size)
     device = choose_device(run.device, process)
+    libraries = choose_libraries(run, config, device, splits_backward(config))
     logging.basicConfig(level=logging.WARNING if process.rank == 0 else logging.ERROR, format="%(message)s")
     with joined(process, device):
         start, agents = agree_on_start(run, layout)
         folder, checkpoint = start.folder, start.checkpoint
         grid = join_grid(config)
-        chunks = _build_chunks(run, config, grid, device)
+        model = build_model(run, config, grid, device, libraries)
+        chunks = model.chunks
         # Not before the model is built: what a rank draws while building depends on which layers it holds.
         torch.manual_seed(run.seed * process.world_size + process.rank)
         if run.trace is not None:
@@ -103,11 +105,12 @@ def train(argv: Sequence[str]) -> Outcome:
             remember(start, agents)
             arguments.save(folder)
         recorder = _make_recorder(run, folder, checkpoint, process.rank)
-        recorder.say(_introduce(config, texts, device))
+        for line in (_introduce(config, texts, device), *libraries.told, model.told):
+            recorder.say(line)
         writer = CheckpointWriter(folder / "checkpoints", run.keep_checkpoints, layout)
         with StopRequest() as stop:
             try:
-                trainer = Trainer(run, chunks, grid, device, texts, writer, recorder, stop)
+                trainer = Trainer(run, chunks, grid, device, texts, writer, recorder, stop, libraries.adam)
                 if checkpoint is not None:
                     trainer.load(checkpoint)
                 outcome = trainer.train()
@@ -143,7 +146,14 @@ def _layout(run: RunArguments, config: TransformerConfig) -> dict[str, Any]:
         "ffn_hidden_size",
         "num_attention_heads",
     )
-    of_run = ("seq_length", "micro_batch_size", "num_microbatches", "untie_embeddings_and_output_weights", "seed")
+    of_run = (
+        "seq_length",
+        "micro_batch_size",
+        "num_microbatches",
+        "untie_embeddings_and_output_weights",
+        "seed",
+        "transformer_impl",
+    )
     return {
         **{name: getattr(config, name) for name in names},
         **{name: getattr(run, name) for name in of_run},
@@ -151,22 +161,6 @@ def _layout(run: RunArguments, config: TransformerConfig) -> dict[str, Any]:
         "layers_of_stages": config.layers_of_stages(),
         "vocab_size": VOCAB_SIZE,
     }
-
-
-def _build_chunks(
-    run: RunArguments, config: TransformerConfig, grid: GridMember, device: torch.device
-) -> list[GPTStage]:
-    placement = Placement(config.placement_name, config.pipeline_model_parallel_size, config.num_chunks)
-    return build_gpt_chunks(
-        config,
-        stages=placement.stages[grid.pipeline_rank],
-        layers_of_stage=config.layers_of_stages(),
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=run.seq_length,
-        share_embeddings_and_output_weights=not run.untie_embeddings_and_output_weights,
-        seed=run.seed,
-        device=device,
-    )
 
 
 def _make_recorder(run: RunArguments, folder: Path, checkpoint: Checkpoint | None, rank: int) -> Recorder:

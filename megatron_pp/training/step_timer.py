@@ -1,7 +1,8 @@
 """How much of a step a rank spends computing; the rest is its bubble, with the communication that is not hidden.
 
 ``ComputeTimers`` is what the schedules call ``config.timers``: they start and stop ``forward-compute`` and
-``backward-compute`` around each model chunk's work.
+``backward-compute`` around each model chunk's work, and the store of weight gradients ``weight-compute`` around what
+was put off.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 
 class ComputeTimers:
-    """Adds up the time inside forward and backward passes of one step.
+    """Adds up the time inside forward and backward passes of one step, weight gradients that were put off among them.
 
     On the CPU it is the host's time. On a GPU it is the stream's, between events; a wait for a message lies before the
     first of them.
@@ -24,7 +25,7 @@ class ComputeTimers:
     def __init__(self, device: torch.device) -> None:
         self._watches = {
             name: _CudaStopwatch() if device.type == "cuda" else _HostStopwatch()
-            for name in ("forward-compute", "backward-compute")
+            for name in ("forward-compute", "backward-compute", "weight-compute")
         }
         self._ignored = _HostStopwatch()
 

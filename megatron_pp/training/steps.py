@@ -14,6 +14,7 @@ from megatron_pp.models.gpt import GPTStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.training.data import SampleOrder
 from megatron_pp.training.step_timer import ComputeTimers
+from megatron_pp.weight_grad import store_of
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -79,6 +80,9 @@ class PipelineRunner:
         self.device = device
         config = self.chunks[0].config
         config.timers = timers
+        store = store_of(self.chunks)
+        if store is not None:
+            store.timers = timers
         # None, not 1, tells the schedules that there are no chunks.
         self.num_chunks = config.virtual_pipeline_model_parallel_size
         self._schedule = get_forward_backward_func(config.pipeline_model_parallel_size, self.num_chunks)

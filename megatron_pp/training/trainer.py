@@ -31,7 +31,7 @@ from megatron_pp.training.gradients import GradientClipper, GradientFinalizer
 from megatron_pp.training.grid import GridMember
 from megatron_pp.training.interrupt import StopRequest, granted
 from megatron_pp.training.metrics import Recorder
-from megatron_pp.training.optimizer import LearningRate, NamedAdamW
+from megatron_pp.training.optimizer import Adam, LearningRate, NamedAdamW
 from megatron_pp.training.step_timer import ComputeTimers
 from megatron_pp.training.steps import PipelineRunner, StepResult
 
@@ -92,6 +92,7 @@ class Trainer:
         writer: writes checkpoints.
         recorder: writes metrics and shows progress on rank 0; silent elsewhere.
         stop: asked at the end of every step and every batch of a validation.
+        adam: whose AdamW; torch's by default.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Trainer:
         writer: CheckpointWriter,
         recorder: Recorder,
         stop: StopRequest,
+        adam: Adam | None = None,
     ) -> None:
         self.run = run
         self.device = device
@@ -119,7 +121,7 @@ class Trainer:
         self.runner = PipelineRunner(chunks, ComputeTimers(device), grid.data_rank, device)
         with self._watched("the set-up"):
             self.clipper = GradientClipper(chunks, grid.pipeline_group, run.clip_grad)
-        self.optimizer = NamedAdamW(chunks, (run.adam_beta1, run.adam_beta2), run.adam_eps, run.weight_decay)
+        self.optimizer = NamedAdamW(chunks, (run.adam_beta1, run.adam_beta2), run.adam_eps, run.weight_decay, adam)
         self.learning_rate = LearningRate(run.learning_rate, run.min_learning_rate, run.warmup_steps, run.train_steps)
         self.steps_done = 0
         self.validation_before = math.nan

@@ -9,10 +9,10 @@ would, and lets accumulation hooks fire once, with the last.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +135,7 @@ class WeightGradStore:
         self.armed = False
         self.anchor = torch.zeros((), requires_grad=True)  # gives outputs a graph where no input has one
         self.report = SplitReport()  # what the conversion did
+        self.timers: Callable[..., Any] | None = None  # Megatron's timers: "weight-compute" runs around every W
         self._layers: list[tuple[nn.Module, int]] = []
         self._chunks_of: dict[Tensor, set[int]] = {}
         self._uses: Counter[Tensor] = Counter()
@@ -236,12 +237,16 @@ class WeightGradStore:
         final = self._last.get(chunk) == mb
         if final:
             self._complete.add(chunk)
+        if self.timers is not None:
+            self.timers("weight-compute", log_level=2).start()
         with torch.no_grad():
             self._work_off(queue)
             for external in self._external_runs.pop(key, ()):
                 self._run_external(external)
             if final:
                 self._fire_the_rest()
+        if self.timers is not None:
+            self.timers("weight-compute").stop()
 
     def kept_bytes(self, chunk: int, mb: int) -> int:
         """Bytes that wait for the W of (chunk, mb), each storage counted once; without layers that keep their own

@@ -1,0 +1,91 @@
+"""The training program with every schedule, split backwards and placements included: the steps of 1F1B.
+
+One start of the processes runs them all in turn, in one process group; the script's own start, with a schedule file, is
+tested below.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.exchange import save_plan
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.testing.processes import run_processes
+from tests.functional_tests.test_train_script import SMALL, losses, numbers, run, run_well, train_sh
+
+RANKS, STEPS, MICROBATCHES = 2, 2, 5
+SIZES = [*SMALL, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(STEPS), "--eval-interval", "0"]
+SIZES += ["--max-data-bytes", "60000"]
+FILES = {"own.csv": "csv", "pytorch.csv": "torch-csv"}
+
+
+def flags_of(name: str, folder: Path) -> list[str]:
+    schedule = str(folder / name) if name in FILES else name
+    more = ["--overlap-pairs", "in_turn"] if name == "dualpipev" else []
+    flags = ["--overlap-p2p-comm", "--pipeline-schedule", schedule, "--run-dir", str(folder / "runs" / name)]
+    return [*SIZES, *flags, *more]
+
+
+@contextmanager
+def _in_the_test_group(*_: Any) -> Iterator[None]:
+    """Instead of a process group for each run: the one that the test's processes have."""
+    from megatron_pp import parallel_state
+    from megatron_pp.communicators import close_communicators
+
+    yield
+    close_communicators()
+    parallel_state.destroy_model_parallel()
+
+
+def rank_main(rank: int, size: int, folder: Path, names: list[str]) -> None:
+    from megatron_pp.training import program
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    program.joined = _in_the_test_group  # type: ignore[assignment]
+    program.plot_losses = lambda *_: None  # type: ignore[assignment]  # takes longer than all else here
+    for name in names:
+        program.train(flags_of(name, folder))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("schedules")
+    plan = build_plan(PlanSpec("zb_v", RANKS, 2, MICROBATCHES, policy="overlap"))
+    for name, form in FILES.items():
+        save_plan(plan, folder / name, form)
+    run_processes(rank_main, RANKS, (folder, [*SCHEDULES, *FILES]), timeout=150.0)
+    return folder
+
+
+@pytest.mark.parametrize("name", [*(name for name in SCHEDULES if name != "1f1b"), *FILES])
+def test_every_schedule_takes_the_steps_of_1f1b(name: str, folder: Path) -> None:
+    """Losses, gradient norms and validation losses, to the last bit."""
+    expected = numbers(folder / "runs" / "1f1b")
+    assert len(losses(folder / "runs" / "1f1b")) == STEPS
+    assert numbers(folder / "runs" / name) == expected
+
+
+def test_the_script_brings_the_chunks_that_a_schedule_needs_and_says_what_is_split(folder: Path) -> None:
+    schedule = str(folder / "pytorch.csv")
+    flags = [*SIZES, "--pipeline-schedule", schedule]
+    output = run_well(train_sh(*flags, "--run-dir", str(folder / "runs" / "script")), folder)
+    first, layers, optimizer, backward = output.splitlines()[:4]
+    assert first.startswith(f"{schedule}, overlap communication, on cpu: 2 ranks x 2 chunks x 1 replicas")
+    assert (layers, optimizer) == ("layers: torch; norms: torch LayerNorm", "optimizer: torch AdamW (fused=False)")
+    # Of the first and the last stage: two layers of four linear maps, the embedding and the output, and five norms.
+    assert backward == (
+        "backward: split; of rank 0, 10 layers put their weight gradients off, 0 do so themselves, 5 do all of their "
+        "backward at once"
+    )
+    assert numbers(folder / "runs" / "script") == numbers(folder / "runs" / "1f1b")
+    code, output = run(train_sh(*flags, "--num-microbatches", "4"), folder)
+    assert code == 2, output
+    assert "is a schedule of 5 microbatches on 2 ranks; this step has 4 on 2" in output
