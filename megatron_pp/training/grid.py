@@ -16,6 +16,7 @@ from megatron_pp.config import TransformerConfig
 from megatron_pp.parallel_grid import fit_grid
 from megatron_pp.plan.placement import Placement
 from megatron_pp.training.errors import ArgumentError
+from megatron_pp.training.meeting import meeting_store
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,7 @@ def joined(process: Process, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "nccl"
-    # A lone process needs no meeting place.
-    store = dist.HashStore() if process.world_size == 1 else None
+    store = meeting_store(process.rank, process.world_size)
     dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size)
     yield
     # Not after an error: taking leave of peers that are in the middle of a step may block.
