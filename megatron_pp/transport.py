@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron_pp.channel_groups import Channel, ChannelGroups, Key
 from megatron_pp.errors import P2PError
 from megatron_pp.faults.abort import abort_groups
 from megatron_pp.faults.interruptible import LARGE_BYTES, Interrupter, InterruptibleWork
+from megatron_pp.send_thread import DETACHED_BYTES
 
 ACT = "A"
 GRAD = "G"
@@ -25,6 +28,8 @@ CHANNEL_KINDS = (ACT, GRAD)
 # gloo keeps messages of different tags apart; the numbers only have to differ from what users send on the same group.
 _TAGS = {ACT: 0x4D5001, GRAD: 0x4D5002}
 _SHARED_TAG = 0x4D5000
+_TAGS_OF_ONE_AGREEMENT = 0x100  # tags are 31 bits wide
+_AGREEMENTS = 0x10000
 
 
 class Work(Protocol):
@@ -65,9 +70,10 @@ class Transport(Protocol):
         """Post all requests as one grouped call; one work per request, or one for all."""
         ...
 
-    def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
+    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
         """Make ready the channels along which activations travel (source, destination) and gradients travel back.
-        Collective over the group.
+        Collective over the group. ``received_bytes``, ``sent_bytes``: sizes of the activations that this rank receives
+        and sends, 0 where not known.
         """
         ...
 
@@ -78,16 +84,17 @@ class Transport(Protocol):
         ...
 
     # Where ranks are to learn of each other's failures: ``store`` (a torch Store that all share) and ``name`` (of this
-    # pipeline, different from others on the same store).
+    # pipeline, different from others on the same store). ``use_agreement(number)``, if there is one, is called when a
+    # step begins that runs another of the plans that the ranks have agreed on.
 
 
 class ProcessGroupTransport:
     """Transfers over a ``torch.distributed`` process group.
 
-    gloo: all channels on the given group, told apart by tag. NCCL ignores tags and runs the operations of one
-    communicator in the order in which they were posted (pytorch#94819), so each one-way channel has a two-rank
-    process group of its own, made by its two members alone; made and warmed up when the plan's edges are known, never
-    in the middle of a step (pytorch#129140, Megatron-LM#5240).
+    gloo: all channels on the given group, told apart by tag; where messages are large, as on NCCL. NCCL ignores tags
+    and runs the operations of one communicator in the order in which they were posted (pytorch#94819), so each one-way
+    channel has a two-rank process group of its own (``channel_groups.py``); made and warmed up when the plan's edges
+    are known, never in the middle of a step (pytorch#129140, Megatron-LM#5240).
     """
 
     def __init__(self, group: dist.ProcessGroup, one_way: bool = True, warm_up: bool = True) -> None:
@@ -101,43 +108,38 @@ class ProcessGroupTransport:
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
         )
-        self._own_groups = self.backend == "nccl" and one_way
-        self._tags = _TAGS if one_way else dict.fromkeys(CHANNEL_KINDS, _SHARED_TAG)
-        self._channel_groups: dict[tuple[int, int, str], dist.ProcessGroup] = {}
+        self._base_tags = _TAGS if one_way else dict.fromkeys(CHANNEL_KINDS, _SHARED_TAG)
+        self._tags = dict(self._base_tags)
+        self._agreement = 0
+        self._groups: ChannelGroups | None = None
+        self._channels: dict[Key, Channel] = {}
         self.aborted = False
         self._interrupter = Interrupter()
         self._large = False
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
-        if self._own_groups:
-            pair = self._channel_groups[(self.rank, peer, channel)]
-            return pair.send([tensor], 1 - pair.rank(), 0)
-        return self._waited(self.group.send([tensor], peer, self._tags[channel]), tensor)
+        own = self._channels.get((self.rank, peer, channel)) if self._channels else None
+        if own is None:
+            return self._waited(self.group.send([tensor], peer, self._tags[channel]), tensor)
+        if own.sender is None:
+            return self._waited(own.group.send([tensor], own.peer, self._tags[channel]), tensor)
+        later = own.sender.post(partial(own.group.send, [tensor], own.peer, self._tags[channel]))
+        return self._waited(later, tensor)
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
-        if self._own_groups:
-            pair = self._channel_groups[(peer, self.rank, channel)]
-            return pair.recv([tensor], 1 - pair.rank(), 0)
-        return self._waited(self.group.recv([tensor], peer, self._tags[channel]), tensor)
+        own = self._channels.get((peer, self.rank, channel)) if self._channels else None
+        if own is None:
+            return self._waited(self.group.recv([tensor], peer, self._tags[channel]), tensor)
+        return self._waited(own.group.recv([tensor], own.peer, self._tags[channel]), tensor)
 
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         if self.backend != "nccl":  # gloo has no grouped call: the same operations, each at once
-            return [(self._send_here if r.is_send else self._recv_here)(r) for r in requests]
+            return [(self.isend if r.is_send else self.irecv)(r.tensor, r.peer, r.channel) for r in requests]
         ops = [
             dist.P2POp(dist.isend if r.is_send else dist.irecv, r.tensor, self.global_rank(r.peer), self.group)
             for r in requests
         ]
         return dist.batch_isend_irecv(ops)
-
-    def _send_here(self, request: P2PRequest) -> Work:
-        return self._waited(
-            self.group.send([request.tensor], request.peer, self._tags[request.channel]), request.tensor
-        )
-
-    def _recv_here(self, request: P2PRequest) -> Work:
-        return self._waited(
-            self.group.recv([request.tensor], request.peer, self._tags[request.channel]), request.tensor
-        )
 
     def _waited(self, work: Work, tensor: torch.Tensor) -> Work:
         """gloo never wakes who waits for a message that is half on the wire, or behind one that is, when the
@@ -148,22 +150,22 @@ class ProcessGroupTransport:
         self._large = self._large or tensor.numel() * tensor.element_size() >= LARGE_BYTES
         return InterruptibleWork(work, self._interrupter) if self._large else work
 
-    def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
-        if not self._own_groups:
+    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
+        if not self.one_way:
             return
-        made = []
-        for source, target in sorted(edges):  # one order on all ranks: a pair's creation waits for both of its members
-            for key in ((source, target, ACT), (target, source, GRAD)):
-                if self.rank in key[:2] and key not in self._channel_groups:
-                    ranks = [self.global_rank(key[0]), self.global_rank(key[1])]
-                    self._channel_groups[key] = dist.new_group(
-                        ranks,
-                        backend="nccl",
-                        use_local_synchronization=True,
-                        group_desc=f"pp_{key[2]}_{key[0]}_{key[1]}",
-                    )
-                    made.append(key)
-        if self.warm_up:
+        if self.backend != "nccl":  # both ends of an edge know the same size: one of what it sends, the other receives
+            bytes_of = {True: sent_bytes, False: received_bytes}
+            large = [edge for edge in edges if self.rank in edge and bytes_of[self.rank == edge[0]] >= DETACHED_BYTES]
+            edges = large if "gloo" in dist.get_backend(self.group) else []
+        keys = [key for s, t in sorted(edges) for key in ((s, t, ACT), (t, s, GRAD))]
+        if all(key in self._channels for key in keys if self.rank in key[:2]):
+            return
+        if self._groups is None:
+            timeout = self.group._get_backend(self.device).options._timeout
+            self._groups = ChannelGroups(self.backend, self.store, self.name, self.rank, timeout)
+            self._channels = self._groups.channels
+        made = self._groups.make(keys)
+        if self.warm_up and self.backend == "nccl":
             self._warm_up(made)
 
     def _warm_up(self, keys: Iterable[tuple[int, int, str]]) -> None:
@@ -179,12 +181,24 @@ class ProcessGroupTransport:
 
     def abort(self) -> None:
         self.aborted = True
-        abort_groups((self.group, *self._channel_groups.values()))
+        abort_groups((self.group, *(channel.group for channel in self._channels.values())))
         self._interrupter.interrupt("a rank of the pipeline has failed")
+
+    def use_agreement(self, number: int) -> None:
+        """From now on messages belong to plan ``number`` of those that the ranks have agreed on. gloo keeps them apart
+        from other plans' messages, which may have other shapes: ranks that are at different plans wait for each other,
+        and the fault guard says so. (NCCL can not; there the guard finds out a moment later.)"""
+        if number != self._agreement:
+            self._agreement = number
+            shift = number % _AGREEMENTS * _TAGS_OF_ONE_AGREEMENT
+            self._tags = {kind: tag + shift for kind, tag in self._base_tags.items()}
 
     def close(self) -> None:
         """The process group is gone, or about to go."""
         self._interrupter.close()
+        if self._groups is not None:
+            self._groups.close(self.aborted)
+            self._groups, self._channels = None, {}
 
     def is_gone(self) -> bool:
         """Whether the process group was destroyed."""
@@ -228,7 +242,7 @@ class SoloTransport:
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         raise P2PError("a pipeline of one rank has no one to exchange a batch with")
 
-    def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
+    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
         pass
 
     def global_rank(self, rank: int) -> int:

@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 logger = logging.getLogger("megatron_pp")
 
-# A tag on which nobody sends, beside the ones that carry activations and gradients.
-_ABORT_TAG = 0x4D50FF
+# A tag on which nobody sends, below the ones that carry activations and gradients.
+_ABORT_TAG = 0x4D0000
 _AT_ONCE = timedelta(milliseconds=1)
 
 

@@ -8,6 +8,7 @@ key waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,25 +27,30 @@ class Board:
     pipeline      name of the pipeline group, the same on its members and different from other groups'
     rank, size    within the pipeline group
     global_rank   number of this rank in the whole job
+    members       the pipeline's ranks, as numbers in the whole job
 
     Failures are visible in the whole job, not only in the pipeline: tensor- and data-parallel partners of a failed
-    pipeline would hang as well. The epoch, which counts the boards that each rank has made (the same number
-    everywhere, as ranks make their communicators alike), keeps what is left in the store from before a
-    re-initialisation out of sight.
+    pipeline would hang as well. The epoch keeps what is left in the store from before a re-initialisation out of
+    sight. It counts how often this pipeline's board was made, not how many boards a rank has made: a rank may be in
+    more pipelines than its partners, one after the other, but all members of a pipeline have made it equally often.
     """
 
-    def __init__(self, store: Any, pipeline: str, rank: int, size: int, global_rank: int) -> None:
+    def __init__(
+        self, store: Any, pipeline: str, rank: int, size: int, global_rank: int, members: Iterable[int] = ()
+    ) -> None:
         self.store = private_client(store)
         self.pipeline = pipeline
         self.rank = rank
         self.size = size
         self.global_rank = global_rank
+        self.members = frozenset(members)
         self._batched = bool(getattr(self.store, "has_extended_api", bool)())
         self.renew()
 
     def renew(self) -> None:
         """Begin a new epoch: forget what was told before. Every rank of the job has to."""
-        self.epoch = self.store.add(f"{_ROOT}/made/{self.global_rank}", 1)
+        self.epoch = self.store.add(f"{_ROOT}/made/{self.pipeline}/{self.global_rank}", 1)
+        self._before = self.store.add(self._job("tickets"), 0)
         self._known: dict[str, set[int]] = {}
 
     # -- failures ------------------------------------------------------------------------------------------------------
@@ -64,8 +70,15 @@ class Board:
         for ticket in range(1, self.store.add(self._job("tickets"), 0) + 1):
             key = self._job(f"failure/{ticket}")
             if self.store.check([key]):
-                found.append(decode(Failure, self.store.get(key)))
+                failure = decode(Failure, self.store.get(key))
+                if self._concerns(failure, ticket):
+                    found.append(failure)
         return min(found, key=lambda failure: failure.kind != EXCEPTION, default=None)
+
+    def _concerns(self, failure: Failure, ticket: int) -> bool:
+        """A member that told of a failure in another pipeline and then went on to this one has dealt with it."""
+        past = ticket <= self._before and failure.global_rank in self.members
+        return failure.pipeline == self.pipeline or not past
 
     # -- progress and entry --------------------------------------------------------------------------------------------
 

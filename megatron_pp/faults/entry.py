@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from megatron_pp.faults.agreement import Agreements, in_force
+from megatron_pp.faults.agreement import difference as first_difference
 from megatron_pp.faults.records import ENTERING, Entry, Progress
 
 SENDS = "shape sent towards the last stage"
@@ -29,11 +31,15 @@ def arrived(entries: Mapping[int, Entry], step: int) -> set[int]:
 
 
 def find_mismatch(
-    own_rank: int, entries: Mapping[int, Entry], progress: Mapping[int, Progress], step: int
+    own_rank: int,
+    entries: Mapping[int, Entry],
+    progress: Mapping[int, Progress],
+    step: int,
+    agreements: Agreements | None = None,
 ) -> Mismatch | None:
     """Compare what is known so far with this rank's entry: ranks that entered ``step`` with a description, and ranks
-    that are in it with the one that they entered an earlier step with. The lowest rank that differs, in the first
-    field that does."""
+    that are in it with what they agreed on in an earlier step. The lowest rank that differs, in the first field that
+    does."""
     mine = entries.get(own_rank)
     if mine is None or mine.step < step:  # what was read last is older than what this rank has told since
         return None
@@ -42,9 +48,31 @@ def find_mismatch(
         # A rank that is entering has yet to tell what it enters with.
         without_new = entry.step < step and known is not None and known.step >= step and known.state != ENTERING
         if entry.step == step or without_new:
-            found = _difference(own_rank, mine.description, rank, entry.description)
+            theirs = entry.description
+            if without_new and known is not None and agreements is not None:
+                theirs = dict(agreements.description(in_force(known.history, step), rank) or theirs)
+            found = _difference(own_rank, mine.description, rank, theirs)
             if found is not None:
                 return found
+    return None
+
+
+def find_parting(
+    own_rank: int, history: tuple[int, ...], progress: Mapping[int, Progress], agreements: Agreements
+) -> Mismatch | None:
+    """Ranks that came back to different agreements in one step: each was agreed on by all before, so that nobody asked
+    again."""
+    for rank, seen in sorted(progress.items()):
+        parting = first_difference(history, seen.history)
+        if parting is None:
+            continue
+        if not parting.mine:
+            return Mismatch(f"the plans of the steps before {parting.step}", {own_rank: "one", rank: "another"})
+        mine = agreements.description(parting.mine, own_rank)
+        theirs = agreements.description(parting.theirs, rank)
+        found = None if mine is None or theirs is None else _difference(own_rank, mine, rank, theirs)
+        values = {own_rank: f"that of agreement {parting.mine}", rank: f"that of agreement {parting.theirs}"}
+        return found or Mismatch(f"the plan of step {parting.step}", values)
     return None
 
 

@@ -19,14 +19,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
+from megatron_pp.faults.agreement import Agreements, last_change
 from megatron_pp.faults.board import Board
 from megatron_pp.faults.diagnosis import Source, busy_ranks, stall_text
-from megatron_pp.faults.entry import arrived, find_mismatch
+from megatron_pp.faults.entry import Mismatch, arrived, find_mismatch, find_parting
 from megatron_pp.faults.judge import Own, judge
 from megatron_pp.faults.link import Link, Pace
 from megatron_pp.faults.liveness import state_of
@@ -54,7 +55,11 @@ class FaultGuard:
     abort        makes blocked and later transfers of this rank's communicator fail; called from another thread
     escalate     called where that did not bring this rank out of its step: aborts all else it may be blocked in
                  (tensor- or data-parallel groups)
-    global_rank, world_size   in the whole job; by default the pipeline is the job
+    global_rank, world_size, members   in the whole job, ``members`` being the numbers of the pipeline's ranks; by
+                 default the pipeline is the job
+
+    ``agreement`` is the number of what the ranks have agreed on for the step under way: whatever needs to tell one
+    plan's messages from another's can go by it.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class FaultGuard:
         escalate: Callable[[], None] | None = None,
         global_rank: int | None = None,
         world_size: int | None = None,
+        members: Iterable[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pipeline = pipeline
@@ -81,10 +87,13 @@ class FaultGuard:
         self._clock = clock
         self._global_rank = rank if global_rank is None else global_rank
         self._tracker = Tracker(rank, size, clock)
-        board = Board(store, pipeline, rank, size, self._global_rank)
-        self._link = Link(board, Pace.of(timeout, world_size or size), self._tracker.observe, clock)
+        board = Board(store, pipeline, rank, size, self._global_rank, members)
+        pace = Pace.of(timeout, world_size or size)
+        self._link = Link(board, pace, self._tracker.observe, self._tracker.at_rest, clock)
         self._watch = Watch(self)
         self._entered_with: Hashable = None
+        self._agreements = Agreements()
+        self.agreement = 0
         self._over: str | None = None
         self._raised: BaseException | None = None  # by this rank, and dealt with
         self._main = 0
@@ -92,8 +101,9 @@ class FaultGuard:
     # -- what the engine calls -----------------------------------------------------------------------------------------
 
     def step(self, source: Source, key: Hashable = None, describe: Describe | None = None) -> Step:
-        """A context manager around one step. ``source`` tells the position; ``key`` is compared with the last step's,
-        and where it changed, ``describe()`` (field name -> value) is compared among all ranks before the step begins.
+        """A context manager around one step. ``source`` tells the position. Where ``key`` is new, ``describe()``
+        (field name -> value) is compared among all ranks before the step begins; where it changed to one that was
+        agreed on before, the ranks find out during the step whether all have changed to the same.
 
         Raises, entering or leaving: PipelinePeerError, PipelineStallError, PipelineMismatchError,
         CommunicatorClosedError after a failure. An error of this rank's own is raised as it is.
@@ -123,7 +133,9 @@ class FaultGuard:
         self.verdict = None
         self._over = None
         self._entered_with = None
-        self._tracker.step = 0
+        self._agreements = Agreements()
+        self.agreement = 0
+        self._tracker.forget()
         self._link.forget()
 
     # -- entering ------------------------------------------------------------------------------------------------------
@@ -139,14 +151,22 @@ class FaultGuard:
         """See ``step``."""
         self._main = threading.get_ident()
         changed = describe is not None and key != self._entered_with
-        self._tracker.begin(source, entering=changed, phase=phase)
+        known = self._agreements.use(key) if changed else 0
+        self._tracker.begin(source, entering=changed and not known, phase=phase, agreement=known)
         self._link.wake()
         self._watch.wake()
-        if describe is not None and changed:
-            self._check_entry(dict(describe()))
-            self._entered_with = key
+        if describe is None or not changed:
+            return
+        if known:
+            self._link.asked_from = self._tracker.step
+        else:
+            known = self._agreements.add(key, self._check_entry(dict(describe())))
+            self._tracker.agreed(known)
+        self.agreement = known
+        self._entered_with = key
 
-    def _check_entry(self, description: dict[str, str]) -> None:
+    def _check_entry(self, description: dict[str, str]) -> dict[int, Mapping[str, str]]:
+        """Compare plans with all ranks; what each entered with."""
         link, step = self._link, self._tracker.step
         entry = Entry(step, description, self._tracker.process)
         self._tracker.entering(True)
@@ -154,22 +174,25 @@ class FaultGuard:
             link.tell(entry, 0.0)
             with link.lock:
                 link.lock.wait_for(lambda: self.verdict is not None or self._entry_is_settled(step))
-                mismatch = find_mismatch(self.rank, link.view.entries, self._steps_of_others(), step)
+                mismatch = self._mismatch(step)
+                entries = {**link.view.entries, self.rank: entry}
             if mismatch is not None:
-                values = {str(rank): value for rank, value in mismatch.values.items()}
-                failure = self._failure(MISMATCH, message=str(mismatch), field=mismatch.field, values=values)
-                self._conclude(failure, True)
+                self._conclude(self._disagreement(mismatch), True)
             if self.verdict is not None:
                 raise self._error()
         finally:
-            self._tracker.entering(False)
             link.hurry(False)
+        return {rank: known.description for rank, known in entries.items() if known.step == step}
 
     def _entry_is_settled(self, step: int) -> bool:
-        entries = self._link.view.entries
-        if find_mismatch(self.rank, entries, self._steps_of_others(), step) is not None:
-            return True
-        return len(arrived(entries, step)) == self.size
+        return self._mismatch(step) is not None or len(arrived(self._link.view.entries, step)) == self.size
+
+    def _mismatch(self, step: int) -> Mismatch | None:
+        return find_mismatch(self.rank, self._link.view.entries, self._steps_of_others(), step, self._agreements)
+
+    def _disagreement(self, found: Mismatch) -> Failure:
+        values = {str(rank): value for rank, value in found.values.items()}
+        return self._failure(MISMATCH, message=str(found), field=found.field, values=values)
 
     def _steps_of_others(self) -> dict[int, Progress]:
         return {rank: seen.progress for rank, seen in self._link.view.seen.items()}
@@ -234,11 +257,25 @@ class FaultGuard:
         if here is None:
             return False
         if failure is None:
-            failure, is_news = self._judge(here), True
+            failure, is_news = self._parting(here) or self._judge(here), True
         if failure is None:
             return False
         self._conclude(failure, is_news)
         return True
+
+    def _parting(self, here: Progress) -> Failure | None:
+        """The ranks came back to different plans. Once all are seen to have changed alike, nobody asks any more."""
+        if not self._link.view.seen:
+            return None
+        with self._link.lock:
+            others = self._steps_of_others()
+        found = find_parting(self.rank, here.history, others, self._agreements)
+        if found is not None:
+            return self._disagreement(found)
+        since = last_change(here.history)
+        if len(others) == self.size - 1 and all(p.history and p.history[0] >= since for p in others.values()):
+            self._link.settled_to = since
+        return None
 
     def _judge(self, here: Progress) -> Failure | None:
         view = self._link.view

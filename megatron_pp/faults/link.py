@@ -48,16 +48,27 @@ class Link:
     """Owns the board; nobody else talks to it. ``lock`` guards ``view`` and everything that is handed over.
 
     whereabouts   called from the link's thread: this rank's progress now, None outside a step
+    at_rest       the same: what it has done, outside a step
+    asked_from    set by others: where the other ranks are is read, although this one moves, until they have all come
+                  to this step
     """
 
     def __init__(
-        self, board: Board, pace: Pace, whereabouts: Callable[[], Progress | None], clock: Clock = time.monotonic
+        self,
+        board: Board,
+        pace: Pace,
+        whereabouts: Callable[[], Progress | None],
+        at_rest: Callable[[], Progress],
+        clock: Clock = time.monotonic,
     ) -> None:
         self.board = board
         self.pace = pace
         self.view = View()
         self.lock = threading.Condition()
+        self.asked_from = 0
+        self.settled_to = 0
         self._whereabouts = whereabouts
+        self._at_rest = at_rest
         self._clock = clock
         self._outbox: deque[Entry | Failure] = deque()
         self._thread: threading.Thread | None = None
@@ -101,6 +112,7 @@ class Link:
             self.view = View()
             self._outbox.clear()
             self._told = None
+            self.asked_from = self.settled_to = 0
             self.board.renew()
 
     def close(self, seconds: float = 2.0) -> None:
@@ -180,8 +192,7 @@ class Link:
         now = self._clock()
         told = self._told
         if here is None:
-            assert told is not None
-            here = replace(told, state=DONE, idle=0.0)
+            here = self._at_rest()
         changed = told is None or (told.step, told.state) != (here.step, here.state)
         if not changed and now - self._told_at < self.pace.beat:
             return
@@ -192,7 +203,7 @@ class Link:
 
     def _look(self, here: Progress) -> None:
         failure = self.board.failure()
-        reading = here.idle >= self.pace.quiet or self._hurry
+        reading = here.idle >= self.pace.quiet or self._hurry or self.asked_from > self.settled_to
         progress = self.board.progress() if reading else None
         entries = self.board.entries() if self._entering else None
         with self.lock:

@@ -48,6 +48,7 @@ class Progress:
     text      that instruction, as printed, or what else it does
     idle      seconds since it moved, at the time of writing and by its own clock
     beat      grows with every record, so that a reader sees that the writer lives
+    history   which of the agreements between the ranks it used in which step; see ``agreement.py``
     """
 
     step: int
@@ -57,6 +58,7 @@ class Progress:
     idle: float = 0.0
     beat: int = 0
     process: Process = dataclasses.field(default_factory=Process)
+    history: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

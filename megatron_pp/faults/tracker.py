@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from megatron_pp.faults.agreement import changed
 from megatron_pp.faults.diagnosis import Source, doing, instruction_at, waits_on
 from megatron_pp.faults.liveness import this_process
-from megatron_pp.faults.records import ENTERING, IN_STEP, Progress
+from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Progress
 from megatron_pp.plan.instruction import Instruction
 
 
@@ -36,17 +37,22 @@ class Tracker:
         self.process = this_process()
         self._clock = clock
         self._entering = False
+        self._changes: tuple[int, ...] = ()  # replaced, never altered
         self._around: list[tuple[Source | None, str]] = []
         self._last: tuple[int, int, str, bool] = (0, 0, "", False)
         self._moved_at = 0.0
 
-    def begin(self, source: Source, entering: bool = False, phase: str = "") -> None:
+    def begin(self, source: Source, entering: bool = False, phase: str = "", agreement: int = 0) -> None:
         """A step begins, or with ``phase`` something else, in which steps may be. ``entering``: plans are compared
-        first. Assigning ``source`` is what the other threads see, so it comes last: nobody may be told of this step as
-        of one whose plan is the last step's, when it is not.
+        first. ``agreement``: that of an earlier comparison which this step comes back to, 0 where it goes on with the
+        last step's. Assigning ``source`` is what the other threads see, so it comes last: nobody may be told of this
+        step as of one whose plan is the last step's, when it is not. For the same reason ``observe`` reads what is
+        assigned here in the opposite order.
         """
         self._around.append((self.source, self.phase))
         self._entering = entering
+        if agreement:
+            self._changes = changed(self._changes, self.step + 1, agreement)
         self.step += source.plan is not None
         self.phase = phase
         self.failed = False
@@ -62,6 +68,16 @@ class Tracker:
         """Whether this rank compares plans with the others."""
         self._entering = on
 
+    def agreed(self, number: int) -> None:
+        """The ranks have agreed, under ``number``, on what this step runs with."""
+        self._changes = changed(self._changes, self.step, number)
+        self._entering = False
+
+    def forget(self) -> None:
+        """Begin anew, at step 0."""
+        self.step = 0
+        self._changes = ()
+
     def observe(self) -> Progress | None:
         """Progress now; None outside a step."""
         source = self.source
@@ -74,8 +90,15 @@ class Tracker:
             self._moved_at = now
         at = self._at(source)
         text = self.phase or ("" if at is None else str(at))
-        state = ENTERING if self._entering else IN_STEP
-        return Progress(here[0], state, here[1], text, round(now - self._moved_at, 3), 0, self.process)
+        state = ENTERING if here[3] else IN_STEP
+        known_upto = here[0] - here[3]
+        idle = round(now - self._moved_at, 3)
+        return Progress(here[0], state, here[1], text, idle, 0, self.process, (known_upto, *self._changes))
+
+    def at_rest(self) -> Progress:
+        """What this rank has done, outside a step."""
+        step = self.step
+        return Progress(step, DONE, process=self.process, history=(step, *self._changes))
 
     def waits_on(self) -> tuple[int, ...]:
         """Pipeline ranks that this rank may be waiting for: the partners of a transfer; all, outside the plan; none

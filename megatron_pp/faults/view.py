@@ -45,7 +45,7 @@ class Seen:
 class View:
     """What is known of the pipeline by one of its ranks.
 
-    reading_since   since when the others are being read without a break; None while this rank moves
+    reading_since   since when the others are being read without a break; None while there is no need to
     read_at         when they were last read
     broken_since    since when the store gives errors, None while it answers; ``broken`` is the error
     asked_at        when the question to the store that is still open was asked

@@ -42,6 +42,9 @@ def guarded(
         yield guard
         return
     with guard.step(source, key, describe):
+        use_agreement = getattr(communicator.transport, "use_agreement", None)
+        if use_agreement is not None:
+            use_agreement(guard.agreement)
         communicator.under_guard = True
         try:
             yield guard
@@ -106,6 +109,7 @@ def _make_guard(transport: Any, store: Any) -> FaultGuard:
         escalate=abort_all_groups if hasattr(transport, "group") else None,
         global_rank=transport.global_rank(transport.rank),
         world_size=dist.get_world_size() if real else transport.size,
+        members=[transport.global_rank(rank) for rank in range(transport.size)],
     )
 
 

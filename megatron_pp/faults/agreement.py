@@ -1,0 +1,116 @@
+"""What the ranks of a pipeline have agreed on at the entry of a step, so that a plan that they come back to costs
+nothing, and whether all of them have come back to the same one.
+
+Agreements are numbered as they are made. Every rank takes part in each, in the same step, so that a number means the
+same everywhere. Which number a rank used in which step travels in its progress record as a *history*: ``(upto, digest,
+step, number, step, number, ...)``: the last changes in order, complete up to step ``upto``, and a digest of all changes
+before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+_KEPT = 64  # agreements; all ranks forget the same ones, since all use them in the same order
+_CHANGES = 32  # listed in a history
+_DIGESTS = 2**61 - 1  # a prime
+
+
+class _Agreed(NamedTuple):
+    key: Hashable
+    number: int
+    descriptions: Mapping[int, Mapping[str, str]]
+
+
+class Difference(NamedTuple):
+    """In ``step`` one rank used agreement ``mine``, the other ``theirs``; both 0 where all that can be said is that
+    they parted before it."""
+
+    step: int
+    mine: int
+    theirs: int
+
+
+class Agreements:
+    """One rank's list of what was agreed on, the last used first."""
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._kept: list[_Agreed] = []
+
+    def use(self, key: Hashable) -> int:
+        """The number of the agreement on ``key``; 0 where there is none."""
+        found = next((agreed for agreed in self._kept if agreed.key == key), None)
+        if found is None:
+            return 0
+        self._keep(found)
+        return found.number
+
+    def add(self, key: Hashable, descriptions: Mapping[int, Mapping[str, str]]) -> int:
+        """A new agreement; its number, from 1. ``descriptions``: what each rank entered with."""
+        self._made += 1
+        self._keep(_Agreed(key, self._made, descriptions))
+        return self._made
+
+    def _keep(self, first: _Agreed) -> None:
+        """The list is replaced, not altered: the guard's threads read it."""
+        self._kept = [first, *(agreed for agreed in self._kept if agreed is not first)][:_KEPT]
+
+    def description(self, number: int, rank: int) -> Mapping[str, str] | None:
+        """What ``rank`` entered with when agreement ``number`` was made; None if that is not known any more."""
+        return next((a.descriptions.get(rank) for a in self._kept if a.number == number), None)
+
+
+def changed(changes: tuple[int, ...], step: int, number: int) -> tuple[int, ...]:
+    """``changes`` (digest, step, number, ...; empty at first) with one more; the oldest go into the digest."""
+    digest, *listed = (*(changes or (0,)), step, number)
+    while len(listed) > 2 * _CHANGES:
+        digest = _digest(digest, *listed[:2])
+        del listed[:2]
+    return (digest, *listed)
+
+
+def in_force(history: tuple[int, ...], step: int) -> int:
+    """The agreement that was used in ``step``; 0 where the history does not say."""
+    if not history or step > history[0]:
+        return 0
+    numbers = [number for since, number in _pairs(history) if since <= step]
+    return numbers[-1] if numbers else 0
+
+
+def last_change(history: tuple[int, ...]) -> int:
+    """The step in which the agreement last changed."""
+    return history[-2] if len(history) > 3 else 0
+
+
+def difference(mine: tuple[int, ...], theirs: tuple[int, ...]) -> Difference | None:
+    """The first step in which the two histories, as far as both are known, differ."""
+    if len(mine) < 4 or len(theirs) < 4:
+        return None
+    start, upto = max(mine[2], theirs[2]), min(mine[0], theirs[0])
+    steps = {since for history in (mine, theirs) for since, _ in _pairs(history)}
+    for step in sorted(step for step in steps if start <= step <= upto):
+        one, other = in_force(mine, step), in_force(theirs, step)
+        if one != other:
+            return Difference(step, one, other)
+    one, other = _digests(mine), _digests(theirs)
+    parted = [step for step in one if step in other and step <= upto and one[step] != other[step]]
+    return Difference(min(parted), 0, 0) if parted else None
+
+
+def _digests(history: tuple[int, ...]) -> dict[int, int]:
+    """For each change that is listed, a digest of all before it."""
+    found, digest = {}, history[1]
+    for step, number in _pairs(history):
+        found[step] = digest
+        digest = _digest(digest, step, number)
+    return found
+
+
+def _digest(digest: int, step: int, number: int) -> int:
+    return (digest * 1_000_003 + step * 8_191 + number) % _DIGESTS
+
+
+def _pairs(history: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip(history[2::2], history[3::2], strict=False))

@@ -1,0 +1,131 @@
+"""Ranks that are in different numbers of pipelines in one job: each pipeline's members find each other, whatever else
+they have been in, and failures reach whom they concern."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_pp.errors import PipelinePeerError
+from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.spec import PlanSpec
+
+TIMEOUT = 4.0
+
+
+class Member:
+    """Global rank ``me`` of the pipeline of ``ranks``."""
+
+    def __init__(self, store: Any, ranks: tuple[int, ...], me: int) -> None:
+        self.aborted = threading.Event()
+        name = "-".join(map(str, ranks))
+        self.guard = FaultGuard(
+            store, name, ranks.index(me), len(ranks), TIMEOUT, self.aborted.set, global_rank=me, members=ranks
+        )
+        self.source = SimpleNamespace(plan=build_plan(PlanSpec("1f1b", len(ranks), 1, 4)), position=0)
+
+    def step(self, body: Callable[[], None] = lambda: None) -> None:
+        with self.guard.step(self.source, "a plan", lambda: {"schedule": "1f1b"}):
+            body()
+
+    def close(self) -> None:
+        self.guard.close()
+
+
+def _together(*calls: Callable[[], None]) -> list[BaseException | None]:
+    """Each in a thread; what each raised."""
+    raised: list[BaseException | None] = [None] * len(calls)
+
+    def run(place: int) -> None:
+        try:
+            calls[place]()
+        except BaseException as error:
+            raised[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return raised
+
+
+def _step(store: Any, ranks: tuple[int, ...]) -> list[BaseException | None]:
+    members = [Member(store, ranks, me) for me in ranks]
+    try:
+        return _together(*(member.step for member in members))
+    finally:
+        for member in members:
+            member.close()
+
+
+def test_a_rank_that_has_been_in_another_pipeline_is_found() -> None:
+    """Rank 0 is in a pipeline with rank 1, then in one with rank 2, then in one with both; rank 2 was not in the
+    first."""
+    store = dist.HashStore()
+    assert _step(store, (0, 1)) == [None, None]
+    assert _step(store, (0, 2)) == [None, None]
+    assert _step(store, (0, 1, 2)) == [None, None, None]
+
+
+def test_a_pipeline_that_is_made_again_is_found_again() -> None:
+    store = dist.HashStore()
+    for _ in range(3):
+        assert _step(store, (0, 1)) == [None, None]
+    assert _step(store, (1, 2)) == [None, None]
+
+
+def test_what_failed_in_a_pipeline_does_not_end_the_next_one_of_its_members() -> None:
+    store = dist.HashStore()
+    one = Member(store, (0, 1), 0)
+    with pytest.raises(ValueError, match="dealt with"):
+        _raise_in(one, ValueError("dealt with"))
+    one.close()
+    assert _step(store, (0, 2)) == [None, None]
+
+
+def _raise_in(member: Member, error: Exception) -> None:
+    """Without the others: the entry is not checked."""
+    with member.guard.step(member.source):
+        raise error
+
+
+def test_a_failure_reaches_a_pipeline_that_is_made_only_later() -> None:
+    """Ranks 0 and 1 fail in their first step, before their data-parallel partners 2 and 3 have come to theirs."""
+    store = dist.HashStore()
+    early = Member(store, (0, 1), 0)
+    with pytest.raises(ValueError, match="first step"):
+        _raise_in(early, ValueError("first step"))
+    late = Member(store, (2, 3), 2)
+    with pytest.raises(PipelinePeerError, match=r"global rank 0\) of pipeline 0-1 raised ValueError"):
+        late.step(lambda: None)
+    for member in (early, late):
+        member.close()
+
+
+def test_a_failure_while_others_wait_in_the_next_pipeline_reaches_them() -> None:
+    """Rank 2 waits for rank 0, which fails in the pipeline that it is still in."""
+    store = dist.HashStore()
+    waiting, failing = Member(store, (0, 2), 2), Member(store, (0, 1), 0)
+    begun = threading.Event()
+
+    def fail() -> None:
+        begun.wait(5.0)
+        _raise_in(failing, ValueError("on the way"))
+
+    def wait() -> None:
+        begun.set()
+        waiting.step()
+
+    raised = _together(wait, fail)
+    assert isinstance(raised[0], PipelinePeerError)
+    assert "of pipeline 0-1 raised ValueError" in str(raised[0])
+    for member in (waiting, failing):
+        member.close()
