@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+FAULTY = Path(__file__).with_name("faulty_train.py")
 DEADLINE = 180.0
 """Seconds until a run is killed; none should take a tenth of it on an idle machine."""
 
@@ -48,6 +50,16 @@ INTERLEAVED = ["--virtual-pipeline-model-parallel-size", "2", "--overlap-p2p-com
 def torchrun(ranks: int, *flags: str) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*command, str(ROOT / "scripts" / "train.py"), *flags]
+
+
+def launched(ranks: int, *script_and_flags: str, restarts: int = 0) -> list[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks)]
+    return [*command, "--max-restarts", str(restarts), *script_and_flags]
+
+
+def with_fault(what: str, rank: int, call: int, folder: Path, *flags: str) -> list[str]:
+    """The script with a fault, put in once; see faulty_train.py."""
+    return [str(FAULTY), what, str(rank), str(call), str(folder), *flags]
 
 
 def train_sh(*flags: str) -> list[str]:
@@ -240,10 +252,38 @@ def test_ctrl_c_ends_the_run_after_a_step_with_a_checkpoint_to_continue_from(tmp
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks in /proc")
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
-    with started(torchrun(2, *ENDLESS, "--run-dir", "run"), tmp_path) as process:
+    command = launched(2, str(ROOT / "scripts" / "train.py"), *ENDLESS, "--run-dir", "run")
+    with started(command, tmp_path) as process:
         output = interrupt_at_step_three(process, lambda: os.kill(ranks_of(process.pid)[1], signal.SIGTERM))
-        assert process.returncode == 0, output
-    assert "stopped by a signal to another rank after step" in output
+        assert process.returncode == 128 + signal.SIGTERM, output  # it is not done
+    assert "stopped by SIGTERM to another rank after step" in output
+    assert "Traceback" not in output
+
+
+@shared_run
+def test_a_run_of_which_a_rank_was_killed_starts_again_and_repeats_the_undisturbed_one(trained: Path) -> None:
+    """Killed in step 6, where the last checkpoint is step 4's. Dropout is on."""
+    folder = trained.parent
+    flags = [*SMALL, *INTERLEAVED, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1"]
+    fault = with_fault("data-killed", 1, 22, folder, *flags, "--data", "texts", "--run-dir", "killed")
+    output = run_well(launched(2, *fault, restarts=1), folder)
+    assert (folder / "struck").exists()
+    assert output.count("PipelineStallError: pipeline stalled: the process of rank 1") == 1, output
+    assert f"continuing from {Path('killed/checkpoints/step-00000004')}" in output
+    assert numbers(folder / "killed") == numbers(trained)
+
+
+@pytest.mark.parametrize(("what", "where"), [("data", "FORWARD of chunk"), ("validation", "FORWARD of chunk")])
+def test_what_one_rank_fails_to_read_ends_all_ranks(tmp_path: Path, what: str, where: str) -> None:
+    """Rank 1 reads the labels. Its own error stands with its stack, the other rank says whose it was."""
+    flags = [*SMALL, *INTERLEAVED, "--train-steps", "8", "--eval-interval", "2", "--run-dir", "run"]
+    start = time.monotonic()
+    code, output = run(launched(2, *with_fault(what, 1, 6, tmp_path, *flags)), tmp_path)
+    assert code == 1, output
+    assert time.monotonic() - start < DEADLINE / 2  # not after a process group's timeout
+    assert output.count("Traceback") == 1, output
+    assert "OSError: [Errno 5] the disk has gone away" in output
+    assert "PipelinePeerError: pipeline rank 1 (global rank 1) raised OSError in " + where in output
 
 
 @shared_run

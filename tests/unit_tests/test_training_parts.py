@@ -6,6 +6,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,6 +167,36 @@ def test_a_signal_later_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.001)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+BLOCKED = """
+import ctypes, importlib.util, signal, sys
+spec = importlib.util.spec_from_file_location("interrupt", sys.argv[1])
+interrupt = importlib.util.module_from_spec(spec)
+sys.modules["interrupt"] = interrupt
+spec.loader.exec_module(interrupt)
+interrupt.IMPATIENT_AFTER = interrupt._UNTIL_FORCED = 0.2
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+with interrupt.StopRequest():
+    print("blocked", flush=True)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # for ever, and no signal handler of Python runs
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="blocks in a call of glibc")
+def test_a_second_signal_ends_a_process_that_is_blocked_outside_of_python() -> None:
+    with subprocess.Popen([sys.executable, "-c", BLOCKED, str(interrupt.__file__)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
 
 
 def test_timers_add_up_compute_and_nothing_else() -> None:
