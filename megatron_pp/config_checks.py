@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
+from typing import SupportsIndex
 
 
 class ConfigError(ValueError):
@@ -26,14 +28,16 @@ class WorldSizeError(ConfigError):
 
 
 def whole_number(
-    name: str, value: object, at_least: int = 1, error: type[ConfigError] = ConfigError, hint: str = ""
+    name: str, value: object, at_least: int = 1, error: type[ValueError] = ConfigError, hint: str = ""
 ) -> int:
-    """``value`` as it is, if it is an int of at least ``at_least`` (a bool is none); raises ``error`` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """``value`` as an int, if it is a whole number (numpy's are, a bool is none) of at least ``at_least``; raises
+    ``error`` otherwise."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise error(f"{name} is {value!r}; it must be a whole number of at least {at_least}{_after(hint)}")
-    if value < at_least:
-        raise error(f"{name} is {value}; the smallest legal value is {at_least}{_after(hint)}")
-    return value
+    whole = operator.index(value)
+    if whole < at_least:
+        raise error(f"{name} is {whole}; the smallest legal value is {at_least}{_after(hint)}")
+    return whole
 
 
 def one_of(name: str, value: object, known: Iterable[object], error: type[ConfigError] = ConfigError) -> None:

@@ -86,11 +86,7 @@ def check_communication(config: Any) -> None:
     timeout = config.p2p_timeout
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise ConfigError(f"p2p_timeout is {timeout!r}; it must be a number of seconds above 0, such as 600.0")
-    if config.overlap_p2p_comm and config.batch_p2p_comm:
-        raise ConfigError(
-            "overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole and can not "
-            "overlap, so set batch_p2p_comm=False or leave it out"
-        )
+    lowering_policy(config)
     if config.overlap_p2p_comm_warmup_flush and not config.overlap_p2p_comm:
         raise ConfigError("overlap_p2p_comm_warmup_flush is True without overlap_p2p_comm; set overlap_p2p_comm too")
     if config.defer_embedding_wgrad_compute and config.pipeline_model_parallel_size == 1:
@@ -158,9 +154,14 @@ def fill_in_model_sizes(config: Any) -> frozenset[str]:
 
 
 def lowering_policy(config: Any) -> str:
-    if config.overlap_p2p_comm:
-        return OVERLAP
-    return BATCHED if config.batch_p2p_comm else PLAIN
+    """What the two flags ask for, of a config that may lack them. Raises ConfigError where both are set."""
+    overlap, batched = (getattr(config, name, False) for name in ("overlap_p2p_comm", "batch_p2p_comm"))
+    if overlap and batched:
+        raise ConfigError(
+            "overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole and can not "
+            "overlap, so set batch_p2p_comm=False or leave it out"
+        )
+    return OVERLAP if overlap else BATCHED if batched else PLAIN
 
 
 def schedule_name(config: Any) -> str:

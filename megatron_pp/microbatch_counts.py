@@ -74,7 +74,7 @@ def check_group_size(pipeline_size: int, num_chunks: int, group_size: int | None
     whole_number("virtual_pipeline_model_parallel_size", num_chunks)
     if group_size is None:
         return pipeline_size
-    whole_number("microbatch_group_size_per_vp_stage", group_size, hint=f"default {pipeline_size}")
+    group_size = whole_number("microbatch_group_size_per_vp_stage", group_size, hint=f"default {pipeline_size}")
     if num_chunks > 1 and group_size < pipeline_size:
         raise ConfigError(
             f"microbatch_group_size_per_vp_stage is {group_size}; with {pipeline_size} pipeline ranks and {num_chunks} "

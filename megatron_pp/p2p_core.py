@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_pp.config import option
 from megatron_pp.errors import CommunicatorClosedError, P2PShapeError, P2PTypeError
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import placement_kind
@@ -62,7 +63,7 @@ class P2PCore:
             getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
         )
         # In debug mode a description travels ahead of each tensor, as a shape does where shapes vary.
-        self.wire = WireCheck(self.rank) if getattr(config, "p2p_debug", False) else None
+        self.wire = WireCheck(self.rank) if option(config, "p2p_debug") else None
         self.variable_shapes = self.shapes_vary or self.wire is not None
         # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
         seconds = getattr(config, "p2p_timeout", None)

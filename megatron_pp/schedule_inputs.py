@@ -7,22 +7,27 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 from megatron_pp import parallel_state
+from megatron_pp.config import option
+from megatron_pp.config_checks import ConfigError, whole_number
+from megatron_pp.config_rules import lowering_policy
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.microbatch_counts import MicrobatchCount, explain_microbatch_count
+from megatron_pp.microbatch_counts import MicrobatchCount, check_group_size, explain_microbatch_count
 from megatron_pp.plan.files import ExchangeError
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.measured import Measured, measured_values
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, Family
 from megatron_pp.plan.schedule_file import choices, find_family
-from megatron_pp.plan.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, PLAIN, Plan, PlanError, PlanSpec
+from megatron_pp.plan.spec import EXPLICIT, HOOKS, ONE_WAY, Plan, PlanError, PlanSpec
 from megatron_pp.steps import wrapped_attribute
 
 logger = logging.getLogger("megatron_pp")
 _SPEAKING = threading.Lock()
+_whole_number = partial(whole_number, error=ScheduleInputError)
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -120,14 +125,6 @@ def step_inputs(
     )
 
 
-def _whole_number(name: str, value: Any, why: str = "") -> int:
-    """``value`` as an int. Raises ScheduleInputError unless it is one (numpy's are, a bool is none) of at least 1."""
-    whole = None if isinstance(value, bool) or not hasattr(value, "__index__") else value.__index__()
-    if whole is None or whole < 1:
-        raise ScheduleInputError(f"{name} is {value!r}; it must be a whole number of at least 1{why}")
-    return whole
-
-
 def check_config(inputs: StepInputs, pipeline_size: int) -> None:
     """What can be wrong with the config for these inputs and this many ranks. Raises ScheduleInputError."""
     config, num_chunks = inputs.config, len(inputs.chunks)
@@ -197,25 +194,19 @@ def _measured(config: Any) -> Measured | None:
 
 def _group_size(config: Any, pipeline_size: int, num_chunks: int) -> int:
     size = getattr(config, "microbatch_group_size_per_vp_stage", None)
-    if size is None:
-        return pipeline_size
-    size = _whole_number("config.microbatch_group_size_per_vp_stage", size)
-    if num_chunks > 1 and size < pipeline_size:
-        raise ScheduleInputError(
-            f"config.microbatch_group_size_per_vp_stage is {size}; it must be at least the pipeline size, "
-            f"{pipeline_size}"
-        )
-    return size
+    return _checked(check_group_size, pipeline_size, num_chunks, size)
 
 
 def _policy(config: Any) -> str:
-    overlap, batched = getattr(config, "overlap_p2p_comm", False), getattr(config, "batch_p2p_comm", False)
-    if overlap and batched:
-        raise ScheduleInputError(
-            "config.overlap_p2p_comm and config.batch_p2p_comm are both set; a batch is waited as a whole, so set "
-            "one of them"
-        )
-    return OVERLAP if overlap else BATCHED if batched else PLAIN
+    return _checked(lowering_policy, config)
+
+
+def _checked(rule: Callable[..., _Result], *args: Any) -> _Result:
+    """What ``rule`` of a config answers, for configs that are not ours and were never checked."""
+    try:
+        return rule(*args)
+    except ConfigError as error:
+        raise ScheduleInputError(f"config.{error}") from error
 
 
 def shapes_vary(config: Any) -> bool:
@@ -225,7 +216,7 @@ def shapes_vary(config: Any) -> bool:
 
 def _variable_shapes(config: Any) -> bool:
     """Whether a header travels ahead of each tensor: its shape, or in debug mode what it is."""
-    return shapes_vary(config) or bool(getattr(config, "p2p_debug", False))
+    return shapes_vary(config) or bool(option(config, "p2p_debug"))
 
 
 def checkpoint_flags(
@@ -263,12 +254,13 @@ def tensor_shapes(
     name, given = (
         ("seq_length", seq_length) if decoder_seq_length is None else ("decoder_seq_length", decoder_seq_length)
     )
-    why = ": tensors between stages are [seq_length, micro_batch_size, hidden_size] unless config.variable_seq_lengths"
-    length = _whole_number(name, given, why) // cp_size
+    why = "tensors between stages are [seq_length, micro_batch_size, hidden_size] unless config.variable_seq_lengths"
+    length = _whole_number(name, given, hint=why) // cp_size
     if getattr(config, "sequence_parallel", False):
         length //= tp_size
-    micro_batch_size = _whole_number("micro_batch_size", micro_batch_size, why)
-    return [(length, micro_batch_size, _whole_number("config.hidden_size", getattr(config, "hidden_size", None), why))]
+    micro_batch_size = _whole_number("micro_batch_size", micro_batch_size, hint=why)
+    hidden_size = _whole_number("config.hidden_size", getattr(config, "hidden_size", None), hint=why)
+    return [(length, micro_batch_size, hidden_size)]
 
 
 def group_sizes(pg_collection: Any, config: Any) -> tuple[int, int]:

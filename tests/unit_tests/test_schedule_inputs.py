@@ -95,11 +95,11 @@ CHUNKED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "group smaller than the pipeline": (
         {"config": {"microbatch_group_size_per_vp_stage": 1}},
-        "config.microbatch_group_size_per_vp_stage is 1; it must be at least the pipeline size, 2",
+        "config.microbatch_group_size_per_vp_stage is 1; with 2 pipeline ranks and 2 chunks each the nearest legal",
     ),
     "group of none": (
         {"config": {"microbatch_group_size_per_vp_stage": 0}},
-        "config.microbatch_group_size_per_vp_stage is 0; it must be a whole number of at least 1",
+        "config.microbatch_group_size_per_vp_stage is 0; the smallest legal value is 1 (default 2)",
     ),
     "group of a half": (
         {"config": {"microbatch_group_size_per_vp_stage": 2.5}},
@@ -115,8 +115,8 @@ CHUNKED: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 EITHER: dict[str, tuple[dict[str, Any], str]] = {
-    "no microbatches": ({"num_microbatches": 0}, "num_microbatches is 0; it must be a whole number of at least 1"),
-    "negative": ({"num_microbatches": -3}, "num_microbatches is -3; it must be a whole number of at least 1"),
+    "no microbatches": ({"num_microbatches": 0}, "num_microbatches is 0; the smallest legal value is 1"),
+    "negative": ({"num_microbatches": -3}, "num_microbatches is -3; the smallest legal value is 1"),
     "half a microbatch": (
         {"num_microbatches": 2.5},
         "num_microbatches is 2.5; it must be a whole number of at least 1",
@@ -128,7 +128,7 @@ EITHER: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "overlap and batched": (
         {"config": {"overlap_p2p_comm": True, "batch_p2p_comm": True}},
-        "config.overlap_p2p_comm and config.batch_p2p_comm are both set; a batch is waited as a whole, so set",
+        "config.overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole",
     ),
     "no dtype": (
         {"config": {"pipeline_dtype": None}},
@@ -140,9 +140,9 @@ EITHER: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no sequence length": (
         {"seq_length": None},
-        "seq_length is None; it must be a whole number of at least 1: tensors between stages are [seq_length, ",
+        "seq_length is None; it must be a whole number of at least 1 (tensors between stages are [seq_length, ",
     ),
-    "empty decoder": ({"decoder_seq_length": 0}, "decoder_seq_length is 0; it must be a whole number of at least 1"),
+    "empty decoder": ({"decoder_seq_length": 0}, "decoder_seq_length is 0; the smallest legal value is 1 (tensors"),
     "no microbatch size": (
         {"micro_batch_size": None},
         "micro_batch_size is None; it must be a whole number of at least",

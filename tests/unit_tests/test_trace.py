@@ -28,12 +28,16 @@ from megatron_pp.trace_clock import agree_on_clocks
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.files import read_rank_trace
 from megatron_pp.tracing.run import load_run
+from megatron_pp.training.errors import ArgumentError
+from megatron_pp.training.timeline import check_trace_steps
 
 HOUR = 3_600_000_000_000  # nanoseconds
 
 
-def train(size, steps, folder, *, num_chunks=1, data=None, forward_only=False, model_of=ToyBlock, **fields):
-    """``steps`` calls of the schedule on the toy model, ranks as threads."""
+def train(
+    size, steps, folder, *, num_chunks=1, data=None, forward_only=False, model_of=ToyBlock, around=None, **fields
+):
+    """``steps`` calls of the schedule on the toy model, ranks as threads; those of rank 0 within ``around``."""
     data = data or ToyData(4)
     network = MemoryNetwork(size)
     chunked = num_chunks > 1
@@ -44,7 +48,8 @@ def train(size, steps, folder, *, num_chunks=1, data=None, forward_only=False, m
         communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
         chunks = toy_chunks(Placement("loop", size, num_chunks), rank, config, model_of)
         step = get_forward_backward_func(size, num_chunks if chunked else None)
-        for _ in range(steps):
+
+        def one_step():
             step(
                 forward_step_func=toy_forward_step,
                 data_iterator=[data.iterator() for _ in chunks] if chunked else data.iterator(),
@@ -56,6 +61,9 @@ def train(size, steps, folder, *, num_chunks=1, data=None, forward_only=False, m
                 p2p_communicator=communicator,
                 pg_collection=SimpleNamespace(pp=communicator.pp_group),
             )
+
+        for _ in range(steps):
+            one_step() if around is None or rank > 0 else around(one_step)
 
     run_ranks(size, rank_main, network.abort)
 
@@ -237,6 +245,28 @@ def test_observers_stand_one_within_the_other():
     both.end(None)
     assert calls == ["a<", "b<", ">b", ">a"]
     assert observers(None, None) is None
+
+
+def test_a_profiled_step_can_be_recorded_too(tmp_path):
+    """Both see every instruction; the recording's time is the whole of it, the profiler's work included."""
+    names = []
+
+    def in_profiler(step):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step()
+        names.extend(event.name for event in sorted(profile.events(), key=lambda e: e.time_range.start))
+
+    train(2, 2, str(tmp_path), trace_steps="2", overlap_p2p_comm=True, around=in_profiler)
+    run = load_run(tmp_path)
+    program = [str(at) for at in run.plan(2).programs[0]]
+    assert [name for name in names if name in set(program)] == program * 2
+    assert len(run.ranks[0].steps[2].ends) == len(program)
+
+
+@pytest.mark.parametrize("steps", ["", "4-2", "3,x", "-1"])
+def test_a_list_of_steps_that_is_none_is_refused(steps):
+    with pytest.raises(ArgumentError, match=r"--trace is '.*'; it must list steps, as in 3,10-12"):
+        check_trace_steps(steps)
 
 
 @pytest.fixture

@@ -67,9 +67,14 @@ def _sent_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_sent_out_of_order")
-def test_a_message_out_of_order_is_named() -> None:
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_a_message_out_of_order_is_named(by_environment: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment turns it on for configs without the field, such as Megatron's own."""
+    if by_environment:
+        monkeypatch.setenv("MEGATRON_PP_P2P_DEBUG", "1")
+    field = {} if by_environment else {"p2p_debug": True}
     with pytest.raises(WireMismatchError) as caught:
-        run_in_threads(2, 1, ToyData(2), forward_only=True, overlap_p2p_comm=True, p2p_debug=True)
+        run_in_threads(2, 1, ToyData(2), forward_only=True, overlap_p2p_comm=True, **field)
     text = str(caught.value)
     assert "rank 1 expected the activation of chunk 0 of rank 0, microbatch 0, torch.float32 [3, 2, 4]" in text
     assert "rank 0 sent the activation of chunk 0 of rank 0, microbatch 1" in text
