@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_pp.config_checks import ConfigError, whole_number
 from megatron_pp.parallel_grid import Grid, fit_grid
 from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.transport import backend_of
 
 # The kinds of group, and the dimensions along which their members differ.
 _GROUP_DIMENSIONS = {
@@ -243,8 +244,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 def get_backend() -> str:
     """What carries tensors between pipeline stages: "nccl" where the group has it and there is a GPU, else "gloo"."""
-    name = dist.get_backend(_get().groups["pp"])
-    return "nccl" if "nccl" in name and torch.cuda.is_available() else "gloo"
+    return backend_of(_get().groups["pp"])
 
 
 def get_device() -> torch.device:

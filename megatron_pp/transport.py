@@ -103,7 +103,7 @@ class ProcessGroupTransport:
         self.size = group.size()
         self.one_way = one_way
         self.warm_up = warm_up
-        self.backend = _backend_of(group)
+        self.backend = backend_of(group)
         self.pollable = self.backend == "nccl"
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
@@ -215,7 +215,7 @@ class ProcessGroupTransport:
         return "-".join(map(str, dist.get_process_group_ranks(self.group)))
 
 
-def _backend_of(group: dist.ProcessGroup) -> str:
+def backend_of(group: dist.ProcessGroup) -> str:
     """``nccl`` or ``gloo``: which of the group's backends carries the tensors. A mixed group uses NCCL where there is
     a GPU.
     """
