@@ -151,9 +151,13 @@ class P2PCore:
 
     # -- life ------------------------------------------------------------------------------------------------
 
-    def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
-        """Make ready the channels for activations along ``edges`` (source, target) and gradients back. Collective."""
-        self.transport.prepare(edges)
+    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
+        """Make ready the channels for activations along ``edges`` (source, target) and gradients back. Collective.
+
+        ``received_bytes``, ``sent_bytes``: sizes of the activations that this rank receives and sends, 0 where not
+        known.
+        """
+        self.transport.prepare(edges, received_bytes, sent_bytes)
 
     def prepare_for_config(self) -> None:
         """Make ready the channels that the config's own placement needs."""

@@ -283,7 +283,8 @@ class StepCall:
             self.communicator.wire.source = executor
         agreed = (self.spec, self.shapes, self.traced)
         with guarded(self.communicator, self.config, executor, agreed, self.describe) as guard:
-            self.communicator.prepare(plan.placement.rank_edges())
+            received = message_bytes(self.shapes.receive, self.communicator.dtype)
+            self.communicator.prepare(plan.placement.rank_edges(), received, size)
             if recording is not None:
                 recording.start()
             executor.run()

@@ -169,7 +169,7 @@ class MemoryTransport:
         ]
         return [self.network.post(self.rank, (self.rank, "batch"), ends)]
 
-    def prepare(self, edges: Iterable[tuple[int, int]]) -> None:
+    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
         pass
 
     def global_rank(self, rank: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.engines import ENGINES, Unavailable, Work, make_step
 from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Plot, Report, Row
-from benchmarks.rounds import slowest_rank, summary, timed_rounds
+from benchmarks.rounds import slowest_rank, summary, tell_progress, timed_rounds
 from benchmarks.stages import TimedStage
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.costs import Link, Network, StageCosts
@@ -98,7 +98,7 @@ def _rank(
 
     results = []
     stage = functools.partial(_timed_stage, sweep)
-    for _, work in works:
+    for ratio, work in works:
         transfer = transfer_seconds(rank, work.message_bytes)
         steps = {}
         for engine in engines:
@@ -107,7 +107,9 @@ def _rank(
                 steps[engine] = make_step(engine, theirs, rank, dist.group.WORLD, stage)
             except Unavailable:
                 continue
-        results.append({"transfer": transfer, "seconds": timed_rounds(steps, sweep.rounds, 1, dist.barrier)})
+        seconds = timed_rounds(steps, sweep.rounds, 1, dist.barrier)
+        results.append({"transfer": transfer, "seconds": seconds})
+        tell_progress(rank, len(results), len(works), f"{work.label()}, transfer / F {ratio:g}", seconds)
     return results
 
 

@@ -26,7 +26,7 @@ from benchmarks.exposed import Sweep, bound_seconds
 from benchmarks.memory import peak_bytes
 from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Plot, Report, Row
-from benchmarks.rounds import slowest_rank, summary, timed_rounds
+from benchmarks.rounds import slowest_rank, summary, tell_progress, timed_rounds
 from benchmarks.stages import TimedStage, sleep_until
 from megatron_pp.engine import Key, PlanExecutor, Shapes
 from megatron_pp.output_lifetime import deallocate_output_tensor
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--forward-ms", type=float, default=100.0, help="of one chunk; a backward takes twice as long")
     parser.add_argument("--rate-mbit", type=float, default=2000.0, help="of each direction of each link")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each pipeline size")
 
 
@@ -129,6 +129,8 @@ def _rank(rank: int, size: int, settings: list[Setting]) -> list[dict[str, Any]]
         steps = {name: VariantStep(name, setting, rank, dist.group.WORLD) for name in VARIANTS}
         transfer = transfer_seconds(rank, setting.work.message_bytes)
         seconds = timed_rounds(steps, setting.sweep.rounds, 1, dist.barrier)
+        label = f"{setting.work.label()}, {setting.work.message_bytes / 2**20:g} MB, transfer {1e3 * transfer:.0f} ms"
+        tell_progress(rank, len(results) + 1, len(settings), label, seconds)
         peaks = {}
         for name, step in steps.items():
             dist.barrier()
@@ -158,6 +160,7 @@ class VariantStep:
         make_stage = (stages or (TimedStage, CopyingStage))[variant == FREE_AT_ONCE]
         self.config = SimpleNamespace(pipeline_dtype=torch.float32)
         self.communicator = P2PCommunicator(group, self.config, transport)
+        self.communicator.prepare(plan.placement.rank_edges(), work.message_bytes, work.message_bytes)
         inner = [make_stage(sweep.forward, sweep.backward) for _ in range(work.num_chunks)]
         self.chunks = [PipelineStage(module, self.config, chunk) for chunk, module in enumerate(inner)]
         self.shape = work.shape

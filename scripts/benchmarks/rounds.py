@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -44,6 +45,13 @@ def timed_rounds(
                 seconds[name].append(clock() - began)
             gc.enable()
     return seconds
+
+
+def tell_progress(rank: int, done: int, of: int, label: str, seconds: Mapping[str, list[float]]) -> None:
+    """Rank 0 says what it measured so far, on stderr: these runs are long, and may be cut short."""
+    if rank == 0:
+        figures = ", ".join(f"{name} {summary(times, 1e3)['median']:.0f} ms" for name, times in seconds.items())
+        print(f"[{done}/{of}] {label}: {figures}", file=sys.stderr, flush=True)
 
 
 def slowest_rank(per_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:

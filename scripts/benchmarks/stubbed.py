@@ -49,7 +49,7 @@ class StubTransport:
     def batch(self, requests: Sequence[P2PRequest]) -> list[StubWork]:
         return [self._work] * len(requests)
 
-    def prepare(self, edges: Iterable[tuple[int, int]]) -> None: ...
+    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None: ...
 
     def global_rank(self, rank: int) -> int:
         return rank

@@ -1,0 +1,112 @@
+"""A two-rank process group for each one-way channel of a rank, made by its two members alone.
+
+On NCCL because the operations of one communicator run in the order in which they were posted (pytorch#94819). On gloo,
+for large messages, because a pair of ranks has one connection in a group: what goes one way, and the announcements of
+receives, wait for what goes the other way.
+
+``torch.distributed.new_group(use_local_synchronization=True)`` can not make them: the name under which the members
+meet contains the number of groups that each of them is in already, which differs between the ranks of a pipeline of
+three or more (``_hash_ranks_to_str``, torch 2.13), so that they wait for each other under two names; and where the
+default group is bound to a device it splits that group, in which all of its ranks would have to take part. So the
+groups are made here, on the job's store; torch knows nothing of them, and ``close`` ends them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp.send_thread import SendThread
+
+logger = logging.getLogger("megatron_pp")
+
+Key = tuple[int, int, str]
+"""(source, target, kind of message), ranks of the pipeline."""
+
+
+class Channel(NamedTuple):
+    """One end. ``peer``: the other end's rank in ``group``. ``sender``: who posts sends; None posts them at once."""
+
+    group: dist.ProcessGroup
+    peer: int
+    sender: SendThread | None
+
+
+class ChannelGroups:
+    """The one-way channels of pipeline rank ``rank``. ``name``: of the pipeline on ``store``, which all ranks share."""
+
+    def __init__(self, backend: str, store: dist.Store, name: str, rank: int, timeout: timedelta) -> None:
+        self.backend = backend
+        self.store = store
+        self.name = name
+        self.rank = rank
+        self.timeout = timeout
+        self.channels: dict[Key, Channel] = {}
+
+    def make(self, keys: Iterable[Key]) -> list[Key]:
+        """Make those of ``keys`` that this rank is an end of and that are not there yet; returns them. Both ends call
+        it: a channel's creation waits for the other end. ``keys`` must come in one order on all ranks.
+        """
+        made = [key for key in keys if self.rank in key[:2] and key not in self.channels]
+        for key in made:
+            self.channels[key] = self._make(key)
+        return made
+
+    def _make(self, key: Key) -> Channel:
+        source, target, kind = key
+        end = 0 if self.rank == source else 1
+        where = f"megatron_pp/channels/{self.name}/{source}-{target}-{kind}"
+        # The nth time that this end makes the channel meets the nth time of the other end: nothing stale is met.
+        nth = self.store.add(f"{where}/made by {end}", 1)
+        store = dist.PrefixStore(f"{where}/{nth}", self.store)
+        sender = None
+        if self.backend == "nccl":
+            group = _nccl(store, end, self.timeout, f"pp_{kind}_{source}_{target}")
+        else:
+            group = _gloo(store, end, self.timeout)
+            sender = SendThread(f"megatron_pp sends {kind} to {target}") if end == 0 else None
+        return Channel(group, 1 - end, sender)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [channel.group for channel in self.channels.values()]
+
+    def close(self, aborted: bool = False) -> None:
+        """Give everything back. ``aborted``: the communicators are gone already."""
+        channels, self.channels = self.channels, {}
+        for channel in channels.values():
+            if channel.sender is not None:
+                channel.sender.close()
+            if self.backend == "nccl" and not aborted:
+                try:
+                    channel.group.shutdown()
+                except RuntimeError as error:  # the program goes on, or ends, without it
+                    logger.warning("closing an NCCL communicator: %s", error)
+
+
+def _gloo(store: dist.Store, rank: int, timeout: timedelta) -> dist.ProcessGroup:
+    backend = dist.ProcessGroupGloo(store, rank, 2, timeout)
+    return _group_of(backend, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, store, rank)
+
+
+def _nccl(store: dist.Store, rank: int, timeout: timedelta, name: str) -> dist.ProcessGroup:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    if hasattr(options, "group_name"):  # for torch's flight recorder
+        options.group_name = name  # type: ignore[assignment]
+    backend = dist.ProcessGroupNCCL(store, rank, 2, options)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return _group_of(backend, device, dist.ProcessGroup.BackendType.NCCL, store, rank)
+
+
+def _group_of(backend: Any, device: torch.device, kind: Any, store: dist.Store, rank: int) -> dist.ProcessGroup:
+    """A group around ``backend``, whose own methods would hold Python's interpreter lock while they work."""
+    group = dist.ProcessGroup(store, rank, 2)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    return group
