@@ -131,6 +131,9 @@ class ModelParallelConfig:
     )
     max_pending_sends: int = setting(2, "unfinished sends that may pile up before the schedule waits for one")
     p2p_timeout: float = setting(600.0, "seconds until a transfer without answer is an error")
+    compute_timeout: float | None = setting(
+        None, "seconds that one operation of a rank that gives signs of life may take; None: ten times p2p_timeout"
+    )
     warm_up_p2p: bool = setting(True, "connect neighbours when the communicator is made, not within the first step")
     p2p_debug: bool = setting_from_env(
         "MEGATRON_PP_P2P_DEBUG", read_flag, "check shapes, dtypes and order of every transfer (slow)"

@@ -83,9 +83,14 @@ def _check_measured(config: Any, family: Family, size: int, chunks: int) -> None
 def check_communication(config: Any) -> None:
     one_of("p2p_channels", config.p2p_channels, CHANNELS)
     whole_number("max_pending_sends", config.max_pending_sends, at_least=0)
-    timeout = config.p2p_timeout
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-        raise ConfigError(f"p2p_timeout is {timeout!r}; it must be a number of seconds above 0, such as 600.0")
+    _check_seconds("p2p_timeout", config.p2p_timeout)
+    if config.compute_timeout is not None:
+        _check_seconds("compute_timeout", config.compute_timeout)
+        if config.compute_timeout < config.p2p_timeout:
+            raise ConfigError(
+                f"compute_timeout is {config.compute_timeout!r}, below p2p_timeout, {config.p2p_timeout!r}; it must be "
+                "at least as long, or None"
+            )
     lowering_policy(config)
     if config.overlap_p2p_comm_warmup_flush and not config.overlap_p2p_comm:
         raise ConfigError("overlap_p2p_comm_warmup_flush is True without overlap_p2p_comm; set overlap_p2p_comm too")
@@ -95,6 +100,11 @@ def check_communication(config: Any) -> None:
             "hide it in, so leave it off"
         )
     whole_number("wgrad_deferral_limit", config.wgrad_deferral_limit, at_least=0)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds above 0, such as 600.0")
 
 
 def check_training(config: Any) -> None:

@@ -64,7 +64,8 @@ class Agreements:
 
 def changed(changes: tuple[int, ...], step: int, number: int) -> tuple[int, ...]:
     """``changes`` (digest, step, number, ...; empty at first) with one more; the oldest go into the digest."""
-    digest, *listed = (*(changes or (0,)), step, number)
+    listed = [*(changes or (0,)), step, number]
+    digest = listed.pop(0)
     while len(listed) > 2 * _CHANGES:
         digest = _digest(digest, *listed[:2])
         del listed[:2]
@@ -94,8 +95,8 @@ def difference(mine: tuple[int, ...], theirs: tuple[int, ...]) -> Difference | N
         one, other = in_force(mine, step), in_force(theirs, step)
         if one != other:
             return Difference(step, one, other)
-    one, other = _digests(mine), _digests(theirs)
-    parted = [step for step in one if step in other and step <= upto and one[step] != other[step]]
+    before, before_theirs = _digests(mine), _digests(theirs)
+    parted = [s for s, digest in before.items() if s <= upto and before_theirs.get(s, digest) != digest]
     return Difference(min(parted), 0, 0) if parted else None
 
 

@@ -96,6 +96,19 @@ def busy_ranks(plan: Plan, positions: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def working_ranks(plan: Plan | None, where: Mapping[int, Progress]) -> tuple[int, ...]:
+    """Ranks that are in work of their own, or of the user's code, rather than in a transfer: in the plan, or in what
+    follows it within the step."""
+    found = []
+    for rank, progress in sorted(where.items()):
+        if progress.state != IN_STEP:
+            continue
+        at = instruction_at(plan, rank, progress.position) if plan is not None else None
+        if plan is None or at is None or str(at) != progress.text or not waits_on(plan.placement, rank, at):
+            found.append(rank)
+    return tuple(found)
+
+
 def beside_the_plan(plan: Plan, positions: Mapping[int, int]) -> str:
     """Each rank's program around its position, the current instruction between ``>`` and ``<``."""
     return "\n".join(f"rank {rank}: {_window(plan.programs[rank], at)}" for rank, at in sorted(positions.items()))

@@ -26,7 +26,7 @@ from typing import Any
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
 from megatron_pp.faults.agreement import Agreements, last_change
 from megatron_pp.faults.board import Board
-from megatron_pp.faults.diagnosis import Source, busy_ranks, stall_text
+from megatron_pp.faults.diagnosis import Source, busy_ranks, stall_text, working_ranks
 from megatron_pp.faults.entry import Mismatch, arrived, find_mismatch, find_parting
 from megatron_pp.faults.judge import Own, judge
 from megatron_pp.faults.link import Link, Pace
@@ -51,7 +51,8 @@ class FaultGuard:
     store        any torch Store that all ranks of the pipeline share; see ``Board``
     pipeline     name of the pipeline group; rank, size: within it
     timeout      seconds (``config.p2p_timeout``) without a sign of life, or without anybody moving, after which the
-                 step is given up
+                 step is given up; where what does not move is a rank's own work, and its process lives, that rank says
+                 after this time what it is in, and the step is given up after ``patience`` (``config.compute_timeout``)
     abort        makes blocked and later transfers of this rank's communicator fail; called from another thread
     escalate     called where that did not bring this rank out of its step: aborts all else it may be blocked in
                  (tensor- or data-parallel groups)
@@ -81,6 +82,7 @@ class FaultGuard:
         self.rank = rank
         self.size = size
         self.timeout = timeout
+        self.patience = timeout
         self.verdict: Failure | None = None
         self._abort = abort
         self._escalate = escalate
@@ -97,6 +99,7 @@ class FaultGuard:
         self._over: str | None = None
         self._raised: BaseException | None = None  # by this rank, and dealt with
         self._main = 0
+        self._told_of: tuple[int, int, str] | None = None
 
     # -- what the engine calls -----------------------------------------------------------------------------------------
 
@@ -280,9 +283,29 @@ class FaultGuard:
     def _judge(self, here: Progress) -> Failure | None:
         view = self._link.view
         with self._link.lock:
-            own = Own(self.rank, self.size, here.step, here.idle, self._tracker.waits_on(), self._tracker.failed)
-            found = judge(view, own, self.timeout, self._clock(), state_of)
+            waits_on, failed = self._tracker.waits_on(), self._tracker.failed
+            working = self._working(here) if here.idle >= self.timeout else ()
+            own = Own(self.rank, self.size, here.step, here.idle, waits_on, failed, working)
+            found = judge(view, own, self.timeout, self._clock(), state_of, self.patience)
+        if found is None and self.rank in working:
+            self._say_that_it_takes_long(here)
         return None if found is None else self._stall(here, found.why, found.suspects)
+
+    def _working(self, here: Progress) -> tuple[int, ...]:
+        source = self._tracker.source
+        plan = None if source is None else source.plan
+        return working_ranks(plan, {**self._steps_of_others(), self.rank: here})
+
+    def _say_that_it_takes_long(self, here: Progress) -> None:
+        """Once for each operation, and by the rank that is in it, which knows where in the user's code that is."""
+        if self._told_of == (here.step, here.position, here.text):
+            return
+        self._told_of = (here.step, here.position, here.text)
+        logger.warning(
+            "pipeline rank %d has been in %s for %.0f s (config.p2p_timeout); the others wait, and give up after %.0f s "
+            "(config.compute_timeout). It is in:\n%s",
+            self.rank, self._tracker.place()[1], here.idle, self.patience, self._stack(),
+        )  # fmt: skip
 
     def _conclude(self, failure: Failure, is_news: bool) -> None:
         """Settle on ``failure``, tell the others if they do not know it yet, and make every transfer here fail."""
@@ -304,12 +327,15 @@ class FaultGuard:
 
     def show_stack(self) -> None:
         """This rank does not leave its step at all: it hangs in code that nobody can interrupt. Say where."""
-        frame = sys._current_frames().get(self._main)
-        stack = "".join(traceback.format_stack(frame)[-8:]) if frame is not None else ""
         logger.error(
             "pipeline rank %d was to leave its step (%s) but is still in %s:\n%s",
-            self.rank, first_line(self.verdict), self._tracker.place()[1], stack,
+            self.rank, first_line(self.verdict), self._tracker.place()[1], self._stack(),
         )  # fmt: skip
+
+    def _stack(self) -> str:
+        """Where the thread that runs the step is."""
+        frame = sys._current_frames().get(self._main)
+        return "".join(traceback.format_stack(frame)[-8:]) if frame is not None else ""
 
     def _error(self) -> PipelineError:
         """What this rank raises because of the verdict."""

@@ -2,7 +2,9 @@
 tested.
 
 A rank that is slow is not at fault: as long as anybody moves, or for ``timeout`` seconds nobody does, and as long as
-each gives signs of life, there is nothing to report.
+each gives signs of life, there is nothing to report. Where nobody moves for longer, it is a stall if all wait for each
+other, and if somebody has not even come to the step; but a rank that computes may take longer, as long as its process
+lives, until ``patience`` is over: nobody can tell a long operation from one that never ends.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Own:
     idle        seconds since it moved
     waits_on    pipeline ranks whose message the current instruction waits for; empty while it computes
     failed      whether one of its transfers has failed
+    working     ranks, this one or others, that are in work of their own
     """
 
     rank: int
@@ -48,23 +51,27 @@ class Own:
     idle: float
     waits_on: tuple[int, ...] = ()
     failed: bool = False
+    working: tuple[int, ...] = ()
 
     @property
     def others(self) -> tuple[int, ...]:
         return tuple(r for r in range(self.size) if r != self.rank)
 
 
-def judge(view: View, own: Own, timeout: float, now: float, state_of: StateOf) -> Finding | None:
+def judge(
+    view: View, own: Own, timeout: float, now: float, state_of: StateOf, patience: float | None = None
+) -> Finding | None:
     """The first of: a process that is gone; a store that does not answer; ranks that are silent; nobody moving. None
     while all is well.
 
-    ``state_of`` tells a process' state (``liveness.state_of``). Times in seconds.
+    ``state_of`` tells a process' state (``liveness.state_of``); ``patience`` (by default as long as ``timeout``) is for
+    ranks that compute. Times in seconds.
     """
     return (
         _dead(view, own, state_of)
         or _store_gone(view, own, timeout, now)
         or _silent(view, own, timeout, now, state_of)
-        or _stuck(view, own, timeout, now)
+        or _stuck(view, own, timeout, now, timeout if patience is None else patience)
     )
 
 
@@ -133,7 +140,7 @@ def _how(view: View, rank: int, state_of: StateOf) -> str:
     return f"pid {process.pid}"
 
 
-def _stuck(view: View, own: Own, timeout: float, now: float) -> Finding | None:
+def _stuck(view: View, own: Own, timeout: float, now: float, patience: float) -> Finding | None:
     fresh = now - view.read_at < min(timeout / 2, _FRESH)  # this rank may itself have been stopped for long
     if own.idle < timeout or view.reading_since is None or not fresh:
         return None
@@ -144,4 +151,7 @@ def _stuck(view: View, own: Own, timeout: float, now: float) -> Finding | None:
     if absent:
         names = ", ".join(map(str, absent))
         return Finding(f"rank {names} has not entered step {own.step}", absent)
-    return Finding(f"no rank has moved for {timeout:.0f} s")
+    still = min(own.idle, *(now - at for at in moved if at is not None))
+    if own.working and still < patience:
+        return None
+    return Finding(f"no rank has moved for {still:.0f} s")

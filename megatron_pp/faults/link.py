@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -128,6 +129,8 @@ class Link:
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=self._run, daemon=True, name=f"megatron_pp link {self.board.rank}")
             self._thread.start()
+            # A thread that comes back from a call on the store when the interpreter is gone ends the process badly.
+            weakref.finalize(self, _close, weakref.ref(self))
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -216,3 +219,10 @@ class Link:
                 view.note_progress(progress, self._clock())
             if entries is not None:
                 view.entries = entries
+
+
+def _close(link: weakref.ref[Link]) -> None:
+    """At the end of the program."""
+    alive = link()
+    if alive is not None:
+        alive.close()

@@ -15,6 +15,7 @@ from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.plan.spec import PlanSpec
 
 _DEFAULT_TIMEOUT = 600.0
+_PATIENCE = 10  # times p2p_timeout, for one operation of a rank whose process lives
 
 # What only the rank itself is concerned by, or what follows from the rest.
 _PRIVATE_FIELDS = frozenset({"release_after", "lookahead", "grad_sync", "param_sync"})
@@ -68,6 +69,7 @@ def guard_of(communicator: Any, config: Any) -> FaultGuard | NoGuard:
     if guard is None:
         guard = transport.guard = _make_guard(transport, store)
     guard.timeout = float(getattr(config, "p2p_timeout", None) or _DEFAULT_TIMEOUT)
+    guard.patience = float(getattr(config, "compute_timeout", None) or _PATIENCE * guard.timeout)
     return guard
 
 

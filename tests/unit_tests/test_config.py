@@ -92,6 +92,8 @@ BAD = [
     ({"p2p_channels": "two_way"}, "p2p_channels is 'two_way'.*'one_way', 'shared'"),
     ({"max_pending_sends": -1}, "max_pending_sends is -1.*0"),
     ({"p2p_timeout": 0}, "p2p_timeout is 0.*600.0"),
+    ({"compute_timeout": 0}, "compute_timeout is 0.*600.0"),
+    ({"compute_timeout": 60.0}, "compute_timeout is 60.0, below p2p_timeout, 600.0"),
     ({"p2p_timeout": float("inf")}, "p2p_timeout is inf"),
     ({"p2p_timeout": float("nan")}, "p2p_timeout is nan"),
     ({"defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute is True"),

@@ -182,7 +182,8 @@ def test_a_rank_that_never_enters_is_named() -> None:
 
 
 def test_a_rank_that_hangs_in_its_own_code_is_named() -> None:
-    raised = _train(Fault(DELAY, rank=1, step=2, chunk=0, mb=3, seconds=5.0), p2p_timeout=1.5)
+    fault = Fault(DELAY, rank=1, step=2, chunk=0, mb=3, seconds=4.0)
+    raised = _train(fault, p2p_timeout=0.5, compute_timeout=1.5)
     for rank in range(SIZE):
         error = raised[rank]
         assert isinstance(error, PipelineStallError)
@@ -190,6 +191,36 @@ def test_a_rank_that_hangs_in_its_own_code_is_named() -> None:
         assert "is in FORWARD of chunk 0, microbatch 3 (F0.3" in error.progress[1]
         assert "held up by rank 1" in str(error)
     assert ">F0.3<" in str(raised[0])
+
+
+def test_an_operation_that_takes_several_times_p2p_timeout_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """The rank that is in it gives signs of life; it says once where it is."""
+    raised = _train(Fault(DELAY, 1, 2, 0, 3, seconds=2.0), p2p_timeout=0.5)
+    assert set(raised.values()) == {None}
+    (said,) = [record.getMessage() for record in caplog.records if "compute_timeout" in record.getMessage()]
+    assert "pipeline rank 1 has been in FORWARD of chunk 0, microbatch 3 for" in said
+    assert "give up after 5 s" in said
+    assert "in fire" in said  # the line of the user's code
+
+
+def test_ranks_that_wait_for_each_other_are_given_up_after_p2p_timeout() -> None:
+    """Nobody works, so that there is nothing to be patient with."""
+    store = dist.HashStore()
+    guards = [_guard(rank, store, timeout=0.5) for rank in range(2)]
+
+    def wait(rank: int) -> None:
+        guard, source = guards[rank]
+        guard.patience = 60.0
+        program = source.plan.programs[rank]
+        source.position = next(k for k, at in enumerate(program) if at.op in ("WA", "WG"))
+        with guard.step(source):
+            _wait_until_aborted(source)
+
+    for error in Ranks(2, wait).run().values():
+        assert isinstance(error, PipelineStallError)
+        assert "no rank has moved for" in str(error)
+    for guard, _ in guards:
+        guard.close()
 
 
 def test_a_slow_rank_is_no_error() -> None:

@@ -7,10 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
-from megatron_pp.faults.diagnosis import beside_the_plan, busy_ranks, doing, instruction_at, stall_text, waits_on
+from megatron_pp.faults.diagnosis import (
+    beside_the_plan,
+    busy_ranks,
+    doing,
+    instruction_at,
+    stall_text,
+    waits_on,
+    working_ranks,
+)
 from megatron_pp.faults.entry import RECEIVES, SENDS, arrived, find_mismatch
 from megatron_pp.faults.judge import Finding, Own, judge
 from megatron_pp.faults.link import Pace
@@ -129,7 +138,32 @@ def test_nobody_moving_for_the_timeout_is_an_error() -> None:
     assert _judge(view, _own(idle=59.0), 60.0) is None
     found = _judge(view, _own(idle=61.0), 61.0)
     assert found is not None
-    assert "no rank has moved for 60 s" in found.why
+    assert "no rank has moved for 61 s" in found.why
+
+
+def test_a_rank_that_computes_has_more_time() -> None:
+    reads = [(float(t), {r: _progress(r, idle=t, beat=t) for r in (1, 2)}) for t in range(0, 122, 5)]
+    view = _view(*reads)
+    own = Own(0, 3, 5, 119.0, (1,), working=(2,))
+    assert judge(view, own, TIMEOUT, 119.0, _all_alive, 120.0) is None
+    assert judge(view, replace(own, working=()), TIMEOUT, 119.0, _all_alive, 120.0) is not None
+    found = judge(view, replace(own, idle=121.0), TIMEOUT, 121.0, _all_alive, 120.0)
+    assert found is not None
+    assert "no rank has moved for 121 s" in found.why
+
+
+def test_who_works_and_who_waits() -> None:
+    plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
+    place = {str(at): k for k, at in enumerate(plan.programs[1])}
+
+    def at(text: str, state: str = IN_STEP) -> dict[int, Progress]:
+        return {1: Progress(1, state, place.get(text, 0), text)}
+
+    assert working_ranks(plan, at("F0.2")) == (1,)
+    assert working_ranks(plan, at("WA0.2")) == ()
+    assert working_ranks(plan, at("the optimizer step")) == (1,)
+    assert working_ranks(None, at("the optimizer step")) == (1,)
+    assert working_ranks(plan, at("F0.2", ENTERING)) == ()
 
 
 def test_who_never_entered_is_named() -> None:
