@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from megatron_pp.config import ModelParallelConfig, TransformerConfig
 from megatron_pp.config_checks import ConfigError, LayoutError, ScheduleError, WorldSizeError
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.exchange import save_plan
+from megatron_pp.plan.spec import PlanError, PlanSpec
 from megatron_pp.training.arguments import Arguments, RunArguments, make_config, make_parser, parse_arguments
 from megatron_pp.training.checkpoint import DESCRIPTION, FORMAT
 from megatron_pp.training.errors import (
@@ -200,6 +203,21 @@ BAD_INPUT = {
     "no run": ("--resume /no/such/run", CheckpointError, "no run at /no/such/run"),
     "two folders": ("--resume a --run-dir b", ArgumentError, "both given"),
     "folder in a file": ("--run-dir /dev/null/run", ArgumentError, "no writable folder"),
+    "no Transformer Engine": (
+        "--transformer-impl transformer_engine",
+        ArgumentError,
+        "transformer_engine.* (can not be imported|computes on GPUs alone)",
+    ),
+    "no apex for the optimizer": (
+        "--optimizer-impl apex",
+        ArgumentError,
+        "--optimizer-impl is apex.* (can not be imported|computes on GPUs alone)",
+    ),
+    "no apex for norms": ("--norm-impl apex", ArgumentError, "--norm-impl is apex.* (can not be imported|computes on)"),
+    "no layers for FP8": ("--fp8 hybrid", ArgumentError, "--fp8 is hybrid, which --transformer-impl"),
+    "unknown layers": ("--transformer-impl te", ArgumentError, "te.*local.*transformer_engine"),
+    "no schedule file": ("--pipeline-schedule none.csv", ScheduleError, "none.csv: can not be read"),
+    "measured": ("--pipeline-schedule auto --pipeline-measured none.json", ScheduleError, "none.json: can not be read"),
     "no GPUs": ("--device cuda", ArgumentError, "GPUs for 2 processes"),
 }
 
@@ -223,6 +241,33 @@ def test_bad_input_is_told_before_any_communication(
     assert main(flags.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"train.py: {error.__name__}: ") or error is ConfigError
+
+
+@pytest.mark.usefixtures("second_of_two")
+def test_a_schedule_file_that_does_not_fit_is_told_before_any_communication(tmp_path: Path) -> None:
+    save_plan(build_plan(PlanSpec("1f1b", 2, 1, 5)), tmp_path / "mine.csv", "torch-csv")
+    flags = ["--pipeline-schedule", str(tmp_path / "mine.csv")]
+    with pytest.raises(PlanError, match="is a schedule of 5 microbatches on 2 ranks; this step has 8 on 2"):
+        train(flags)
+    assert not dist.is_initialized()
+    assert main(flags) == 2
+
+
+def test_a_schedule_brings_its_number_of_chunks() -> None:
+    for name, chunks in {"zb_v": 2, "zb_h1": None, "interleaved_zb": 2, "1f1b": None}.items():
+        assert config_of("--pipeline-schedule", name).virtual_pipeline_model_parallel_size == chunks
+    config = config_of("--pipeline-schedule", "breadth_first", "--virtual-pipeline-model-parallel-size", "1")
+    assert config.num_chunks == 1
+
+
+def test_files_are_remembered_wherever_the_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parse_arguments(["--pipeline-schedule", "a.csv", "--pipeline-measured", "b.json"]).save(tmp_path)
+    config = json.loads((tmp_path / "arguments.json").read_text())["config"]
+    assert (config["pipeline_schedule"], config["pipeline_measured"]) == (
+        str(tmp_path / "a.csv"),
+        str(tmp_path / "b.json"),
+    )
 
 
 def save_run(folder: Path, arguments: Arguments) -> Path:

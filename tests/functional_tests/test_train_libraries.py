@@ -1,0 +1,165 @@
+"""Layers from Transformer Engine, and norms and the optimizer from apex, by stand-ins: what is chosen and how it is
+called. How the real libraries compute is not tested here.
+
+Each program runs in a process of its own, in which the stand-ins are on ``sys.path`` and a GPU is claimed to be there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.functional_tests.test_train_schedules import TEXT
+from tests.unit_tests.standin_libraries import write
+
+# "auto" looks for fused libraries where the device is a GPU; here it is said to be one, and tensors stay on the CPU.
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch
+from megatron_pp.training import libraries, program
+
+runs = json.loads(sys.argv[1])
+
+class Claimed:
+    type = "cuda"
+
+choose = libraries.choose_libraries
+def claimed(run, config, device, splits):
+    chosen = choose(run, config, Claimed(), splits)
+    if isinstance(chosen.adam, libraries.TorchAdamW):
+        chosen = libraries.Libraries(chosen.make_parts, libraries.TorchAdamW(False), chosen.told)
+    return chosen
+program.choose_libraries = claimed
+
+class Parts(libraries.TransformerEngineParts):
+    def __init__(self, te, device, *more):
+        super().__init__(te, torch.device("cpu"), *more)
+libraries.TransformerEngineParts = Parts
+program.plot_losses = lambda *_: None
+
+for name, flags in runs.items():
+    code = program.main(flags)
+    calls = sys.modules["transformer_engine.pytorch"].CALLS if "transformer_engine.pytorch" in sys.modules else []
+    folder = Path(flags[flags.index("--resume") + 1]).parents[1] if "--resume" in flags else Path(flags[-1])
+    path = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    losses = [record["loss"] for record in records if "loss" in record]
+    print("result", json.dumps({"name": name, "code": code, "calls": calls, "losses": losses}), flush=True)
+    calls.clear()
+"""
+
+SIZES = ["--hidden-size", "32", "--num-attention-heads", "2", "--num-layers", "2", "--seq-length", "32"]
+SIZES += ["--micro-batch-size", "2", "--num-microbatches", "3", "--train-steps", "2", "--eval-steps", "1"]
+SIZES += ["--eval-interval", "0", "--data", str(TEXT), "--validation-fraction", "0.2", "--warmup-steps", "1"]
+TE = ["--transformer-impl", "transformer_engine"]
+RUNS: dict[str, list[str]] = {
+    "torch": ["--norm-impl", "torch", "--optimizer-impl", "torch"],
+    "auto": [],
+    "apex": ["--norm-impl", "apex", "--optimizer-impl", "apex"],
+    "whole": ["--optimizer-impl", "apex", "--train-steps", "4", "--save-interval", "2"],
+    "resumed": [],
+    "te norms": ["--norm-impl", "transformer_engine", "--optimizer-impl", "torch"],
+    "te": [*TE, "--optimizer-impl", "torch"],
+    "te split": [*TE, "--optimizer-impl", "torch", "--pipeline-schedule", "zb_h1"],
+    "te fp8": [*TE, "--fp8", "hybrid", "--pipeline-schedule", "zb_v"],
+    "te fp8 checkpointed": [*TE, "--fp8", "e4m3", "--num-microbatches-with-partial-activation-checkpoints", "0"],
+    "no recipe": [*TE, "--fp8", "hybrid", "--fp8-recipe", "mxfp8"],
+    "no support": [*TE, "--fp8", "hybrid", "--fp8-recipe", "blockwise"],
+    "odd size": [*TE, "--fp8", "hybrid", "--ffn-hidden-size", "72"],
+    "norms of another": [*TE, "--norm-impl", "apex"],
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All runs, in one process: exit code, calls of the stand-in layers, output, metrics."""
+    folder = tmp_path_factory.mktemp("libraries")
+    runs = {name: [*SIZES, *flags, "--run-dir", str(folder / name)] for name, flags in RUNS.items()}
+    runs["resumed"] = ["--resume", str(folder / "whole" / "checkpoints" / "step-00000002")]
+    write(folder / "path")
+    program = f"import sys; sys.path.insert(0, {str(folder / 'path')!r})\n{PROGRAM}"
+    process = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(runs)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    found: dict[str, Any] = {"errors": process.stderr}
+    said: list[str] = []
+    for line in process.stdout.splitlines():
+        if not line.startswith("result "):
+            said.append(line)
+            continue
+        result = json.loads(line.removeprefix("result "))
+        found[result["name"]] = {**result, "said": said}
+        said = []
+    return found
+
+
+def test_what_was_taken_is_said(results: dict[str, Any]) -> None:
+    expected = {
+        "torch": ["layers: torch; norms: torch LayerNorm", "optimizer: torch AdamW (fused=True)"],
+        "auto": ["layers: torch; norms: apex FusedLayerNorm", "optimizer: apex FusedAdam"],
+        "apex": ["layers: torch; norms: apex FusedLayerNorm", "optimizer: apex FusedAdam"],
+        "te norms": ["layers: torch; norms: transformer_engine LayerNorm", "optimizer: torch AdamW (fused=True)"],
+        "te": ["layers: Transformer Engine 2.18.stand-in (no FP8)", "optimizer: torch AdamW (fused=True)"],
+        "te fp8": [
+            "layers: Transformer Engine 2.18.stand-in (FP8 hybrid, delayed scaling)",
+            "optimizer: apex FusedAdam",
+        ],
+    }
+    for name, lines in expected.items():
+        assert results[name]["code"] == 0
+        assert results[name]["said"][1:3] == lines, name
+    assert results["te"]["said"][3].startswith("backward: whole")
+    assert "6 do so themselves" in results["te split"]["said"][3]
+
+
+def test_all_take_the_steps_of_torchs_own(results: dict[str, Any]) -> None:
+    """Not to the bit: the stand-ins add in another order. The tanh GELU of the real layers is not theirs."""
+    expected = results["torch"]["losses"]
+    assert len(expected) == 2
+    for name in ("auto", "apex", "te norms", "te", "te split", "te fp8", "te fp8 checkpointed"):
+        assert results[name]["losses"] == pytest.approx(expected, rel=1e-4), name
+
+
+def test_a_resumed_run_goes_on_counting_steps(results: dict[str, Any]) -> None:
+    """apex counts them per group of parameters, which checkpoints do not hold."""
+    assert (results["resumed"]["code"], len(results["whole"]["losses"])) == (0, 4)
+    assert results["resumed"]["losses"] == results["whole"]["losses"]
+
+
+def test_without_fp8_no_layer_is_told_of_microbatches(results: dict[str, Any]) -> None:
+    assert {(first, fp8) for _, first, fp8 in results["te"]["calls"]} == {(None, None)}
+
+
+def test_under_fp8_the_first_microbatch_of_each_step_is_marked(results: dict[str, Any]) -> None:
+    """Two layers of three modules; validation, two steps of three microbatches, validation."""
+    calls = results["te fp8"]["calls"]
+    assert {fp8 for _, _, fp8 in calls} == {"DelayedScaling HYBRID"}
+    flags = [first for kind, first, _ in calls if kind == "LayerNormLinear"]
+    assert len(flags) == 2 * (3 + 2 * 3 + 3)
+    assert sum(flags) == 2 * (1 + 2 + 1)
+    again = results["te fp8 checkpointed"]["calls"]
+    assert {fp8 for _, _, fp8 in again} == {"DelayedScaling E4M3"}
+    assert sum(first for kind, first, _ in again if kind == "Linear") == 2 * (1 + 2 + 1)
+
+
+def test_what_can_not_be_is_refused_before_the_run_begins(results: dict[str, Any]) -> None:
+    sentences = {
+        "no recipe": "--fp8-recipe is mxfp8, which this release of Transformer Engine does not have; it has delayed",
+        "no support": "which this GPU can not: needs compute capability 9.0",
+        "odd size": "--ffn-hidden-size is 72; matrix products in FP8 need a multiple of 16",
+        "norms of another": "--norm-impl is apex, but the norms of --transformer-impl transformer_engine are inside",
+    }
+    for name, sentence in sentences.items():
+        assert results[name]["code"] == 2, name
+        assert sentence in results["errors"], name
+        assert results[name]["said"] == []
