@@ -9,6 +9,9 @@
 
 Every pair of ranks has a link (a veth pair) of its own, and each direction of it a token bucket of its own, so that
 no transfer takes another link's bandwidth. Nothing outside the namespaces is changed.
+
+Namespaces go when the benchmark ends, by SIGTERM too. Their names carry the process id of the benchmark: what one that
+was killed has left is removed by the next that starts.
 """
 
 from __future__ import annotations
@@ -16,14 +19,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
+import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 from benchmarks.report import BenchmarkError
 
 _CLONE_NEWNET = 0x40000000
+_NAME = re.compile(r"mpp(\d+)_\d+")
 _BURST_BYTES = 32 * 1024  # small, or short messages would pass unshaped; one segment of the loopback at least
 
 
@@ -55,24 +63,61 @@ def shaped_network(size: int, rate_mbit: float) -> Iterator[list[Place]]:
             raise BenchmarkError(f"a shaped link needs the command `{tool}` (package iproute2)")
     if os.geteuid() != 0:
         raise BenchmarkError("a shaped link needs root, to make network namespaces; run this subcommand as root")
-    prefix = f"mpp{os.getpid() % 100000}"
+    remove_orphans()
+    prefix = f"mpp{os.getpid()}"
     places = [Place(f"{prefix}_{rank}", f"v{rank}_{(rank + 1) % size}", f"10.77.0.{rank + 1}") for rank in range(size)]
+    with _sigterm_unwinds():
+        try:
+            _make(places, rate_mbit)
+            yield places
+        finally:
+            for place in places:
+                _remove(place.namespace)
+
+
+def remove_orphans() -> list[str]:
+    """Remove the namespaces of benchmarks that are no more; returns their names."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    found = [match for line in listed.splitlines() if (match := _NAME.fullmatch(line.split()[0]))]
+    orphans = [match[0] for match in found if not os.path.exists(f"/proc/{match[1]}")]
+    for name in orphans:
+        _remove(name)
+    return orphans
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM ends the process as an exception does, through every ``finally``."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def unwind(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, unwind)
     try:
-        for place in places:
-            _run(f"ip netns add {place.namespace}")
-            _run(f"ip -n {place.namespace} link set lo up")
-        for a in range(size):
-            for b in range(a + 1, size):
-                _connect(places, a, b, rate_mbit)
-        for here, place in enumerate(places):
-            for there, other in enumerate(places):
-                if here != there:
-                    route = f"route add {other.address}/32 dev v{here}_{there} src {place.address}"
-                    _run(f"ip -n {place.namespace} {route}")
-        yield places
+        yield
     finally:
-        for place in places:
-            subprocess.run(["ip", "netns", "del", place.namespace], capture_output=True)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _remove(namespace: str) -> None:
+    subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+
+
+def _make(places: list[Place], rate_mbit: float) -> None:
+    for place in places:
+        _run(f"ip netns add {place.namespace}")
+        _run(f"ip -n {place.namespace} link set lo up")
+    for a in range(len(places)):
+        for b in range(a + 1, len(places)):
+            _connect(places, a, b, rate_mbit)
+    for here, place in enumerate(places):
+        for there, other in enumerate(places):
+            if here != there:
+                route = f"route add {other.address}/32 dev v{here}_{there} src {place.address}"
+                _run(f"ip -n {place.namespace} {route}")
 
 
 def _connect(places: list[Place], a: int, b: int, rate_mbit: float) -> None:
