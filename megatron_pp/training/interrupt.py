@@ -89,6 +89,8 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """In the main thread, between two instructions: where it was blocked, later than the signal came."""
+        if self._granted:
+            return  # torchrun, for one, tells the ranks that still write when the first has left
         if self.first is None:
             self.first, self._since = signal.Signals(number), time.monotonic()
         elif self._is_an_order(self._since):

@@ -186,7 +186,8 @@ class Trainer:
         start = time.perf_counter()
         with self._watched("the training step"):
             result = self.runner.run(self.texts.training, self.steps_done, forward_only=False)
-            norm = float(self.clipper.clip())
+            with self._watched("the norm of the gradient"):
+                norm = float(self.clipper.clip())
             summary = self._agree(result)
         if not (math.isfinite(summary.loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
@@ -234,7 +235,8 @@ class Trainer:
             dtype=torch.float64,
             device=self.device,
         )
-        dist.all_reduce(known)
+        with self._watched("agreeing on the loss"):
+            dist.all_reduce(known)
         losses, count, bubbles, *wishes = known.tolist()
         return _StepSummary(losses / count, bubbles / dist.get_world_size(), granted(wishes))
 
