@@ -19,6 +19,7 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.toy import ToyData, ToyResult, merged, reference_run, toy_config
+from megatron_pp.weight_grad import split_weight_grad
 
 # World size -> pipeline size -> the groups; every rank takes part in every case of its world.
 WORLDS = {
@@ -43,11 +44,13 @@ class Case:
     policy: str
     variable: bool = False
     forward_only: bool = False
+    split: bool = False
     fields: tuple[tuple[str, Any], ...] = field(default=())
 
     def __str__(self) -> str:
         words = [f"P={self.size}", f"V={self.chunks}", f"M={self.count}", self.policy]
         words += ["variable"] * self.variable + ["forward-only"] * self.forward_only
+        words += ["split"] * self.split
         return " ".join(words + [f"{name}={value}" for name, value in self.fields])
 
 
@@ -81,7 +84,20 @@ def schedules() -> list[Case]:
     return cases
 
 
-CASES = {world: [case for case in (*grid(), *schedules()) if case.size in groups] for world, groups in WORLDS.items()}
+def split_backwards() -> list[Case]:
+    """Backwards in two halves, layers converted: ragged numbers of microbatches, and fewer than ranks."""
+    cases = []
+    for name, family in SCHEDULES.items():
+        if not family.splits_weight and name not in ("eager_1f1b", "1f1b_v"):
+            continue
+        fields = (("pipeline_schedule", name),)
+        for size, count, policy in ((2, 5, "overlap"), (4, 9, "overlap"), (4, 3, "batched")):
+            cases.append(Case(size, family.chunks or 2, count, policy, split=True, fields=fields))
+    return cases
+
+
+EVERYTHING = [*grid(), *schedules(), *split_backwards()]
+CASES = {world: [case for case in EVERYTHING if case.size in groups] for world, groups in WORLDS.items()}
 
 
 def rank_main(rank: int, size: int, cases: list[Case]) -> list[ToyResult]:
@@ -98,7 +114,17 @@ def run_case(case: Case, group: dist.ProcessGroup) -> ToyResult:
     )
     data = ToyData(case.count, variable=case.variable)
     communicator = communicator_for(group, config)
-    return run_rank(group.rank(), case.size, case.chunks, data, config, communicator, forward_only=case.forward_only)
+    prepare = split_weight_grad if case.split else None
+    return run_rank(
+        group.rank(),
+        case.size,
+        case.chunks,
+        data,
+        config,
+        communicator,
+        forward_only=case.forward_only,
+        prepare=prepare,
+    )
 
 
 def check_case(case: Case, per_rank: list[ToyResult]) -> None:
