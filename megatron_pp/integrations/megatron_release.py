@@ -56,6 +56,8 @@ class Megatron:
         groups.embd = state.get_embedding_group(check_initialized=False)
         groups.pos_embd = state.get_position_embedding_group(check_initialized=False)
         groups.dp_cp = state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+        if self.row.joint_group:
+            groups.tp_dp_cp = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return groups
 
     def reset_offload(self, config: Any, forward_only: bool, groups: Any) -> None:

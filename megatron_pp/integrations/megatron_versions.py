@@ -35,6 +35,7 @@ class Row:
     force_all_reduce  whether both take `force_all_reduce`
     offload_reset     when the fine-grained activation offload is reset: never, after training, always
     graphs_field      config field that says that Megatron captures CUDA graphs of its own at the end of a schedule
+    joint_group       whether finalisation is given, as tp_dp_cp, the group of all ranks of this pipeline stage
     fsdp_resync       without a pipeline, whether Megatron-FSDP's parameter gathering is synchronised after evaluation
     """
 
@@ -44,6 +45,7 @@ class Row:
     force_all_reduce: bool = True
     offload_reset: str = ALWAYS
     graphs_field: str = "cuda_graph_impl"
+    joint_group: bool = False
     fsdp_resync: bool = False
 
 
@@ -59,7 +61,7 @@ TABLE: tuple[Row, ...] = (
     Row((0, 15), force_all_reduce=False, offload_reset=NEVER),
     Row((0, 16), offload_reset=AFTER_TRAINING),
     Row((0, 17), backward_only=()),
-    Row((0, 18), backward_only=(), fsdp_resync=True),
+    Row((0, 18), backward_only=(), joint_group=True, fsdp_resync=True),
 )
 
 FORWARD_STEP = (
