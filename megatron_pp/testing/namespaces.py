@@ -4,7 +4,7 @@
         subprocess.Popen(left.command("scripts/launch_multinode.sh"), ...)
         cable.cut()
 
-Nothing outside the namespaces is changed, but for a file in ``/etc/netns`` that names the hosts in them. They are
+Nothing outside the namespaces is changed, but for a file in ``/etc/netns`` that tells them their name service. They are
 removed by a process that waits for this one to let go of a pipe, so they, and what still runs in them, go even when
 this one is killed.
 """
@@ -91,10 +91,9 @@ def two_hosts() -> Iterator[tuple[Host, Host, Cable]]:
         for host in (left, right):
             _run(f"ip netns add {host.namespace}")
             _run(f"ip -n {host.namespace} link set lo up")
-            # Without it c10d asks a name service that is out of reach for the names of both.
+            # c10d asks for its peers' names, of a name service that is out of reach; this one refuses at once.
             (_NAMES / host.namespace).mkdir(parents=True)
-            hosts = f"127.0.0.1 localhost\n{left.address} left\n{right.address} right\n"
-            (_NAMES / host.namespace / "hosts").write_text(hosts)
+            (_NAMES / host.namespace / "resolv.conf").write_text("nameserver 127.0.0.1\noptions attempts:1\n")
         _run(
             f"ip link add {left.interface} netns {left.namespace} type veth "
             f"peer name {right.interface} netns {right.namespace}"
