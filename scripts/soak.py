@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Run thousands of pipeline steps with faults drawn by seed, and write what became of them to docs/reliability.md.
+"""Run thousands of pipeline steps with faults drawn by seed, and write what became of them into docs/reliability.md.
 
-    python scripts/soak.py                            all schedules and fault classes; about half an hour on two cores
+    python scripts/soak.py                            all schedules and fault classes; about 12 minutes on two cores
     python scripts/soak.py --episodes 2 --clean-steps 200 --output -      a short look, printed
     python scripts/soak.py --backend nccl             on GPUs; several ranks may share one
 
 An episode makes process groups, runs some steps of a small model, and takes them down. In one of its steps a rank may
 raise (in forward, in backward, in the data iterator, out of memory), give a wrong shape, be killed, be stopped, or be
-slow. Every other rank must end with an error that names rank, chunk and microbatch, soon; a slow rank must disturb
-nobody; losses and gradients of all other steps must equal those of one process to the last bit; nothing may be left
-behind. Exit code 1 where any of that does not hold.
+slow (up to twice as long as p2p_timeout). Every other rank must end with an error that names rank, chunk and
+microbatch, soon; a slow rank must disturb nobody; losses and gradients of all other steps must equal those of one
+process to the last bit; nothing may be left behind. Exit code 1 where any of that does not hold.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ NAMES = {"1f1b": "1F1B", "interleaved_1f1b": "interleaved", "zb_v": "ZB-V"}
 POLICIES: tuple[dict[str, Any], ...] = ({"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {})
 FLAT_BYTES = 4 << 20  # growth over the clean steps that is still called flat: what an allocator keeps back
 SETTLING_EPISODES = 3
+SLOW = (0.6, 2.0)  # times p2p_timeout
+BEGIN = "<!-- made by scripts/soak.py; do not edit -->"
+END = "<!-- end of what scripts/soak.py made -->"
 
 
 @dataclass
@@ -67,6 +70,7 @@ class Books:
     leaks: dict[str, int] = field(default_factory=dict)
     first: dict[int, tuple[int, Resources]] = field(default_factory=dict)
     memory: list[tuple[str, int, list[int]]] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)
 
 
 def main() -> int:
@@ -84,11 +88,21 @@ def main() -> int:
     if arguments.output == "-":
         print(text)
     else:
-        Path(arguments.output).write_text(text, encoding="utf-8")
+        write_between_marks(Path(arguments.output), text)
         print(f"wrote {arguments.output}")
     for line in books.trouble:
         print(f"WRONG: {line}", file=sys.stderr)
     return 1 if books.trouble else 0
+
+
+def write_between_marks(path: Path, text: str) -> None:
+    """In the place of what the last run wrote there; at the end of a file that has no marks."""
+    page = path.read_text(encoding="utf-8") if path.exists() else ""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    head = before if not before or before.endswith("\n") else before + "\n"
+    made = text.strip("\n")
+    path.write_text(f"{head}{BEGIN}\n\n{made}\n\n{END}{after}".rstrip("\n") + "\n", encoding="utf-8")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -99,7 +113,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=3, help="pipeline size")
     parser.add_argument("--episodes", type=int, default=6, help="episodes per schedule and fault class")
-    parser.add_argument("--steps", type=int, default=20, help="steps of an episode")
+    parser.add_argument("--steps", type=int, default=40, help="steps of an episode")
     parser.add_argument("--clean-steps", type=int, default=2000, help="steps without a fault, per schedule, for memory")
     parser.add_argument("--p2p-timeout", type=float, default=5.0, help="seconds")
     parser.add_argument("--schedules", nargs="+", choices=sorted(SCHEDULES), default=list(CHUNKS))
@@ -135,7 +149,7 @@ def drawn(arguments: argparse.Namespace, rng: random.Random, number: int, schedu
         rng.randrange(1, arguments.steps),
         chunk,
         rng.randrange(2 * ranks),
-        seconds={DELAY: 0.6 * arguments.p2p_timeout, KILL: rng.choice((0.0, 0.0, 0.5))}.get(kind, 0.0),
+        seconds={DELAY: rng.choice(SLOW) * arguments.p2p_timeout, KILL: rng.choice((0.0, 0.0, 0.5))}.get(kind, 0.0),
     )
     return Episode(
         number,
@@ -186,6 +200,7 @@ def run_one(pool: Pool, episode: Episode, ranks: int, books: Books) -> bool:
         books.hangs += 1
         books.trouble.append(f"episode {episode.number} ({what}): {error}")
         return False
+    books.load.append(os.getloadavg()[0])
     books.steps += max(report.steps_done for report in reports.values())
     books.wrong_steps += sum(len(report.wrong_steps) for report in reports.values())
     found = complaints(episode, reports, ranks)
@@ -246,18 +261,13 @@ def growth_of(samples: list[int]) -> int:
 def report(arguments: argparse.Namespace, books: Books, seconds: float) -> str:
     """docs/reliability.md."""
     parts = [
-        "# Reliability",
-        "",
-        "Made by `scripts/soak.py`; do not edit. What the errors mean, and how they come about, stands in "
-        "`megatron_pp/faults/guard.py`.",
-        "",
         f"    python scripts/soak.py --seed {arguments.seed} --ranks {arguments.ranks} --episodes {arguments.episodes} "
         f"--steps {arguments.steps} --clean-steps {arguments.clean_steps} --p2p-timeout {arguments.p2p_timeout} "
         f"--backend {arguments.backend}",
         "",
         f"torch {torch.__version__}, Python {platform.python_version()}, {arguments.backend}, {arguments.ranks} "
         f"processes on {os.cpu_count()} cores; {books.episodes} episodes, {books.steps:,} pipeline steps, "
-        f"{seconds / 60:.0f} minutes. " + _other_backend(arguments.backend),
+        f"{seconds / 60:.0f} minutes. " + _machine(books) + _other_backend(arguments.backend),
         "",
         *_faults(arguments, books),
         "",
@@ -271,20 +281,28 @@ def report(arguments: argparse.Namespace, books: Books, seconds: float) -> str:
     return "\n".join(parts)
 
 
+def _machine(books: Books) -> str:
+    """How busy the machine was: detection takes longer where others compute."""
+    if not books.load:
+        return ""
+    return f"Load average of the machine, this run included: {statistics.median(books.load):.1f} (median). "
+
+
 def _other_backend(backend: str) -> str:
     if backend == "nccl":
         return ""
-    return "NCCL was not available on this machine; `--backend nccl` makes the same table there."
+    return "NCCL: not yet measured (`--backend nccl` makes the same table on GPUs)."
 
 
 def _faults(arguments: argparse.Namespace, books: Books) -> list[str]:
     lines = [
         "Seconds are from the fault until the error is raised on another rank: median and worst over all other ranks. "
         "A fault counts as detected where every rank raised the right error, in time, and its text names rank, chunk "
-        "and microbatch rightly. A slow rank must raise nothing, and the numbers must be right.",
+        "and microbatch rightly. A slow rank must raise nothing, and the numbers must be right. The message is the "
+        "beginning of what one of the other ranks raised.",
         "",
-        "| fault | schedule | backend | injected | detected | median s | worst s | limit s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| fault | schedule | backend | injected | detected | median s | worst s | limit s | message |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind in arguments.kinds:
         for schedule in arguments.schedules:
@@ -298,8 +316,17 @@ def _faults(arguments: argparse.Namespace, books: Books) -> list[str]:
             )
             outcome = f"undisturbed: {tally.undisturbed}" if kind == DELAY else str(tally.detected)
             cells = (kind, NAMES.get(schedule, schedule), arguments.backend, str(tally.injected), outcome, *times)
+            cells = (*cells, f"`{_brief(tally.message)}`" if tally.message else "-")
             lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _brief(message: str) -> str:
+    """Up to what the exception says, or who else was where."""
+    text = message
+    for beginning_of_the_rest in (": injected fault", ": the output of", ", which last reported"):
+        text = text.partition(beginning_of_the_rest)[0]
+    return text.replace("megatron_pp.testing.fault_injection.", "").replace("|", "/").replace("`", "'")
 
 
 def _totals(books: Books) -> list[str]:
@@ -315,11 +342,11 @@ def _totals(books: Books) -> list[str]:
     return ["| | |", "| --- | --- |", *(f"| {name} | {count} |" for name, count in rows)]
 
 
-_LEAKS = ("threads", "files", "tensors", "shared_memory")
+_LEAKS = ("handles", "tensors", "threads", "files", "shared_memory")
 
 
 def _messages(books: Books) -> list[str]:
-    lines = ["What another rank says, one of each:", ""]
+    lines = ["What another rank says, in full, one of each:", ""]
     seen = set()
     for (kind, _), tally in books.tallies.items():
         if tally.message and kind not in seen:

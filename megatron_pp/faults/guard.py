@@ -302,8 +302,8 @@ class FaultGuard:
             return
         self._told_of = (here.step, here.position, here.text)
         logger.warning(
-            "pipeline rank %d has been in %s for %.0f s (config.p2p_timeout); the others wait, and give up after %.0f s "
-            "(config.compute_timeout). It is in:\n%s",
+            "pipeline rank %d has been in %s for %.0f s (config.p2p_timeout); the others wait, "
+            "and give up after %.0f s (config.compute_timeout). It is in:\n%s",
             self.rank, self._tracker.place()[1], here.idle, self.patience, self._stack(),
         )  # fmt: skip
 

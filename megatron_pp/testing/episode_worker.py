@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 from megatron_pp.communicators import close_communicators, communicator_for
 from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.stage import PipelineStage
 from megatron_pp.testing.episodes import Episode, Report, resident_bytes
 from megatron_pp.testing.fault_injection import FaultyBlock, Trigger, faulty_iterator
 from megatron_pp.testing.pipeline import placement_of
 from megatron_pp.testing.toy import ToyData, gradients_of, reference_run, toy_config, toy_forward_step
+from megatron_pp.weight_grad import split_weight_grad
 
 _GROUP_TIMEOUT = timedelta(seconds=90)
 
@@ -108,6 +110,8 @@ class _Run:
         communicator = communicator_for(group, self.config)
         blocks = [self._block(stage, chunk, self.trigger) for chunk, stage in enumerate(self.stages)]
         chunks = [PipelineStage(block, self.config, chunk) for chunk, block in enumerate(blocks)]
+        if find_family(self.episode.schedule).splits_weight:
+            split_weight_grad(chunks)
         for step in range(1, self.episode.steps + 1):
             self.trigger.step = step
             for block in blocks:

@@ -51,10 +51,11 @@ class Episode:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a process holds after an episode; counts, and resident memory in bytes."""
+    """What a process holds after an episode; counts, and resident memory in bytes. ``handles``: of transfers."""
 
     threads: int
     files: int
+    handles: int
     tensors: int
     shared_memory: int
     resident: int
@@ -212,12 +213,15 @@ def measure_resources() -> Resources:
     """Of this process, after a collection (Linux)."""
     import torch
 
+    from megatron_pp.wait_handle import WaitHandle
+
     gc.collect()
-    tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+    kinds = [type(thing) for thing in gc.get_objects()]
     return Resources(
         threads=threading.active_count(),
         files=len(os.listdir("/proc/self/fd")),
-        tensors=tensors,
+        handles=sum(issubclass(kind, WaitHandle) for kind in kinds),
+        tensors=sum(issubclass(kind, torch.Tensor) for kind in kinds),
         shared_memory=len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0,
         resident=resident_bytes(),
     )
