@@ -46,6 +46,7 @@ class ChannelGroups:
         self.name = name
         self.rank = rank
         self.timeout = timeout
+        self.aborted = False
         self.channels: dict[Key, Channel] = {}
 
     def make(self, keys: Iterable[Key]) -> list[Key]:
@@ -76,13 +77,14 @@ class ChannelGroups:
     def groups(self) -> list[dist.ProcessGroup]:
         return [channel.group for channel in self.channels.values()]
 
-    def close(self, aborted: bool = False) -> None:
-        """Give everything back. ``aborted``: the communicators are gone already."""
-        channels, self.channels = self.channels, {}
-        for channel in channels.values():
+    def close(self) -> None:
+        """Give everything back, but for communicators that were aborted: those are gone already."""
+        channels = list(self.channels.values())
+        self.channels.clear()
+        for channel in channels:
             if channel.sender is not None:
                 channel.sender.close()
-            if self.backend == "nccl" and not aborted:
+            if self.backend == "nccl" and not self.aborted:
                 try:
                     channel.group.shutdown()
                 except RuntimeError as error:  # the program goes on, or ends, without it

@@ -241,7 +241,7 @@ def option(config: object, name: str) -> Any:
     """
     if hasattr(config, name):
         return getattr(config, name)
-    for known in dataclasses.fields(ModelParallelConfig):
-        if known.name == name:
-            return known.default if known.default_factory is dataclasses.MISSING else known.default_factory()
-    raise AttributeError(f"neither {type(config).__name__} nor ModelParallelConfig has a field {name!r}")
+    known = ModelParallelConfig.__dataclass_fields__.get(name)
+    if known is None:
+        raise AttributeError(f"neither {type(config).__name__} nor ModelParallelConfig has a field {name!r}")
+    return known.default if known.default_factory is dataclasses.MISSING else known.default_factory()

@@ -24,8 +24,11 @@ class PipelineStage(torch.nn.Module):
     def set_input_tensor(self, tensors: Any) -> None:
         """What the previous stage sent: a list with one tensor, several, or [None] on the first stage."""
         single = isinstance(tensors, (list, tuple)) and len(tensors) == 1
-        self.received = tensors[0] if single else tensors
+        # Not through nn.Module's __setattr__: it asks whether this is a parameter, a module or a buffer, which takes
+        # microseconds, twice for each microbatch.
+        self.__dict__["received"] = tensors[0] if single else tensors
 
     def forward(self, batch: Any = None) -> Any:
-        received, self.received = self.received, None
+        state = self.__dict__
+        received, state["received"] = state["received"], None
         return self.inner(batch if received is None else received)

@@ -7,6 +7,7 @@ with source and destination it names a FIFO.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -164,6 +165,8 @@ class ProcessGroupTransport:
             timeout = self.group._get_backend(self.device).options._timeout
             self._groups = ChannelGroups(self.backend, self.store, self.name, self.rank, timeout)
             self._channels = self._groups.channels
+            # torch does not know these groups: they are closed with the transport, or when the program ends.
+            self._close_groups = weakref.finalize(self, self._groups.close)
         made = self._groups.make(keys)
         if self.warm_up and self.backend == "nccl":
             self._warm_up(made)
@@ -181,6 +184,8 @@ class ProcessGroupTransport:
 
     def abort(self) -> None:
         self.aborted = True
+        if self._groups is not None:
+            self._groups.aborted = True
         abort_groups((self.group, *(channel.group for channel in self._channels.values())))
         self._interrupter.interrupt("a rank of the pipeline has failed")
 
@@ -197,8 +202,8 @@ class ProcessGroupTransport:
         """The process group is gone, or about to go."""
         self._interrupter.close()
         if self._groups is not None:
-            self._groups.close(self.aborted)
-            self._groups, self._channels = None, {}
+            self._close_groups()
+            self._groups = None
 
     def is_gone(self) -> bool:
         """Whether the process group was destroyed."""

@@ -118,10 +118,11 @@ class _Chunk(torch.nn.Module):
         self.received: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: Any) -> None:
-        self.received = tensors[0] if isinstance(tensors, list) else tensors
+        self.__dict__["received"] = tensors[0] if isinstance(tensors, list) else tensors  # as our PipelineStage does
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        received, self.received = self.received, None
+        state = self.__dict__
+        received, state["received"] = state["received"], None
         return self.inner(x if received is None else received)
 
 
