@@ -35,7 +35,7 @@ def whole_number(
     # The type first: asking whether something SupportsIndex takes microseconds, and every step asks several times.
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, SupportsIndex)):
         raise error(f"{name} is {value!r}; it must be a whole number of at least {at_least}{_after(hint)}")
-    whole = operator.index(value)  # type: ignore[arg-type]
+    whole = operator.index(value)
     if whole < at_least:
         raise error(f"{name} is {whole}; the smallest legal value is {at_least}{_after(hint)}")
     return whole
