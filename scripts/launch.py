@@ -13,12 +13,20 @@ See megatron_pp/training/program.py for the ranks' own exit codes.
 import os
 import signal
 import sys
+import time
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.run import main
+from torch.distributed.run import main, parse_args
 
 PASSED_ON = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+# Seconds that the first of several nodes stays after a failure: it holds the store, in which the ranks of the others
+# read what has failed.
+FAREWELL = 8.0
+
+# c10d's client of a store that is gone writes a page of stack for each call; the ranks say it in a sentence.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # How long they may take, in seconds, before they are killed. Older releases of torch do not read it and wait for 30.
 os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
@@ -31,6 +39,12 @@ def told(rank: int, failure: ProcessFailure) -> str:
     return f"launch.py: rank {rank} (pid {failure.pid}) was the first to fail: it {how}"
 
 
+def others_read_here() -> bool:
+    """Whether this is the first of several nodes."""
+    arguments = parse_args(sys.argv[1:])
+    return arguments.nnodes.rpartition(":")[2] != "1" and arguments.node_rank == 0
+
+
 if __name__ == "__main__":
     try:
         main()
@@ -39,5 +53,7 @@ if __name__ == "__main__":
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode not in PASSED_ON:
-            print(told(rank, failure), file=sys.stderr)
+            print(told(rank, failure), file=sys.stderr, flush=True)
+            if others_read_here():
+                time.sleep(FAREWELL)
         sys.exit(failure.exitcode if failure.exitcode in PASSED_ON else 1)

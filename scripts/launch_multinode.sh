@@ -140,6 +140,8 @@ if [[ -n "$GLOO_SOCKET_IFNAME" ]]; then
     export GLOO_SOCKET_IFNAME
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Nodes without a name service, and stores that are gone, make c10d write pages of warnings.
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 
 if [[ -n "$dry_run" ]]; then
     python="${MEGATRON_PP_PYTHON:-python}"
