@@ -35,6 +35,7 @@ class Rank:
         self.shape = (num_bytes // dtype.itemsize // 256, 1, 256)
         config = SimpleNamespace(pipeline_dtype=dtype, batch_p2p_comm=False, p2p_timeout=60.0)
         self.communicator = P2PCommunicator(dist.group.WORLD, config)
+        self.communicator.prepare([(0, 1)], num_bytes, num_bytes)  # the channels that a schedule would use
         self.overwritten: list[torch.Tensor] = []
         self._store = dist.distributed_c10d._get_default_store()
         self._turn = 0
