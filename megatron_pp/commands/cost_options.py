@@ -106,6 +106,7 @@ def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int) 
         raise UsageError("--forward-ms and --backward-ms go together")
     half = 1.0 if args.weight_ms is not None else 0.5
     weight = args.weight_ms if args.weight_ms is not None else tuple(half * b for b in args.backward_ms)
+    _check_lengths(args)
     forward, backward, weight = _same_length(args.forward_ms, tuple(half * b for b in args.backward_ms), weight)
     if len(forward) == 1:
         return CostProfile.even(*(pipeline_size * part[0] for part in (forward, backward, weight)))
@@ -113,8 +114,13 @@ def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int) 
     return CostProfile(forward, backward, weight, whole_backward)
 
 
-def network(args: argparse.Namespace, shape: ModelShape | None) -> Network:
-    """The links. Raises UsageError for a bandwidth without a message size."""
+def network(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int) -> Network:
+    """The links. Raises UsageError for a bandwidth without a message size, and a link between ranks there are not."""
+    for (source, target), _ in args.link:
+        if source == target or max(source, target) >= pipeline_size:
+            raise UsageError(
+                f"--link {source}-{target} is no link between two of {pipeline_size} ranks, counted from 0"
+            )
     bandwidth = math.inf if args.bandwidth is None else args.bandwidth * _GB / 1e3  # bytes per millisecond
     if bandwidth == 0:
         raise UsageError("--bandwidth must be above 0")
@@ -151,9 +157,15 @@ def model_shape(args: argparse.Namespace) -> ModelShape | None:
     )
 
 
+def _check_lengths(args: argparse.Namespace) -> None:
+    given = {name: getattr(args, f"{name}_ms") for name in ("forward", "backward", "weight")}
+    lengths = {name: len(values) for name, values in given.items() if values is not None and len(values) > 1}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"--{name}-ms has {length}" for name, length in lengths.items())
+        raise UsageError(f"lists of times must be of one length; {told}")
+
+
 def _same_length(*lists: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
     """A single number among lists is that share of every stage."""
     longest = max(map(len, lists))
-    if any(len(values) not in (1, longest) for values in lists):
-        raise UsageError(f"lists of times must be of one length; they have {', '.join(str(len(v)) for v in lists)}")
     return tuple(values * longest if len(values) == 1 else values for values in lists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 from pathlib import Path
 
 from rich.console import Console
@@ -45,6 +46,7 @@ EXAMPLES = """examples:
   megatron-pp draw -s interleaved_1f1b -P 8 -V 4 -M 32 -o plan.json      (open in https://ui.perfetto.dev)
 """
 _BY_ENDING = {".svg": "svg", ".html": "html", ".htm": "html", ".png": "png", ".json": "chrome", ".txt": "text"}
+_LEAST_WIDTH = {"text": 20, "grid": 20, "svg": 300, "html": 0, "png": 300, "chrome": 0}
 STYLES = ("text", "grid", "svg", "html", "png", "chrome")
 
 
@@ -54,17 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_from_trace_option(parser, "draw what happened there, instead of a plan")
     parser.add_argument("--style", choices=STYLES, help="default: what the name of -o ends in, else text")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to write; text and grid go to the terminal")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write; text and grid may go to the terminal")
     parser.add_argument("--width", type=whole, metavar="N", help="columns of text, or pixels of a picture")
     parser.add_argument("--dark", action="store_true", help="PNG on dark paper (SVG and HTML follow the reader)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    style = args.style or _BY_ENDING.get(Path(args.output or "").suffix, "text")
+    style = args.style or _style_of(args.output)
+    if args.width is not None and args.width < _LEAST_WIDTH[style]:
+        raise UsageError(f"--width is {args.width}; {style} needs at least {_LEAST_WIDTH[style]}")
     if args.output is None and style not in ("text", "grid"):
         raise UsageError(f"--style {style} needs a file to write to: -o FILE")
     if style == "grid":
-        _draw_grids(args, console)
+        if args.output is None:
+            _draw_grids(args, console)
+        else:
+            _write_grids(args, console)
         return OK
     traced = traced_findings(args)
     timeline = _timeline(args) if traced is None else _measured_timeline(traced)
@@ -74,6 +81,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
         write_whole(args.output, rendered(timeline, style, args.width, args.dark))
         console.print(f"wrote {args.output}", markup=False, highlight=False)
     return OK
+
+
+def _style_of(output: str | None) -> str:
+    """What the name of the file ends in; text where it ends in nothing."""
+    ending = Path(output or "").suffix
+    if ending and ending not in _BY_ENDING:
+        raise UsageError(f"drawings are written as {', '.join(_BY_ENDING)}, not as {ending!r}; or say --style")
+    return _BY_ENDING.get(ending, "text")
 
 
 def rendered(timeline: Timeline, style: str, width: int | None, dark: bool) -> str | bytes:
@@ -103,7 +118,7 @@ def _timeline(args: argparse.Namespace) -> Timeline:
     plan = verified_single_plan(args)
     shape = model_shape(args)
     profile = cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
-    result = simulate(plan, profile.stages(plan.placement.num_stages), network(args, shape))
+    result = simulate(plan, profile.stages(plan.placement.num_stages), network(args, shape, plan.spec.pipeline_size))
     return simulated_timeline(result, cost_unit(args), shape)
 
 
@@ -117,6 +132,13 @@ def _print_text(timeline: Timeline, width: int, console: Console) -> None:
     console.print(head, markup=False, highlight=False, soft_wrap=True)
     for line in [*render_text(timeline, width), legend(timeline)]:
         console.print(line, soft_wrap=True)
+
+
+def _write_grids(args: argparse.Namespace, console: Console) -> None:
+    text = io.StringIO()
+    _draw_grids(args, Console(file=text, width=args.width or console.width, no_color=True))
+    write_whole(args.output, text.getvalue())
+    console.print(f"wrote {args.output}", markup=False, highlight=False)
 
 
 def _draw_grids(args: argparse.Namespace, console: Console) -> None:

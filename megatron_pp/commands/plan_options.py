@@ -12,6 +12,7 @@ from megatron_pp.plan.build import lowered_plan
 from megatron_pp.plan.exchange import load_plan
 from megatron_pp.plan.naive import NAIVE, naive_plan
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, POLICIES, Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
 
@@ -104,8 +105,11 @@ def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[Pla
 
 
 def schedule_names(text: str | None) -> list[str]:
-    """The names in a comma list; ``all`` stands for every family."""
+    """The names in a comma list; ``all`` stands for every family. Raises PlanError for one that is none."""
     names = [name.strip() for name in (text or _DEFAULT_SCHEDULE).split(",")]
+    for name in names:
+        if name not in ("all", NAIVE):
+            find_family(name)
     return [known for name in names for known in (SCHEDULES if name == "all" else [name])]
 
 

@@ -42,7 +42,7 @@ EXAMPLES = """examples:
   megatron-pp simulate -s 1f1b -P 4 -M 16 --forward-ms 10 --backward-ms 20 --p2p-ms 0.5
   megatron-pp simulate -s zb_v -P 8 -M 32 --forward-ms 10 --backward-ms 10 --weight-ms 10 \\
       --bandwidth 25 --layers 32 --hidden-size 4096 --seq-length 4096 --vocab-size 32000 --tensor-parallel 8
-  megatron-pp simulate --compare all -P 8 -V 1,2,4 -M 16,32 --forward-ms 10 --backward-ms 20 \\
+  megatron-pp simulate --compare all -P 8 -V 1,2 -M 16,32 --forward-ms 10 --backward-ms 20 \\
       --layers 32 --hidden-size 4096 --seq-length 4096 --memory-limit 40
 
 exit codes: 0 done, 1 the plan is refused or nothing fits, 2 wrong arguments
@@ -86,7 +86,8 @@ def costs_of(
     stages = plan.placement.num_stages
     if traced is not None:
         return CostProfile.of(traced.costs).stages(stages), traced.network
-    return cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks).stages(stages), network(args, shape)
+    profile = cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
+    return profile.stages(stages), network(args, shape, plan.spec.pipeline_size)
 
 
 def _show(result: Simulation, peaks: tuple[float, ...] | None, unit: str, console: Console) -> None:
@@ -139,7 +140,7 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     if traced is not None:
         found = compare(specs, CostProfile.of(traced.costs), traced.network, shape, limit)
     else:
-        found = compare(specs, _compared_profile(args), network(args, shape), shape, limit)
+        found = compare(specs, _compared_profile(args), network(args, shape, args.pipeline_size or 4), shape, limit)
     if args.json:
         console.file.write(json.dumps([_candidate_facts(c) for c in found], indent=1) + "\n")
     else:

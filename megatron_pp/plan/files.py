@@ -24,10 +24,16 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file so that others see the old one or all of the new one, never a part. Raises ExchangeError."""
-    target = Path(path)
+    """Write a file so that others see the old one or all of the new one, never a part. Raises ExchangeError.
+
+    What is no file (/dev/stdout, a pipe) is written to; a link stays one.
+    """
+    target = Path(os.path.realpath(path))
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
+        if _is_special(path):
+            Path(path).write_bytes(data)
+            return
         handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         try:
             with os.fdopen(handle, "wb") as out:
@@ -39,6 +45,13 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
             raise
     except OSError as error:
         raise ExchangeError(f"{path}: can not be written ({error.strerror or error})") from error
+
+
+def _is_special(path: str | os.PathLike[str]) -> bool:
+    """A device or a pipe, which must not be replaced by a file."""
+    if os.fspath(path).startswith("/dev/"):
+        return True
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def _umask() -> int:

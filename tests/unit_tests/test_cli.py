@@ -212,6 +212,27 @@ def test_draw_writes_what_the_ending_says(command, tmp_path, name, beginning):
     assert path.read_bytes().startswith(beginning)
 
 
+def test_a_grid_can_be_written_to_a_file(command, tmp_path):
+    code, out, _ = command("draw", "--style", "grid", "-s", "gpipe", "-P", 2, "-M", 3, "-o", tmp_path / "grid.txt")
+    assert (code, out) == (0, f"wrote {tmp_path / 'grid.txt'}\n")
+    written = (tmp_path / "grid.txt").read_text()
+    shown = command("draw", "--style", "grid", "-s", "gpipe", "-P", 2, "-M", 3)[1]
+    assert written == shown
+
+
+def test_what_is_written_to_a_link_or_a_pipe_leaves_it_one(command, tmp_path):
+    (tmp_path / "plan.csv").write_text("old")
+    (tmp_path / "link.csv").symlink_to(tmp_path / "plan.csv")
+    assert command("plan", "-o", tmp_path / "link.csv")[0] == 0
+    assert (tmp_path / "link.csv").is_symlink()
+    assert (tmp_path / "plan.csv").read_text() == (tmp_path / "link.csv").read_text() != "old"
+    os.mkfifo(tmp_path / "pipe.csv")
+    reader = subprocess.Popen(["cat", tmp_path / "pipe.csv"], stdout=subprocess.PIPE, text=True)
+    assert command("plan", "-o", tmp_path / "pipe.csv")[0] == 0
+    assert reader.communicate(timeout=30)[0] == (tmp_path / "plan.csv").read_text()
+    assert (tmp_path / "pipe.csv").is_fifo()
+
+
 # --- refusals
 
 
@@ -220,13 +241,15 @@ def test_draw_writes_what_the_ending_says(command, tmp_path, name, beginning):
     [
         ("plan -s nonsense", ["'nonsense' is not known; it is one of gpipe"]),
         ("plan -P 0", ["pipeline size is 0"]),
+        ("plan -P -3", ["-3", "megatron-pp plan --help"]),
+        ("plan --frobnicate", ["--frobnicate", "megatron-pp --help"]),
         ("plan -s 1f1b -V 3", ["has 1 model chunk(s) a rank, not 3"]),
         ("plan --import nowhere.csv", ["nowhere.csv", "can not be read"]),
         ("plan --import nowhere.csv -P 4", ["--import brings its own pipeline size"]),
         ("plan -o plan.xyz", ["not as 'xyz'"]),
         ("plan -o no/such/folder/plan.csv", ["no/such/folder/plan.csv", "can not be written"]),
         ("simulate --forward-ms 3", ["--forward-ms and --backward-ms go together"]),
-        ("simulate --forward-ms 1,2 --backward-ms 1,2,3", ["lists of times must be of one length"]),
+        ("simulate --forward-ms 1,2 --backward-ms 1,2,3", ["one length; --forward-ms has 2, --backward-ms has 3"]),
         ("simulate -P 4 --forward-ms 1,2,3 --backward-ms 1,2,3", ["times of 3 stages can not be regrouped into 4"]),
         ("simulate --bandwidth 10", ["--bandwidth needs the size of a message"]),
         ("simulate --layers 4", ["also needs --hidden-size and --seq-length"]),
@@ -234,8 +257,15 @@ def test_draw_writes_what_the_ending_says(command, tmp_path, name, beginning):
         ("simulate --memory-limit 3", ["--memory-limit is for --compare"]),
         ("simulate --compare 1f1b --memory-limit 3", ["--memory-limit needs the shape of the model"]),
         ("simulate --compare 1f1b -s gpipe", ["--compare names the schedules itself"]),
+        ("simulate --compare 1f1b,nonsense", ["'nonsense' is not known"]),
+        ("simulate --link 3-4:1", ["--link 3-4 is no link between two of 4 ranks"]),
+        ("simulate --link 1-1:1", ["--link 1-1 is no link between two of 4 ranks"]),
+        ("simulate --link 3-4", ["argument --link", "'' is not a number"]),
         ("simulate -M 4,8", ["several numbers of chunks or microbatches"]),
         ("simulate --from-trace .", ["there are no traces"]),
+        ("draw -o plan.xyz", ["drawings are written as .svg, .html", "not as '.xyz'"]),
+        ("draw --width 19", ["--width is 19; text needs at least 20"]),
+        ("draw --width 200 -o plan.png", ["--width is 200; png needs at least 300"]),
         ("draw --style svg", ["needs a file to write to: -o FILE"]),
         ("draw --style grid -s naive -V 2", ["the naive schedule has 1 model chunk"]),
         ("report .", ["there are no traces"]),
@@ -251,6 +281,7 @@ def test_what_can_not_be_done_is_said_in_one_line(command, tmp_path, monkeypatch
 def test_numbers_that_are_none_are_refused_by_the_parser(command, text):
     code, _, err = command("simulate", f"--forward-ms={text}", "--backward-ms", "1")
     assert code == 2
+    assert err.count("\n") == 1
     assert "is not a number of at least 0" in err
 
 
@@ -290,7 +321,31 @@ def test_as_a_module_it_needs_no_torch():
     assert "rank 1" in done.stdout
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
-    pipe = f"{sys.executable} -m megatron_pp plan -P 8 -M 512 | head -1"
+@pytest.mark.parametrize("what", ["plan -P 8 -M 512", "draw -P 8 -M 512", "draw --style grid -P 8 -M 64"])
+def test_a_reader_that_has_seen_enough_is_no_error(what):
+    pipe = f"{sys.executable} -m megatron_pp {what} | head -1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", pipe], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("what", ["plan", "draw", "simulate --json", "verify", "plan -o /dev/stdout --format csv"])
+def test_a_full_disk_is_said_in_one_line(what):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_pp", *what.split()], stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
+    assert done.returncode == 2
+    assert done.stderr.count(b"\n") == 1
+    assert b"can not be written (No space left on device)" in done.stderr
+
+
+@pytest.mark.parametrize("plain", ["NO_COLOR", "--no-colour", None])
+def test_colours_are_left_out_where_the_environment_or_the_user_says_so(plain):
+    environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"FORCE_COLOR": "1", "TERM": "xterm"}
+    environment |= {plain: "1"} if plain == "NO_COLOR" else {}
+    flags = ["--no-colour"] if plain == "--no-colour" else []
+    line = [sys.executable, "-m", "megatron_pp", "draw", *flags]
+    shown = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert ("\x1b[97;46mF0" in shown) == (plain is None)
+    assert "B0==" in shown
