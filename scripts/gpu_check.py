@@ -27,6 +27,7 @@ for folder in (str(ROOT), str(ROOT / "scripts")):
 
 import gpu_ranks  # noqa: E402
 import torch  # noqa: E402
+from benchmarks import gpu as gpu_benchmark  # noqa: E402
 
 from megatron_pp.testing.processes import run_processes  # noqa: E402
 from tests.functional_tests.race_cases import KEEP_FREED_MEMORY_MAPPED, ONE_GPU_ENVIRONMENT  # noqa: E402
@@ -116,6 +117,7 @@ class Check:
                 ("race", self._race),
                 ("steps", self._steps),
                 ("overlap", self._overlap),
+                ("engines", self._engines),
             ]
             for title, section in sections:
                 try:
@@ -181,15 +183,16 @@ class Check:
         self.report.paragraph(f"The deallocation race, {self.args.megabytes} MB, the receiver at least 0.3 s late.")
         self.report.table(["case", "what", "dtype", "corrupted", "as it should be"], rows)
 
-    def _steps(self, *place: Any) -> None:
-        for debug in (False, True):
-            found = self._ranks(place, gpu_ranks.steps, debug)
+    def _steps(self, backend: str, devices: tuple[str, ...]) -> None:
+        """Also at four ranks: there each rank has channels that its neighbours know nothing of."""
+        for ranks, debug in ((devices, False), (devices, True), (devices * 2, False)):
+            found = self._ranks((backend, ranks), gpu_ranks.steps, debug)
             wrong = {k: d for differences in found for k, d in differences.items() if d != 0.0}
-            verdict = self.report.check(not wrong, f"gradients differ (debug {debug}): {wrong}")
+            verdict = self.report.check(not wrong, f"gradients differ (P={len(ranks)}, debug {debug}): {wrong}")
             mode = "in debug mode" if debug else "without debug mode"
             self.report.paragraph(
-                f"One step of each of {len(found[0])} schedules and policies, {mode}: gradients equal one process's to "
-                f"the last bit: {verdict}."
+                f"One step of each of {len(found[0])} schedules and policies, P={len(ranks)}, {mode}: gradients equal one "
+                f"process's to the last bit: {verdict}."
             )
 
     def _overlap(self, *place: Any) -> None:
@@ -206,6 +209,25 @@ class Check:
             f"{self.args.megabytes // 4} MB, one transfer {transfer:.1f} ms."
         )
         self.report.table(["variant", "ms (min)", "ms (median)", "peak MB"], rows)
+
+    def _engines(self, *place: Any) -> None:
+        """`benchmark.py gpu`, with the peers that are installed; last, for it alone may be cut short."""
+        if self.args.cpu:
+            return
+        left = self.until - time.monotonic()
+        if left < 60.0:
+            self.report.paragraph("The engines side by side: not yet measured, no time was left.")
+            return
+        measured = gpu_benchmark.run(
+            argparse.Namespace(mib=[8.0, 32.0], forward_ms=10.0, microbatches=8, rounds=3, timeout=left - 10.0)
+        )
+        self.report.paragraph(f"{measured.title}: forward 10 ms, backward 20 ms, M=8. {' '.join(measured.notes)}")
+        rows = [[_cell(row.get(column)) for column in measured.columns] for row in measured.rows]
+        self.report.table(measured.columns, rows)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

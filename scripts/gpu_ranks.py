@@ -29,6 +29,7 @@ from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.sync_hooks import SyncHooks
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_config
+from megatron_pp.transport import ProcessGroupTransport
 from tests.functional_tests.race_cases import run_cases
 
 LATE = 1.0  # seconds by which the receiver comes late in the check of the compute stream
@@ -96,6 +97,9 @@ class DeviceData(ToyData):
 def steps(rank: int, size: int, device: torch.device, p2p_debug: bool) -> dict[str, float]:
     """One training step of every schedule and policy; the difference of this rank's gradients from one process's."""
     differences = {}
+    # One for all: an NCCL communicator for each channel is made once, as in a program.
+    assert dist.group.WORLD is not None
+    transport = ProcessGroupTransport(dist.group.WORLD)
     for schedule, family in SCHEDULES.items():
         num_chunks = family.chunks or 2
         for policy, flags in _POLICIES.items():
@@ -107,7 +111,7 @@ def steps(rank: int, size: int, device: torch.device, p2p_debug: bool) -> dict[s
                 p2p_debug=p2p_debug,
                 **flags,
             )
-            communicator = P2PCommunicator(dist.group.WORLD, config)
+            communicator = P2PCommunicator(dist.group.WORLD, config, transport)
 
             def block(stage: int) -> torch.nn.Module:
                 return ToyBlock(stage, 64).to(device)
@@ -116,6 +120,7 @@ def steps(rank: int, size: int, device: torch.device, p2p_debug: bool) -> dict[s
             whole = reference_run(size * num_chunks, data, block=block)
             worst = max(float((grad - whole.grads[name]).abs().max()) for name, grad in mine.grads.items())
             differences[f"{schedule}, {policy}"] = worst if worst == worst else float("inf")
+    transport.close()
     return differences
 
 

@@ -79,9 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, nargs="+", default=[2, 4], help="pipeline sizes (default 2 and 4)")
     parser.add_argument("--schedules", nargs="+", choices=list(CHUNKS), default=["interleaved_1f1b", "1f1b"])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[16.0], help="of one activation; 16 to 64")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--forward-ms", type=float, default=100.0, help="of one chunk; a backward takes twice as long")
-    parser.add_argument("--rate-mbit", type=float, default=2000.0, help="of each direction of each link")
+    parser.add_argument("--microbatches", type=int, default=6)
+    parser.add_argument("--forward-ms", type=float, default=200.0, help="of one chunk; a backward takes twice as long")
+    parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of each direction of each link")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each pipeline size")
 
