@@ -94,12 +94,12 @@ def _show(result: Simulation, peaks: tuple[float, ...] | None, unit: str, consol
     console.print(result.plan.spec.describe(), markup=False, highlight=False)
     line = f"makespan {short(result.makespan)} {unit}, bubble {percent(result.bubble_share)}"
     console.print(line, markup=False, highlight=False)
-    names = ["rank", f"busy {unit}", "idle", "peer late", "queued", "transfer", "release", "in flight"]
-    in_flight = result.peak_in_flight()
+    names = ["rank", f"busy {unit}", "idle", "peer late", "queued", "transfer", "release", "in flight", "activations"]
+    in_flight, activations = result.peak_in_flight(), result.peak_activations()
     rows = []
     for rank, waits in enumerate(result.waits):
         numbers = (result.busy[rank], result.idle[rank], waits.peer_late, waits.queued, waits.transfer, waits.release)
-        rows.append([str(rank), *map(short, numbers), str(in_flight[rank])])
+        rows.append([str(rank), *map(short, numbers), str(in_flight[rank]), short(activations[rank])])
         if peaks:
             rows[-1].append(size_label(peaks[rank]))
     print_table(console, "Ranks", names + (["peak memory"] if peaks else []), rows)
@@ -120,6 +120,7 @@ def _facts(result: Simulation, peaks: tuple[float, ...] | None, unit: str) -> di
         "idle": list(result.idle),
         "waits": [vars(w) for w in result.waits],
         "peak_in_flight": list(result.peak_in_flight()),
+        "peak_activations": list(result.peak_activations()),
         "peak_bytes": None if peaks is None else list(peaks),
         "links": [
             {"source": a, "target": b, "messages": messages, "bytes": size}

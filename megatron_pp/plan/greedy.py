@@ -51,7 +51,7 @@ class MemoryModel:
 
     limits   per rank; infinity for none
     forward  per stage: what a forward keeps until its backward
-    weight   per stage: the part of it that a split backward keeps until its weight gradient
+    weight   per stage: what a split backward keeps until its weight gradient
     """
 
     limits: tuple[float, ...]
@@ -298,7 +298,6 @@ class _Rank:
         forward, weight = self.memory.forward[stage], self.memory.weight[stage]
         if op == FORWARD:
             self.used += forward
-            self.peak = max(self.peak, self.used)
             self.forward_ends[(chunk, mb)] = end
         elif op == BACKWARD and self.rules.split:
             self.used -= forward - weight
@@ -308,6 +307,7 @@ class _Rank:
         else:
             self.used -= weight
             self.weights.popleft()
+        self.peak = max(self.peak, self.used)
         if op != WEIGHT:
             self.next[(op, chunk)] = mb + 1
         self.order.append(chosen)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
+from megatron_pp.plan.activations import WEIGHT_SHARE
 from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.files import ExchangeError, read_text
 from megatron_pp.plan.greedy import MemoryModel
@@ -26,7 +27,9 @@ class Measured:
     transfer           time of one activation or gradient between two ranks, in the same unit
     memory_limit       per rank (or one number), in the unit of ``activation``; none where not given
     activation         memory that a forward keeps until its backward
-    weight_activation  the part of it that a split backward keeps until its weight gradient; all of it where not given
+    weight_activation  what a split backward keeps of it until its weight gradient; where not given, the share that a
+                       transformer layer has (``activations.WEIGHT_SHARE``). ``weight_grad.measure_footprint`` measures
+                       both
 
     Raises PlanError for negative or non-finite times, and lists of a wrong length where they meet a pipeline.
     """
@@ -77,12 +80,10 @@ class Measured:
         """Memory per stage, and the limit per rank."""
         limit = math.inf if self.memory_limit is None else self.memory_limit
         activation = _per("activation", self.activation, placement.num_stages, "stages")
-        kept = self.activation if self.weight_activation is None else self.weight_activation
-        return MemoryModel(
-            _per("memory_limit", limit, placement.pipeline_size, "ranks"),
-            activation,
-            _per("weight_activation", kept, placement.num_stages, "stages"),
-        )
+        kept = tuple(WEIGHT_SHARE * value for value in activation)
+        if self.weight_activation is not None:
+            kept = _per("weight_activation", self.weight_activation, placement.num_stages, "stages")
+        return MemoryModel(_per("memory_limit", limit, placement.pipeline_size, "ranks"), activation, kept)
 
 
 def measured_values(given: Measured | Mapping[str, Any] | str | None) -> Measured | None:

@@ -2,8 +2,9 @@
 
 Activations of a layer are counted as in arXiv 2205.05198 (section 4, in bytes for 16-bit activations:
 s b h (34 + 5 a s / h), less with tensor parallelism and recomputation); what the weight gradients still need after a
-split backward as in arXiv 2401.10241 (appendix: 32 s b h). Parameters, gradients and optimizer states are those of
-Megatron's mixed-precision optimizer. Kernels' workspace and fragmentation are not counted.
+split backward as in arXiv 2401.10241 (appendix: 32 s b h; where a layer is recomputed that is more than its forward
+kept). Parameters, gradients and optimizer states are those of Megatron's mixed-precision optimizer. Kernels' workspace
+and fragmentation are not counted.
 """
 
 from __future__ import annotations
@@ -93,8 +94,12 @@ class ModelShape:
 
     @property
     def layer_weight_grad_bytes(self) -> float:
-        """What a layer still holds of a microbatch after its input gradients, for its weight gradients."""
-        return 32 * self.tokens * self.hidden_size * self.element_bytes / 2 / self.tensor_parallel
+        """What a layer still holds of a microbatch after its input gradients, for its weight gradients: inputs and
+        output gradients of its four linear maps (two of each are whole on every tensor-parallel rank).
+        """
+        unit = self.tokens * self.hidden_size * self.element_bytes / 2
+        outside = self.tensor_parallel if self.sequence_parallel else 1
+        return unit * (8 / outside + 24 * self._ffn_share / self.tensor_parallel)
 
     @property
     def layer_parameters(self) -> float:
@@ -128,8 +133,18 @@ class ModelShape:
         return kept
 
     def kept_for_weights(self, stage: int, num_stages: int) -> float:
-        """What of it stays after the input gradients until the weight gradients are done."""
-        return self.layers_per_stage(num_stages) * self.layer_weight_grad_bytes
+        """What a stage holds of a microbatch from its input gradients until its weight gradients are done."""
+        kept = self.layers_per_stage(num_stages) * self.layer_weight_grad_bytes
+        if self.vocab_size and stage == 0:  # the output gradient of the embedding
+            kept += self.message_bytes
+        if self.vocab_size and stage == num_stages - 1:  # the input of the output layer, and its output gradient
+            kept += self.message_bytes + self.element_bytes * self.tokens * self.vocab_size / self.tensor_parallel
+        return kept
+
+    def weight_share(self, stage: int, num_stages: int) -> float:
+        """``kept_for_weights`` over all that a forward keeps, the stage's input included."""
+        whole = self.kept_bytes(stage, num_stages) + (self.message_bytes if stage > 0 else 0.0)
+        return self.kept_for_weights(stage, num_stages) / whole
 
     def static_bytes(self, stages: Sequence[int], num_stages: int) -> float:
         """Parameters, gradients and optimizer states of a rank that holds ``stages``."""

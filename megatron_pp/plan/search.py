@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_pp.plan.activations import kept_timeline
 from megatron_pp.plan.greedy import ROUNDING, UNKNOWN, MemoryModel, Order, Rules, Scheduled, schedule
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT
+from megatron_pp.plan.instruction import WEIGHT
 from megatron_pp.plan.lower import lower
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders.family import Family, Shape
@@ -85,24 +86,15 @@ def search(spec: PlanSpec, families: Iterable[Family], placement_kind: str) -> S
 
 
 def default_measured(placement: Placement) -> Measured:
-    """Equal times, free transfers, and the memory of 1F1B's first rank: P microbatches."""
-    return Measured(memory_limit=float(placement.num_stages))
+    """Equal times, free transfers, and the memory of 1F1B's first rank: P microbatches, by the papers' count (a waiting
+    weight gradient counts as a forward).
+    """
+    return Measured(memory_limit=float(placement.num_stages), weight_activation=1.0)
 
 
 def peak_memory(order: Order, stages: Sequence[int], memory: MemoryModel) -> float:
     """The most activation memory that a rank holds at once."""
-    split = {(op.chunk, op.mb) for op in order if op.op == WEIGHT}
-    used = peak = 0.0
-    for op, chunk, mb, _ in order:
-        stage = stages[chunk]
-        if op == FORWARD:
-            used += memory.forward[stage]
-            peak = max(peak, used)
-        elif op == BACKWARD:
-            used -= memory.forward[stage] - (memory.weight[stage] if (chunk, mb) in split else 0.0)
-        else:
-            used -= memory.weight[stage]
-    return peak
+    return max(kept_timeline(order, stages, memory.forward, memory.weight), default=0.0)
 
 
 class _Search:
@@ -120,9 +112,10 @@ class _Search:
         named = [self._candidate(name, order) for name, order in orders.items()]
         found = [c for c in named if self._fits(c.peaks)]
         if min((c.makespan for c in found), default=UNKNOWN) > self._least_makespan():
-            found += [
+            grown = [
                 self._candidate(f"{self.spec.schedule} from {t.seed}", t.result.orders) for t in self._grow(orders)
             ]
+            found += [c for c in grown if self._fits(c.peaks)]  # a backward may need more than it frees
         for candidate in sorted(found, key=lambda c: c.makespan):  # of equals, the named one comes first
             if _is_accepted(candidate.plan):
                 return SearchResult(candidate, tuple((c, self._fits(c.peaks)) for c in named))

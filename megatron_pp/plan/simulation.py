@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_pp.plan.activations import WEIGHT_SHARE, Shares, peak_activations
 from megatron_pp.plan.instruction import COMPUTE_OPS, Instruction
 from megatron_pp.plan.spec import Plan
 
@@ -147,8 +148,16 @@ class Simulation:
             sums[(t.source, t.target)] = (messages + 1, size + t.size)
         return dict(sorted(sums.items()))
 
+    def peak_activations(self, weight_share: Shares = WEIGHT_SHARE) -> tuple[float, ...]:
+        """Per rank, the most that chunks keep, in units of one chunk's forward, where a waiting weight gradient counts
+        ``weight_share`` (one number or one per stage).
+        """
+        return peak_activations(self.plan, weight_share)
+
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per rank, the most (chunk, microbatch) pairs that are past their forward with gradients to come."""
+        """Per rank, the most (chunk, microbatch) pairs that are past their forward with gradients to come: the papers'
+        count, to which a waiting weight gradient is a whole pair.
+        """
         peaks = []
         for program in self.plan.programs:
             split = {(i.chunk, i.mb) for i in program if i.op == "W"}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_pp.plan.activations import WEIGHT_SHARE, Shares, peak_activations
 from megatron_pp.plan.lifetime import RankPeaks, check_rank
 from megatron_pp.plan.rendezvous import check_rendezvous
 from megatron_pp.plan.spec import Plan, PlanError
@@ -13,9 +14,15 @@ from megatron_pp.plan.spec import Plan, PlanError
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an accepted plan needs: peaks of live pipeline tensors, per rank."""
+    """What an accepted plan needs, per rank.
+
+    ranks        peaks of live pipeline tensors
+    activations  peak of what the chunks themselves keep, in units of one chunk's forward; a waiting weight gradient
+                 counts its share (``activations.py``)
+    """
 
     ranks: tuple[RankPeaks, ...]
+    activations: tuple[float, ...]
 
     @property
     def worst_rank(self) -> int:
@@ -29,14 +36,18 @@ class Verdict:
             f"deadlock-free, every send waited before its buffer is released; peak on rank {r}: "
             f"{self.ranks[r].tensors} pipeline tensors "
             f"({each.outputs} outputs, {each.inputs} inputs, {each.act_buffers + each.grad_buffers} receive buffers, "
-            f"{each.pending_sends} pending sends, {each.in_flight} microbatch chunks in flight)"
+            f"{each.pending_sends} pending sends, {each.in_flight} microbatch chunks in flight); "
+            f"activations of at most {max(self.activations):.4g} chunk forwards on a rank"
         )
 
 
-def verify(plan: Plan, deallocate: bool = True) -> Verdict:
-    """Raises PlanError for a plan that is incomplete, hangs, or reads, frees or receives wrongly."""
+def verify(plan: Plan, deallocate: bool = True, weight_share: Shares = WEIGHT_SHARE) -> Verdict:
+    """Raises PlanError for a plan that is incomplete, hangs, or reads, frees or receives wrongly.
+
+    ``weight_share``: what a split backward keeps until its W, of a forward's memory; one number or one per stage.
+    """
     if len(plan.programs) != plan.spec.pipeline_size:
         raise PlanError(f"the plan has {len(plan.programs)} rank programs for a pipeline of {plan.spec.pipeline_size}")
     peaks = tuple(check_rank(plan, rank, deallocate) for rank in range(len(plan.programs)))
     check_rendezvous(plan)
-    return Verdict(peaks)
+    return Verdict(peaks, peak_activations(plan, weight_share))

@@ -16,16 +16,19 @@ from megatron_pp.weight_grad.convert import (
     store_of,
     unsplit_weight_grad,
 )
+from megatron_pp.weight_grad.footprint import Footprint, measure_footprint
 from megatron_pp.weight_grad.fused import fused_kernels
 from megatron_pp.weight_grad.store import SplitReport, WeightGradError, WeightGradStore
 
 __all__ = [
+    "Footprint",
     "SplitReport",
     "WeightGradError",
     "WeightGradSplitError",
     "WeightGradStore",
     "check_wrappers",
     "fused_kernels",
+    "measure_footprint",
     "split_weight_grad",
     "store_of",
     "unsplit_weight_grad",

@@ -81,7 +81,8 @@ class _SplitLinear(torch.autograd.Function):
         grad_input = None
         if ctx.needs_input_grad[0]:
             grad_input = flat_grad.mm(weight).view(layer_input.shape)
-        flat_input = layer_input.reshape(-1, layer_input.shape[-1])
+        # Detached: its graph would keep the stage's input and the gradient of that alive until W.
+        flat_input = layer_input.detach().reshape(-1, layer_input.shape[-1])
         ctx.layer.store.leave(DeferredLinear(ctx.layer, flat_input, flat_grad))
         return grad_input, None, None, None, None
 

@@ -91,7 +91,7 @@ class _SplitTensorParallelLinear(torch.autograd.Function):
             pending = dist.reduce_scatter_tensor(grad_input, whole.contiguous(), group=call.tp_group, async_op=True)
         elif grad_input is not None and call.allreduce_dgrad:
             pending = dist.all_reduce(grad_input, group=call.tp_group, async_op=True)
-        ctx.layer.store.leave(DeferredTensorParallelLinear(ctx.layer, call, layer_input, grad_output))
+        ctx.layer.store.leave(DeferredTensorParallelLinear(ctx.layer, call, layer_input.detach(), grad_output))
         if pending is not None:
             pending.wait()
         return grad_input, None, None, None, None, None

@@ -1,0 +1,117 @@
+"""How much memory a stage really keeps of one microbatch: until its backward, and after a split backward until its W.
+
+The two numbers are what ``megatron_pp.plan.measured.Measured`` calls ``activation`` and ``weight_activation``, and
+their ratio is the weight share of ``megatron_pp.plan.activations``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_pp.weight_grad.store import WeightGradStore
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that one microbatch of a stage keeps, its input and output included and parameters and their gradients not.
+
+    forward  between its forward and its backward
+    weight   between its input-gradient backward and its W
+    """
+
+    forward: int
+    weight: int
+
+    @property
+    def share(self) -> float:
+        """``weight`` over ``forward``; 0 for a stage that keeps nothing."""
+        return self.weight / self.forward if self.forward else 0.0
+
+
+class LiveStorages(TorchDispatchMode):
+    """Sees every storage that operations make while it is active, and counts those that still live; not what was there
+    before and is only looked at.
+
+    Holds none of them alive. CPU kernels' workspace, and what a custom kernel keeps outside of tensors, is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[StorageWeakRef, int] = {}
+        self._foreign: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for value in _tensors(args):
+            storage = StorageWeakRef(value.untyped_storage())
+            if storage not in self._seen:
+                self._foreign.add(storage)
+        result = func(*args, **(kwargs or {}))
+        for value in _tensors(result if isinstance(result, (tuple, list)) else (result,)):
+            if StorageWeakRef(value.untyped_storage()) not in self._foreign:
+                self.see(value)
+        return result
+
+    def see(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` in any case."""
+        storage = tensor.untyped_storage()
+        self._seen.setdefault(StorageWeakRef(storage), storage.nbytes())
+
+    def bytes_besides(self, others: Iterable[Tensor]) -> int:
+        """Bytes of what lives, without the storages of ``others``."""
+        left_out = {tensor.untyped_storage()._cdata for tensor in others}
+        alive = {ref.cdata: size for ref, size in self._seen.items() if not ref.expired()}
+        return sum(size for cdata, size in alive.items() if cdata not in left_out)
+
+
+def measure_footprint(
+    store: WeightGradStore, chunks: Sequence[nn.Module], chunk: int, forward: Callable[[], tuple[Any, Tensor]]
+) -> Footprint:
+    """Run forward, input-gradient backward and W of one microbatch of ``chunks[chunk]``, and measure what lives after
+    each.
+
+    ``store`` is what ``split_weight_grad(chunks)`` returned. ``forward()`` runs the chunk and returns (its input, its
+    output); the output's gradient is zero, so the parameters' gradients stay what they were (zero where they were
+    None) and no accumulation hook fires. The input counts where something keeps it alive.
+    """
+    own = list(_of_the_model(chunks))
+    with LiveStorages() as storages, store.step({}):  # no microbatch is a last one: no hooks fire
+        given, output = forward()
+        if isinstance(given, Tensor):
+            storages.see(given)
+        del given
+        after_forward = storages.bytes_besides(own)
+        with store.backward(chunk, 0, split=True):
+            torch.autograd.backward([output], [torch.zeros_like(output)])
+        del output
+        after_backward = storages.bytes_besides([*own, *_gradients(chunks)])
+        store.run(chunk, 0)
+    return Footprint(after_forward, after_backward)
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    """Those in a flat or once nested sequence."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from (v for v in value if isinstance(v, Tensor))
+
+
+def _of_the_model(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
+    for chunk in chunks:
+        yield from chunk.parameters()
+        yield from chunk.buffers()
+    yield from _gradients(chunks)
+
+
+def _gradients(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
+    return (p.grad for chunk in chunks for p in chunk.parameters() if p.grad is not None)
