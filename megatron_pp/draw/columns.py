@@ -54,6 +54,8 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
         "end": end,
         "tick": tick,
         "chunks": timeline.num_chunks,
+        "microbatches": timeline.num_microbatches,
+        "shortBlock": timeline.short_block,
         "lanes": lanes,
         "hasTransfers": any(s for pair in sent for s in pair),
         "hasMemory": any(lane.memory for lane in timeline.lanes),

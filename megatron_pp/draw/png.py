@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 
 from megatron_pp.draw.columns import thinned
 from megatron_pp.draw.merged import pieces
@@ -63,13 +64,14 @@ def _draw(axes: Axes, timeline: Timeline, end: float, pixels: float, dark: bool)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.legend(handles=_keys(timeline), loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=9)
+    axes.legend(handles=_keys(timeline), loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, fontsize=9)
 
 
 def _draw_blocks(axes: Axes, timeline: Timeline, lane: Lane, k: int, scale: float) -> None:
     bars: list[tuple[float, float]] = []
     colours: list[str] = []
     thin: dict[str, tuple[list[float], list[float], list[float]]] = {}
+    names_chunks = timeline.names_chunks(scale, _LETTER)
     for piece in pieces(lane.compute, scale):
         if piece.event is None:
             bottom = k + 0.12
@@ -85,10 +87,8 @@ def _draw_blocks(axes: Axes, timeline: Timeline, lane: Lane, k: int, scale: floa
         width = piece.right - piece.left
         bars.append((piece.left / scale, max(width - 0.8, 0.6) / scale))
         colours.append(colour.hex)
-        short = f"{at.op}{at.mb}"
-        names = (short,) if timeline.num_chunks == 1 else (str(at), short)
-        label = next((n for n in names if _LETTER * len(n) + 2 < width), "")
-        if label:
+        label = str(at) if names_chunks else f"{at.op}{at.mb}"
+        if _LETTER * len(label) + 2 < width:
             middle = (piece.left + width / 2) / scale
             axes.text(middle, k - 0.13, label, ha="center", va="center", fontsize=8, color=ink_on(colour).hex)
     axes.broken_barh(bars, (k - 0.38, 0.5), facecolors=colours)
@@ -104,12 +104,16 @@ def _draw_memory(axes: Axes, timeline: Timeline, lane: Lane, k: int, most: float
     heights.append(heights[-1])
     axes.fill_between(times, base, heights, step="post", color=MEMORY.hex, alpha=0.35, linewidth=0.8)
     peak = max(v for _, v in lane.memory)
-    axes.text(timeline.end, k + 0.3, f"peak {size_label(peak)} ", ha="right", va="center", fontsize=7)
+    halo = [withStroke(linewidth=3, foreground=axes.get_facecolor())]
+    note = f"peak {size_label(peak)} "
+    axes.text(timeline.end, k + 0.3, note, ha="right", va="center", fontsize=7, path_effects=halo)
 
 
 def _keys(timeline: Timeline) -> list[Patch]:
     ops = {e.instruction.op for lane in timeline.lanes for e in lane.compute}
     keys = [Patch(color=OPERATIONS[op].hex, label=NAMES[op]) for op in OPERATIONS if op in ops]
+    if timeline.num_chunks > 1:
+        keys.append(Patch(color="none", label="lighter: later chunks"))
     if any(lane.waits for lane in timeline.lanes):
         keys.append(Patch(color=WAIT.hex, label="waiting"))
     if any(lane.memory for lane in timeline.lanes):

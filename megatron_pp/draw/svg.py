@@ -16,15 +16,16 @@ _BLOCK, _STRIP, _MEMORY, _GAP = 22, 4, 28, 10
 _TOP, _MARGIN, _RIGHT = 74, 76, 12
 _LETTER = 6.4  # width of a letter of the labels, in pixels
 _STYLE = """
-svg { background: #ffffff; --ink: #1a1a1a; --soft: #5f6368; --rule: #d7dadd; --idle: #f1f2f4; }
+svg { background: var(--paper); --paper: #ffffff; --ink: #1a1a1a; --soft: #5f6368; --rule: #d7dadd; --idle: #f1f2f4; }
 @media (prefers-color-scheme: dark) {
-  svg { background: #15181c; --ink: #e8eaed; --soft: #a5abb3; --rule: #3a4048; --idle: #22272d; }
+  svg { --paper: #15181c; --ink: #e8eaed; --soft: #a5abb3; --rule: #3a4048; --idle: #22272d; }
 }
 text { font: 11px system-ui, sans-serif; fill: var(--ink); }
 .title { font-size: 15px; font-weight: 600; }
 .soft { fill: var(--soft); }
 .label { text-anchor: middle; }
 .end { text-anchor: end; }
+.halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round; }
 """
 
 
@@ -38,6 +39,7 @@ class _Picture:
         self.timeline = timeline
         self.width = width
         self.scale = (width - _MARGIN - _RIGHT) / (timeline.end or 1.0)
+        self.names_chunks = timeline.names_chunks(self.scale, _LETTER)
         self.sent = _sent(timeline)
         self.most_memory = max((v for lane in timeline.lanes for _, v in lane.memory), default=0.0)
         strips = 2 * _STRIP + 3 if any(self.sent) else 0
@@ -69,6 +71,8 @@ class _Picture:
             yield f'<text x="{x + 25:.0f}" y="42">{name}</text>'
             x += 40 + _LETTER * len(name)
         facts = f"bubble {self.timeline.bubble_share:.1%}"
+        if self.timeline.num_chunks > 1:
+            facts = f"lighter: later chunks; {facts}"
         yield f'<text class="soft" x="{x:.0f}" y="42">{facts}</text>'
 
     def _has(self, op: str) -> bool:
@@ -118,10 +122,8 @@ class _Picture:
             f'<rect x="{x:.1f}" y="{y}" width="{drawn:.1f}" height="{_BLOCK}" fill="{colour.hex}">'
             f"<title>{escape(title)}</title></rect>"
         )
-        label = next((n for n in (str(at), f"{at.op}{at.mb}") if _LETTER * len(n) + 2 < width), "")
-        if self.timeline.num_chunks == 1 and label:
-            label = f"{at.op}{at.mb}"
-        if label:
+        label = str(at) if self.names_chunks else f"{at.op}{at.mb}"
+        if _LETTER * len(label) + 2 < width:
             middle, ink = x + width / 2, f"fill:{ink_on(colour).hex};pointer-events:none"
             yield f'<text class="label" x="{middle:.1f}" y="{y + _BLOCK / 2 + 4}" style="{ink}">{label}</text>'
 
@@ -149,7 +151,7 @@ class _Picture:
         points.append(f"V{y + _MEMORY}Z")
         peak = max(v for _, v in lane.memory)
         yield f'<path d="{"".join(points)}" fill="{MEMORY.hex}" fill-opacity="0.25" stroke="{MEMORY.hex}"/>'
-        yield f'<text class="soft end" x="{self.width - _RIGHT - 4}" y="{y + 8}">peak {size_label(peak)}</text>'
+        yield f'<text class="soft end halo" x="{self.width - _RIGHT - 4}" y="{y + 8}">peak {size_label(peak)}</text>'
 
 
 def _bar(left: float, right: float, y: float, colour: str) -> str:

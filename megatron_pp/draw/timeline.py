@@ -56,6 +56,18 @@ class Timeline:
         return 1.0 - sum(lane.busy for lane in self.lanes) / whole if whole else 0.0
 
     @property
+    def short_block(self) -> float:
+        """A length that nine of ten blocks reach: what their labels can count on."""
+        lengths = sorted(e.end - e.start for lane in self.lanes for e in lane.compute)
+        return lengths[len(lengths) // 10] if lengths else 0.0
+
+    def names_chunks(self, scale: float, letter: float) -> bool:
+        """Whether labels can name chunk and microbatch (``F1.3``), at ``scale`` pixels a unit and ``letter`` pixels a
+        letter; all of a picture do, or none. Else a lighter colour is a later chunk."""
+        longest = len(f"F{self.num_chunks - 1}.{self.num_microbatches - 1}")
+        return self.num_chunks > 1 and letter * longest + 2 < self.short_block * scale
+
+    @property
     def num_blocks(self) -> int:
         return sum(len(lane.compute) for lane in self.lanes)
 

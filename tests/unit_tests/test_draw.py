@@ -149,6 +149,14 @@ def test_svg_titles_say_what_every_block_is():
     assert sorted(t.split(":")[0] for t in titles) == sorted(str(e.instruction) for e in blocks)
 
 
+@pytest.mark.parametrize(("width", "named"), [(1400, False), (6000, True)])
+def test_labels_of_a_picture_name_the_chunk_all_or_none(width, named):
+    root = ElementTree.fromstring(render_svg(timeline_of("interleaved_1f1b"), width))
+    labels = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text") if t.get("class") == "label"]
+    assert len(labels) == 4 * 2 * 8 * 2
+    assert {"." in label for label in labels} == {named}
+
+
 def test_svg_of_many_blocks_stays_small():
     assert len(render_svg(timeline_of("1f1b", 4, 2000))) < 1_500_000
 

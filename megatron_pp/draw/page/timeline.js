@@ -133,11 +133,18 @@ function visible(chart, columns) {
   return [first, view.to / chart.tick];
 }
 
+// Whether labels have room for chunk and microbatch: all of a chart do, or none; else a lighter colour is a later chunk.
+function namesChunks(chart) {
+  const longest = `F${chart.chunks - 1}.${chart.microbatches - 1}`.length;
+  return chart.chunks > 1 && x(chart, view.from + chart.shortBlock) - x(chart, view.from) > 6.6 * longest + 2;
+}
+
 function drawBlocks(chart, pen, lane, y) {
   const { starts, lengths, codes } = lane.compute;
   const [first, last] = visible(chart, lane.compute);
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "center";
+  const named = namesChunks(chart);
   let pixel = -1, filled = [0, 0, 0]; // of blocks thinner than a pixel, each operation's share of the pixel, stacked
   const flush = () => {
     let top = y;
@@ -162,7 +169,7 @@ function drawBlocks(chart, pen, lane, y) {
     pen.globalAlpha = faded ? 0.25 : 1;
     pen.fillStyle = chart.shades[op][chunk];
     pen.fillRect(a, y, b - a > 3 ? b - a - 0.6 : b - a, ROW.block);
-    const label = chart.chunks > 1 && b - a > 34 ? `${OPS[op]}${chunk}.${mb}` : `${OPS[op]}${mb}`;
+    const label = named ? `${OPS[op]}${chunk}.${mb}` : `${OPS[op]}${mb}`;
     if (b - a > 6.6 * label.length + 2) {
       pen.fillStyle = chart.inks[op][chunk];
       const from = Math.max(a, margin(chart)), to = Math.min(b, chart.width - 8);
@@ -209,7 +216,12 @@ function drawMemory(chart, pen, lane, y) {
   pen.fillStyle = colours.soft;
   pen.font = "10px system-ui, sans-serif";
   pen.textAlign = "right";
-  pen.fillText(`peak ${size(lane.memory.peak)}`, chart.width - 12, y + 6);
+  const note = `peak ${size(lane.memory.peak)}`;
+  pen.strokeStyle = colours.paper;
+  pen.lineWidth = 4;
+  pen.lineJoin = "round";
+  pen.strokeText(note, chart.width - 12, y + 6);
+  pen.fillText(note, chart.width - 12, y + 6);
 }
 
 // ---- what is under the pointer
