@@ -22,6 +22,7 @@ _EMBEDDING, _DECODER, _LOSS = "embedding", "decoder", "loss"
 _LETTERS = {"E": _EMBEDDING, "t": _DECODER, "L": _LOSS}
 _REPEATED_GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
 _REPEATED_LETTER = re.compile(r"([A-Za-z|])\*(\d+)")
+_MOST_DIGITS = 18
 _LONGEST_TEXT = 1_000_000  # a repetition that unrolls to more is a typing error, not a model
 
 
@@ -51,7 +52,7 @@ def layers_per_stage(layout: Layout) -> list[int]:
 def _read_text(text: str) -> list[int]:
     compact = re.sub(r"\s", "", text)
     if re.fullmatch(r"\d+(,\d+)*", compact):
-        return _check_counts([int(number) for number in compact.split(",")])
+        return _check_counts([_number(number, text) for number in compact.split(",")])
     unrolled = _unroll(compact.replace(",", ""), text)
     unknown = sorted(set(unrolled) - set(_LETTERS) - {"|"})
     if unknown or not unrolled:
@@ -67,11 +68,18 @@ def _unroll(compact: str, text: str) -> str:
     """Innermost groups first, until no repetition is left."""
     for pattern in (_REPEATED_GROUP, _REPEATED_LETTER):
         while (match := pattern.search(compact)) is not None:
-            times = int(match[2] or 1)
+            times = _number(match[2] or "1", text)
             if len(match[1]) * times > _LONGEST_TEXT:
                 raise LayoutError(f"pipeline_model_parallel_layout {text!r} repeats {match[1]!r} {times} times")
             compact = compact[: match.start()] + match[1] * times + compact[match.end() :]
     return compact
+
+
+def _number(digits: str, text: str) -> int:
+    """Python itself refuses to read numbers of thousands of digits."""
+    if len(digits) > _MOST_DIGITS:
+        raise LayoutError(f"pipeline_model_parallel_layout {text[:60]!r} has a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _check_counts(counts: list[int]) -> list[int]:

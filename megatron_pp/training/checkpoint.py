@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ DESCRIPTION = "description.json"
 LATEST = "latest"
 _UNFINISHED = ".unfinished"
 FORMAT = 1
+_NAME = re.compile(r"step-[0-9A-Za-z._-]{1,80}")
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,18 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_name(folder: Path) -> str | None:
-    """Name of the newest whole checkpoint in a folder of checkpoints; ``None`` if there is none."""
+    """Name of the newest whole checkpoint in a folder of checkpoints; ``None`` if there is none.
+
+    Raises:
+        CheckpointError: ``latest`` holds no name of a checkpoint.
+    """
     try:
-        return (folder / LATEST).read_text().strip()
+        name = (folder / LATEST).read_text(errors="replace").strip()
     except OSError:
         return None
+    if not _NAME.fullmatch(name):
+        raise CheckpointError(f"{folder / LATEST} is damaged; give one of the step-... folders beside it")
+    return name
 
 
 def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
@@ -232,5 +241,5 @@ def _read_description(folder: Path) -> Checkpoint:
         if content["format"] != FORMAT:
             raise CheckpointError(f"checkpoint {folder} has format {content['format']}; this version reads {FORMAT}")
         return Checkpoint(folder, int(content["step"]), dict(content["layout"]), dict(content["progress"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read ({error!r}); use another checkpoint") from error

@@ -12,13 +12,16 @@ PLOT = "loss.png"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``, in order. A last line that was cut short is left out."""
-    records = []
-    for line in path.read_text().splitlines():
+    """The records of a ``metrics.jsonl``, in order, up to a line that is none, such as a last one that was cut short."""
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            break
+        records.append(record)
     return records
 
 
