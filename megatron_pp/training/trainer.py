@@ -194,17 +194,18 @@ class Trainer:
                 f"step {self.steps_done + 1} gave loss {summary.loss} and gradient norm {norm}; the weights are as "
                 f"before it: continue from a checkpoint with a lower --learning-rate than {self.run.learning_rate}"
             )
-        rate = self.learning_rate.at(self.steps_done)
-        self.optimizer.step(rate)
-        self.steps_done += 1
-        self.recorder.training_step(
-            self.steps_done,
-            loss=summary.loss,
-            learning_rate=rate,
-            gradient_norm=norm,
-            tokens_per_second=self.texts.training.shape.tokens / (time.perf_counter() - start),
-            bubble=summary.bubble,
-        )
+        with self._watched("the optimizer step"):
+            rate = self.learning_rate.at(self.steps_done)
+            self.optimizer.step(rate)
+            self.steps_done += 1
+            self.recorder.training_step(
+                self.steps_done,
+                loss=summary.loss,
+                learning_rate=rate,
+                gradient_norm=norm,
+                tokens_per_second=self.texts.training.shape.tokens / (time.perf_counter() - start),
+                bubble=summary.bubble,
+            )
         self._stopped_by = summary.stop
 
     def _validate(self) -> None:

@@ -7,6 +7,7 @@ its mark:
     data-killed      the process is killed there
     data-stopped     the process is stopped there, as by SIGSTOP
     validation       reading a validation microbatch raises OSError
+    optimizer        the optimizer's step raises OSError
     save-killed      the process is killed at that file operation in the run's checkpoints
     save             an OSError there
 """
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_pp.training.checkpoint import CheckpointWriter
 from megatron_pp.training.data import SampleOrder
+from megatron_pp.training.optimizer import NamedAdamW
 from megatron_pp.training.program import VALIDATION_SEED, end_process, main
 
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -65,6 +67,17 @@ def put_into_data(fault: Fault, validation: bool) -> None:
     SampleOrder.microbatch = microbatch  # type: ignore[method-assign]
 
 
+def put_into_optimizer(fault: Fault) -> None:
+    """Into the optimizer's steps, between those of the pipeline."""
+    step: Callable[..., Any] = NamedAdamW.step
+
+    def stepping(self: NamedAdamW, *args: Any) -> None:
+        fault.call()
+        step(self, *args)
+
+    NamedAdamW.step = stepping  # type: ignore[method-assign]
+
+
 def put_into_saving(fault: Fault) -> None:
     """Into the file operations of the checkpoint writer's folder."""
     folders: list[str] = []
@@ -91,6 +104,8 @@ if __name__ == "__main__":
         fault = Fault(what, int(number), Path(folder))
         if what.startswith("save"):
             put_into_saving(fault)
+        elif what == "optimizer":
+            put_into_optimizer(fault)
         else:
             put_into_data(fault, what.startswith("validation"))
     end_process(main(flags))
