@@ -175,7 +175,8 @@ def plan_spec(inputs: StepInputs, pipeline_size: int, pollable: bool) -> PlanSpe
         channels=getattr(config, "p2p_channels", ONE_WAY),
         forward_only=inputs.forward_only,
         variable_shapes=_variable_shapes(config),
-        release_after=1 if pollable else max(1, most),
+        # A send is posted before the one that is ``release_after`` operations older is waited for: one more is pending.
+        release_after=1 if pollable else max(1, most - 1),
         grad_sync=HOOKS if getattr(config, "grad_sync_func", None) is None else EXPLICIT,
         param_sync=getattr(config, "param_sync_func", None) is not None and not inputs.forward_only,
         overlap_pairs=getattr(config, "overlapped_forward_backward", None) is not None and not inputs.forward_only,

@@ -191,8 +191,8 @@ class Check:
             verdict = self.report.check(not wrong, f"gradients differ (P={len(ranks)}, debug {debug}): {wrong}")
             mode = "in debug mode" if debug else "without debug mode"
             self.report.paragraph(
-                f"One step of each of {len(found[0])} schedules and policies, P={len(ranks)}, {mode}: gradients equal one "
-                f"process's to the last bit: {verdict}."
+                f"One step of each of {len(found[0])} schedules and policies, P={len(ranks)}, {mode}: "
+                f"gradients equal one process's to the last bit: {verdict}."
             )
 
     def _overlap(self, *place: Any) -> None:

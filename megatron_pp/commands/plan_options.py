@@ -41,7 +41,7 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--channels", choices=CHANNELS, default=ONE_WAY, help="default one_way")
     group.add_argument("--forward-only", action="store_true", help="evaluation: forwards alone")
     group.add_argument("--variable-shapes", action="store_true", help="shapes travel ahead of the tensors")
-    group.add_argument("--release-after", type=whole, default=2, metavar="N", help="slots from a send to its release")
+    group.add_argument("--release-after", type=whole, default=1, metavar="N", help="slots from a send to its release")
     group.add_argument("--lookahead", type=whole, default=1, metavar="N", help="slots that a receive is posted ahead")
     group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), default=HOOKS)
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")

@@ -63,7 +63,7 @@ class PlanSpec:
     channels: str = ONE_WAY
     forward_only: bool = False
     variable_shapes: bool = False
-    release_after: int = 2
+    release_after: int = 1
     lookahead: int = 1
     grad_sync: str = HOOKS
     param_sync: bool = False
