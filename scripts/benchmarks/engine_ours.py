@@ -14,16 +14,17 @@ from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.stage import PipelineStage
+from megatron_pp.weight_grad import split_weight_grad
 
 
 def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, transport: Any) -> Step:
     spec = PlanSpec(work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches)
     family = family_of(spec)
-    if family.splits_weight:
-        raise Unavailable(f"{work.schedule} splits the backward, which these stages can not")
     placement = Placement(family.placement, work.pipeline_size, work.num_chunks)
     config = make_config(work)
     chunks = [PipelineStage(make_stage(stage), config, c) for c, stage in enumerate(placement.stages[rank])]
+    if family.splits_weight and split_weight_grad(chunks).report.delayed < len(chunks):
+        raise Unavailable(f"{work.schedule} splits the backward, which these stages can not")
     alone = work.pipeline_size == 1
     communicator = None if alone else P2PCommunicator(group, config, *([transport] if transport is not None else []))
     chunked = work.num_chunks > 1

@@ -52,6 +52,65 @@ class _Timed(torch.autograd.Function):
         return given, given.new_zeros(1), None
 
 
+class SplitTimedStage(torch.nn.Module):
+    """A TimedStage whose backward is in two halves: it queues its weight gradients, as Transformer Engine's layers do,
+    and ``backward_dw()`` computes (sleeps) them, oldest first. ``split_weight_grad`` knows such layers.
+    """
+
+    def __init__(self, forward_seconds: float, input_seconds: float, weight_seconds: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seconds = (forward_seconds, input_seconds)
+        self.weight_seconds = weight_seconds
+        self.wgrad_store = _Waiting()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = _SplitTimed.apply(x, self.weight, self)
+        return output
+
+    def backward_dw(self) -> None:
+        until = time.perf_counter() + self.weight_seconds
+        self.wgrad_store.context.count -= 1
+        self.weight.grad = torch.zeros(1)
+        sleep_until(until)
+
+
+class _Queue:
+    """As much of a queue as is asked of it: its length."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def qsize(self) -> int:
+        return self.count
+
+
+class _Waiting:
+    def __init__(self) -> None:
+        self.context = _Queue()
+
+    def delay_wgrad_compute(self) -> bool:
+        return True
+
+
+class _SplitTimed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, stage: SplitTimedStage) -> torch.Tensor:
+        ctx.stage = stage
+        until = time.perf_counter() + stage.seconds[0]
+        output = x.clone()
+        sleep_until(until)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        until = time.perf_counter() + ctx.stage.seconds[1]
+        given = grads[0].clone()
+        ctx.stage.wgrad_store.context.count += 1
+        sleep_until(until)
+        return given, None, None
+
+
 def sleep_until(when: float) -> None:
     left = when - time.perf_counter()
     if left > 0:
