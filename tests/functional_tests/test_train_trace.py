@@ -20,9 +20,9 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder and the output of four steps, of which the second and the last are traced."""
+    """The folder and the output of four steps, of which the second and the last are traced; there is no fifth."""
     folder = tmp_path_factory.mktemp("traced")
-    flags = [*SMALL, *INTERLEAVED, "--train-steps", "4", "--eval-interval", "0", "--trace", "2,4", "--run-dir", "run"]
+    flags = [*SMALL, *INTERLEAVED, "--train-steps", "4", "--eval-interval", "0", "--trace", "2,4-5", "--run-dir", "run"]
     return folder / "run", run_well(torchrun(RANKS, *flags), folder)
 
 
