@@ -121,11 +121,11 @@ class ProcessGroupTransport:
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         own = self._channels.get((self.rank, peer, channel)) if self._channels else None
         if own is None:
-            return self._waited(self.group.send([tensor], peer, self._tags[channel]), tensor)
+            return self._waited(self.group.send([tensor], peer, self._tags[channel]), tensor, True)
         if own.sender is None:
-            return self._waited(own.group.send([tensor], own.peer, self._tags[channel]), tensor)
+            return self._waited(own.group.send([tensor], own.peer, self._tags[channel]), tensor, True)
         later = own.sender.post(partial(own.group.send, [tensor], own.peer, self._tags[channel]))
-        return self._waited(later, tensor)
+        return self._waited(later, tensor, True)
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         own = self._channels.get((peer, self.rank, channel)) if self._channels else None
@@ -142,14 +142,12 @@ class ProcessGroupTransport:
         ]
         return dist.batch_isend_irecv(ops)
 
-    def _waited(self, work: Work, tensor: torch.Tensor) -> Work:
-        """gloo never wakes who waits for a message that is half on the wire, or behind one that is, when the
-        connection ends.
-        """
+    def _waited(self, work: Work, tensor: torch.Tensor, is_send: bool = False) -> Work:
+        """gloo never wakes who waits for some of the messages when the connection ends: see ``interruptible.py``."""
         if self.backend != "gloo":
             return work
         self._large = self._large or tensor.numel() * tensor.element_size() >= LARGE_BYTES
-        return InterruptibleWork(work, self._interrupter) if self._large else work
+        return InterruptibleWork(work, self._interrupter) if is_send or self._large else work
 
     def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
         if not self.one_way:

@@ -15,13 +15,16 @@ _HUGE = "9" * 5_000  # Python refuses to read a number of this many digits
 # What a file may hold where something else was meant. Infinity and NaN are what Python's json writes and reads.
 WEIRD = st.one_of(
     st.sampled_from(
-        [None, True, False, -1, 0, 2**31, 2**63, 2**70, 10**400, 0.5, float("inf"), float("nan"), -0.0]
-        + ["", "x", "\x00", "é", "\ud800", "999999999", _DEEP_MARK, [], {}, [None], [[]], {"": None}, ["x"], [2**70]]
+        (
+            *(None, True, False, -1, 0, 2**31, 2**63, 2**70, 10**400, 0.5, float("inf"), float("nan"), -0.0),
+            *("", "x", "\x00", "é", "\ud800", "999999999", _DEEP_MARK),
+            *([], {}, [None], [[]], {"": None}, ["x"], [2**70]),
+        )
     ),
     st.integers(),
     st.text(max_size=8),
 ).map(copy.deepcopy)
-_SNIPPETS = ("9", _HUGE, "-1", "1e999", "\x00", "\ufeff", '"', ",", "\n", "\r", "[", "]", "{", "(", "²", "٣", ".", "|*(")
+_SNIPPETS = (_HUGE, "9", "-1", "1e9", "\x00", "\ufeff", '"', ",", "\n", "\r", "[", "]", "{", "(", "²", "٣", ".", "|*(")
 
 
 @st.composite

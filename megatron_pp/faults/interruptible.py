@@ -1,10 +1,12 @@
 """Waiting for a gloo transfer so that another thread can end the wait.
 
-gloo does not wake the waiter of a transfer that is half on the wire when its connections are closed (see
-``abort.py``), and offers no other way. So the wait for a large message is done by a helper thread, and the waiting
-thread waits for the helper, or for ``interrupt``. A helper that is stuck ends with the process, or when the process
-group's own timeout is over. The hand-over costs tens of microseconds; messages that go into the socket's buffer as a
-whole can not get stuck half way, and are waited for directly.
+gloo does not wake everybody when a connection ends (see ``abort.py``): not who waits for a transfer that is half on the
+wire, of whatever direction, and not who waits for a send, of whatever size, that was written to a connection which the
+other side had just reset: ``Pair::write`` (gloo/transport/tcp/pair.cc) takes that for "try again later" and queues the
+send, and ``Pair::signalException`` passes over what is queued there. It offers no other way to wake them. So these
+waits are done by a helper thread, and the waiting thread waits for the helper, or for ``interrupt``. A helper that is
+stuck ends with the process, or when the process group's own timeout is over. The hand-over costs some ten microseconds;
+receives of messages that go into the socket's buffer as a whole can not get stuck, and are waited for directly.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 # What a TCP socket takes without its peer reading is at least this on Linux (net.core.wmem_default 212,992 bytes, half
@@ -29,30 +32,26 @@ class Interrupter:
     """Waits on behalf of one thread; ``interrupt`` may be called from any other. One per communicator."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
         self._why: str | None = None
-        self._task: Callable[[], Any] | None = None
-        self._outcome: list[BaseException | None] = []
+        self._tasks: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
         self._helper: threading.Thread | None = None
-        self._closed = False
 
     def run(self, task: Callable[[], Any]) -> None:
         """Run ``task`` in the helper thread; raises what it raises, or InterruptedTransferError."""
-        with self._changed:
-            if self._why is not None:
-                raise InterruptedTransferError(self._why)
-            if self._helper is None:
-                self._helper = threading.Thread(target=self._help, daemon=True, name="megatron_pp transfer wait")
-                self._helper.start()
-            self._outcome.clear()
-            self._task = task
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: bool(self._outcome) or self._why is not None)
-            if not self._outcome:
-                raise InterruptedTransferError(str(self._why))
-            error = self._outcome.pop()
-        if error is not None:
-            raise error
+        if self._helper is None and self._why is None:
+            self._helper = threading.Thread(
+                target=_help, args=(self._tasks, self._outcomes), daemon=True, name="megatron_pp transfer wait"
+            )
+            self._helper.start()
+        if self._why is None:
+            self._tasks.put(task)
+            error = self._outcomes.get()
+            if error is not None:
+                raise error
+            if self._why is None:
+                return
+        raise InterruptedTransferError(str(self._why))
 
     @property
     def interrupted(self) -> bool:
@@ -62,9 +61,9 @@ class Interrupter:
     def interrupt(self, why: str) -> None:
         """End the wait that is going on, and every later one. The helper thread ends as soon as it is not inside a
         wait."""
-        with self._changed:
-            self._why = why
-            self._changed.notify_all()
+        self._why = self._why or why
+        self._outcomes.put(None)
+        self._tasks.put(None)
 
     def close(self) -> None:
         """End the helper thread; call when no wait is going on."""
@@ -72,23 +71,17 @@ class Interrupter:
         if self._helper is not None:
             self._helper.join(_PATIENCE)
 
-    def _help(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._task is not None or self._why is not None)
-                if self._task is None:
-                    return
-                task, self._task = self._task, None
-            outcome: BaseException | None = None
-            try:
-                task()
-            except BaseException as error:  # handed to the thread that waits
-                outcome = error
-            del task  # it holds the work, and the work its tensor
-            with self._changed:
-                self._outcome.append(outcome)
-                outcome = None
-                self._changed.notify_all()
+
+def _help(tasks: SimpleQueue[Callable[[], Any] | None], outcomes: SimpleQueue[BaseException | None]) -> None:
+    while (task := tasks.get()) is not None:
+        outcome: BaseException | None = None
+        try:
+            task()
+        except BaseException as error:  # handed to the thread that waits
+            outcome = error
+        del task  # it holds the work, and the work its tensor
+        outcomes.put(outcome)
+        outcome = None
 
 
 class InterruptibleWork:

@@ -12,7 +12,7 @@ PLOT = "loss.png"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``, in order, up to a line that is none, such as a last one that was cut short."""
+    """The records of a ``metrics.jsonl``, in order, up to a line that is none: a last one, cut short, for one."""
     records: list[dict[str, Any]] = []
     for line in path.read_text(errors="replace").splitlines():
         try:

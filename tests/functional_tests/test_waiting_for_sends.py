@@ -1,0 +1,53 @@
+"""gloo does not wake who waits for a send to a connection that was just reset; such a wait can be ended all the same,
+whatever the size of the message."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_pp.faults.interruptible import InterruptedTransferError, Interrupter
+from megatron_pp.testing.processes import run_processes
+from megatron_pp.transport import ACT, ProcessGroupTransport
+
+
+def rank_main(rank: int, size: int) -> float:
+    """Seconds that a wait took for a message that the other rank takes only afterwards."""
+    transport = ProcessGroupTransport(dist.group.WORLD)
+    message = torch.ones(3)
+    seconds = 0.0
+    if rank == 0:
+        work = transport.isend(message, 1, ACT)
+        # As abort does, without closing connections: gloo is not to help.
+        threading.Timer(0.3, lambda: transport._interrupter.interrupt("a test")).start()
+        start = time.monotonic()
+        with pytest.raises(InterruptedTransferError, match="a test"):
+            work.wait()
+        seconds = time.monotonic() - start
+    dist.barrier()
+    if rank == 1:
+        transport.irecv(message, 0, ACT).wait()
+    transport.close()
+    return seconds
+
+
+def test_a_small_send() -> None:
+    assert run_processes(rank_main, 2, timeout=60.0)[0] < 10.0
+
+
+def test_what_the_helper_raises_is_raised() -> None:
+    interrupter = Interrupter()
+    done: list[int] = []
+    interrupter.run(lambda: done.append(1))
+    with pytest.raises(ZeroDivisionError):
+        interrupter.run(lambda: 1 // 0)
+    interrupter.run(lambda: done.append(2))
+    assert done == [1, 2]
+    interrupter.close()
+    with pytest.raises(InterruptedTransferError, match="closed"):
+        interrupter.run(lambda: done.append(3))
+    assert done == [1, 2]
