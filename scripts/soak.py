@@ -18,8 +18,8 @@ import argparse
 import os
 import platform
 import random
+import signal
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -79,20 +79,31 @@ def main() -> int:
     books = Books()
     start = time.monotonic()
     rng = random.Random(arguments.seed)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Pool(arguments.ranks) as pool:
-        for episode in [*drawn_episodes(arguments, rng), *clean_episodes(arguments)]:
-            if run_one(pool, episode, arguments.ranks, books):
-                continue
-            break
-    text = report(arguments, books, time.monotonic() - start)
-    if arguments.output == "-":
-        print(text)
-    else:
-        write_between_marks(Path(arguments.output), text)
-        print(f"wrote {arguments.output}")
-    for line in books.trouble:
-        print(f"WRONG: {line}", file=sys.stderr)
+        try:
+            run_all(pool, arguments, rng, books)
+        except KeyboardInterrupt:
+            books.trouble.append("the run was ended before it was through")
+        text = report(arguments, books, time.monotonic() - start)
+        if arguments.output == "-":
+            print(text)
+        else:
+            write_between_marks(Path(arguments.output), text)
+            print(f"wrote {arguments.output}")
+    print(f"{len(books.trouble)} complaints")
     return 1 if books.trouble else 0
+
+
+def run_all(pool: Pool, arguments: argparse.Namespace, rng: random.Random, books: Books) -> None:
+    """Every episode, or up to the first that hangs."""
+    for episode in [*drawn_episodes(arguments, rng), *clean_episodes(arguments)]:
+        known = len(books.trouble)
+        went_on = run_one(pool, episode, arguments.ranks, books)
+        for line in books.trouble[known:]:
+            print(f"WRONG: {line}", flush=True)
+        if not went_on:
+            return
 
 
 def write_between_marks(path: Path, text: str) -> None:
