@@ -78,6 +78,9 @@ def flush_traces() -> None:
         tracer.resolve_pending()
 
 
+_MOST_DIGITS = 18
+
+
 def trace_steps(config: Any) -> str:
     """Which training steps are recorded, as in ``3,10-12``."""
     return getattr(config, "trace_steps", None) or os.environ.get(STEPS_VARIABLE) or _DEFAULT_STEPS
@@ -88,10 +91,14 @@ def chosen_steps(text: str) -> list[range]:
     ranges = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+        if not _is_step(first) or (dash and not _is_step(last)) or (dash and int(last) < int(first)):
             raise ScheduleInputError(f"trace_steps is {text!r}; it must list steps, as in 3,10-12")
         ranges.append(range(int(first), int(last or first) + 1))
     return ranges
+
+
+def _is_step(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS
 
 
 def step_recording(model: Any, config: Any, plan: Plan, transport: Transport, size: float) -> Recording | None:

@@ -8,14 +8,15 @@ out wakes everybody: gloo then closes all connections of the group ("Application
 millisecond. It takes 3 to 13 ms, collectives on the group fail as well, and ``destroy_process_group`` and
 ``init_process_group`` work afterwards.
 
-gloo, a transfer that is half on the wire: is not woken, neither by that nor by the death of the peer. gloo tells the
+gloo, a transfer that is half on the wire, and a send that was written to a connection that the peer had just reset: are
+not woken, neither by that nor by the death of the peer. gloo tells the
 operations that are queued, and one that is being transferred has left its queue (``Pair::signalException`` in
 gloo/transport/tcp/pair.cc). Its ``wait`` returns when its own timeout is over, by default the group's half hour. Hence
 ``interruptible.py``.
 
 NCCL: ``ProcessGroup.abort`` (``ncclCommAbort``) makes the kernels leave and the synchronisation of the stream return,
 without an error on the waiting thread; the communicator refuses further calls, and the guard looks at its verdict when
-the step ends. Read in c10d's source; to be run on GPUs.
+the step ends. Read in c10d's source; to be run on GPUs. ``nccl_settings.py`` says what torch does there by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -34,14 +37,12 @@ logger = logging.getLogger("megatron_pp")
 # A tag on which nobody sends, below the ones that carry activations and gradients.
 _ABORT_TAG = 0x4D0000
 _AT_ONCE = timedelta(milliseconds=1)
+_NCCL_PATIENCE = 5.0  # seconds
 
 
 def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     """Abort each of ``groups``: what is blocked on it in this process raises or returns, and later calls fail. Never
-    raises.
-
-    NCCL communicators are aborted as one NCCL group, since one abort may wait for another (pytorch#119797).
-    """
+    raises."""
     nccl: list[dist.ProcessGroup] = []
     for group in groups:
         if _backend(group, "cuda", "nccl") is not None:
@@ -80,16 +81,24 @@ def _abort_gloo(group: dist.ProcessGroup) -> None:
 
 
 def _abort_nccl(groups: list[dist.ProcessGroup]) -> None:
-    if not groups:
-        return
-    together = _backend(groups[0], "cuda", "nccl")
-    start, end = getattr(together, "_group_start", None), getattr(together, "_group_end", None)
+    """All at once, each from a thread of its own: an abort returns when its kernels have left the GPU, and may wait for
+    another communicator's (pytorch#119797). NCCL's own way to abort several, ``ncclGroupStart``, is no help: it is for
+    calls of one thread, and torch makes each abort on a thread of its own (``ProcessGroupNCCL::abort``), which is
+    waited for as long as the group's timeout.
+    """
+    threads = [threading.Thread(target=_abort_one, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + _NCCL_PATIENCE
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    still = sum(thread.is_alive() for thread in threads)
+    if still:
+        logger.warning("aborting %d NCCL communicator(s) takes longer than %.0f s", still, _NCCL_PATIENCE)
+
+
+def _abort_one(group: dist.ProcessGroup) -> None:
     try:
-        if start is not None and end is not None:
-            start()
-        for group in groups:
-            group.abort()
-        if start is not None and end is not None:
-            end()
+        group.abort()
     except Exception as error:  # a communicator that is already gone is as good as aborted
-        logger.warning("aborting NCCL communicators: %s", error)
+        logger.warning("aborting an NCCL communicator: %s", error)

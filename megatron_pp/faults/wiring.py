@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+from megatron_pp.faults import nccl_settings
 from megatron_pp.faults.abort import abort_all_groups
 from megatron_pp.faults.diagnosis import Source
 from megatron_pp.faults.entry import RECEIVES, SENDS
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.plan.spec import PlanSpec
+
+logger = logging.getLogger("megatron_pp")
 
 _DEFAULT_TIMEOUT = 600.0
 _PATIENCE = 10  # times p2p_timeout, for one operation of a rank whose process lives
@@ -98,6 +102,8 @@ def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
 def _make_guard(transport: Any, store: Any) -> FaultGuard:
     import torch.distributed as dist
 
+    if getattr(transport, "backend", "") == "nccl" and (said := nccl_settings.warning()) is not None:
+        logger.warning(said)
     # The guard's threads must not keep the transport, nor with it the process group, alive.
     abort = weakref.WeakMethod(transport.abort)
     real = dist.is_initialized()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -115,8 +116,10 @@ def _from_file(path: str) -> Measured:
 def _check_number(name: str, value: Any, may_be_none: bool) -> None:
     if value is None and may_be_none:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise PlanError(f"measured {name} is {value!r}; it must be a finite number of at least 0, or a list of them")
+    # Whole numbers may be larger than any float.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
+        shown = "beyond all floats" if isinstance(value, int) and value > sys.float_info.max else repr(value)
+        raise PlanError(f"measured {name} is {shown}; it must be a finite number of at least 0, or a list of them")
 
 
 def _per(name: str, value: float | tuple[float, ...], count: int, what: str) -> tuple[float, ...]:

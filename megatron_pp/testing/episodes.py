@@ -21,6 +21,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
 from megatron_pp.testing.fault_injection import KILL, STOP, Fault
 
 _START_SECONDS = 120.0
@@ -193,8 +194,7 @@ def _work(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ.setdefault("NCCL_HOSTID", f"rank{rank}")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_NET", "Socket")
-    # The guard ends what blocks; NCCL's own watchdog would end the process before it can say why.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    leave_failures_to_the_guard()
     import torch
     import torch.distributed as dist
 

@@ -132,11 +132,16 @@ def read_rank_trace(path: str | Path) -> RankTrace:
                 trace = RankTrace(str(path), _header(content))
             else:
                 _add(trace, content)
-        except (KeyError, TypeError, ValueError, RecursionError, AttributeError, InstructionError) as error:
+        except _NOT_A_LINE as error:
             raise ExchangeError(f"{path}, line {number}: {_why(error)}") from error
     if trace is None:
         raise ExchangeError(f"{path}: the file is cut off in its first line")
     return trace
+
+
+_NOT_A_LINE = (
+    KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError, InstructionError
+)  # fmt: skip
 
 
 def _why(error: Exception) -> str:
@@ -169,6 +174,7 @@ def _add(trace: RankTrace, content: dict[str, Any]) -> None:
             raise ExchangeError(f"placement {content['placement']!r} is not known")
         program = tuple(parse_program(content["program"]))
         spec = spec_from_values(dict(content["spec"]))
+        _check_plan(trace.header, spec, program)
         trace.plans.append(PlanRecord(spec, content["placement"], program, float(content["message_bytes"])))
     elif kind == "sync":
         trace.syncs.append((int(content["time"]), int(content["ahead"])))
@@ -184,6 +190,16 @@ def _add(trace: RankTrace, content: dict[str, Any]) -> None:
         trace.steps[record.step] = record
     else:
         raise ExchangeError(f"{kind!r} is no kind of line")
+
+
+def _check_plan(header: RunHeader, spec: PlanSpec, program: Sequence[Instruction]) -> None:
+    if spec.pipeline_size != len(header.pipeline):
+        raise ExchangeError(f"a plan for {spec.pipeline_size} ranks in a run of {len(header.pipeline)}")
+    if spec.num_chunks * spec.num_microbatches > len(program):
+        raise ExchangeError(f"{spec.num_chunks} chunks of {spec.num_microbatches} microbatches do not fit into it")
+    for at in (one for entry in program for one in entry.members or (entry,)):
+        if at.chunk >= spec.num_chunks or at.mb >= spec.num_microbatches:
+            raise ExchangeError(f"{at} is outside {spec.num_chunks} chunks of {spec.num_microbatches} microbatches")
 
 
 def _check_step(trace: RankTrace, record: StepRecord) -> None:

@@ -227,7 +227,11 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     saved = _saved_arguments(find_run(Path(run["resume"]))) if "resume" in run else {"run": {}, "config": {}}
     for name in ("run_dir", "resume"):
         saved["run"].pop(name, None)
-    return Arguments(RunArguments(**{**saved["run"], **run}), {**_CONFIG_DEFAULTS, **saved["config"], **config})
+    try:
+        program = RunArguments(**{**saved["run"], **run})
+    except (TypeError, OverflowError) as error:  # the command line's values are of the right kind
+        raise CheckpointError(f"the run to resume has an {ARGUMENTS} with a value of a wrong kind: {error}") from error
+    return Arguments(program, {**_CONFIG_DEFAULTS, **saved["config"], **config})
 
 
 def find_run(path: Path) -> Path:
@@ -306,7 +310,7 @@ def _saved_arguments(folder: Path) -> dict[str, dict[str, Any]]:
             part: {f.name: saved[part][f.name] for f in fields(cls) if f.name in saved[part]}
             for part, cls in known.items()
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{folder / ARGUMENTS} cannot be read ({error!r}); give all flags and a new --run-dir"
         ) from error
