@@ -69,6 +69,6 @@ def _per_stage(share: Shares, stages: int) -> tuple[float, ...]:
     if len(shares) != stages:
         raise PlanError(f"weight shares are given for {len(shares)} stages; the plan has {stages}")
     for value in shares:
-        if not (math.isfinite(value) and value >= 0):
+        if not 0 <= value < math.inf:
             raise PlanError(f"a weight share is {value}; it must be a finite number of at least 0, such as 0.94")
     return shares

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from megatron_pp.config import ModelParallelConfig, ScheduleError, TransformerConfig
+from megatron_pp.engine import Shapes
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.faults.wiring import describe_step
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.exchange import save_plan
 from megatron_pp.plan.files import ExchangeError
@@ -128,7 +130,7 @@ def test_measurements_are_a_dict_a_file_or_an_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"weight": -1}, "measured weight is -1"),
+        ({"weight": -1}, "measured weight is '?-1"),
         ({"colour": 1}, "measured values colour are not known"),
         ({"forward": [1.0] * 3}, "measured forward is given for 3 stages; there are 2"),
         ({"memory_limit": [1.0] * 3}, "measured memory_limit is given for 3 ranks; there are 2"),
@@ -158,3 +160,14 @@ def test_the_function_for_pairs_must_be_callable() -> None:
     assert ModelParallelConfig(overlapped_forward_backward=print).overlapped_forward_backward is print
     with pytest.raises(ValueError, match="overlapped_forward_backward is 'in_turn'; it must be a callable"):
         ModelParallelConfig(overlapped_forward_backward="in_turn")  # type: ignore[arg-type]
+
+
+def test_ranks_compare_the_content_of_their_files(tmp_path: Path) -> None:
+    """Two machines may hold different files of one name."""
+    told = []
+    for name in ("1f1b", "gpipe"):
+        path = written(tmp_path, PlanSpec(name, 2, 1, 4))
+        digest = family_of_file(path).digest
+        told.append(describe_step(PlanSpec("same.csv", 2, 1, 4, digest=digest), Shapes(None, None), torch.float32))
+    different = {key for key in told[0] if told[0][key] != told[1][key]}
+    assert different == {"digest"}
