@@ -1,8 +1,9 @@
 """What the training program raises on bad input, each with one sentence that says what would be right.
 
 A number of processes that does not fit the grid is a :class:`megatron_pp.config_checks.WorldSizeError`. All of these
-are raised on every rank before any communication, except :class:`NonFiniteLossError`, which all ranks raise at the
-same step.
+are raised on every rank before any communication, except for what one rank alone cannot know (a folder, or flags, that
+nodes see differently) or what shows later (a checkpoint that cannot be written, :class:`NonFiniteLossError`), which all
+ranks raise together.
 """
 
 from __future__ import annotations

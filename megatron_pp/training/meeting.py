@@ -1,4 +1,6 @@
-"""Where the processes of a run meet: a store that shows nothing of those that were there before.
+"""Where the processes of a run meet, and whether it is one run that they were started for.
+
+The store shows nothing of those that were there before.
 
 torchrun's agents outlive the processes that they start, and so does the store in the first of them: after a restart it
 still holds the addresses of the processes before, and a new process that reads one waits for a peer that is gone (seen
@@ -17,6 +19,8 @@ from os import environ
 from typing import Any
 
 import torch.distributed as dist
+
+from megatron_pp.training.errors import ArgumentError
 
 _PATIENCE = timedelta(minutes=10)  # between the first process that comes and the last
 _POLL = 0.02  # seconds
@@ -61,3 +65,24 @@ def agreed_place(store: Any, rank: int, world_size: int) -> str:
             )
         time.sleep(_POLL)
     return place
+
+
+def check_same_flags(flags: Mapping[str, Any]) -> None:
+    """Refuse processes that were started with different flags, as on two machines by hand. Collective.
+
+    Args:
+        flags: name -> value of all that this process's command line says.
+
+    Raises:
+        ArgumentError: on every rank, naming the first flag that differs and both values.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(flags))
+    for rank, others in enumerate(everyone):
+        for name in sorted(everyone[0].keys() | others.keys()):
+            first, other = everyone[0].get(name), others.get(name)
+            if first != other:
+                raise ArgumentError(
+                    f"--{name.replace('_', '-')} is {first} on rank 0 and {other} on rank {rank}; start all nodes with "
+                    "the same flags"
+                )

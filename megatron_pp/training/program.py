@@ -26,6 +26,7 @@ from megatron_pp.training.errors import TrainingError
 from megatron_pp.training.grid import Process, choose_device, join_grid, joined
 from megatron_pp.training.interrupt import StoppedAtOnceError, StopRequest
 from megatron_pp.training.libraries import choose_libraries
+from megatron_pp.training.meeting import check_same_flags
 from megatron_pp.training.metrics import METRICS, PLOT, Recorder, plot_losses
 from megatron_pp.training.model import build_model, splits_backward
 from megatron_pp.training.restart import agree_on_start, find_start, remember, this_agent
@@ -91,6 +92,7 @@ def train(argv: Sequence[str]) -> Outcome:
     libraries = choose_libraries(run, config, device, splits_backward(config))
     logging.basicConfig(level=logging.WARNING if process.rank == 0 else logging.ERROR, format="%(message)s")
     with joined(process, device):
+        check_same_flags({**vars(run), **arguments.config})
         start, agents = agree_on_start(run, layout)
         folder, checkpoint = start.folder, start.checkpoint
         grid = join_grid(config)

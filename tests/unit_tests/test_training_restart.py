@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_pp.testing.processes import run_processes
 from megatron_pp.training import restart
 from megatron_pp.training.arguments import ARGUMENTS, RunArguments
 from megatron_pp.training.checkpoint import DESCRIPTION, FORMAT, LATEST
 from megatron_pp.training.errors import ArgumentError
-from megatron_pp.training.meeting import agreed_place
+from megatron_pp.training.meeting import agreed_place, check_same_flags
 from megatron_pp.training.restart import LAUNCH, Start, find_start, remember, this_agent
 
 LAYOUT = {"num_layers": 4}
@@ -120,3 +121,17 @@ def test_each_start_meets_in_a_place_of_its_own() -> None:
         places.append([found[rank] for rank in range(3)])
     assert all(len(set(place)) == 1 for place in places)
     assert len({place[0] for place in places}) == 3
+
+
+def with_flags(rank: int, size: int) -> str:
+    check_same_flags({"seed": 1, "hidden_size": 32})
+    try:
+        check_same_flags({"seed": 1, "train_steps": 8 + rank // 2})
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_flags_that_differ_are_told_on_every_rank() -> None:
+    told = run_processes(with_flags, 3, timeout=60)
+    assert told == ["--train-steps is 8 on rank 0 and 9 on rank 2; start all nodes with the same flags"] * 3
