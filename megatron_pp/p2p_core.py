@@ -176,18 +176,18 @@ class P2PCore:
     @property
     def closed(self) -> bool:
         """Whether this communicator, or another one on the same transport, was aborted."""
-        return self._closed or bool(getattr(self.transport, "aborted", False))
+        return self._closed or self.transport.aborted
 
     def group_is_gone(self) -> bool:
         """Whether the process group under this communicator was destroyed."""
-        gone = getattr(self.transport, "is_gone", None)
-        return bool(gone()) if gone is not None else False
+        return self.transport.is_gone()
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def allocate(self, shape: Shape, requires_grad: bool) -> torch.Tensor:
         """A receive buffer of ``shape`` and ``pipeline_dtype``."""
-        self.require_dtype()
+        if self.dtype is None:
+            self.require_dtype()
         like = self._templates.get(shape if type(shape) is tuple else tuple(shape))
         if like is None:
             like = self._templates[tuple(shape)] = torch.empty((), dtype=self.dtype, device=self.device).expand(shape)
@@ -232,7 +232,7 @@ class P2PCore:
         return alias if alias.is_contiguous() else alias.contiguous()
 
     def _check_open(self) -> None:
-        if self._closed or getattr(self.transport, "aborted", False):  # as ``closed``, on the hot path
+        if self._closed or self.transport.aborted:  # as ``closed``, on the hot path
             raise CommunicatorClosedError(
                 f"pipeline rank {self.rank}: this communicator was closed after a failure; make a new one"
             )

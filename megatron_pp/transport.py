@@ -56,12 +56,14 @@ class Transport(Protocol):
     rank, size   this rank and the number of ranks in the group
     device       where tensors must lie
     pollable     whether ``Work.is_completed`` tells the truth before ``wait`` (NCCL does; gloo says False until waited)
+    aborted      whether ``abort`` was called
     """
 
     rank: int
     size: int
     device: torch.device
     pollable: bool
+    aborted: bool
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work: ...
 
@@ -82,6 +84,10 @@ class Transport(Protocol):
 
     def abort(self) -> None:
         """Make every blocked or later operation of this rank fail; called from another thread when a peer failed."""
+        ...
+
+    def is_gone(self) -> bool:
+        """Whether what carries the messages was destroyed."""
         ...
 
     # Where ranks are to learn of each other's failures: ``store`` (a torch Store that all share) and ``name`` (of this
@@ -232,6 +238,7 @@ class SoloTransport:
     rank = 0
     size = 1
     pollable = False
+    aborted = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -253,3 +260,6 @@ class SoloTransport:
 
     def abort(self) -> None:
         pass
+
+    def is_gone(self) -> bool:
+        return False

@@ -147,6 +147,7 @@ class MemoryTransport:
     """One rank's side of a MemoryNetwork; see ``megatron_pp.transport.Transport``."""
 
     pollable = False
+    aborted = False  # the network knows, and says so
     name = "threads"
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
@@ -177,6 +178,9 @@ class MemoryTransport:
 
     def abort(self) -> None:
         self.network.abort(f"rank {self.rank} aborted")
+
+    def is_gone(self) -> bool:
+        return False
 
     def _channel(self, channel: str) -> str:
         return channel if self.network.one_way else "shared"

@@ -33,6 +33,7 @@ class StubTransport:
     """A ``Transport`` on which nothing travels: every operation is over when it is posted."""
 
     pollable = False
+    aborted = False
     device = torch.device("cpu")
 
     def __init__(self, rank: int, size: int) -> None:
@@ -55,6 +56,9 @@ class StubTransport:
         return rank
 
     def abort(self) -> None: ...
+
+    def is_gone(self) -> bool:
+        return False
 
 
 @contextlib.contextmanager

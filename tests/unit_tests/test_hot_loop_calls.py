@@ -34,6 +34,7 @@ class StillTransport:
     """Every transfer is over when it is posted."""
 
     pollable = False
+    aborted = False
     device = torch.device("cpu")
 
     def __init__(self, rank: int, size: int) -> None:
@@ -55,6 +56,9 @@ class StillTransport:
         return rank
 
     def abort(self) -> None: ...
+
+    def is_gone(self) -> bool:
+        return False
 
     def wait(self, timeout: Any = None) -> bool:
         return True
