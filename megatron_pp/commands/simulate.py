@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +30,7 @@ from megatron_pp.commands.plan_options import (
 from megatron_pp.commands.tables import print_table
 from megatron_pp.commands.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.ticks import percent, short, size_label
+from megatron_pp.plan.activations import WEIGHT_SHARE, Shares
 from megatron_pp.plan.advice import Candidate, CostProfile, compare
 from megatron_pp.plan.costs import Network, StageCosts
 from megatron_pp.plan.memory import ModelShape, peak_bytes
@@ -58,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--compare", metavar="A,B,C", help="rank these schedules (all: every one), per microbatch")
     parser.add_argument("--memory-limit", type=number, metavar="GIB", help="leave out what needs more on any rank")
+    parser.add_argument(
+        "--weight-share",
+        type=number,
+        metavar="SHARE",
+        help="memory of a waiting weight gradient, as a share of its forward's; by default a transformer layer's, by "
+        "the model options where they are given",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -70,13 +79,31 @@ def run(args: argparse.Namespace, console: Console) -> int:
     plan = traced.measured.plan if traced is not None and names_no_plan(args) else verified_single_plan(args)
     shape = model_shape(args)
     result = simulate(plan, *costs_of(args, plan, traced, shape))
-    peaks = peak_bytes(plan, shape) if shape else None
+    peaks = Peaks(
+        result.peak_activations(_weight_shares(args, plan, shape)), peak_bytes(plan, shape) if shape else None
+    )
     unit = MILLISECONDS if traced else cost_unit(args)
     if args.json:
         console.file.write(json.dumps(_facts(result, peaks, unit), indent=1) + "\n")
     else:
         _show(result, peaks, unit, console)
     return OK
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Of every rank: activations in units of one chunk's forward, and bytes (None without a model)."""
+
+    activations: tuple[float, ...]
+    bytes: tuple[float, ...] | None
+
+
+def _weight_shares(args: argparse.Namespace, plan: Plan, shape: ModelShape | None) -> Shares:
+    """As the option says, as the model's stages have it, or as a transformer layer has it."""
+    if args.weight_share is not None:
+        return float(args.weight_share)
+    stages = plan.placement.num_stages
+    return WEIGHT_SHARE if shape is None else [shape.weight_share(stage, stages) for stage in range(stages)]
 
 
 def costs_of(
@@ -90,19 +117,19 @@ def costs_of(
     return profile.stages(stages), network(args, shape, plan.spec.pipeline_size)
 
 
-def _show(result: Simulation, peaks: tuple[float, ...] | None, unit: str, console: Console) -> None:
+def _show(result: Simulation, peaks: Peaks, unit: str, console: Console) -> None:
     console.print(result.plan.spec.describe(), markup=False, highlight=False)
     line = f"makespan {short(result.makespan)} {unit}, bubble {percent(result.bubble_share)}"
     console.print(line, markup=False, highlight=False)
-    names = ["rank", f"busy {unit}", "idle", "peer late", "queued", "transfer", "release", "in flight", "activations"]
-    in_flight, activations = result.peak_in_flight(), result.peak_activations()
+    names = ["rank", f"busy {unit}", "idle", "peer late", "queued", "transfer", "release", "in flight", "kept"]
+    in_flight = result.peak_in_flight()
     rows = []
     for rank, waits in enumerate(result.waits):
         numbers = (result.busy[rank], result.idle[rank], waits.peer_late, waits.queued, waits.transfer, waits.release)
-        rows.append([str(rank), *map(short, numbers), str(in_flight[rank]), short(activations[rank])])
-        if peaks:
-            rows[-1].append(size_label(peaks[rank]))
-    print_table(console, "Ranks", names + (["peak memory"] if peaks else []), rows)
+        rows.append([str(rank), *map(short, numbers), str(in_flight[rank]), short(peaks.activations[rank])])
+        if peaks.bytes:
+            rows[-1].append(size_label(peaks.bytes[rank]))
+    print_table(console, "Ranks", names + (["peak memory"] if peaks.bytes else []), rows)
     links = [
         [f"{a} to {b}", str(messages), size_label(size) if size else "-"]
         for (a, b), (messages, size) in result.volume().items()
@@ -110,7 +137,7 @@ def _show(result: Simulation, peaks: tuple[float, ...] | None, unit: str, consol
     print_table(console, "Links", ["link", "messages", "bytes"], links)
 
 
-def _facts(result: Simulation, peaks: tuple[float, ...] | None, unit: str) -> dict[str, Any]:
+def _facts(result: Simulation, peaks: Peaks, unit: str) -> dict[str, Any]:
     return {
         "plan": result.plan.spec.describe(),
         "unit": unit,
@@ -120,8 +147,8 @@ def _facts(result: Simulation, peaks: tuple[float, ...] | None, unit: str) -> di
         "idle": list(result.idle),
         "waits": [vars(w) for w in result.waits],
         "peak_in_flight": list(result.peak_in_flight()),
-        "peak_activations": list(result.peak_activations()),
-        "peak_bytes": None if peaks is None else list(peaks),
+        "peak_activations": list(peaks.activations),
+        "peak_bytes": None if peaks.bytes is None else list(peaks.bytes),
         "links": [
             {"source": a, "target": b, "messages": messages, "bytes": size}
             for (a, b), (messages, size) in result.volume().items()

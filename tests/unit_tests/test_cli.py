@@ -119,6 +119,19 @@ def test_simulate_gives_the_closed_form(command):
     assert len(facts["links"]) == 6
 
 
+def test_simulate_weighs_what_waits_for_weight_gradients(command):
+    arguments = ["simulate", "-s", "zb_h2", "-P", "3", "-M", "6", "--json"]
+    model = ["--layers", "3", "--hidden-size", "64", "--seq-length", "64", "--recompute", "full"]
+
+    def peak(*more):
+        return json.loads(command(*arguments, *more)[1])["peak_activations"][2]
+
+    assert peak("--weight-share", "1") == 5.0  # one in flight, four waiting
+    assert peak("--weight-share", "0.5") == 3.0
+    assert peak() == pytest.approx(1 + 4 * 32 / 34)
+    assert peak(*model) > 4 * 15  # recomputed layers keep their input alone
+
+
 def test_simulate_divides_a_ranks_time_over_its_chunks(command):
     arguments = [
         "simulate",
