@@ -15,8 +15,6 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
-DETACHED_BYTES = 256 * 1024
-"""Messages from this size on are posted by a thread: the hand-over costs tens of microseconds, posting milliseconds."""
 _PATIENCE = 1.0  # seconds for the thread to end; one that is stuck ends with the process
 
 

@@ -20,7 +20,7 @@ from megatron_pp.channel_groups import Channel, ChannelGroups, Key
 from megatron_pp.errors import P2PError
 from megatron_pp.faults.abort import abort_groups
 from megatron_pp.faults.interruptible import LARGE_BYTES, Interrupter, InterruptibleWork
-from megatron_pp.send_thread import DETACHED_BYTES
+from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
 
 ACT = "A"
 GRAD = "G"
@@ -160,7 +160,8 @@ class ProcessGroupTransport:
             return
         if self.backend != "nccl":  # both ends of an edge know the same size: one of what it sends, the other receives
             bytes_of = {True: sent_bytes, False: received_bytes}
-            large = [edge for edge in edges if self.rank in edge and bytes_of[self.rank == edge[0]] >= DETACHED_BYTES]
+            mine = [edge for edge in edges if self.rank in edge]
+            large = [edge for edge in mine if bytes_of[self.rank == edge[0]] >= GLOO_DETACHED_BYTES]
             edges = large if "gloo" in dist.get_backend(self.group) else []
         keys = [key for s, t in sorted(edges) for key in ((s, t, ACT), (t, s, GRAD))]
         if all(key in self._channels for key in keys if self.rank in key[:2]):

@@ -106,6 +106,11 @@ class Link:
         return size / self.bandwidth
 
 
+GLOO_DETACHED_BYTES = 256 * 1024
+"""On gloo, one-way channels for activations of at least this size get a connection of their own, and a thread that
+posts their sends: the hand-over costs tens of microseconds, posting costs milliseconds (``send_thread.py``)."""
+
+
 @dataclass(frozen=True)
 class Network:
     """What a transfer between two ranks costs.
@@ -115,8 +120,9 @@ class Network:
     links                             (source rank, destination rank) -> its own Link
     gloo                              transfers as gloo makes them: a send starts when it has heard of its receive, and
                                       hears of it within the data that goes the other way, behind what is on its way
-                                      already, since two ranks have one connection; nothing else holds a message up
-                                      that is posted at both ends
+                                      already, since two ranks have one connection; from GLOO_DETACHED_BYTES on, where
+                                      channels are one-way, each has a connection of its own and the receive is heard of
+                                      at once. Nothing else holds a message up that is posted at both ends
     """
 
     activation_bytes: float = 0.0

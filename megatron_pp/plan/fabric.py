@@ -5,7 +5,8 @@ is active. Active ends meet in the order of their channel; a pair that met takes
 the transfer is over, both entries lose an end; an entry without ends left leaves its queue, and the next is active.
 
 On gloo (``Network.gloo``) there are no queues, but a receive becomes active only once its sender can have heard of it:
-when what was on the wire towards the sender, when the receive was posted, has left.
+when what was on the wire towards the sender, when the receive was posted, has left. Large messages have connections
+of their own, and their receives are heard of at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.costs import Network
+from megatron_pp.plan.costs import GLOO_DETACHED_BYTES, Network
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.simulation import Transfer
 from megatron_pp.plan.spec import ONE_WAY, Plan, PlanError
@@ -77,6 +78,8 @@ class Fabric:
         self.plan = plan
         self.network = network
         self.one_way = plan.spec.channels == ONE_WAY
+        detached = self.one_way and not plan.spec.variable_shapes and network.activation_bytes >= GLOO_DETACHED_BYTES
+        self.heard_late = network.gloo and not detached
         self.started: list[tuple[Transfer, Entry, Entry]] = []
         self.announced: list[tuple[float, Announcement]] = []
         self._queues: dict[tuple, deque[tuple[Entry, list[_End]]]] = {}
@@ -120,7 +123,7 @@ class Fabric:
         self._meet(end, now)
 
     def _heard(self, channel: _Channel, op: str, now: float) -> float:
-        if op in ins.SEND_OPS or not self.network.gloo:
+        if op in ins.SEND_OPS or not self.heard_late:
             return now
         source, target = channel.link
         return max(now, self._wire_free.get((target, source), now))

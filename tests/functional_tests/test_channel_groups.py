@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pp.communicators import close_communicators, communicator_for
-from megatron_pp.send_thread import DETACHED_BYTES
+from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.toy import HIDDEN, ToyData, ToyResult, merged, reference_run, toy_config
@@ -29,7 +29,7 @@ FIELDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def data_of(name: str) -> ToyData:
-    length = DETACHED_BYTES // (4 * HIDDEN * 2) + 1
+    length = GLOO_DETACHED_BYTES // (4 * HIDDEN * 2) + 1
     return ToyData(5, seq_length=length, variable=name == "variable")
 
 

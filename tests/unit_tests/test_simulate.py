@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_pp.plan.build import build_plan, lowered_plan
 from megatron_pp.plan.clock import logical_ends
-from megatron_pp.plan.costs import Link, Network, StageCosts
+from megatron_pp.plan.costs import GLOO_DETACHED_BYTES, Link, Network, StageCosts
 from megatron_pp.plan.instruction import parse_program
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.simulate import simulate
@@ -135,19 +135,20 @@ def test_opposite_directions_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize(
-    ("first", "gloo", "there"),
+    ("first", "gloo", "size", "there"),
     [
-        ("SA0.0 SA0.1 RG0.0", False, (4.0, 6.0)),
-        ("SA0.0 SA0.1 RG0.0", True, (5.0, 7.0)),  # heard of when SA0.1 has left, at 5
-        ("SA0.0 RG0.0 SA0.1", True, (4.0, 6.0)),  # heard of when SA0.0 has left, at 3
+        ("SA0.0 SA0.1 RG0.0", False, 1.0, (4.0, 6.0)),
+        ("SA0.0 SA0.1 RG0.0", True, 1.0, (5.0, 7.0)),  # heard of when SA0.1 has left, at 5
+        ("SA0.0 RG0.0 SA0.1", True, 1.0, (4.0, 6.0)),  # heard of when SA0.0 has left, at 3
+        ("SA0.0 SA0.1 RG0.0", True, GLOO_DETACHED_BYTES, (4.0, 6.0)),  # heard of on a connection of its own
     ],
 )
-def test_on_gloo_a_receive_is_heard_of_behind_the_data_the_other_way(first, gloo, there):
+def test_on_gloo_a_receive_is_heard_of_behind_the_data_the_other_way(first, gloo, size, there):
     """Two ranks, transfers of 2, F 0.5, B 1: rank 0's two sends leave from 1 to 5, rank 1's gradient is ready at 4."""
     programs = (f"F0.0 F0.1 {first} WG0.0 DA0.0 DA0.1 B0.0", "RA0.0 RA0.1 WA0.0 F0.0 B0.0 SG0.0 WA0.1 DG0.0")
     plan = build_plan(PlanSpec("gpipe", 2, 1, 2))
     plan = dataclasses.replace(plan, programs=tuple(tuple(parse_program(text)) for text in programs))
-    network = Network(1.0, link=Link(bandwidth=0.5), gloo=gloo)
+    network = Network(size, link=Link(bandwidth=size / 2), gloo=gloo)
     result = simulate(plan, StageCosts.uniform(2, 0.5, 0.25, 0.25), network)
     back = next(t for t in result.transfers if t.kind == "G")
     assert (back.send_posted, back.receive_posted) == (4.0, 1.0)
