@@ -8,10 +8,10 @@ out wakes everybody: gloo then closes all connections of the group ("Application
 millisecond. It takes 3 to 13 ms, collectives on the group fail as well, and ``destroy_process_group`` and
 ``init_process_group`` work afterwards.
 
-gloo, a transfer that is half on the wire, and a send that was written to a connection that the peer had just reset: are
-not woken, neither by that nor by the death of the peer. gloo tells the
-operations that are queued, and one that is being transferred has left its queue (``Pair::signalException`` in
-gloo/transport/tcp/pair.cc). Its ``wait`` returns when its own timeout is over, by default the group's half hour. Hence
+gloo, a transfer that is half on the wire, and a send that was written to a connection which the peer had just reset:
+are not woken, neither by that nor by the death of the peer. gloo tells the operations that are queued; one that is
+being transferred has left its queue, and those that wait for the socket are passed over (``Pair::signalException`` in
+gloo/transport/tcp/pair.cc). ``wait`` returns when its own timeout is over, by default the group's half hour. Hence
 ``interruptible.py``.
 
 NCCL: ``ProcessGroup.abort`` (``ncclCommAbort``) makes the kernels leave and the synchronisation of the stream return,

@@ -21,6 +21,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ExchangeError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
     except OSError as error:
         raise ExchangeError(f"{path}: can not be read ({error.strerror or error})") from error
+    except ValueError as error:  # no name that a file can have
+        raise ExchangeError(f"{str(path)!r}: can not be read ({error})") from error
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
