@@ -284,6 +284,8 @@ def report(arguments: argparse.Namespace, books: Books, seconds: float) -> str:
         "",
         *_totals(books),
         "",
+        *(f"- WRONG: {line}" for line in books.trouble),
+        "",
         *_messages(books),
         "",
         *_memory(books),
