@@ -1,7 +1,8 @@
 """Layers from Transformer Engine, and norms and the optimizer from apex, by stand-ins: what is chosen and how it is
-called. How the real libraries compute is not tested here.
+called. How the real libraries compute is tested at the end, where they and a GPU are there.
 
-Each program runs in a process of its own, in which the stand-ins are on ``sys.path`` and a GPU is claimed to be there.
+The program with stand-ins runs in a process of its own, in which they are on ``sys.path`` and a GPU is claimed to be
+there.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.functional_tests.test_train_schedules import TEXT
 from tests.unit_tests.standin_libraries import write
@@ -163,3 +166,29 @@ def test_what_can_not_be_is_refused_before_the_run_begins(results: dict[str, Any
         assert results[name]["code"] == 2, name
         assert sentence in results["errors"], name
         assert results[name]["said"] == []
+
+
+# -- the real libraries ------------------------------------------------------------------------------------------------
+
+REAL = {
+    "transformer engine": ("transformer_engine", [*TE, "--optimizer-impl", "torch"]),
+    "transformer engine, split": ("transformer_engine", [*TE, "--pipeline-schedule", "zb_v"]),
+    "transformer engine, FP8": ("transformer_engine", [*TE, "--fp8", "hybrid", "--pipeline-schedule", "zb_h1"]),
+    "apex": ("apex", ["--norm-impl", "apex", "--optimizer-impl", "apex"]),
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_libraries_take_nearly_the_steps_of_torchs_own(name: str, tmp_path: Path) -> None:
+    library, flags = REAL[name]
+    pytest.importorskip(library)
+    losses = {}
+    for label, more in {"torch": RUNS["torch"], "fused": flags}.items():
+        sizes = [*SIZES, "--precision", "bf16", "--device", "cuda", "--run-dir", str(tmp_path / label)]
+        command = [sys.executable, str(Path(__file__).resolve().parents[2] / "scripts" / "train.py"), *sizes, *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        records = [json.loads(line) for line in (tmp_path / label / "metrics.jsonl").read_text().splitlines()]
+        losses[label] = [record["loss"] for record in records if "loss" in record]
+    assert losses["fused"] == pytest.approx(losses["torch"], rel=0.05)
