@@ -3,8 +3,8 @@
 The store shows nothing of those that were there before.
 
 torchrun's agents outlive the processes that they start, and so does the store in the first of them: after a restart it
-still holds the addresses of the processes before, and a new process that reads one waits for a peer that is gone (seen
-with torch 2.13 and gloo in about every second restart, on one machine). Neither does torchrun number its starts so that
+still holds the addresses of the processes before, and a new process that reads one fails or waits for a peer that is
+gone (torch 2.13, gloo, one machine: in three restarts of four). Neither does torchrun number its starts so that
 all processes know the number: an agent that starts its processes again because another one did does not count it. So
 the processes find their own place in the store.
 """

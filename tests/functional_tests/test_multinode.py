@@ -16,7 +16,7 @@ from megatron_pp.testing.namespaces import Cable, Host, two_hosts, why_not
 from tests.functional_tests.test_train_script import INTERLEAVED, SMALL, numbers
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE = 120.0
+DEADLINE = 180.0
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
