@@ -281,7 +281,7 @@ class StepCall:
         )
         if self.communicator.wire is not None:
             self.communicator.wire.source = executor
-        agreed = (self.spec, self.shapes, self.traced)
+        agreed = (self.spec, self.shapes, self.traced, self.communicator.dtype, self.communicator.wire is not None)
         with guarded(self.communicator, self.config, executor, agreed, self.describe) as guard:
             received = message_bytes(self.shapes.receive, self.communicator.dtype)
             self.communicator.prepare(plan.placement.rank_edges(), received, size)
@@ -297,7 +297,8 @@ class StepCall:
     def describe(self) -> dict[str, str]:
         """What all ranks of the pipeline have to agree on, as text; compared when it changes."""
         described = describe_step(self.spec, self.shapes, self.communicator.dtype)
-        return {**described, "tracing (trace_dir, trace_steps)": self.traced}
+        checked = str(self.communicator.wire is not None)
+        return {"p2p_debug": checked, **described, "tracing (trace_dir, trace_steps)": self.traced}
 
     @property
     def traced(self) -> str:

@@ -111,12 +111,17 @@ def test_what_differs_is_named_although_nobody_told_it_anew() -> None:
 # -- ranks as threads ---
 
 
-def _run(microbatches: Callable[[int, int], int], steps: int, pause: float = 0.0) -> dict[int, BaseException | None]:
+def _run(
+    microbatches: Callable[[int, int], int],
+    steps: int,
+    pause: float = 0.0,
+    fields: Callable[[int], dict[str, Any]] = lambda rank: {},
+) -> dict[int, BaseException | None]:
     network = MemoryNetwork(SIZE, store=dist.HashStore())
     raised: dict[int, BaseException | None] = dict.fromkeys(range(SIZE))
 
     def rank_main(rank: int) -> None:
-        config = toy_config()
+        config = toy_config(**fields(rank))
         communicator = P2PCommunicator(ThreadGroup(rank, SIZE), config, network.transport(rank))
         try:
             for step in range(1, steps + 1):
@@ -163,3 +168,11 @@ def test_a_new_plan_here_and_an_old_one_there() -> None:
         assert isinstance(error, PipelineMismatchError), error
         assert error.values[1] == "8"
         assert set(error.values.values()) == {"6", "8"}
+
+
+def test_a_rank_that_alone_checks_its_transfers() -> None:
+    """Its descriptions would be taken for tensors."""
+    raised = _run(lambda rank, step: 4, 1, fields=lambda rank: {"p2p_debug": rank == 1})
+    for error in raised.values():
+        assert isinstance(error, PipelineMismatchError), error
+        assert error.field == "p2p_debug"
