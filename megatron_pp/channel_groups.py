@@ -14,6 +14,7 @@ groups are made here, on the job's store; torch knows nothing of them, and ``clo
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -21,8 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError
 from megatron_pp.send_thread import SendThread
 
+_POLL = 0.002  # seconds
 logger = logging.getLogger("megatron_pp")
 
 Key = tuple[int, int, str]
@@ -65,6 +68,7 @@ class ChannelGroups:
         # The nth time that this end makes the channel meets the nth time of the other end: nothing stale is met.
         nth = self.store.add(f"{where}/made by {end}", 1)
         store = dist.PrefixStore(f"{where}/{nth}", self.store)
+        self._await_other_end(store, end, key)
         sender = None
         if self.backend == "nccl":
             group = _nccl(store, end, self.timeout, f"pp_{kind}_{source}_{target}")
@@ -72,6 +76,20 @@ class ChannelGroups:
             group = _gloo(store, end, self.timeout)
             sender = SendThread(f"megatron_pp sends {kind} to {target}") if end == 0 else None
         return Channel(group, 1 - end, sender)
+
+    def _await_other_end(self, store: dist.Store, end: int, key: Key) -> None:
+        """gloo and NCCL wait for the other end where no one can wake them; so it is here before they are asked."""
+        store.set(f"end {end}", "here")
+        until = time.monotonic() + self.timeout.total_seconds()
+        while not store.check([f"end {1 - end}"]):
+            if self.aborted:
+                raise CommunicatorClosedError(f"pipeline rank {self.rank}: closed while channel {key} was being made")
+            if time.monotonic() > until:
+                raise P2PTimeoutError(
+                    f"pipeline rank {self.rank}: after {self.timeout.total_seconds():g} s (the process group's timeout) "
+                    f"the other end of channel {key} has not begun to make it"
+                )
+            time.sleep(_POLL)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:

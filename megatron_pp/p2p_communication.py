@@ -189,7 +189,9 @@ class P2PCommunicator(P2PCore):
             asked["send_prev"] = self._checked_send(send_prev, self.prev_in_group, GRAD)
         if recv_next is not _NOTHING:
             asked["recv_next"] = self._checked_receive(recv_next, self.next_in_group, GRAD)
-        order = _RECEIVES_FIRST if self.rank % 2 else _SENDS_FIRST
+        # Where channels are one-way any order is safe, and gloo announces a receive behind what is sent before it. Where
+        # one carries both directions, neighbours must not both begin with the same.
+        order = _RECEIVES_FIRST if self._one_way or self.rank % 2 else _SENDS_FIRST
         wanted = {name: asked[name] for name in order if name in asked}
         handles = self._post_all(wanted)
         receives = [name for name in wanted if name.startswith("recv")]
@@ -201,6 +203,10 @@ class P2PCommunicator(P2PCore):
                 handles[name].wait()
         tensors = [handles[name].tensor if name in handles else None for name in ("recv_prev", "recv_next")]
         return tensors[0], tensors[1], handles
+
+    @property
+    def _one_way(self) -> bool:
+        return getattr(self.config, "p2p_channels", "one_way") == "one_way"
 
     def _checked_send(self, value: Any, peer: int, channel: str) -> Send:
         return Send(list(self._aliases(value)), peer, channel)
@@ -217,8 +223,8 @@ class P2PCommunicator(P2PCore):
     def _post_all(self, wanted: dict[str, Send | Receive]) -> Handles:
         # Where one channel carries both directions, shapes that travel ahead of tensors have to go as a batch: singly,
         # a tensor whose receiver has yet to read its shape would hold up the shape that comes the other way.
-        shared = getattr(self.config, "p2p_channels", "one_way") != "one_way"
-        if wanted and (getattr(self.config, "batch_p2p_comm", False) or (shared and self.variable_shapes)):
+        apart = self._one_way or not self.variable_shapes
+        if wanted and (getattr(self.config, "batch_p2p_comm", False) or not apart):
             return dict(zip(wanted, self.post_batch(list(wanted.values())), strict=True))
         return {name: self.post_send(*r) if isinstance(r, Send) else self.post_recv(*r) for name, r in wanted.items()}
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_pp import parallel_state
 from megatron_pp.communicators import close_communicators
+from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
 from megatron_pp.config import TransformerConfig
 from megatron_pp.parallel_grid import fit_grid
 from megatron_pp.plan.placement import Placement
@@ -99,6 +100,7 @@ def joined(process: Process, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "nccl"
+        leave_failures_to_the_guard()
     store = meeting_store(process.rank, process.world_size)
     dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size)
     yield
