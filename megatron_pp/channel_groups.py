@@ -86,8 +86,8 @@ class ChannelGroups:
                 raise CommunicatorClosedError(f"pipeline rank {self.rank}: closed while channel {key} was being made")
             if time.monotonic() > until:
                 raise P2PTimeoutError(
-                    f"pipeline rank {self.rank}: after {self.timeout.total_seconds():g} s (the process group's timeout) "
-                    f"the other end of channel {key} has not begun to make it"
+                    f"pipeline rank {self.rank}: the other end of channel {key} has not begun to make it after "
+                    f"{self.timeout.total_seconds():g} s (the process group's timeout)"
                 )
             time.sleep(_POLL)
 

@@ -189,8 +189,8 @@ class P2PCommunicator(P2PCore):
             asked["send_prev"] = self._checked_send(send_prev, self.prev_in_group, GRAD)
         if recv_next is not _NOTHING:
             asked["recv_next"] = self._checked_receive(recv_next, self.next_in_group, GRAD)
-        # Where channels are one-way any order is safe, and gloo announces a receive behind what is sent before it. Where
-        # one carries both directions, neighbours must not both begin with the same.
+        # Where channels are one-way any order is safe, and gloo announces a receive behind what is sent before it.
+        # Where one carries both directions, neighbours must not both begin with the same.
         order = _RECEIVES_FIRST if self._one_way or self.rank % 2 else _SENDS_FIRST
         wanted = {name: asked[name] for name in order if name in asked}
         handles = self._post_all(wanted)

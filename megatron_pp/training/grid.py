@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megatron_pp import parallel_state
 from megatron_pp.communicators import close_communicators
-from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
 from megatron_pp.config import TransformerConfig
+from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
 from megatron_pp.parallel_grid import fit_grid
 from megatron_pp.plan.placement import Placement
 from megatron_pp.training.errors import ArgumentError
