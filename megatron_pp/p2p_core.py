@@ -86,7 +86,8 @@ class P2PCore:
         or type, CommunicatorClosedError; nothing is posted then.
         """
         if isinstance(value, torch.Tensor) and not self.variable_shapes:  # the usual case, on the hot path
-            self._check_open()
+            if self._closed or self.transport.aborted:
+                self._check_open()
             alias = self._alias(value)
             return WaitHandle(self, (self.transport.isend(alias, peer, channel),), alias, None, _SEND, peer, channel)
         works, held = [], []
@@ -105,7 +106,8 @@ class P2PCore:
 
         With variable shapes only the number of shapes is looked at; the buffers are allocated in ``wait``.
         """
-        self._check_open()
+        if self._closed or self.transport.aborted:
+            self._check_open()
         if self.variable_shapes:
             count = None if _is_one(shapes) else len(shapes)
             return ShapedReceiveHandle(self, peer, channel, count, requires_grad, _RECEIVE, shapes)
@@ -232,7 +234,7 @@ class P2PCore:
         return alias if alias.is_contiguous() else alias.contiguous()
 
     def _check_open(self) -> None:
-        if self._closed or self.transport.aborted:  # as ``closed``, on the hot path
+        if self.closed:
             raise CommunicatorClosedError(
                 f"pipeline rank {self.rank}: this communicator was closed after a failure; make a new one"
             )

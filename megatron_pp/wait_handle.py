@@ -63,7 +63,7 @@ class WaitHandle:
         core = self._core
         timeout = None if core.under_guard else core.timeout
         try:
-            if not core.under_guard and core.group_is_gone():
+            if not core.under_guard and core.transport.is_gone():
                 raise RuntimeError("the group is gone")  # gloo would wait for its timeout first
             for work in works:
                 if timeout is None:

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate-mbit", type=float, default=400.0, help="of each direction of each link")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--timeout", type=float, default=500.0, help="seconds for each pipeline size")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each pipeline size")
 
 
 def run(args: argparse.Namespace) -> Report:
