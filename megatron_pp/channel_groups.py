@@ -91,10 +91,6 @@ class ChannelGroups:
                 )
             time.sleep(_POLL)
 
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        return [channel.group for channel in self.channels.values()]
-
     def close(self) -> None:
         """Give everything back, but for communicators that were aborted: those are gone already."""
         channels = list(self.channels.values())
