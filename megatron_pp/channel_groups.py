@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError
-from megatron_pp.send_thread import SendThread
 
 _POLL = 0.002  # seconds
 logger = logging.getLogger("megatron_pp")
@@ -33,11 +32,10 @@ Key = tuple[int, int, str]
 
 
 class Channel(NamedTuple):
-    """One end. ``peer``: the other end's rank in ``group``. ``sender``: who posts sends; None posts them at once."""
+    """One end. ``peer``: the other end's rank in ``group``."""
 
     group: dist.ProcessGroup
     peer: int
-    sender: SendThread | None
 
 
 class ChannelGroups:
@@ -69,13 +67,11 @@ class ChannelGroups:
         nth = self.store.add(f"{where}/made by {end}", 1)
         store = dist.PrefixStore(f"{where}/{nth}", self.store)
         self._await_other_end(store, end, key)
-        sender = None
         if self.backend == "nccl":
             group = _nccl(store, end, self.timeout, f"pp_{kind}_{source}_{target}")
         else:
             group = _gloo(store, end, self.timeout)
-            sender = SendThread(f"megatron_pp sends {kind} to {target}") if end == 0 else None
-        return Channel(group, 1 - end, sender)
+        return Channel(group, 1 - end)
 
     def _await_other_end(self, store: dist.Store, end: int, key: Key) -> None:
         """gloo and NCCL wait for the other end where no one can wake them; so it is here before they are asked."""
@@ -96,8 +92,6 @@ class ChannelGroups:
         channels = list(self.channels.values())
         self.channels.clear()
         for channel in channels:
-            if channel.sender is not None:
-                channel.sender.close()
             if self.backend == "nccl" and not self.aborted:
                 try:
                     channel.group.shutdown()

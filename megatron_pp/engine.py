@@ -80,6 +80,7 @@ class PlanExecutor:
         self.shapes = shapes
         sent = [shapes.send] if is_single_shape(shapes.send) else shapes.send or []
         self._sent_shapes = [] if communicator.shapes_vary or communicator.size == 1 else [list(s) for s in sent]
+        self._sent_shape = tuple(self._sent_shapes[0]) if len(self._sent_shapes) == 1 else None
         self.deallocate = deallocate
         self.weights = weights
         self.pair_runner = pair_runner
@@ -156,20 +157,20 @@ class PlanExecutor:
         around = self._around[key[0]]
         given = self.inputs.pop(key, None) if self.forward_only else self.inputs.get(key)
         output = self.steps.forward(key[0], key[1], given)
+        single = isinstance(output, torch.Tensor)
         last = around.act_to is None and around.chunk_after is None
         if not last:
-            if around.act_to is not None and self._sent_shapes:
-                self._check_shape(key, output)
-            self.outputs[key] = _map(viewless, output)
+            usual = single and output.shape == self._sent_shape
+            if not usual and around.act_to is not None and self._sent_shapes:
+                self._check_shapes(key, output)
+            self.outputs[key] = viewless(output) if single else _map(viewless, output)
         elif not self.forward_only:
             self.outputs[key] = output
 
-    def _check_shape(self, key: Key, output: Activation) -> None:
+    def _check_shapes(self, key: Key, output: Activation) -> None:
         """The receiver has buffers of the agreed shapes: where more comes, gloo ends its process, and where less comes
         nobody notices.
         """
-        if isinstance(output, torch.Tensor) and [list(output.shape)] == self._sent_shapes:
-            return  # the usual case, on the hot path
         tensors = output if isinstance(output, (list, tuple)) else (output,)
         if not all(isinstance(t, torch.Tensor) for t in tensors):
             return  # refused in words of its own when it is to be sent
@@ -190,13 +191,15 @@ class PlanExecutor:
             with self.weights.backward(*key, split=key in self.split):
                 grad = self.steps.backward(key[0], key[1], given, output, output_grad)
         if given is not None:
-            self.input_grads[key] = _filled(grad, given)
-        self._close_sync()
+            self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else _filled(grad, given)
+        if self._sync_open:
+            self._close_sync()
 
     def _weight(self, key: Key) -> None:
         if self.weights is not None:  # else B did all of it
             self.weights.run(*key)
-        self._close_sync()
+        if self._sync_open:
+            self._close_sync()
 
     def _weight_step(self) -> AbstractContextManager[None]:
         """The store's step; it is told which microbatch completes the gradients of each chunk."""
@@ -339,9 +342,8 @@ class PlanExecutor:
 
     def _close_sync(self) -> None:
         """Gradient hooks fire in the one backward that GRAD_ENABLE opened them for."""
-        if self._sync_open:
-            self._sync_open = False
-            self.hooks.disable_grad_sync()
+        self._sync_open = False
+        self.hooks.disable_grad_sync()
 
     def _check_nothing_left(self) -> None:
         left = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.steps import wrapped_attribute
+from megatron_pp.wrapped import wrapped_attribute
 
 
 def finalize_gradients(

@@ -69,8 +69,13 @@ def run_backward(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor |
                 )
             grad = torch.ones_like(output, memory_format=torch.preserve_format)
         filled.append(grad)
+    accumulate(tuple(outputs), tuple(filled))
+
+
+def accumulate(outputs: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...]) -> None:
+    """As ``run_backward``, where every output has a gradient."""
     Variable._execution_engine.run_backward(
-        tuple(outputs), tuple(filled), False, False, (), allow_unreachable=True, accumulate_grad=True
+        outputs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 

@@ -88,7 +88,11 @@ class P2PCore:
         if isinstance(value, torch.Tensor) and not self.variable_shapes:  # the usual case, on the hot path
             if self._closed or self.transport.aborted:
                 self._check_open()
-            alias = self._alias(value)
+            if value.dtype is not self.dtype or value.device != self.device:
+                self._check_sendable(value)
+            alias = value.detach()
+            if not alias.is_contiguous():
+                alias = alias.contiguous()
             return WaitHandle(self, (self.transport.isend(alias, peer, channel),), alias, None, _SEND, peer, channel)
         works, held = [], []
         for alias in self._aliases(value):
@@ -211,6 +215,10 @@ class P2PCore:
         return tuple(self._alias(tensor) for tensor in tensors)
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._check_sendable(tensor)
+        return tensor.detach().contiguous()
+
+    def _check_sendable(self, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise P2PTypeError(
                 f"a {type(tensor).__name__} can not be sent between stages; it must be a tensor or a list of tensors"
@@ -230,8 +238,6 @@ class P2PCore:
                 f"a tensor of {tensor.dim()} dimensions can not be sent with variable_seq_lengths; at most "
                 f"{MAX_DIMENSIONS} are"
             )
-        alias = tensor.detach()
-        return alias if alias.is_contiguous() else alias.contiguous()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -320,12 +326,12 @@ def is_single_shape(shapes: Any) -> bool:
     return True
 
 
-def default_edges(config: Any, size: int) -> list[tuple[int, int]]:
+def default_edges(config: Any, size: int) -> tuple[tuple[int, int], ...]:
     """The rank pairs between which the config's schedule sends activations; Megatron's configs name none and place in
     a loop.
     """
     chunks = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
-    return Placement(placement_kind(getattr(config, "pipeline_schedule", None)), size, chunks).rank_edges()
+    return Placement(placement_kind(getattr(config, "pipeline_schedule", None)), size, chunks).rank_edges
 
 
 def _works_of(works: Sequence[Work], start: int, stop: int) -> tuple[Work, ...]:

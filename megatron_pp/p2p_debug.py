@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pp.config import option
 from megatron_pp.engine import Key, PlanExecutor
 from megatron_pp.errors import SendBufferError
+from megatron_pp.p2p_core import P2PCore
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.steps import Activation
@@ -29,9 +29,10 @@ from megatron_pp.wait_handle import WaitHandle
 _WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def executor_for(config: Any) -> type[PlanExecutor]:
-    """The engine that ``config`` asks for: with or without the watch."""
-    return WatchedExecutor if option(config, "p2p_debug") else PlanExecutor
+def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
+    """The engine that goes with the communicator: with a watch on memory where that one checks what it receives
+    (``config.p2p_debug`` when it was made), so that both look or none."""
+    return PlanExecutor if communicator.wire is None else WatchedExecutor
 
 
 class WatchedExecutor(PlanExecutor):

@@ -8,10 +8,9 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_pp import parallel_state
-from megatron_pp.config import option
 from megatron_pp.config_checks import ConfigError, whole_number
 from megatron_pp.config_rules import lowering_policy
 from megatron_pp.errors import ScheduleInputError
@@ -21,8 +20,8 @@ from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.measured import Measured, measured_values
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, Family
 from megatron_pp.plan.schedule_file import choices, find_family
-from megatron_pp.plan.spec import EXPLICIT, HOOKS, ONE_WAY, Plan, PlanError, PlanSpec
-from megatron_pp.steps import wrapped_attribute
+from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, ONE_WAY, Plan, PlanError, PlanSpec
+from megatron_pp.wrapped import wrapped_attribute
 
 logger = logging.getLogger("megatron_pp")
 _SPEAKING = threading.Lock()
@@ -125,8 +124,28 @@ def step_inputs(
     )
 
 
-def check_config(inputs: StepInputs, pipeline_size: int) -> None:
-    """What can be wrong with the config for these inputs and this many ranks. Raises ScheduleInputError."""
+class WantedPlan(NamedTuple):
+    """What config and arguments ask of a plan, checked; fields as PlanSpec's."""
+
+    schedule: str
+    pipeline_size: int
+    num_chunks: int
+    num_microbatches: int
+    group_size: int
+    policy: str
+    channels: str
+    forward_only: bool
+    grad_sync: str
+    param_sync: bool
+    overlap_pairs: bool
+    measured: Measured | None
+    digest: str
+    max_pending_sends: int
+
+
+def wanted_plan(inputs: StepInputs, pipeline_size: int) -> WantedPlan:
+    """The plan that config and arguments ask for on this many ranks. Raises ScheduleInputError for what is wrong with
+    the config, and for contradictions."""
     config, num_chunks = inputs.config, len(inputs.chunks)
     virtual = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
     if pipeline_size > 1 and num_chunks == 1 and virtual > 1:
@@ -134,14 +153,39 @@ def check_config(inputs: StepInputs, pipeline_size: int) -> None:
             f"one model was given, but config.virtual_pipeline_model_parallel_size is {virtual}; give a list of "
             f"{virtual} model chunks to forward_backward_pipelining_with_interleaving"
         )
-    _family(config, num_chunks)
-    _group_size(config, pipeline_size, num_chunks)
-    _policy(config)
     if pipeline_size > 1 and getattr(config, "pipeline_dtype", None) is None:
         raise ScheduleInputError(
             "config.pipeline_dtype is None; set it to the dtype of the activations between stages, such as "
             "torch.bfloat16"
         )
+    family = _family(config, num_chunks)
+    training = not inputs.forward_only
+    return WantedPlan(
+        schedule=family.name,
+        pipeline_size=pipeline_size,
+        num_chunks=num_chunks,
+        num_microbatches=inputs.num_microbatches,
+        group_size=_group_size(config, pipeline_size, num_chunks),
+        policy=_policy(config),
+        channels=_channels(config),
+        forward_only=inputs.forward_only,
+        grad_sync=HOOKS if getattr(config, "grad_sync_func", None) is None else EXPLICIT,
+        param_sync=training and getattr(config, "param_sync_func", None) is not None,
+        overlap_pairs=training and getattr(config, "overlapped_forward_backward", None) is not None,
+        measured=_measured(config) if family.search is not None else None,
+        digest=family.digest,
+        max_pending_sends=_whole_number("config.max_pending_sends", getattr(config, "max_pending_sends", 2), 0),
+    )
+
+
+@lru_cache(maxsize=256)
+def plan_spec(wanted: WantedPlan, variable_shapes: bool, pollable: bool) -> PlanSpec:
+    """The spec of what is wanted, where shapes travel ahead of tensors or not, and where a send can tell that it is
+    done or not."""
+    named: dict[str, Any] = wanted._asdict()
+    most = named.pop("max_pending_sends")
+    # A send is posted before the one that is ``release_after`` operations older is waited for: one more is pending.
+    return PlanSpec(**named, variable_shapes=variable_shapes, release_after=1 if pollable else max(1, most - 1))
 
 
 def _family(config: Any, num_chunks: int) -> Family:
@@ -160,31 +204,6 @@ def _family(config: Any, num_chunks: int) -> Family:
     return family
 
 
-def plan_spec(inputs: StepInputs, pipeline_size: int, pollable: bool) -> PlanSpec:
-    """The plan that config and arguments ask for. Raises ScheduleInputError for contradictions."""
-    config, num_chunks = inputs.config, len(inputs.chunks)
-    most = getattr(config, "max_pending_sends", 2)
-    family = _family(config, num_chunks)
-    return PlanSpec(
-        schedule=family.name,
-        pipeline_size=pipeline_size,
-        num_chunks=num_chunks,
-        num_microbatches=inputs.num_microbatches,
-        group_size=_group_size(config, pipeline_size, num_chunks),
-        policy=_policy(config),
-        channels=getattr(config, "p2p_channels", ONE_WAY),
-        forward_only=inputs.forward_only,
-        variable_shapes=_variable_shapes(config),
-        # A send is posted before the one that is ``release_after`` operations older is waited for: one more is pending.
-        release_after=1 if pollable else max(1, most - 1),
-        grad_sync=HOOKS if getattr(config, "grad_sync_func", None) is None else EXPLICIT,
-        param_sync=getattr(config, "param_sync_func", None) is not None and not inputs.forward_only,
-        overlap_pairs=getattr(config, "overlapped_forward_backward", None) is not None and not inputs.forward_only,
-        measured=_measured(config) if family.search is not None else None,
-        digest=family.digest,
-    )
-
-
 def _measured(config: Any) -> Measured | None:
     """What the automatic schedules plan for: ``config.pipeline_measured``."""
     try:
@@ -196,6 +215,13 @@ def _measured(config: Any) -> Measured | None:
 def _group_size(config: Any, pipeline_size: int, num_chunks: int) -> int:
     size = getattr(config, "microbatch_group_size_per_vp_stage", None)
     return _checked(check_group_size, pipeline_size, num_chunks, size)
+
+
+def _channels(config: Any) -> str:
+    channels: str = getattr(config, "p2p_channels", ONE_WAY)
+    if channels not in CHANNELS:
+        raise ScheduleInputError(f"config.p2p_channels is {channels!r}; it must be {' or '.join(CHANNELS)}")
+    return channels
 
 
 def _policy(config: Any) -> str:
@@ -210,14 +236,19 @@ def _checked(rule: Callable[..., _Result], *args: Any) -> _Result:
         raise ScheduleInputError(f"config.{error}") from error
 
 
+def check_communicator(varies_for_communicator: bool, config: Any) -> None:
+    """Raises ScheduleInputError where a communicator of the caller's sends shapes ahead of tensors and the config says
+    that shapes are fixed, or the other way round."""
+    if varies_for_communicator != shapes_vary(config):
+        raise ScheduleInputError(
+            f"p2p_communicator was made with variable_seq_lengths={varies_for_communicator}, the model's config has "
+            f"variable_seq_lengths={shapes_vary(config)}; give both the same"
+        )
+
+
 def shapes_vary(config: Any) -> bool:
     """Whether microbatches differ in shape."""
     return any(getattr(config, name, False) for name in ("variable_seq_lengths", "mtp_standalone"))
-
-
-def _variable_shapes(config: Any) -> bool:
-    """Whether a header travels ahead of each tensor: its shape, or in debug mode what it is."""
-    return shapes_vary(config) or bool(option(config, "p2p_debug"))
 
 
 def checkpoint_flags(

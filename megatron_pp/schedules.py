@@ -28,7 +28,7 @@ from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.plan.spec import Plan
 from megatron_pp.profiler_ranges import ranges_if_profiling
 from megatron_pp.schedule_inputs import (
-    check_config,
+    check_communicator,
     check_keywords,
     checkpoint_flags,
     default_pipeline_group,
@@ -39,6 +39,7 @@ from megatron_pp.schedule_inputs import (
     shapes_vary,
     step_inputs,
     tensor_shapes,
+    wanted_plan,
 )
 from megatron_pp.steps import ModelSteps, StepOptions, backward_step, forward_step
 from megatron_pp.sync_hooks import SyncHooks
@@ -59,6 +60,8 @@ __all__ = [
     "get_schedule_table",
     "get_tensor_shapes",
 ]
+
+_NOT_TRACED = "off"
 
 ForwardBackward = Callable[..., list[Any]]
 
@@ -237,6 +240,8 @@ class StepCall:
             chunked,
         )
         self.config = self.inputs.config
+        # Which steps are traced: traced steps begin with messages that all ranks have to take part in.
+        self.traced = f"steps {trace_steps(self.config)}" if trace_folder(self.config) else _NOT_TRACED
         self.alone = alone
         self.pg_collection = pg_collection
         self.force_all_reduce = bool(force_all_reduce)
@@ -250,13 +255,14 @@ class StepCall:
                 f"forward_backward_no_pipelining was called in a pipeline of {pipeline_size} ranks; call what "
                 f"get_forward_backward_func({pipeline_size}) returns"
             )
-        check_config(self.inputs, pipeline_size)
+        wanted = wanted_plan(self.inputs, pipeline_size)
         self.shapes = self._shapes(
             pipeline_size, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn
         )
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(p2p_communicator, group)
-        self.spec = plan_spec(self.inputs, pipeline_size, self.communicator.transport.pollable)
+        check_communicator(self.communicator.shapes_vary, self.config)
+        self.spec = plan_spec(wanted, self.communicator.variable_shapes, self.communicator.transport.pollable)
         if pipeline_size > 1:
             say_if_slow(self.spec)
 
@@ -266,8 +272,10 @@ class StepCall:
         plan = build_plan(self.spec)
         steps = self.make_steps(plan)
         size = message_bytes(self.shapes.send, self.communicator.dtype)
-        recording = step_recording(self.inputs.chunks[0], self.config, plan, self.communicator.transport, size)
-        executor = executor_for(self.config)(
+        recording = None
+        if self.traced != _NOT_TRACED:
+            recording = step_recording(self.inputs.chunks[0], self.config, plan, self.communicator.transport, size)
+        executor = executor_for(self.communicator)(
             plan,
             self.communicator,
             self._named(steps, plan),
@@ -284,7 +292,7 @@ class StepCall:
         agreed = (self.spec, self.shapes, self.traced, self.communicator.dtype, self.communicator.wire is not None)
         with guarded(self.communicator, self.config, executor, agreed, self.describe) as guard:
             received = message_bytes(self.shapes.receive, self.communicator.dtype)
-            self.communicator.prepare(plan.placement.rank_edges(), received, size)
+            self.communicator.prepare(plan.placement.rank_edges, received, size)
             if recording is not None:
                 recording.start()
             executor.run()
@@ -299,11 +307,6 @@ class StepCall:
         described = describe_step(self.spec, self.shapes, self.communicator.dtype)
         checked = str(self.communicator.wire is not None)
         return {"p2p_debug": checked, **described, "tracing (trace_dir, trace_steps)": self.traced}
-
-    @property
-    def traced(self) -> str:
-        """Which steps are traced: traced steps begin with messages that all ranks have to take part in."""
-        return f"steps {trace_steps(self.config)}" if trace_folder(self.config) else "off"
 
     def begin(self) -> None:
         """Before the first instruction."""

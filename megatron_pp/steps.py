@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.output_lifetime import run_backward
+from megatron_pp.output_lifetime import accumulate, run_backward
+from megatron_pp.wrapped import wrapped_attribute, wrapped_attributes
 
 Activation = Any  # a tensor, a list of tensors, or None at an end of the pipeline
 
@@ -45,23 +46,6 @@ class LossRecord:
 
     data: list[Any] = field(default_factory=list)
     num_tokens: Any = 0
-
-
-def unwrap_model(model: Any) -> Any:
-    """The innermost module: wrappers such as DistributedDataParallel hold it as ``module``."""
-    while hasattr(model, "module") and not hasattr(model, "set_input_tensor"):
-        model = model.module
-    return model
-
-
-def wrapped_attribute(model: Any, name: str, default: Any = None) -> Any:
-    """``name`` of the model, or of what it wraps."""
-    while True:
-        if hasattr(model, name):
-            return getattr(model, name)
-        if not hasattr(model, "module"):
-            return default
-        model = model.module
 
 
 def autocast_context(config: Any, device_type: str) -> AbstractContextManager[Any]:
@@ -123,11 +107,10 @@ def backward_through(
     On the last stage ``output_grad`` is None, and the loss is first scaled by ``grad_scale_func``. Outputs that need
     no gradient are skipped; an input that received none gives None.
     """
-    if isinstance(output, torch.Tensor) and isinstance(input_tensor, torch.Tensor) and output_grad is not None:
-        # One tensor either way, inside the pipeline: the usual case, on the hot path.
-        if output.requires_grad:
-            run_backward((output,), (output_grad,))
-        return input_tensor.grad
+    lists = isinstance(input_tensor, (list, tuple)) or isinstance(output_grad, (list, tuple))
+    if isinstance(output, torch.Tensor) and not lists:  # the usual case, on the hot path
+        _backward_through_one(output, output_grad, grad_scale_func)
+        return None if input_tensor is None else input_tensor.grad
     outputs = list(output) if isinstance(output, (list, tuple)) else [output]
     grads = list(output_grad) if isinstance(output_grad, (list, tuple)) else [output_grad] * len(outputs)
     if grads[0] is None and grad_scale_func is not None:
@@ -138,6 +121,19 @@ def backward_through(
     if isinstance(input_tensor, (list, tuple)):
         return [None if x is None else x.grad for x in input_tensor]
     return None if input_tensor is None else input_tensor.grad
+
+
+def _backward_through_one(
+    output: torch.Tensor, output_grad: torch.Tensor | None, grad_scale_func: Callable[[Any], Any] | None
+) -> None:
+    if output_grad is None and grad_scale_func is not None:
+        output = grad_scale_func(output)
+    if not output.requires_grad:
+        return
+    if output_grad is None:
+        run_backward((output,), (None,))
+    else:
+        accumulate((output,), (output_grad,))
 
 
 @dataclass
@@ -156,6 +152,9 @@ class StepOptions:
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
     checkpoint_flags: dict[tuple[int, int], bool] | None = None
+
+
+_CHUNK_METHODS = ("set_input_tensor", "set_is_first_microbatch", "set_current_microbatch")
 
 
 class ModelSteps:
@@ -177,9 +176,10 @@ class ModelSteps:
         self.record = LossRecord()
         self.timers = getattr(config, "timers", None)
         self.grad_scale_func = getattr(config, "grad_scale_func", None)
-        self._set_input = [_input_setter(chunk) for chunk in chunks]
-        self._mark_first = [wrapped_attribute(chunk, "set_is_first_microbatch") for chunk in chunks]
-        self._mark_microbatch = [wrapped_attribute(chunk, "set_current_microbatch") for chunk in chunks]
+        found = [wrapped_attributes(chunk, _CHUNK_METHODS) for chunk in chunks]
+        self._set_input = [_checked_setter(one[0], chunk) for one, chunk in zip(found, chunks, strict=True)]
+        self._mark_first = [one[1] for one in found]
+        self._mark_microbatch = [one[2] for one in found]
         self._autocast = bool(getattr(config, "enable_autocast", False))
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
@@ -243,8 +243,7 @@ class ModelSteps:
         return True
 
 
-def _input_setter(chunk: Any) -> Callable[[list[Any]], None]:
-    setter = wrapped_attribute(chunk, "set_input_tensor")
+def _checked_setter(setter: Any, chunk: Any) -> Callable[[list[Any]], None]:
     if setter is None:
         raise ScheduleInputError(
             f"model chunk {type(chunk).__name__} has no set_input_tensor(tensors), by which a stage is given what "

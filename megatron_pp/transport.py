@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_pp.channel_groups import Channel, ChannelGroups, Key
 from megatron_pp.errors import P2PError
 from megatron_pp.faults.abort import abort_groups
-from megatron_pp.faults.interruptible import LARGE_BYTES, Interrupter, InterruptibleWork
+from megatron_pp.gloo_threads import LARGE_BYTES, ChannelThreads
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
 
 ACT = "A"
@@ -55,7 +55,7 @@ class Transport(Protocol):
 
     rank, size   this rank and the number of ranks in the group
     device       where tensors must lie
-    pollable     whether ``Work.is_completed`` tells the truth before ``wait`` (NCCL does; gloo says False until waited)
+    pollable     whether ``Work.is_completed`` tells the truth before ``wait`` (NCCL does; gloo of large messages)
     aborted      whether ``abort`` was called
     """
 
@@ -121,23 +121,33 @@ class ProcessGroupTransport:
         self._groups: ChannelGroups | None = None
         self._channels: dict[Key, Channel] = {}
         self.aborted = False
-        self._interrupter = Interrupter()
-        self._large = False
+        self._threads: ChannelThreads | None = None
+        self._large = False  # whether any message was: small ones may get stuck behind it
+        if self.backend != "nccl":
+            self._threads = ChannelThreads()
+            weakref.finalize(self, self._threads.close)
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         own = self._channels.get((self.rank, peer, channel)) if self._channels else None
+        tag = self._tags[channel]
+        if self._threads is None:
+            return self.group.send([tensor], peer, tag) if own is None else own.group.send([tensor], own.peer, tag)
+        name, large = ("sends", channel, "to", peer), tensor.nbytes >= LARGE_BYTES
+        self._large = self._large or large
         if own is None:
-            return self._waited(self.group.send([tensor], peer, self._tags[channel]), tensor, True)
-        if own.sender is None:
-            return self._waited(own.group.send([tensor], own.peer, self._tags[channel]), tensor, True)
-        later = own.sender.post(partial(own.group.send, [tensor], own.peer, self._tags[channel]))
-        return self._waited(later, tensor, True)
+            return self._threads.follow(name, self.group.send([tensor], peer, tag), ahead=large)
+        return self._threads.post(name, partial(own.group.send, [tensor], own.peer, tag))
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         own = self._channels.get((peer, self.rank, channel)) if self._channels else None
         if own is None:
-            return self._waited(self.group.recv([tensor], peer, self._tags[channel]), tensor)
-        return self._waited(own.group.recv([tensor], own.peer, self._tags[channel]), tensor)
+            work = self.group.recv([tensor], peer, self._tags[channel])
+        else:
+            work = own.group.recv([tensor], own.peer, self._tags[channel])
+        if self._threads is None or (not self._large and tensor.nbytes < LARGE_BYTES):
+            return work
+        self._large = True
+        return self._threads.follow(("receives", channel, "from", peer), work)
 
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         if self.backend != "nccl":  # gloo has no grouped call: the same operations, each at once
@@ -147,13 +157,6 @@ class ProcessGroupTransport:
             for r in requests
         ]
         return dist.batch_isend_irecv(ops)
-
-    def _waited(self, work: Work, tensor: torch.Tensor, is_send: bool = False) -> Work:
-        """gloo never wakes who waits for some of the messages when the connection ends: see ``interruptible.py``."""
-        if self.backend != "gloo":
-            return work
-        self._large = self._large or tensor.numel() * tensor.element_size() >= LARGE_BYTES
-        return InterruptibleWork(work, self._interrupter) if is_send or self._large else work
 
     def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
         if not self.one_way:
@@ -192,7 +195,8 @@ class ProcessGroupTransport:
         if self._groups is not None:
             self._groups.aborted = True
         abort_groups((self.group, *(channel.group for channel in self._channels.values())))
-        self._interrupter.interrupt("a rank of the pipeline has failed")
+        if self._threads is not None:
+            self._threads.interrupt("a rank of the pipeline has failed")
 
     def use_agreement(self, number: int) -> None:
         """From now on messages belong to plan ``number`` of those that the ranks have agreed on. gloo keeps them apart
@@ -205,7 +209,8 @@ class ProcessGroupTransport:
 
     def close(self) -> None:
         """The process group is gone, or about to go."""
-        self._interrupter.close()
+        if self._threads is not None:
+            self._threads.close()
         if self._groups is not None:
             self._close_groups()
             self._groups = None

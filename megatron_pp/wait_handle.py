@@ -79,7 +79,7 @@ class WaitHandle:
         core.pending.discard(self)
 
     def is_completed(self) -> bool:
-        """Whether the transfer is known to be done. On gloo this is only known once it was waited."""
+        """Whether the transfer is known to be done. On gloo a small one is only known to be once it was waited."""
         return self._works is None or all(work.is_completed() for work in self._works)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.engines import Work
-from benchmarks.exposed import Sweep
 from benchmarks.overlap import VARIANTS, Setting, VariantStep
 from benchmarks.rounds import timed_rounds
+from benchmarks.sweep import Sweep
 
 from megatron_pp.engine import Key, PlanExecutor, Shapes
 from megatron_pp.p2p_communication import P2PCommunicator

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.schedules import forward_backward_no_pipelining, get_forward_backward_func
+from megatron_pp.schedules import forward_backward_no_pipelining
 from megatron_pp.stage import PipelineStage
 from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.pipeline import toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config
 
@@ -61,16 +62,8 @@ def in_pipeline(
     def rank_main(rank: int) -> list[Any]:
         config = toy_config(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, **fields)
         model = [wrap(PipelineStage(blocks[c * size + rank], config, c)) for c in range(chunks)]
-        return get_forward_backward_func(size, chunks if chunks > 1 else None)(
-            forward_step_func=step,
-            data_iterator=[data.iterator() for _ in model],
-            model=model,
-            num_microbatches=data.num_microbatches,
-            seq_length=data.seq_length,
-            micro_batch_size=data.micro_batch_size,
-            p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
-            **(more or {}),
-        )
+        communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
+        return toy_step(model, data, communicator, forward_step_func=step, **(more or {}))
 
     return run_ranks(size, rank_main, network.abort), blocks
 

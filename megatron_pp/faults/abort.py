@@ -12,7 +12,7 @@ gloo, a transfer that is half on the wire, and a send that was written to a conn
 are not woken, neither by that nor by the death of the peer. gloo tells the operations that are queued; one that is
 being transferred has left its queue, and those that wait for the socket are passed over (``Pair::signalException`` in
 gloo/transport/tcp/pair.cc). ``wait`` returns when its own timeout is over, by default the group's half hour. Hence
-``interruptible.py``.
+``gloo_threads.py``.
 
 NCCL: ``ProcessGroup.abort`` (``ncclCommAbort``) makes the kernels leave and the synchronisation of the stream return,
 without an error on the waiting thread; the communicator refuses further calls, and the guard looks at its verdict when

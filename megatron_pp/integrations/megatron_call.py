@@ -13,7 +13,8 @@ from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
 from megatron_pp.schedules import StepCall
-from megatron_pp.steps import Activation, LossRecord, StepOptions, wrapped_attribute
+from megatron_pp.steps import Activation, LossRecord, StepOptions
+from megatron_pp.wrapped import wrapped_attribute
 
 
 class MegatronSteps:

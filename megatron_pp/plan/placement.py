@@ -65,9 +65,10 @@ class Placement:
         """Whether what stage ``stage`` hands to ``stage + 1`` travels between ranks."""
         return self.homes[stage][0] != self.homes[stage + 1][0]
 
-    def rank_edges(self) -> list[tuple[int, int]]:
+    @cached_property
+    def rank_edges(self) -> tuple[tuple[int, int], ...]:
         """Ordered (source, destination) rank pairs along which activations travel; gradients go the other way.
         Sorted, each once.
         """
         edges = {(self.homes[s][0], self.homes[s + 1][0]) for s in range(self.num_stages - 1) if self.crosses_ranks(s)}
-        return sorted(edges)
+        return tuple(sorted(edges))

@@ -45,7 +45,7 @@ class PlanSpec:
     forward_only      evaluation: forwards alone
     variable_shapes   shapes travel before the tensors
     release_after     compute slots between posting a send and its RELEASE under ``overlap`` (>= 1)
-    lookahead         compute slots by which a receive is posted ahead of its use, under ``overlap`` with one_way
+    lookahead         slots by which a receive is posted ahead of its use, under ``overlap`` with one_way
                       channels (>= 0)
     grad_sync         hooks or explicit
     param_sync        whether PARAM_SYNC marks are wanted

@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,12 +14,11 @@ import torch.distributed as dist
 from megatron_pp.communicators import close_communicators, communicator_for
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.schedule_file import find_family
-from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.stage import PipelineStage
 from megatron_pp.testing.episodes import Episode, Report, resident_bytes
 from megatron_pp.testing.fault_injection import FaultyBlock, Trigger, faulty_iterator
-from megatron_pp.testing.pipeline import placement_of
-from megatron_pp.testing.toy import ToyData, gradients_of, reference_run, toy_config, toy_forward_step
+from megatron_pp.testing.pipeline import placement_of, toy_step
+from megatron_pp.testing.toy import ToyData, gradients_of, reference_run, toy_config
 from megatron_pp.weight_grad import split_weight_grad
 
 _GROUP_TIMEOUT = timedelta(seconds=90)
@@ -124,18 +122,8 @@ class _Run:
                 self.samples.append(resident_bytes())
 
     def _step(self, communicator: P2PCommunicator, chunks: list[PipelineStage]) -> list[float]:
-        chunked = len(chunks) > 1
         iterators = [faulty_iterator(self.data, chunk, self.trigger) for chunk in range(len(chunks))]
-        reports = get_forward_backward_func(self.size, len(chunks) if chunked else None)(
-            forward_step_func=toy_forward_step,
-            data_iterator=iterators if chunked else iterators[0],
-            model=chunks if chunked else chunks[0],
-            num_microbatches=self.data.num_microbatches,
-            seq_length=self.data.seq_length,
-            micro_batch_size=self.data.micro_batch_size,
-            p2p_communicator=communicator,
-            pg_collection=SimpleNamespace(pp=communicator.pp_group),
-        )
+        reports = toy_step(chunks, self.data, communicator, iterators=iterators)
         return [float(report["loss"]) for report in reports]
 
     def _compare(self, step: int, losses: list[float], grads: dict[str, torch.Tensor]) -> None:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +34,33 @@ def placement_of(config: Any, pipeline_size: int, num_chunks: int) -> Placement:
     return Placement(placement_kind(getattr(config, "pipeline_schedule", None)), pipeline_size, num_chunks)
 
 
+def toy_step(
+    chunks: Sequence[Any],
+    data: ToyData,
+    communicator: P2PCommunicator,
+    *,
+    forward_step_func: Callable[..., Any] = toy_forward_step,
+    iterators: Sequence[Any] | None = None,
+    **more: Any,
+) -> list[Any]:
+    """One call of the schedule function of ``chunks``, this rank's model chunks, wrapped or not; what it returns.
+
+    ``iterators``: one per chunk in place of the data's own; ``more``: further arguments of the schedule.
+    """
+    chunked = len(chunks) > 1
+    iterators = [data.iterator() for _ in chunks] if iterators is None else iterators
+    return get_forward_backward_func(communicator.size, len(chunks) if chunked else None)(
+        forward_step_func=forward_step_func,
+        data_iterator=iterators if chunked else iterators[0],
+        model=chunks if chunked else chunks[0],
+        num_microbatches=data.num_microbatches,
+        seq_length=data.seq_length,
+        micro_batch_size=data.micro_batch_size,
+        p2p_communicator=communicator,
+        **{"pg_collection": SimpleNamespace(pp=communicator.pp_group), **more},
+    )
+
+
 def run_rank(
     rank: int,
     pipeline_size: int,
@@ -54,19 +81,7 @@ def run_rank(
     chunks = toy_chunks(placement, rank, config, block)
     if prepare is not None:
         prepare(chunks)
-    chunked = num_chunks > 1
-    step = get_forward_backward_func(pipeline_size, num_chunks if chunked else None)
-    reports = step(
-        forward_step_func=toy_forward_step,
-        data_iterator=[data.iterator() for _ in chunks] if chunked else data.iterator(),
-        model=chunks if chunked else chunks[0],
-        num_microbatches=data.num_microbatches,
-        seq_length=data.seq_length,
-        micro_batch_size=data.micro_batch_size,
-        forward_only=forward_only,
-        p2p_communicator=communicator,
-        pg_collection=SimpleNamespace(pp=communicator.pp_group),
-    )
+    reports = toy_step(chunks, data, communicator, forward_only=forward_only)
     return ToyResult(
         [float(r["loss"]) for r in reports], gradients_of(dict(zip(placement.stages[rank], chunks, strict=True)))
     )

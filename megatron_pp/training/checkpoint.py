@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megatron_pp.training.errors import CheckpointError, CheckpointLayoutError
+from megatron_pp.training.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError
 from megatron_pp.training.safe_reader import SafeFileSystemReader
 
 DESCRIPTION = "description.json"
@@ -137,7 +137,7 @@ class CheckpointWriter:
             The checkpoint's folder, the same on every rank.
 
         Raises:
-            CheckpointError: it could not be written (disk full, no permission); the former one stays. On every rank.
+            CheckpointWriteError: on every rank.
         """
         unfinished, final = self._names(step)
         self._on_first_rank(lambda: self._prepare(unfinished))
@@ -145,7 +145,7 @@ class CheckpointWriter:
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished))
         except dcp.CheckpointException as error:
             causes = "; ".join(sorted({str(failure) for failure, _ in error.failures.values()}))
-            raise CheckpointError(f"checkpoint {final} cannot be written: {causes}") from error
+            raise CheckpointWriteError(f"checkpoint {final} cannot be written: {causes}") from error
         description = {"format": FORMAT, "step": step, "layout": self.layout, "progress": progress}
         self._on_first_rank(lambda: self._publish(unfinished, final, description))
         return final
@@ -173,7 +173,7 @@ class CheckpointWriter:
                 failure[0] = str(error)
         dist.broadcast_object_list(failure, src=0)
         if failure[0] is not None:
-            raise CheckpointError(f"a checkpoint in {self.folder} cannot be written: {failure[0]}")
+            raise CheckpointWriteError(f"a checkpoint in {self.folder} cannot be written: {failure[0]}")
 
     def _prepare(self, unfinished: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

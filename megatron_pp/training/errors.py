@@ -2,8 +2,7 @@
 
 A number of processes that does not fit the grid is a :class:`megatron_pp.config_checks.WorldSizeError`. All of these
 are raised on every rank before any communication, except for what one rank alone cannot know (a folder, or flags, that
-nodes see differently) or what shows later (a checkpoint that cannot be written, :class:`NonFiniteLossError`), which all
-ranks raise together.
+nodes see differently) or what shows later (:class:`BrokenOffError`), which all ranks raise together.
 """
 
 from __future__ import annotations
@@ -31,9 +30,17 @@ class CheckpointError(TrainingError):
     """A checkpoint is missing, incomplete or damaged."""
 
 
+class BrokenOffError(TrainingError):
+    """What was asked for is possible, but the run could not go on; not bad input."""
+
+
+class CheckpointWriteError(CheckpointError, BrokenOffError):
+    """A checkpoint could not be written: disk full, no permission. The former one stays."""
+
+
 class CheckpointLayoutError(CheckpointError, ValueError):
     """A checkpoint belongs to another layout: other stages, layers or sizes."""
 
 
-class NonFiniteLossError(TrainingError, ArithmeticError):
+class NonFiniteLossError(BrokenOffError, ArithmeticError):
     """The loss or the gradient became infinite or not a number."""

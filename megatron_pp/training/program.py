@@ -22,7 +22,7 @@ from megatron_pp.plan.spec import PlanError
 from megatron_pp.training.arguments import RunArguments, make_config, parse_arguments
 from megatron_pp.training.checkpoint import Checkpoint, CheckpointWriter
 from megatron_pp.training.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
-from megatron_pp.training.errors import TrainingError
+from megatron_pp.training.errors import BrokenOffError, TrainingError
 from megatron_pp.training.grid import Process, choose_device, join_grid, joined
 from megatron_pp.training.interrupt import StoppedAtOnceError, StopRequest
 from megatron_pp.training.libraries import choose_libraries
@@ -41,15 +41,16 @@ def main(argv: Sequence[str]) -> int:
     """Run the program.
 
     Returns the exit code: 0 when all steps are done; 128 + the signal's number where one, to any rank, ended the run
-    early, with a checkpoint; 2 after bad input, which is told in one line; 1 after any other failure. Where that is
-    another rank's it is told without a traceback, as the stack of a rank that only waited says nothing.
+    early, with a checkpoint; 2 after bad input, which is told in one line; 1 after any other failure. A checkpoint that
+    can not be written and a loss that is no number are told in one line too, and so is another rank's failure, as the
+    stack of a rank that only waited says nothing.
     """
     try:
         outcome = train(argv)
+    except (PipelineError, BrokenOffError) as error:
+        return _told(error, 1)
     except (TrainingError, ConfigError, ScheduleInputError, PlanError) as error:
         return _told(error, 2)
-    except PipelineError as error:
-        return _told(error, 1)
     except StoppedAtOnceError as stop:
         return _told(stop, 128 + stop.number)
     except Exception:

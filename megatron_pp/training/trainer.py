@@ -155,7 +155,7 @@ class Trainer:
 
         Raises:
             NonFiniteLossError: on every rank after the same step, which leaves the weights as they were.
-            CheckpointError: a checkpoint cannot be written.
+            CheckpointWriteError: on every rank.
         """
         self._round_off_step()
         while self.steps_done < self.run.train_steps and self._stopped_by is None:

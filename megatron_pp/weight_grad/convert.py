@@ -13,6 +13,7 @@ from megatron_pp.weight_grad.fused import fused_kernels
 from megatron_pp.weight_grad.layers import SplitState, convert, is_converted, kind_of, restore
 from megatron_pp.weight_grad.store import SplitReport, WeightGradStore
 from megatron_pp.weight_grad.transformer_engine import DelayedLayer, delays_weight_grad
+from megatron_pp.wrapped import wrapped_attribute
 
 _STORE = "_weight_grad_store"
 
@@ -87,12 +88,8 @@ def check_wrappers(store: WeightGradStore, chunks: Sequence[Any]) -> None:
 
 
 def _find_store(chunk: Any) -> WeightGradStore | None:
-    while chunk is not None:
-        found = getattr(chunk, "__dict__", {}).get(_STORE)
-        if found is not None:
-            return found
-        chunk = getattr(chunk, "module", None)
-    return None
+    found: WeightGradStore | None = wrapped_attribute(chunk, _STORE)
+    return found
 
 
 def _convert_layer(layer: nn.Module, chunk: int, store: WeightGradStore, fusion: bool) -> str:

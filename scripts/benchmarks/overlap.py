@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from benchmarks.engines import Work, first_input, loss_of
-from benchmarks.exposed import Sweep, bound_seconds
 from benchmarks.memory import peak_bytes
 from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Plot, Report, Row
 from benchmarks.rounds import slowest_rank, summary, tell_progress, timed_rounds
 from benchmarks.stages import TimedStage, sleep_until
+from benchmarks.sweep import Sweep, bound_seconds, told_settings, work_of
+from benchmarks.sweep import add_arguments as add_sweep_arguments
 from megatron_pp.engine import Key, PlanExecutor, Shapes
 from megatron_pp.output_lifetime import deallocate_output_tensor
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -46,7 +47,6 @@ from megatron_pp.wait_handle import WaitHandle
 HELP = "ours beside freeing without a wait and waiting right after the send, on a slow link (needs root)"
 FREE_AT_ONCE, WAIT_AT_ONCE, OURS = "free at once", "wait at once", "ours"
 VARIANTS = (FREE_AT_ONCE, WAIT_AT_ONCE, OURS)
-CHUNKS = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2}
 COLUMNS = (
     *("P", "schedule", "MB", "transfer / F", "variant", "ms (min)", "ms (median)"),
     *("of free at once", "exposed ms", "over bound", "in releases ms", "peak MB"),
@@ -59,7 +59,6 @@ NOTES = (
     "Wanted of ours: within 3% of free at once, and clearly less than wait at once where a transfer is shorter than a "
     "forward.",
 )
-_FLOATS = 1024  # hidden size; the sequence length sets the size of a message
 
 
 @dataclass(frozen=True)
@@ -76,22 +75,19 @@ class Setting:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pp", type=int, nargs="+", default=[2, 4], help="pipeline sizes (default 2 and 4)")
-    parser.add_argument("--schedules", nargs="+", choices=list(CHUNKS), default=["interleaved_1f1b", "1f1b"])
+    schedules = ["interleaved_1f1b", "1f1b"]
+    add_sweep_arguments(
+        parser, pp=[2, 4], schedules=schedules, microbatches=6, forward_ms=200.0, rate_mbit=1000.0, timeout=600.0
+    )
     parser.add_argument("--megabytes", type=float, nargs="+", default=[16.0], help="of one activation; 16 to 64")
-    parser.add_argument("--microbatches", type=int, default=6)
-    parser.add_argument("--forward-ms", type=float, default=200.0, help="of one chunk; a backward takes twice as long")
-    parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of each direction of each link")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each pipeline size")
 
 
 def run(args: argparse.Namespace) -> Report:
-    sweep = Sweep(args.forward_ms / 1e3, 2 * args.forward_ms / 1e3, args.rate_mbit, args.rounds)
+    sweep = Sweep.of(args)
     rows: list[Row] = []
     for size in args.pp:
         settings = [
-            Setting(_work(schedule, size, args.microbatches, megabytes), sweep)
+            Setting(work_of(schedule, size, args.microbatches, megabytes * 2**20), sweep)
             for schedule in args.schedules
             for megabytes in args.megabytes
         ]
@@ -103,21 +99,10 @@ def run(args: argparse.Namespace) -> Report:
         "Step time with outputs freed without a wait, waited at once, and as ours, on a shaped link",
         list(COLUMNS),
         rows,
-        {
-            "forward ms": args.forward_ms,
-            "backward ms": 2 * args.forward_ms,
-            "microbatches": args.microbatches,
-            "link Mbit/s": args.rate_mbit,
-            "rounds": args.rounds,
-        },
+        told_settings(args),
         list(NOTES),
         Plot("MB", "of free at once", ("variant",), ("P", "schedule"), target=1.03),
     )
-
-
-def _work(schedule: str, size: int, microbatches: int, megabytes: float) -> Work:
-    rows = max(1, round(megabytes * 2**20 / (4 * _FLOATS)))
-    return Work(schedule, size, CHUNKS[schedule], microbatches, (rows, 1, _FLOATS))
 
 
 def _rank(rank: int, size: int, settings: list[Setting]) -> list[dict[str, Any]]:
@@ -160,7 +145,7 @@ class VariantStep:
         make_stage = (stages or (TimedStage, CopyingStage))[variant == FREE_AT_ONCE]
         self.config = SimpleNamespace(pipeline_dtype=torch.float32)
         self.communicator = P2PCommunicator(group, self.config, transport)
-        self.communicator.prepare(plan.placement.rank_edges(), work.message_bytes, work.message_bytes)
+        self.communicator.prepare(plan.placement.rank_edges, work.message_bytes, work.message_bytes)
         inner = [make_stage(sweep.forward, sweep.backward) for _ in range(work.num_chunks)]
         self.chunks = [PipelineStage(module, self.config, chunk) for chunk, module in enumerate(inner)]
         self.shape = work.shape

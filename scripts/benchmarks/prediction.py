@@ -6,17 +6,17 @@ Long compute and a slow link by default, so that a busy machine disturbs little.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.engines import Work, make_step
-from benchmarks.exposed import SCHEDULES, Sweep, _timed_stage, _work
 from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Plot, Report, Row
 from benchmarks.rounds import summary, tell_progress, timed_rounds
+from benchmarks.sweep import Sweep, told_settings, work_of
+from benchmarks.sweep import add_arguments as add_sweep_arguments
 from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.simulate import simulate
 from megatron_pp.plan.spec import POLICIES
@@ -28,23 +28,20 @@ _WARMUP = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pp", type=int, nargs="+", default=[2, 4], help="pipeline sizes (default 2 4)")
+    schedules = ["1f1b", "interleaved_1f1b"]
+    add_sweep_arguments(
+        parser, pp=[2, 4], schedules=schedules, microbatches=8, forward_ms=200.0, rate_mbit=100.0, timeout=500.0
+    )
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 1.0], help="transfer over forward")
-    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=["1f1b", "interleaved_1f1b"])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--forward-ms", type=float, default=200.0, help="of one chunk; a backward takes twice as long")
-    parser.add_argument("--rate-mbit", type=float, default=100.0, help="of each direction of each link")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=500.0, help="seconds for each pipeline size")
 
 
 def run(args: argparse.Namespace) -> Report:
-    sweep = Sweep(args.forward_ms / 1e3, 2 * args.forward_ms / 1e3, args.rate_mbit, args.rounds)
+    sweep = Sweep.of(args)
     rows: list[Row] = []
     for size in args.pp:
         works = [
-            (ratio, replace(_work(schedule, size, args.microbatches, ratio, sweep), policy=policy))
+            (ratio, replace(work_of(schedule, size, args.microbatches, sweep.message_bytes(ratio)), policy=policy))
             for schedule in args.schedules
             for policy in args.policies
             for ratio in args.ratios
@@ -59,13 +56,7 @@ def run(args: argparse.Namespace) -> Report:
         "The simulator's step time against the measured one, on a shaped link",
         ["P", "schedule", "policy", "transfer / F", "predicted ms", "ms (min)", "ms (median)", "off by"],
         rows,
-        {
-            "forward ms": args.forward_ms,
-            "backward ms": 2 * args.forward_ms,
-            "microbatches": args.microbatches,
-            "link Mbit/s": args.rate_mbit,
-            "rounds": args.rounds,
-        },
+        told_settings(args),
         [
             "Predicted from the plan that ran, the length that compute was given, and the time of one transfer on the "
             "idle link. Measured: the merged traces of all ranks. Off by: predicted over the median, less one.",
@@ -84,7 +75,7 @@ def _rank(rank: int, size: int, works: list[tuple[float, Work]], sweep: Sweep, f
     for k, (ratio, work) in enumerate(works):
         os.environ[DIRECTORY_VARIABLE] = os.path.join(folder, str(k))
         transfers.append(transfer_seconds(rank, work.message_bytes))
-        step = make_step("ours", work, rank, dist.group.WORLD, functools.partial(_timed_stage, sweep))
+        step = make_step("ours", work, rank, dist.group.WORLD, sweep.stage)
         seconds = timed_rounds({"ours": step}, sweep.rounds, _WARMUP, dist.barrier)
         tell_progress(rank, k + 1, len(works), f"{work.label()}, transfer / F {ratio:g}", seconds)
     return transfers

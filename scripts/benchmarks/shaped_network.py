@@ -32,6 +32,15 @@ from benchmarks.report import BenchmarkError
 
 _CLONE_NEWNET = 0x40000000
 _NAME = re.compile(r"mpp(\d+)_\d+")
+_MTU_BYTES = 9000  # jumbo frames, as clusters have; shaping 1500 bytes at a time keeps two cores busy from 1 Gbit/s on
+_TCP = {
+    # What a connection may have queued at a link: about what the driver of a network card allows. Linux's 1 to 4 MB
+    # would hold up all that goes behind, acknowledgements of the other direction too, for 20 to 80 ms at 400 Mbit/s.
+    "tcp_limit_output_bytes": 128 * 1024,
+    # Engines take turns, so that the connections of each are idle for seconds between two of its steps, as in no
+    # training. By default TCP would begin slowly each time, with engines alone that have connections of their own.
+    "tcp_slow_start_after_idle": 0,
+}
 _BURST_BYTES = 32 * 1024  # small, or short messages would pass unshaped; one segment of the loopback at least
 
 
@@ -56,11 +65,11 @@ class Place:
 def shaped_network(size: int, rate_mbit: float) -> Iterator[list[Place]]:
     """Make the namespaces and links, and remove them afterwards. ``rate_mbit`` holds for each direction of each link.
 
-    Raises BenchmarkError where that is not allowed or ip and tc are missing.
+    Raises BenchmarkError where that is not allowed, or ip, tc or sysctl is missing.
     """
-    for tool in ("ip", "tc"):
+    for tool in ("ip", "tc", "sysctl"):
         if shutil.which(tool) is None:
-            raise BenchmarkError(f"a shaped link needs the command `{tool}` (package iproute2)")
+            raise BenchmarkError(f"a shaped link needs the command `{tool}` (packages iproute2, procps)")
     if os.geteuid() != 0:
         raise BenchmarkError("a shaped link needs root, to make network namespaces; run this subcommand as root")
     remove_orphans()
@@ -110,6 +119,8 @@ def _make(places: list[Place], rate_mbit: float) -> None:
     for place in places:
         _run(f"ip netns add {place.namespace}")
         _run(f"ip -n {place.namespace} link set lo up")
+        for name, value in _TCP.items():
+            _run(f"ip netns exec {place.namespace} sysctl -q -w net.ipv4.{name}={value}")
     for a in range(len(places)):
         for b in range(a + 1, len(places)):
             _connect(places, a, b, rate_mbit)
@@ -121,7 +132,8 @@ def _make(places: list[Place], rate_mbit: float) -> None:
 
 
 def _connect(places: list[Place], a: int, b: int, rate_mbit: float) -> None:
-    _run(f"ip link add v{a}_{b} netns {places[a].namespace} type veth peer name v{b}_{a} netns {places[b].namespace}")
+    ends = [f"name v{x}_{y} mtu {_MTU_BYTES} netns {places[x].namespace}" for x, y in ((a, b), (b, a))]
+    _run(f"ip link add {ends[0]} type veth peer {ends[1]}")
     for here, there in ((a, b), (b, a)):
         name, end = places[here].namespace, f"v{here}_{there}"
         if end == places[here].interface:

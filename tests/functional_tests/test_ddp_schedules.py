@@ -7,7 +7,6 @@ reduction.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
-from megatron_pp.schedules import get_forward_backward_func
+from megatron_pp.testing.pipeline import toy_step
 from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.toy import (
     ToyData,
@@ -26,7 +25,6 @@ from megatron_pp.testing.toy import (
     reference_run,
     toy_chunks,
     toy_config,
-    toy_forward_step,
 )
 from megatron_pp.weight_grad import split_weight_grad
 
@@ -106,21 +104,11 @@ def _run_case(rank: int, pipeline_group: Any, replica_group: Any, name: str, chu
         for parameter_name, parameter in stage.named_parameters():
             counts.watch(f"{chunk}.{parameter_name}", parameter)
     wrapped = [DistributedDataParallel(stage, process_group=replica_group) for stage in stages]
-    step = get_forward_backward_func(PIPELINE, chunks if chunks > 1 else None)
     for _ in range(2):  # the second step finds buckets rebuilt
         for stage in stages:
             stage.zero_grad()
         counts.fired.clear()
-        step(
-            forward_step_func=toy_forward_step,
-            data_iterator=[data.iterator() for _ in stages] if chunks > 1 else data.iterator(),
-            model=wrapped if chunks > 1 else wrapped[0],
-            num_microbatches=data.num_microbatches,
-            seq_length=data.seq_length,
-            micro_batch_size=data.micro_batch_size,
-            p2p_communicator=P2PCommunicator(pipeline_group, config),
-            pg_collection=SimpleNamespace(pp=pipeline_group),
-        )
+        toy_step(wrapped, data, P2PCommunicator(pipeline_group, config))
     numbers = placement.stages[stage_rank]
     grads = gradients_of(dict(zip(numbers, stages, strict=True)))
     return {n: g.clone() for n, g in grads.items()}, dict(counts.fired)

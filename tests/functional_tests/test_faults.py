@@ -81,6 +81,13 @@ def test_a_rank_killed_amid_large_messages_is_named(lab: Lab) -> None:
     lab.run("1f1b", 1, fault, p2p_timeout=60.0, seq_length=500_000, fields=OVERLAP)
 
 
+@pytest.mark.parametrize("kind", [EXCEPTION, STOP])
+def test_faults_amid_messages_with_connections_of_their_own(lab: Lab, kind: str) -> None:
+    """From 256 KiB on a thread posts a channel's sends, and all waits are threads': 640 KB here."""
+    fault = Fault(kind, rank=2, step=2, chunk=1, mb=1)
+    lab.run("interleaved_1f1b", 2, fault, p2p_timeout=3.0, seq_length=20_000, fields=OVERLAP)
+
+
 def test_a_stopped_rank_is_named_and_ends_too_when_it_goes_on(lab: Lab) -> None:
     reports = lab.run("interleaved_1f1b", 2, Fault(STOP, rank=1, step=2, chunk=0, mb=3), p2p_timeout=3.0)
     for rank in (0, 2):

@@ -54,31 +54,30 @@ def _blocked(pipe: Connection, port: int, world: int, does: str, size: int) -> N
     import torch
 
     from megatron_pp.faults.abort import abort_groups
-    from megatron_pp.faults.interruptible import Interrupter, InterruptibleWork
+    from megatron_pp.gloo_threads import ChannelThreads
 
     group = _join(0, port, world)
     peer = world - 1
     tensor = torch.zeros(size) if does == "receive" else torch.ones(size)
-    interrupter = Interrupter()
+    threads = ChannelThreads()
     begin: dict[str, Callable[[], Any]] = {
         "send": lambda: group.send([tensor], peer, 7),
         "receive": lambda: group.recv([tensor], peer, 7),
         "all_reduce": lambda: group.allreduce([tensor]),
     }
-    work = begin[does]()
-    wait = work.wait if size == SMALL else InterruptibleWork(work, interrupter).wait
     aborted_at: list[float] = []
 
     def abort() -> None:
         time.sleep(1.5)
         aborted_at.append(time.monotonic())
         abort_groups([group])
-        interrupter.interrupt("test")
+        threads.interrupt("test")
 
     threading.Thread(target=abort, daemon=True).start()
     error = ""
     try:
-        wait()
+        work = begin[does]()  # fails here where the peer is gone already
+        (work if size == SMALL else threads.follow("a channel", work)).wait()
         if does == "receive" and bool(tensor.all()):
             error = ALL_THERE
     except RuntimeError as raised:

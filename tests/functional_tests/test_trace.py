@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch.distributed as dist
 
@@ -11,9 +9,9 @@ from megatron_pp.cli import main
 from megatron_pp.faults.wiring import close_guard
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.placement import Placement
-from megatron_pp.schedules import get_forward_backward_func
+from megatron_pp.testing.pipeline import toy_step
 from megatron_pp.testing.processes import RankFailedError, run_processes
-from megatron_pp.testing.toy import ToyData, toy_chunks, toy_config, toy_forward_step
+from megatron_pp.testing.toy import ToyData, toy_chunks, toy_config
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.run import load_run
 
@@ -32,18 +30,8 @@ def train_rank(rank, size, folder, pipelines, policy, traced_ranks):
     communicator = P2PCommunicator(group, config)
     chunks = toy_chunks(Placement("loop", length, 1), group.rank(), config)
     data = ToyData(6)
-    step = get_forward_backward_func(length, None)
     for _ in range(3):
-        step(
-            forward_step_func=toy_forward_step,
-            data_iterator=data.iterator(),
-            model=chunks[0],
-            num_microbatches=6,
-            seq_length=data.seq_length,
-            micro_batch_size=data.micro_batch_size,
-            p2p_communicator=communicator,
-            pg_collection=SimpleNamespace(pp=group),
-        )
+        toy_step(chunks, data, communicator)
     close_guard(communicator)
 
 

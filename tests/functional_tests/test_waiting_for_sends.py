@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp.faults.interruptible import InterruptedTransferError, Interrupter
+from megatron_pp.gloo_threads import InterruptedTransferError
 from megatron_pp.testing.processes import run_processes
 from megatron_pp.transport import ACT, ProcessGroupTransport
 
@@ -23,7 +23,7 @@ def rank_main(rank: int, size: int) -> float:
     if rank == 0:
         work = transport.isend(message, 1, ACT)
         # As abort does, without closing connections: gloo is not to help.
-        threading.Timer(0.3, lambda: transport._interrupter.interrupt("a test")).start()
+        threading.Timer(0.3, lambda: transport._threads.interrupt("a test")).start()
         start = time.monotonic()
         with pytest.raises(InterruptedTransferError, match="a test"):
             work.wait()
@@ -37,17 +37,3 @@ def rank_main(rank: int, size: int) -> float:
 
 def test_a_small_send() -> None:
     assert run_processes(rank_main, 2, timeout=60.0)[0] < 10.0
-
-
-def test_what_the_helper_raises_is_raised() -> None:
-    interrupter = Interrupter()
-    done: list[int] = []
-    interrupter.run(lambda: done.append(1))
-    with pytest.raises(ZeroDivisionError):
-        interrupter.run(lambda: 1 // 0)
-    interrupter.run(lambda: done.append(2))
-    assert done == [1, 2]
-    interrupter.close()
-    with pytest.raises(InterruptedTransferError, match="closed"):
-        interrupter.run(lambda: done.append(3))
-    assert done == [1, 2]

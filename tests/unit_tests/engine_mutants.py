@@ -146,6 +146,9 @@ class OwnsNothing(P2PCore):
         return tensor
 
     def post_send(self, value: Tensors, peer: int, channel: str) -> WaitHandle:
+        if isinstance(value, torch.Tensor) and not self.variable_shapes:
+            work = self.transport.isend(value, peer, channel)
+            return WaitHandle(self, (work,), None, None, "send", peer, channel)
         return _disown(super().post_send(value, peer, channel))
 
     def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:

@@ -10,8 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from benchmarks.engines import Work, first_input, loss_of
-from benchmarks.exposed import Sweep
 from benchmarks.overlap import VARIANTS, Setting, VariantStep, wait_at_once
+from benchmarks.sweep import Sweep
 
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.build import build_plan

@@ -129,11 +129,11 @@ def calls_per_virtual_microbatch(size: int, chunks: int, rank: int, policy: str)
 
 # (P, V, rank, policy) -> most calls for a forward and a backward with everything between them.
 BOUNDS = {
-    (4, 2, 1, "overlap"): 90,
-    (4, 2, 1, "plain"): 90,
-    (4, 2, 1, "batched"): 148,
-    (4, 1, 1, "overlap"): 90,
-    (2, 1, 0, "plain"): 69,
+    (4, 2, 1, "overlap"): 80,
+    (4, 2, 1, "plain"): 80,
+    (4, 2, 1, "batched"): 144,
+    (4, 1, 1, "overlap"): 80,
+    (2, 1, 0, "plain"): 55,
 }
 
 

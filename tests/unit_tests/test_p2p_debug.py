@@ -140,16 +140,21 @@ def test_released_memory_is_poisoned_before_it_goes() -> None:
 
 def test_off_there_is_no_trace_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_PP_P2P_DEBUG", raising=False)
-    assert executor_for(SimpleNamespace()) is PlanExecutor
-    assert executor_for(ModelParallelConfig()) is PlanExecutor
-    assert P2PCore(MemoryTransport(LastMomentNetwork(1), 0), SimpleNamespace()).wire is None
+    for config in (SimpleNamespace(), ModelParallelConfig()):
+        communicator = P2PCore(MemoryTransport(LastMomentNetwork(1), 0), config)
+        assert communicator.wire is None
+        assert executor_for(communicator) is PlanExecutor
 
 
 def test_the_environment_variable_turns_it_on_for_any_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_PP_P2P_DEBUG", "1")
-    assert executor_for(SimpleNamespace()) is WatchedExecutor  # Megatron's own config has no such field
-    assert executor_for(ModelParallelConfig()) is WatchedExecutor
-    assert executor_for(SimpleNamespace(p2p_debug=False)) is PlanExecutor
+    # The first stands for Megatron's own config, which has no such field.
+    for config, expected in (
+        (SimpleNamespace(), WatchedExecutor),
+        (ModelParallelConfig(), WatchedExecutor),
+        (SimpleNamespace(p2p_debug=False), PlanExecutor),
+    ):
+        assert executor_for(P2PCore(MemoryTransport(LastMomentNetwork(1), 0), config)) is expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])

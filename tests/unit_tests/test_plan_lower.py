@@ -9,6 +9,7 @@ import pytest
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.build import build_plan, lowered_plan
 from megatron_pp.plan.instruction import Instruction, format_program, instruction
+from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.spec import BATCHED, CHANNELS, ONE_WAY, OVERLAP, PLAIN, POLICIES, SHARED, PlanError, PlanSpec
 
 
@@ -37,9 +38,11 @@ def test_batched_by_hand() -> None:
 
 
 def test_overlap_by_hand() -> None:
-    """Receives one operation ahead of their use, releases one operation after their send, or before the backward."""
+    """Receives one slot ahead of their use, idle ones counted, releases one operation after their send, or before the
+    backward. Rank 0 idles before both of its backwards.
+    """
     assert lines("1f1b", 2, 1, 2, policy=OVERLAP) == [
-        "F0.0 RG0.0 SA0.0 F0.1 RG0.1 SA0.1 DA0.0 WG0.0 B0.0 DA0.1 WG0.1 GE0 B0.1",
+        "F0.0 SA0.0 F0.1 RG0.0 SA0.1 DA0.0 WG0.0 B0.0 RG0.1 DA0.1 WG0.1 GE0 B0.1",
         "RA0.0 WA0.0 F0.0 RA0.1 B0.0 SG0.0 WA0.1 F0.1 DG0.0 GE0 B0.1 SG0.1 DG0.1",
     ]
 
@@ -223,6 +226,16 @@ def test_overlap_posts_receives_ahead_and_waits_right_before_the_use(lookahead: 
                 use = index[program.index(instruction(USES[at.op], at.chunk, at.mb))]
                 assert index[i] <= max(0, use - lookahead), at
                 assert index[program.index(instruction(FINISHES[at.op], at.chunk, at.mb))] == use, at
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_the_first_rank_holds_one_output_and_one_gradient_in_a_backward(p: int) -> None:
+    """No buffer for the next gradient stands ready while that one can not come: its sender has a forward to do."""
+    plan = lowered_plan(PlanSpec("1f1b", p, 1, 2 * p + 1))
+    program = flat(plan.programs[0])
+    held = list(tensors_timeline(plan, 0))
+    before_backwards = [held[i - 1] for i, at in enumerate(program) if at.op == ins.BACKWARD]
+    assert max(before_backwards) == 2
 
 
 def test_receives_of_a_channel_are_posted_in_the_order_of_its_sends() -> None:

@@ -52,7 +52,7 @@ def test_a_v_turns_on_the_last_rank_and_ends_on_the_first() -> None:
     ],
 )
 def test_edges_are_where_activations_travel(placement: Placement, edges: list[tuple[int, int]]) -> None:
-    assert placement.rank_edges() == edges
+    assert placement.rank_edges == tuple(edges)
 
 
 def test_impossible_placements_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -253,6 +254,29 @@ def test_numpy_whole_numbers_are_whole_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     with pytest.raises(AssertionError, match="was posted"):
         call(1, num_microbatches=numpy.int64(4), seq_length=numpy.int32(3))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("p2p_channels", "both", "config.p2p_channels is 'both'; it must be one_way or shared"),
+        ("p2p_channels", ["shared"], "config.p2p_channels is ['shared']; it must be one_way or shared"),
+        ("max_pending_sends", "2", "config.max_pending_sends is '2'; it must be a whole number of at least 0"),
+        ("max_pending_sends", -1, "config.max_pending_sends is -1; the smallest legal value is 0"),
+    ],
+)
+def test_what_a_foreign_config_says_of_communication_is_checked(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ScheduleInputError, match=f"^{re.escape(message)}$"):
+        call(1, config={field: value})
+
+
+@pytest.mark.parametrize("varies", [True, False])
+def test_a_communicator_made_for_other_shapes_is_refused(varies: bool) -> None:
+    """It would send shapes ahead of tensors where the plan expects none, or the other way round."""
+    other = toy_config(variable_seq_lengths=not varies)
+    communicator = P2PCommunicator(ThreadGroup(0, 2), other, SilentTransport(MemoryNetwork(2), 0))
+    with pytest.raises(ScheduleInputError, match=rf"made with variable_seq_lengths={not varies}, .* has .*={varies};"):
+        call(1, config={"variable_seq_lengths": varies}, p2p_communicator=communicator)
 
 
 # -- keywords ---------------------------------------------------------------------------------------------------------

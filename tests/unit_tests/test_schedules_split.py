@@ -20,9 +20,8 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.pairs import overlap_pairs
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanSpec
-from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import run_in_threads, run_rank
+from megatron_pp.testing.pipeline import run_in_threads, run_rank, toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import (
     ToyBlock,
@@ -31,7 +30,6 @@ from megatron_pp.testing.toy import (
     reference_run,
     toy_chunks,
     toy_config,
-    toy_forward_step,
 )
 from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
 
@@ -135,7 +133,7 @@ def test_two_steps_without_zero_grad_give_twice_the_gradient_and_evaluation_touc
         split_weight_grad(stages)
         for forward_only in (False, True, False):
             before = {n: g.clone() for n, g in gradients_of(dict(enumerate(stages))).items()}
-            _one_step(size, chunks, stages, data, communicator, forward_only)
+            toy_step(stages, data, communicator, forward_only=forward_only)
             if forward_only:
                 after = gradients_of(dict(enumerate(stages)))
                 assert all(torch.equal(after[n], g) for n, g in before.items())
@@ -146,23 +144,6 @@ def test_two_steps_without_zero_grad_give_twice_the_gradient_and_evaluation_touc
     assert twice.keys() == once.keys()
     for parameter, grad in once.items():
         torch.testing.assert_close(twice[parameter], 2 * grad, rtol=1e-6, atol=1e-7)
-
-
-def _one_step(size: int, chunks: int, stages: list[Any], data: ToyData, communicator: Any, forward_only: bool) -> None:
-    from types import SimpleNamespace
-
-    chunked = chunks > 1
-    get_forward_backward_func(size, chunks if chunked else None)(
-        forward_step_func=toy_forward_step,
-        data_iterator=[data.iterator() for _ in stages] if chunked else data.iterator(),
-        model=stages if chunked else stages[0],
-        num_microbatches=data.num_microbatches,
-        seq_length=data.seq_length,
-        micro_batch_size=data.micro_batch_size,
-        forward_only=forward_only,
-        p2p_communicator=communicator,
-        pg_collection=SimpleNamespace(pp=communicator.pp_group),
-    )
 
 
 class _CheckpointedBlock(torch.nn.Module):

@@ -13,7 +13,7 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.stage import PipelineStage
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.pipeline import run_in_threads, toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import (
     HIDDEN,
@@ -23,7 +23,6 @@ from megatron_pp.testing.toy import (
     gradients_of,
     reference_run,
     toy_config,
-    toy_forward_step,
     toy_loss,
 )
 
@@ -420,16 +419,7 @@ def test_training_after_an_evaluation(chunks: int, mode: Any, policy: dict[str, 
         model = [PipelineStage(blocks[c * size + rank], config, c) for c in range(chunks)]
 
         def step(forward_only: bool) -> list[float]:
-            reports = get_forward_backward_func(size, chunks if chunks > 1 else None)(
-                forward_step_func=toy_forward_step,
-                data_iterator=[DATA.iterator() for _ in model],
-                model=model,
-                num_microbatches=5,
-                seq_length=3,
-                micro_batch_size=2,
-                forward_only=forward_only,
-                p2p_communicator=communicator,
-            )
+            reports = toy_step(model, DATA, communicator, forward_only=forward_only)
             return [float(report["loss"]) for report in reports]
 
         with mode():

@@ -10,8 +10,8 @@ import torch
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.schedules import backward_step, forward_step
 from megatron_pp.stage import PipelineStage
-from megatron_pp.steps import unwrap_model, wrapped_attribute
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, reference_run, toy_config
+from megatron_pp.wrapped import wrapped_attribute, wrapped_attributes
 from tests.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
 
 # -- autocast ---------------------------------------------------------------------------------------------------------
@@ -188,7 +188,34 @@ def test_wrapped_models_are_looked_through() -> None:
     assert wrapped_attribute(wrapped, "config") is stage.config
     assert wrapped_attribute(wrapped, "set_input_tensor") == stage.set_input_tensor
     assert wrapped_attribute(wrapped, "no_such_thing", 7) == 7
-    assert unwrap_model(wrapped) is stage
+    assert wrapped_attributes(wrapped, ("config", "no_such_thing", "block")) == [stage.config, None, None]
+
+
+class Forwarding(Wrapper):
+    """A wrapper that gives its model's attributes as its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def test_an_attribute_is_found_wherever_a_module_keeps_it() -> None:
+    """Where ``getattr`` finds it, in the outermost module that has it."""
+    inner = torch.nn.Linear(2, 2)
+    inner.register_buffer("table", torch.zeros(1))
+    inner.config = "inner"
+    outer = Wrapper(inner)
+    for name in ("weight", "table", "config", "in_features", "forward", "no_such_thing"):
+        expected = getattr(outer, name, getattr(inner, name, None))
+        found = wrapped_attribute(outer, name)
+        assert found is expected or found == expected, name
+    assert wrapped_attribute(outer, "module") is inner
+    outer.config = "outer"
+    assert wrapped_attribute(outer, "config") == "outer"
+    assert wrapped_attribute(Forwarding(inner), "config") == "inner"
+    assert wrapped_attribute(None, "config", 3) == 3
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

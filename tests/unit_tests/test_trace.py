@@ -19,10 +19,10 @@ from megatron_pp.plan.files import ExchangeError
 from megatron_pp.plan.instruction import COMPUTE_OPS
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanSpec
-from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.pipeline import toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config, toy_forward_step
+from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
 from megatron_pp.trace import Tracer, chosen_steps, message_bytes, observers
 from megatron_pp.trace_clock import agree_on_clocks
 from megatron_pp.tracing.analysis import analyse
@@ -47,20 +47,9 @@ def train(
         config = toy_config(**fields)
         communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
         chunks = toy_chunks(Placement("loop", size, num_chunks), rank, config, model_of)
-        step = get_forward_backward_func(size, num_chunks if chunked else None)
 
         def one_step():
-            step(
-                forward_step_func=toy_forward_step,
-                data_iterator=[data.iterator() for _ in chunks] if chunked else data.iterator(),
-                model=chunks if chunked else chunks[0],
-                num_microbatches=data.num_microbatches,
-                seq_length=data.seq_length,
-                micro_batch_size=data.micro_batch_size,
-                forward_only=forward_only,
-                p2p_communicator=communicator,
-                pg_collection=SimpleNamespace(pp=communicator.pp_group),
-            )
+            toy_step(chunks, data, communicator, forward_only=forward_only)
 
         for _ in range(steps):
             one_step() if around is None or rank > 0 else around(one_step)

@@ -24,7 +24,7 @@ from megatron_pp.training.checkpoint import (
     restore_rng,
     rng_tensors,
 )
-from megatron_pp.training.errors import CheckpointError, CheckpointLayoutError
+from megatron_pp.training.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError
 
 LAYOUT = {"stages": 2, "layers_of_stages": [[0], [1, 2]]}
 CPU = torch.device("cpu")
@@ -121,7 +121,7 @@ def test_a_save_cut_short_leaves_a_whole_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, strike)
         # torch.distributed.checkpoint turns whatever happens while it writes into an error of its own.
-        with pytest.raises((_PowerCut, CheckpointError)):
+        with pytest.raises((_PowerCut, CheckpointWriteError)):
             save(tmp_path, 2, keep=1)
     has_moved = moment in ("latest names it", "the former is out of sight")
     assert_holds(find_checkpoint(tmp_path), 2 if has_moved else 1)
@@ -132,7 +132,7 @@ def test_a_save_cut_short_leaves_a_whole_checkpoint(
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/checkpoints cannot be written"):
+    with pytest.raises(CheckpointWriteError, match=f"{tmp_path}/checkpoints cannot be written"):
         save(tmp_path / "checkpoints", 1)
 
 
@@ -145,7 +145,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         # Where tensors are written to files.
         patch.setattr(torch, "save", full)
-        with pytest.raises(CheckpointError, match=r"step-00000002 cannot be written: .*No space left"):
+        with pytest.raises(CheckpointWriteError, match=r"step-00000002 cannot be written: .*No space left"):
             save(tmp_path, 2)
     assert_holds(find_checkpoint(tmp_path), 1)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_pp import parallel_state
 from megatron_pp.training.checkpoint import find_checkpoint
-from megatron_pp.training.errors import NonFiniteLossError
+from megatron_pp.training.errors import BrokenOffError, CheckpointWriteError, NonFiniteLossError
 from megatron_pp.training.metrics import METRICS, read_metrics
 from megatron_pp.training.program import main, train
 
@@ -84,6 +84,15 @@ def test_a_loss_that_is_no_number_ends_the_run_before_the_weights_are_touched(tm
     with pytest.raises(NonFiniteLossError, match=r"step 2 gave loss (nan|inf) .* lower --learning-rate than 1e\+30"):
         train(flags(tmp_path / "run", "--train-steps 5 --learning-rate 1e30 --min-learning-rate 0 --save-interval 1"))
     assert find_checkpoint(tmp_path / "run").step == 1
+
+
+def test_what_breaks_a_run_off_is_no_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1, one line: a job's script that gives up on code 2 goes on."""
+    assert main(flags(tmp_path / "run", "--train-steps 3 --learning-rate 1e30 --min-learning-rate 0")) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert told[0].startswith("train.py: NonFiniteLossError: step ")
+    assert issubclass(CheckpointWriteError, BrokenOffError)
 
 
 def test_no_steps_leave_the_untrained_model(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""What the benchmarks on shaped links share: options, messages of a wanted size, compute of known length, the bound."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.engines import Work
+from benchmarks.stages import TimedStage
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.costs import Link, Network, StageCosts
+from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.spec import OVERLAP, PlanSpec
+
+CHUNKS = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2}
+"""Model chunks a rank of the schedules that are measured."""
+
+_FLOATS = 1024  # hidden size; the sequence length sets the size of a message
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Seconds of a forward and a backward of one chunk, the link's rate, and how often everything is run."""
+
+    forward: float
+    backward: float
+    rate_mbit: float
+    rounds: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Sweep:
+        return cls(args.forward_ms / 1e3, 2 * args.forward_ms / 1e3, args.rate_mbit, args.rounds)
+
+    def stage(self, stage: int) -> TimedStage:
+        """The model of ``stage``."""
+        return TimedStage(self.forward, self.backward)
+
+    def message_bytes(self, ratio: float) -> float:
+        """Of a message as long on the wire as ``ratio`` forwards, at the link's nominal rate."""
+        return ratio * self.forward * self.rate_mbit * 1e6 / 8
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    pp: Sequence[int],
+    schedules: Sequence[str],
+    microbatches: int,
+    forward_ms: float,
+    rate_mbit: float,
+    timeout: float,
+) -> None:
+    """The options, with these defaults."""
+    sizes = " ".join(map(str, pp))
+    parser.add_argument("--pp", type=int, nargs="+", default=list(pp), help=f"pipeline sizes (default {sizes})")
+    parser.add_argument("--schedules", nargs="+", choices=list(CHUNKS), default=list(schedules))
+    parser.add_argument("--microbatches", type=int, default=microbatches)
+    parser.add_argument(
+        "--forward-ms",
+        type=float,
+        default=forward_ms,
+        help=f"of one chunk; a backward takes twice as long (default {forward_ms:g})",
+    )
+    parser.add_argument(
+        "--rate-mbit",
+        type=float,
+        default=rate_mbit,
+        help=f"of each direction of each link (default {rate_mbit:g})",
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=timeout, help="seconds for each pipeline size")
+
+
+def told_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What stands under a table."""
+    return {
+        "forward ms": args.forward_ms,
+        "backward ms": 2 * args.forward_ms,
+        "microbatches": args.microbatches,
+        "link Mbit/s": args.rate_mbit,
+        "rounds": args.rounds,
+    }
+
+
+def work_of(schedule: str, size: int, microbatches: int, message_bytes: float) -> Work:
+    """A step whose messages have about ``message_bytes``."""
+    rows = max(1, round(message_bytes / (4 * _FLOATS)))
+    return Work(schedule, size, CHUNKS[schedule], microbatches, (rows, 1, _FLOATS))
+
+
+def bound_seconds(work: Work, sweep: Sweep, transfer: float) -> float:
+    """The shortest step that the order of compute allows, over all lookaheads: sends are waited as late as can be."""
+    costs = StageCosts.uniform(work.num_stages, sweep.forward, sweep.backward, 0.0)
+    network = Network(work.message_bytes, link=Link(bandwidth=work.message_bytes / transfer))
+    late = 2 * work.virtual_microbatches
+
+    def step(lookahead: int) -> float:
+        sizes = (work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches)
+        spec = PlanSpec(*sizes, policy=OVERLAP, release_after=late, lookahead=lookahead)
+        return simulate(build_plan(spec), costs, network).makespan
+
+    return min(step(lookahead) for lookahead in (1, 2, 4, 8))
