@@ -20,6 +20,7 @@ Three things that gloo does make it necessary:
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -27,9 +28,12 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
 
+logger = logging.getLogger("megatron_pp")
+
 # What a TCP socket takes without its peer reading is at least this on Linux (net.core.wmem_default 212,992 bytes, half
 # of it payload).
 LARGE_BYTES = 64 * 1024
+_PREFIX = "megatron_pp "  # of the threads' names
 _PATIENCE = 1.0  # seconds for all threads to end; those that are stuck stay
 
 
@@ -149,19 +153,28 @@ class ChannelThreads:
             queue.put(None)
 
     def close(self) -> None:
-        """End the threads, when they have posted what they were given; call when no wait is going on."""
+        """End the threads, when they have posted what they were given; call when no wait is going on. Says which
+        stay."""
         self.interrupt("the communicator was closed")
         until = time.monotonic() + _PATIENCE
         for thread in self._threads:
             if thread is not threading.current_thread():  # the garbage collector may call from any thread
                 thread.join(max(0.0, until - time.monotonic()))
+        stuck = [thread.name.removeprefix(_PREFIX) for thread in self._threads if thread.is_alive()]
+        if stuck:
+            logger.warning(
+                "gloo can not end %d transfer(s) to or from a rank that failed; each holds its tensor, a thread and a "
+                "connection until the process group's timeout is over: %s",
+                len(stuck), "; ".join(stuck),
+            )  # fmt: skip
 
     def _queue_of(self, channel: Hashable) -> Queue:
         queue = self._queues.get(channel)
         if queue is None:
             queue = self._queues[channel] = Queue()
             if self._why is None:  # else nobody would end it
-                thread = threading.Thread(target=_serve, args=(queue,), daemon=True, name=f"megatron_pp {channel}")
+                named = " ".join(map(str, channel)) if isinstance(channel, tuple) else channel
+                thread = threading.Thread(target=_serve, args=(queue,), daemon=True, name=f"{_PREFIX}{named}")
                 self._threads.append(thread)
                 thread.start()
         return queue

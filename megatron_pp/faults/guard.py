@@ -235,7 +235,9 @@ class FaultGuard:
     def _reason_for(self, error: BaseException) -> PipelineError:
         """A transfer failed: why? Somebody's record, a process that is gone, a rank that is silent; or the connection
         alone."""
-        self._tracker.failed = True
+        reason = str(error).partition("\n")[0]
+        failed = f"a transfer of rank {self.rank} failed ({type_name(error)}: {reason})"
+        self._tracker.failed = failed
         self._link.hurry(True)
         with self._link.lock:
             self._link.lock.wait_for(lambda: self.verdict is not None, min(_GRACE, max(self.timeout, 1.0)))
@@ -243,10 +245,7 @@ class FaultGuard:
         if self.verdict is None:
             here = self._tracker.observe()
             assert here is not None
-            reason = str(error).partition("\n")[0]
-            self._conclude(
-                self._stall(here, f"a transfer of rank {self.rank} failed ({type_name(error)}: {reason})", ()), True
-            )
+            self._conclude(self._stall(here, failed, ()), True)
         assert self.verdict is not None
         return self._error()
 

@@ -41,7 +41,7 @@ class Own:
     step        its step number
     idle        seconds since it moved
     waits_on    pipeline ranks whose message the current instruction waits for; empty while it computes
-    failed      whether one of its transfers has failed
+    failed      which of its transfers has failed, and how; "" if none has
     working     ranks, this one or others, that are in work of their own
     """
 
@@ -50,7 +50,7 @@ class Own:
     step: int
     idle: float
     waits_on: tuple[int, ...] = ()
-    failed: bool = False
+    failed: str = ""
     working: tuple[int, ...] = ()
 
     @property
@@ -150,8 +150,13 @@ def _stuck(view: View, own: Own, timeout: float, now: float, patience: float) ->
     absent = tuple(r for r in own.others if r not in view.seen or view.seen[r].progress.step < own.step)
     if absent:
         names = ", ".join(map(str, absent))
-        return Finding(f"rank {names} has not entered step {own.step}", absent)
+        return Finding(_unexplained(f"rank {names} has not entered step {own.step}", own), absent)
     still = min(own.idle, *(now - at for at in moved if at is not None))
     if own.working and still < patience:
         return None
-    return Finding(f"no rank has moved for {still:.0f} s")
+    return Finding(_unexplained(f"no rank has moved for {still:.0f} s", own))
+
+
+def _unexplained(why: str, own: Own) -> str:
+    """A rank that stands still may be so because of a failed transfer, but does not explain one."""
+    return f"{why}; {own.failed}" if own.failed else why

@@ -24,7 +24,7 @@ class Tracker:
 
     source  what this rank executes; None outside steps
     phase   what it does where it follows no plan, in words
-    failed  whether a transfer of this rank has failed and the reason is being looked for
+    failed  which transfer of this rank has failed, and how, while the reason is being looked for; else ""
     """
 
     def __init__(self, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,7 +33,7 @@ class Tracker:
         self.source: Source | None = None
         self.step = 0
         self.phase = ""
-        self.failed = False
+        self.failed = ""
         self.process = this_process()
         self._clock = clock
         self._entering = False
@@ -55,7 +55,7 @@ class Tracker:
             self._changes = changed(self._changes, self.step + 1, agreement)
         self.step += source.plan is not None
         self.phase = phase
-        self.failed = False
+        self.failed = ""
         self._moved_at = self._clock()
         self.source = source
 

@@ -21,8 +21,6 @@ from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.toy import ToyData, gradients_of, reference_run, toy_config
 from megatron_pp.weight_grad import split_weight_grad
 
-_GROUP_TIMEOUT = timedelta(seconds=90)
-
 
 def run_episode(episode: Episode, rank: int, size: int, store: Any, on_fire: Callable[[], None]) -> Report:
     """Run it; ``store`` is shared by all ranks and episodes, ``on_fire`` is called right before a fault."""
@@ -33,7 +31,7 @@ def run_episode(episode: Episode, rank: int, size: int, store: Any, on_fire: Cal
         store=dist.PrefixStore(f"episode {episode.number}", store),
         rank=rank,
         world_size=size,
-        timeout=_GROUP_TIMEOUT,
+        timeout=timedelta(seconds=episode.group_timeout),
     )
     run = _Run(episode, rank, size, device, on_fire)
     error, raised_at = None, 0.0
@@ -104,7 +102,7 @@ class _Run:
 
     def steps(self) -> None:
         """All steps of the episode, each compared with the reference."""
-        group = dist.new_group(list(range(self.size)), timeout=_GROUP_TIMEOUT)
+        group = dist.new_group(list(range(self.size)), timeout=timedelta(seconds=self.episode.group_timeout))
         communicator = communicator_for(group, self.config)
         blocks = [self._block(stage, chunk, self.trigger) for chunk, stage in enumerate(self.stages)]
         chunks = [PipelineStage(block, self.config, chunk) for chunk, block in enumerate(blocks)]

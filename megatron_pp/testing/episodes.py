@@ -26,6 +26,7 @@ from megatron_pp.testing.fault_injection import KILL, STOP, Fault
 
 _START_SECONDS = 120.0
 _EXIT_SECONDS = 5.0
+_MEASURE = "measure"  # asks a worker for its resources, in place of an episode
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Episode:
     """``steps`` steps of a schedule on all ranks of the pool; ``fault`` may happen in one of them.
 
     fields      of the config
+    group_timeout seconds; of the process groups. A transfer that gloo can not end holds a thread, a connection and its
+                  tensor for so long (see ``gloo_threads.py``)
     sample_every  steps between two looks at the resident memory; 0: none
     seq_length  of a message of seq_length * 32 bytes: 3 fits into any socket's buffer, 500,000 into none
     """
@@ -44,6 +47,7 @@ class Episode:
     steps: int
     fault: Fault | None = None
     p2p_timeout: float = 5.0
+    group_timeout: float = 90.0
     backend: str = "gloo"
     seq_length: int = 3
     fields: dict[str, Any] = field(default_factory=dict)
@@ -140,6 +144,13 @@ class Pool:
             reports[fault.rank] = Report(fault.rank, 0, 0.0)
         return {rank: replace(report, fired_at=fired_at) for rank, report in reports.items()}
 
+    def resources(self) -> dict[int, Resources]:
+        """What each rank's process holds now."""
+        self._replace_the_dead()
+        for pipe in self._pipes.values():
+            pipe.send(_MEASURE)
+        return {rank: self._receive(rank) for rank in self._pipes}
+
     def pids(self) -> dict[int, int]:
         """Process id of each rank."""
         return {rank: worker.pid for rank, worker in self._workers.items()}
@@ -204,6 +215,9 @@ def _work(pipe: Connection, rank: int, size: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
     pipe.send("ready")
     while (episode := pipe.recv()) is not None:
+        if episode == _MEASURE:
+            pipe.send(measure_resources())
+            continue
         report = run_episode(episode, rank, size, store, lambda: pipe.send(time.monotonic()))
         pipe.send(replace(report, resources=measure_resources()))
     sys.stdout.flush()

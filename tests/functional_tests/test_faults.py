@@ -8,6 +8,7 @@ scripts/soak.py.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_pp.testing.episodes import Episode, Pool, Report, Resources
 from megatron_pp.testing.fault_injection import BACKWARD, DATA, DELAY, EXCEPTION, KILL, MEMORY, SHAPE, STOP, Fault
 
 SIZE = 3
+GROUP_TIMEOUT = 20.0
 OVERLAP = {"overlap_p2p_comm": True}
 
 pytestmark = pytest.mark.xdist_group("faults")
@@ -30,20 +32,25 @@ class Lab:
         self._numbers = itertools.count(1)
         self._first: dict[int, Resources] = {}
 
-    def run(self, schedule: str, chunks: int, fault: Fault | None, **fields: object) -> dict[int, Report]:
-        """An episode of four steps, checked."""
+    def run(
+        self, schedule: str, chunks: int, fault: Fault | None, leaks_until: float = 0.0, **fields: object
+    ) -> dict[int, Report]:
+        """An episode of four steps, checked. What it leaves behind may take ``leaks_until`` seconds to go."""
         episode = Episode(next(self._numbers), schedule, chunks, 2 * SIZE, 4, fault, **fields)  # type: ignore[arg-type]
         reports = self.pool.run(episode)
         assert complaints(episode, reports, SIZE) == []
-        self._check_leaks(reports)
+        until = time.monotonic() + leaks_until
+        held = {rank: report.resources for rank, report in reports.items() if report.resources is not None}
+        while (left := self._leaks(held)) and time.monotonic() < until:
+            time.sleep(0.5)
+            held = {rank: now for rank, now in self.pool.resources().items() if rank in held}
+        assert left == {}
         return reports
 
-    def _check_leaks(self, reports: dict[int, Report]) -> None:
-        for rank, pid in self.pool.pids().items():
-            resources = reports[rank].resources
-            if resources is not None:
-                first = self._first.setdefault(pid, resources)
-                assert leaks(first, resources) == [], f"rank {rank}"
+    def _leaks(self, held: dict[int, Resources]) -> dict[int, list[str]]:
+        pids = self.pool.pids()
+        found = {rank: leaks(self._first.setdefault(pids[rank], now), now) for rank, now in held.items()}
+        return {rank: lines for rank, lines in found.items() if lines}
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +83,11 @@ def test_a_killed_rank_is_named(lab: Lab) -> None:
 
 
 def test_a_rank_killed_amid_large_messages_is_named(lab: Lab) -> None:
-    """16 MB on their way to a rank that stands still, and then dies."""
+    """16 MB on their way to a rank that stands still, and then dies. gloo does not end a send that is half on the wire
+    before the group's timeout."""
     fault = Fault(KILL, rank=1, step=2, chunk=0, mb=2, seconds=1.0)
-    lab.run("1f1b", 1, fault, p2p_timeout=60.0, seq_length=500_000, fields=OVERLAP)
+    big = {"seq_length": 500_000, "group_timeout": GROUP_TIMEOUT}
+    lab.run("1f1b", 1, fault, leaks_until=GROUP_TIMEOUT + 5.0, p2p_timeout=60.0, fields=OVERLAP, **big)
 
 
 @pytest.mark.parametrize("kind", [EXCEPTION, STOP])

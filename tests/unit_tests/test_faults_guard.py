@@ -20,6 +20,7 @@ from megatron_pp.errors import (
     PipelinePeerError,
     PipelineStallError,
 )
+from megatron_pp.faults import guard as guard_module
 from megatron_pp.faults.board import Board
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.records import EXCEPTION, STALL, Failure
@@ -227,9 +228,14 @@ def test_a_slow_rank_is_no_error() -> None:
     assert set(_train(Fault(DELAY, 1, 2, 0, 3, seconds=1.5), p2p_timeout=4.0).values()) == {None}
 
 
-def test_a_transfer_that_fails_for_no_known_reason() -> None:
-    """Nobody died, nobody raised: after some seconds the error says which transfer it was."""
-    guard, source = _guard(0, dist.HashStore(), timeout=1.0)
+@pytest.mark.parametrize(("grace", "timeout"), [(0.3, 30.0), (6.0, 0.5)], ids=["rank-gives-up", "watch-gives-up"])
+def test_a_transfer_that_fails_for_no_known_reason(
+    grace: float, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody died, nobody raised: after some seconds the error says which transfer it was, whoever is first to give
+    up: the rank that looks for a reason or the watch, which sees that nobody moves."""
+    monkeypatch.setattr(guard_module, "_GRACE", grace)
+    guard, source = _guard(0, dist.HashStore(), timeout=timeout)
     with (
         pytest.raises(PipelineStallError, match=r"a transfer of rank 0 failed .*the cable") as caught,
         guard.step(source),

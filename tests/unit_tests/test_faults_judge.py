@@ -109,7 +109,7 @@ def test_a_dead_process_that_is_waited_for_is_found_at_once() -> None:
 
 def test_after_a_failed_transfer_any_dead_process_counts() -> None:
     view = _view((0.0, {1: _progress(1), 2: _progress(2)}))
-    found = _judge(view, _own(failed=True), 0.1, _gone(2))
+    found = _judge(view, _own(failed="a transfer failed"), 0.1, _gone(2))
     assert found is not None
     assert found.suspects == (2,)
 

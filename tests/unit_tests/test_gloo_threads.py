@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron_pp import gloo_threads
 from megatron_pp.gloo_threads import ChannelThreads, InterruptedTransferError
 
 PATIENCE = timedelta(seconds=20)
@@ -154,3 +155,17 @@ def test_a_transfer_that_is_over_holds_nothing(threads: ChannelThreads) -> None:
     assert work.wait(PATIENCE)
     gc.collect()
     assert gone() is None
+
+
+def test_what_can_not_be_ended_is_said_when_it_is_closed(
+    threads: ChannelThreads, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo_threads, "_PATIENCE", 0.05)
+    go = threading.Event()
+    threads.follow(("sends", "G", "to", 1), Posted(go))
+    assert threads.follow(("sends", "A", "to", 2), Posted()).wait(PATIENCE)
+    threads.close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "can not end 1 transfer(s)" in said
+    assert said.endswith(": sends G to 1")
+    go.set()
