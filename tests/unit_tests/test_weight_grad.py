@@ -159,10 +159,11 @@ def test_split_gradients_are_those_of_autograd_to_the_last_bit(delay: int) -> No
 @settings(max_examples=20, deadline=None)
 @given(splits=st.lists(st.booleans(), min_size=1, max_size=6), delay=st.integers(0, 3))
 def test_any_mixture_of_whole_and_split_backwards(splits: list[bool], delay: int) -> None:
-    expected, model = new_net(), new_net()
+    expected, model = new_net().double(), new_net().double()
     plain_step(expected, len(splits))
     split_step(model, split_weight_grad(model), splits.__getitem__, delay, len(splits))
-    # Layers used twice in a whole backward are added one by one, where autograd adds their gradients first.
+    # Layers used twice in a whole backward are added one by one, where autograd adds their gradients first: equal but
+    # for rounding, which in float64 is far from what a gradient more or less would make.
     for name, grad in gradients(expected).items():
         torch.testing.assert_close(gradients(model)[name], grad, rtol=1e-6, atol=1e-8)
     once = {n: g for n, g in gradients(expected).items() if not n.startswith("twice")}
