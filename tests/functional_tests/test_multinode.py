@@ -97,8 +97,8 @@ def test_a_cable_that_stays_out_is_an_error_on_both_hosts(tmp_path: Path) -> Non
             assert node.process.wait(DEADLINE) == 1, node.said
             # Its own line, with the instruction, or with what it did between two steps.
             here = node.said.partition(f"\n  rank {rank}: step ")[2].partition("\n")[0]
-                places = ("instruction ", "the work after the plan", "the norm of", "agreeing on")
-                assert any(words in here for words in places), node.said
+            places = ("instruction ", "the work after the plan", "the norm of", "agreeing on")
+            assert any(words in here for words in places), node.said
         assert "no sign of life from rank 1" in left.said, left.said
         assert "the store has not answered" in right.said, right.said
         assert "Traceback" not in left.said + right.said
