@@ -45,11 +45,15 @@ CASES = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu_results.md")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: docs/gpu_results.md, with --cpu nowhere")
     parser.add_argument("--repeats", type=int, default=20, help="of every case of the race, for each dtype")
     parser.add_argument("--megabytes", type=int, default=64, help="of a tensor")
     parser.add_argument("--cpu", action="store_true", help="gloo on the CPU; writes only where --out says")
     args = parser.parse_args(argv)
+    if args.out is None and not args.cpu:
+        args.out = ROOT / "docs" / "gpu_results.md"
+    if args.out is not None and (args.out.is_dir() or not args.out.parent.is_dir()):  # known before it takes minutes
+        parser.error(f"--out {args.out}: must be a file in a folder that exists")
     if not args.cpu and not torch.cuda.is_available():
         print("gpu_check: torch sees no CUDA device here; --cpu tries the script without one", file=sys.stderr)
         return 2
@@ -59,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     check.run()
     text = check.report.text(args.cpu)
     print(text)
-    if not args.cpu or "--out" in (argv or sys.argv):
+    if args.out is not None:
         args.out.write_text(text)
         print(f"wrote {args.out}")
     return 1 if check.report.failures else 0
