@@ -1,10 +1,11 @@
 """The automatic scheduler: the best verified plan it finds for measured times and a memory limit (arXiv 2401.10241,
 section 3.1).
 
-Every named family that fits is a candidate, and the start of more: its order of forwards and backwards becomes the
-pattern of the greedy scheduler, which puts it on the measured clock under the memory limit, by many rules; the best
-results become patterns in turn. The shortest by the simulator, on the very plan that would run, wins, so that the
-result is never worse than the best named one under the limit.
+Every named family that fits is a candidate, and each, whether it fits or not, is the start of more: its order of
+forwards and backwards becomes the pattern of the greedy scheduler, which puts it on the measured clock under the memory
+limit, by many rules; the best results become patterns in turn. Where none of this fits, one microbatch at a time may.
+The shortest by the simulator, on the very plan that would run, wins, so that the result is never worse than the best
+named one under the limit.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp.plan.activations import kept_timeline
-from megatron_pp.plan.greedy import ROUNDING, UNKNOWN, MemoryModel, Order, Rules, Scheduled, schedule
-from megatron_pp.plan.instruction import WEIGHT
+from megatron_pp.plan.greedy import ROUNDING, UNKNOWN, MemoryModel, Order, Rules, Scheduled, Slots, schedule
+from megatron_pp.plan.instruction import FORWARD, WEIGHT
 from megatron_pp.plan.lower import lower
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders.family import Family, Shape
@@ -67,6 +68,19 @@ class OrderPattern:
         return self._slots[rank][(op, chunk, mb)]
 
 
+class OneAtATime:
+    """Each microbatch goes through all of a rank's chunks, forward and backward, before the next one begins. Slow, but
+    no order needs less memory: where not even this fits, nothing does.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        self._num_chunks = num_chunks
+
+    def slot(self, rank: int, op: str, chunk: int, mb: int) -> float:
+        place = chunk if op == FORWARD else 2 * self._num_chunks - 1 - chunk
+        return float(2 * self._num_chunks * mb + place)
+
+
 def _patterns(orders: dict[str, list[Order]]) -> list[tuple[str, OrderPattern]]:
     return [(name, OrderPattern(order)) for name, order in orders.items()]
 
@@ -113,7 +127,8 @@ class _Search:
         found = [c for c in named if self._fits(c.peaks)]
         if min((c.makespan for c in found), default=UNKNOWN) > self._least_makespan():
             grown = [
-                self._candidate(f"{self.spec.schedule} from {t.seed}", t.result.orders) for t in self._grow(orders)
+                self._candidate(f"{self.spec.schedule} from {t.seed}", t.result.orders)
+                for t in self._grow({**orders, **self._in_small_groups()}) or self._one_at_a_time()
             ]
             found += [c for c in grown if self._fits(c.peaks)]  # a backward may need more than it frees
         for candidate in sorted(found, key=lambda c: c.makespan):  # of equals, the named one comes first
@@ -123,6 +138,14 @@ class _Search:
 
     def _named_orders(self) -> dict[str, list[Order]]:
         return {family.name: family.orders(self.shape) for family in self.families}
+
+    def _in_small_groups(self) -> dict[str, list[Order]]:
+        """The same with microbatches in groups of P, where the groups are larger: for the memory."""
+        size = min(self.spec.pipeline_size, self.spec.num_microbatches)
+        if self.shape.group_size <= size:
+            return {}
+        shape = replace(self.shape, group_size=size)
+        return {f"{family.name} in groups of {size}": family.orders(shape) for family in self.families}
 
     def _least_makespan(self) -> float:
         """No plan is shorter: a rank does its work after its first input has come through the stages before."""
@@ -156,9 +179,8 @@ class _Search:
         pilot_size = _PILOT * self.spec.pipeline_size
         if self.spec.num_microbatches > pilot_size:
             pilot = _Search(replace(self.spec, num_microbatches=pilot_size), self.placement, self.families)
-            promising = {
-                (t.seed, t.rules) for t in _shortest(pilot._trials(_patterns(pilot._named_orders()), self._rules()))
-            }
+            first = _patterns({**pilot._named_orders(), **pilot._in_small_groups()})
+            promising = {(t.seed, t.rules) for t in _shortest(pilot._trials(first, self._rules()))}
             return _shortest(
                 trial
                 for name, pattern in patterns
@@ -170,7 +192,12 @@ class _Search:
             patterns = [(trial.seed, OrderPattern(trial.result.orders)) for trial in pool]
         return pool
 
-    def _trials(self, patterns: Sequence[tuple[str, OrderPattern]], rules: Sequence[Rules]) -> Iterator[_Trial]:
+    def _one_at_a_time(self) -> list[_Trial]:
+        """For memory in which no pattern of a named family comes through."""
+        pattern = OneAtATime(self.spec.num_chunks)
+        return _shortest(self._trials([("one microbatch at a time", pattern)], self._rules()))
+
+    def _trials(self, patterns: Sequence[tuple[str, Slots]], rules: Sequence[Rules]) -> Iterator[_Trial]:
         """Every rule on every pattern; those that get stuck under the memory limit are left out."""
         for name, pattern in patterns:
             for rule in rules:
@@ -206,9 +233,12 @@ class _Search:
         name = min(over, key=lambda n: over[n])
         excess, rank = over[name]
         limit = self.memory.limits[rank]
+        least = [sum(self.memory.forward[s] for s in stages) for stages in self.placement.stages]
+        short = [r for r, most in enumerate(self.memory.limits) if least[r] > most * (1 + ROUNDING)]
+        single = f"; one microbatch alone needs {least[short[0]]:g} on rank {short[0]}" if short else ""
         return (
             f"no schedule of {self.spec.num_microbatches} microbatches keeps to the memory limit; {name} comes "
-            f"nearest: it needs {limit + excess:g} on rank {rank}, where the limit is {limit:g}"
+            f"nearest: it needs {limit + excess:g} on rank {rank}, where the limit is {limit:g}{single}"
         )
 
 

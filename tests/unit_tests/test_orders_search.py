@@ -83,6 +83,31 @@ def test_a_limit_per_rank_is_kept_on_each() -> None:
     assert all(peak <= limit for peak, limit in zip(result.best.peaks, (3, 4, 5, 6), strict=True))
 
 
+@pytest.mark.parametrize(("size", "chunks", "m"), [(1, 3, 4), (2, 2, 5), (3, 4, 9), (4, 2, 8)])
+def test_groups_larger_than_the_pipeline_cost_neither_memory_nor_time(size: int, chunks: int, m: int) -> None:
+    """Named orders of such groups need more than 1F1B's memory, which is the limit where nobody set one."""
+    grouped, usual = (search("auto", size, chunks, m, group_size=group) for group in (2 * size, size))
+    assert not any(fits for _, fits in grouped.named)
+    assert max(grouped.best.peaks) <= size * chunks
+    assert grouped.best.makespan <= usual.best.makespan
+    verify(grouped.best.plan)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.booleans())
+def test_what_one_microbatch_needs_is_enough(size: int, chunks: int, m: int, wave: bool) -> None:
+    """Nothing can do with less, whatever the groups."""
+    name, chunks = ("auto_v", 2) if wave else ("auto", chunks)
+    result = search(name, size, chunks, m, Measured(memory_limit=float(chunks)), group_size=2 * size)
+    assert max(result.best.peaks) == chunks
+    verify(result.best.plan)
+
+
+def test_less_than_one_microbatch_needs_is_refused_and_says_so() -> None:
+    with pytest.raises(PlanError, match=r"where the limit is 2\.5; one microbatch alone needs 3 on rank 0"):
+        search("auto", 2, 3, 4, Measured(memory_limit=2.5))
+
+
 def test_an_impossible_limit_is_refused_with_the_nearest() -> None:
     with pytest.raises(PlanError, match=r"comes nearest: it needs \d.* where the limit is 0.5"):
         search("auto", 4, 1, 8, Measured(memory_limit=0.5))
