@@ -18,6 +18,9 @@ from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.toy import HIDDEN, ToyData, ToyResult, merged, reference_run, toy_config
 
+# One start serves all tests, on one worker.
+pytestmark = pytest.mark.xdist_group("channel_groups")
+
 SIZE = 4
 FIELDS: dict[str, tuple[int, dict[str, Any]]] = {
     "overlap": (2, {"overlap_p2p_comm": True}),

@@ -29,6 +29,10 @@ from megatron_pp.testing.toy import (
 from megatron_pp.weight_grad import split_weight_grad
 
 PIPELINE, REPLICAS = 2, 2
+
+# One start serves all tests, on one worker.
+pytestmark = pytest.mark.xdist_group("ddp_schedules")
+
 CASES = [
     ("1f1b", 1, False),
     ("interleaved_1f1b", 2, False),

@@ -9,7 +9,8 @@ from tests.functional_tests.megatron_support import needs_megatron
 from megatron_cases import Case, Job, Model, Outcome  # isort: skip
 from megatron_runner import run_jobs  # isort: skip
 
-pytestmark = needs_megatron
+# One start serves all tests, on one worker.
+pytestmark = [needs_megatron, pytest.mark.xdist_group("megatron_plugin")]
 
 CHECKS = "tests.functional_tests.megatron_checks:"
 ALONE = Case(Model(layers=2), microbatches=2)

@@ -15,7 +15,8 @@ from tests.functional_tests.megatron_support import assert_equal, needs_megatron
 from megatron_cases import Case, Job, Model, Outcome  # isort: skip
 from megatron_runner import parity_jobs, run_jobs  # isort: skip
 
-pytestmark = needs_megatron
+# One start serves all tests, on one worker.
+pytestmark = [needs_megatron, pytest.mark.xdist_group("megatron_weight_grad")]
 
 SPLIT = Case(split_weight_grad=True, policy="overlap")
 TIED = Model(tied=True, position="learned_absolute")

@@ -77,10 +77,12 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> Shares:
     )
 
 
+ONE_WORKER = pytest.mark.xdist_group("race")  # one start serves all cases
 TRANSPORTS = pytest.mark.parametrize("transport", ["gloo", "two_gpus", "one_gpu"])
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
+@ONE_WORKER
 @TRANSPORTS
 @EACH_DTYPE
 def test_a_plain_isend_is_corrupted(transport: str, dtype: str, request: pytest.FixtureRequest) -> None:
@@ -95,6 +97,7 @@ def test_a_plain_isend_is_corrupted(transport: str, dtype: str, request: pytest.
     assert corrupted == len(shares), told
 
 
+@ONE_WORKER
 @TRANSPORTS
 @EACH_DTYPE
 @pytest.mark.parametrize("case", SAFE_CASES, ids=SAFE_CASES.values())

@@ -19,6 +19,9 @@ from megatron_pp.schedules import StepArguments
 from megatron_pp.testing.processes import run_processes
 from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
 
+# One start serves all tests, on one worker.
+pytestmark = pytest.mark.xdist_group("public_names")
+
 ENTRY_POINTS = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
