@@ -40,6 +40,7 @@ NAMES = {"1f1b": "1F1B", "interleaved_1f1b": "interleaved", "zb_v": "ZB-V"}
 POLICIES: tuple[dict[str, Any], ...] = ({"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {})
 FLAT_BYTES = 4 << 20  # growth over the clean steps that is still called flat: what an allocator keeps back
 SETTLING_EPISODES = 3
+LARGE_LENGTH = 50_000  # of messages of 1.6 MB
 SLOW = (0.6, 2.0)  # times p2p_timeout
 BEGIN = "<!-- made by scripts/soak.py; do not edit -->"
 END = "<!-- end of what scripts/soak.py made -->"
@@ -71,6 +72,11 @@ class Books:
     first: dict[int, tuple[int, Resources]] = field(default_factory=dict)
     memory: list[tuple[str, int, list[int]]] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
+
+    def more_of(self, pid: int, resources: Resources) -> list[str]:
+        """What process ``pid`` holds more of than after its first episodes."""
+        seen, first = self.first.get(pid, (0, resources))
+        return leaks(first, resources) if seen >= SETTLING_EPISODES else []
 
 
 def main() -> int:
@@ -171,7 +177,7 @@ def drawn(arguments: argparse.Namespace, rng: random.Random, number: int, schedu
         fault,
         arguments.p2p_timeout,
         arguments.backend,
-        seq_length=50_000 if large else 3,
+        seq_length=LARGE_LENGTH if large else 3,
         fields=rng.choice(POLICIES),
     )
 
@@ -240,13 +246,18 @@ def book_fault(episode: Episode, reports: dict[int, Report], right: bool, books:
 
 def book_resources(pool: Pool, episode: Episode, reports: dict[int, Report], books: Books) -> None:
     """What a process holds more of than after its first episodes."""
-    for rank, pid in pool.pids().items():
-        resources = reports[rank].resources
-        if resources is None:
-            continue
+    pids, fault = pool.pids(), episode.fault
+    held = {rank: report.resources for rank, report in reports.items() if report.resources is not None}
+    # gloo ends a send that was half on the wire when its receiver died with the process group.
+    may_be_stuck = fault is not None and fault.kind == KILL and episode.seq_length == LARGE_LENGTH
+    patience = episode.group_timeout + 5.0 if may_be_stuck else 0.0
+    held = pool.await_resources(held, lambda now: not any(books.more_of(pids[r], now[r]) for r in now), patience)
+    for rank, resources in held.items():
+        pid = pids[rank]
+        more = books.more_of(pid, resources)
         seen, first = books.first.get(pid, (0, resources))
         books.first[pid] = (seen + 1, resources if seen < SETTLING_EPISODES else first)
-        for line in leaks(first, resources) if seen >= SETTLING_EPISODES else []:
+        for line in more:
             books.leaks[line.partition(":")[0]] = books.leaks.get(line.partition(":")[0], 0) + 1
             books.trouble.append(f"episode {episode.number}, rank {rank} is left with more {line}")
         if reports[rank].samples:

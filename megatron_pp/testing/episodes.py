@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -34,10 +34,10 @@ class Episode:
     """``steps`` steps of a schedule on all ranks of the pool; ``fault`` may happen in one of them.
 
     fields      of the config
-    group_timeout seconds; of the process groups. A transfer that gloo can not end holds a thread, a connection and its
-                  tensor for so long (see ``gloo_threads.py``)
     sample_every  steps between two looks at the resident memory; 0: none
     seq_length  of a message of seq_length * 32 bytes: 3 fits into any socket's buffer, 500,000 into none
+    group_timeout  seconds, of the process groups; so long a transfer that gloo can not end holds a thread, a connection
+                   and its tensor (see ``gloo_threads.py``)
     """
 
     number: int
@@ -47,11 +47,11 @@ class Episode:
     steps: int
     fault: Fault | None = None
     p2p_timeout: float = 5.0
-    group_timeout: float = 90.0
     backend: str = "gloo"
     seq_length: int = 3
     fields: dict[str, Any] = field(default_factory=dict)
     sample_every: int = 0
+    group_timeout: float = 90.0
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,16 @@ class Pool:
         for pipe in self._pipes.values():
             pipe.send(_MEASURE)
         return {rank: self._receive(rank) for rank in self._pipes}
+
+    def await_resources(
+        self, held: dict[int, Resources], is_fine: Callable[[dict[int, Resources]], bool], seconds: float
+    ) -> dict[int, Resources]:
+        """``held``, by rank, or what these ranks hold when that is fine; if it never is, after ``seconds``."""
+        until = time.monotonic() + seconds
+        while not is_fine(held) and time.monotonic() < until:
+            time.sleep(0.5)
+            held = {rank: now for rank, now in self.resources().items() if rank in held}
+        return held
 
     def pids(self) -> dict[int, int]:
         """Process id of each rank."""

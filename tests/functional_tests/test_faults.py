@@ -8,7 +8,6 @@ scripts/soak.py.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -39,12 +38,9 @@ class Lab:
         episode = Episode(next(self._numbers), schedule, chunks, 2 * SIZE, 4, fault, **fields)  # type: ignore[arg-type]
         reports = self.pool.run(episode)
         assert complaints(episode, reports, SIZE) == []
-        until = time.monotonic() + leaks_until
         held = {rank: report.resources for rank, report in reports.items() if report.resources is not None}
-        while (left := self._leaks(held)) and time.monotonic() < until:
-            time.sleep(0.5)
-            held = {rank: now for rank, now in self.pool.resources().items() if rank in held}
-        assert left == {}
+        held = self.pool.await_resources(held, lambda now: not self._leaks(now), leaks_until)
+        assert self._leaks(held) == {}
         return reports
 
     def _leaks(self, held: dict[int, Resources]) -> dict[int, list[str]]:
