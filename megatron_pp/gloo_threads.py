@@ -139,11 +139,6 @@ class ChannelThreads:
         if self._awaited is transfer:
             self._calls.put(None)
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether ``interrupt`` was called."""
-        return self._why is not None
-
     def interrupt(self, why: str) -> None:
         """End the wait that is going on, and every later one for what is not over. The threads end as soon as they are
         not inside a transfer."""

@@ -254,12 +254,11 @@ def book_resources(pool: Pool, episode: Episode, reports: dict[int, Report], boo
     held = pool.await_resources(held, lambda now: not any(books.more_of(pids[r], now[r]) for r in now), patience)
     for rank, resources in held.items():
         pid = pids[rank]
-        more = books.more_of(pid, resources)
-        seen, first = books.first.get(pid, (0, resources))
-        books.first[pid] = (seen + 1, resources if seen < SETTLING_EPISODES else first)
-        for line in more:
+        for line in books.more_of(pid, resources):
             books.leaks[line.partition(":")[0]] = books.leaks.get(line.partition(":")[0], 0) + 1
             books.trouble.append(f"episode {episode.number}, rank {rank} is left with more {line}")
+        seen, first = books.first.get(pid, (0, resources))
+        books.first[pid] = (seen + 1, resources if seen < SETTLING_EPISODES else first)
         if reports[rank].samples:
             book_memory(episode, rank, list(reports[rank].samples), books)
 

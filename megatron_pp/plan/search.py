@@ -126,26 +126,29 @@ class _Search:
         named = [self._candidate(name, order) for name, order in orders.items()]
         found = [c for c in named if self._fits(c.peaks)]
         if min((c.makespan for c in found), default=UNKNOWN) > self._least_makespan():
-            grown = [
-                self._candidate(f"{self.spec.schedule} from {t.seed}", t.result.orders)
-                for t in self._grow({**orders, **self._in_small_groups()}) or self._one_at_a_time()
-            ]
-            found += [c for c in grown if self._fits(c.peaks)]  # a backward may need more than it frees
+            found += self._fitting(self._grow(orders))
+        found = found or self._fitting(self._one_at_a_time())
         for candidate in sorted(found, key=lambda c: c.makespan):  # of equals, the named one comes first
             if _is_accepted(candidate.plan):
                 return SearchResult(candidate, tuple((c, self._fits(c.peaks)) for c in named))
         raise PlanError(self._why_none(named))
 
+    def _fitting(self, trials: Iterable[_Trial]) -> list[Candidate]:
+        """Candidates; without those that exceed the limit after all, as a backward may need more than it frees."""
+        grown = [self._candidate(f"{self.spec.schedule} from {t.seed}", t.result.orders) for t in trials]
+        return [c for c in grown if self._fits(c.peaks)]
+
     def _named_orders(self) -> dict[str, list[Order]]:
         return {family.name: family.orders(self.shape) for family in self.families}
 
-    def _in_small_groups(self) -> dict[str, list[Order]]:
-        """The same with microbatches in groups of P, where the groups are larger: for the memory."""
+    def _seeds(self, named: dict[str, list[Order]]) -> dict[str, list[Order]]:
+        """What grows: the named orders and, where their groups are larger than P microbatches, the same families in
+        groups of P, for the memory."""
         size = min(self.spec.pipeline_size, self.spec.num_microbatches)
         if self.shape.group_size <= size:
-            return {}
+            return named
         shape = replace(self.shape, group_size=size)
-        return {f"{family.name} in groups of {size}": family.orders(shape) for family in self.families}
+        return {**named, **{f"{family.name} in groups of {size}": family.orders(shape) for family in self.families}}
 
     def _least_makespan(self) -> float:
         """No plan is shorter: a rank does its work after its first input has come through the stages before."""
@@ -173,13 +176,13 @@ class _Search:
     def _fits(self, peaks: Sequence[float]) -> bool:
         return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.memory.limits, strict=True))
 
-    def _grow(self, seeds: dict[str, list[Order]]) -> list[_Trial]:
-        """The best that the greedy scheduler makes of ``seeds``, shortest first."""
-        patterns = _patterns(seeds)
+    def _grow(self, named: dict[str, list[Order]]) -> list[_Trial]:
+        """The best that the greedy scheduler makes of the named orders, shortest first."""
+        patterns = _patterns(self._seeds(named))
         pilot_size = _PILOT * self.spec.pipeline_size
         if self.spec.num_microbatches > pilot_size:
             pilot = _Search(replace(self.spec, num_microbatches=pilot_size), self.placement, self.families)
-            first = _patterns({**pilot._named_orders(), **pilot._in_small_groups()})
+            first = _patterns(pilot._seeds(pilot._named_orders()))
             promising = {(t.seed, t.rules) for t in _shortest(pilot._trials(first, self._rules()))}
             return _shortest(
                 trial

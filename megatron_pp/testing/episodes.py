@@ -145,11 +145,11 @@ class Pool:
         return {rank: replace(report, fired_at=fired_at) for rank, report in reports.items()}
 
     def resources(self) -> dict[int, Resources]:
-        """What each rank's process holds now."""
+        """What each rank's process holds now. Raises HungError."""
         self._replace_the_dead()
         for pipe in self._pipes.values():
             pipe.send(_MEASURE)
-        return {rank: self._receive(rank) for rank in self._pipes}
+        return {rank: self._answer(rank) for rank in self._pipes}
 
     def await_resources(
         self, held: dict[int, Resources], is_fine: Callable[[dict[int, Resources]], bool], seconds: float
@@ -164,6 +164,12 @@ class Pool:
     def pids(self) -> dict[int, int]:
         """Process id of each rank."""
         return {rank: worker.pid for rank, worker in self._workers.items()}
+
+    def _answer(self, rank: int) -> Any:
+        """What ``rank`` says, within the time that a process may take to start."""
+        if not self._pipes[rank].poll(_START_SECONDS):
+            raise HungError([rank], _START_SECONDS)
+        return self._receive(rank)
 
     def _receive(self, rank: int) -> Any:
         try:
@@ -180,7 +186,7 @@ class Pool:
 
     def _await_ready(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            if not self._pipes[rank].poll(_START_SECONDS) or self._receive(rank) != "ready":
+            if self._answer(rank) != "ready":
                 raise HungError([rank], _START_SECONDS)
 
     def _replace_the_dead(self) -> None:
