@@ -311,9 +311,15 @@ class FaultGuard:
         if is_news:
             self._link.tell(failure, _TELLING)
         with self._link.lock:
-            self.verdict = self.verdict or failure
+            self.verdict = self.verdict or self._cause_of(failure)
             self._link.lock.notify_all()
         self._abort()
+
+    def _cause_of(self, failure: Failure) -> Failure:
+        """A rank that raises an error may have told it, and its process may be gone, since this rank last looked at the
+        store; what is found here then follows from that error."""
+        known = self._link.view.failure
+        return known if known is not None and known.kind == EXCEPTION != failure.kind else failure
 
     def escalate(self) -> None:
         """This rank did not come out of its step."""

@@ -91,7 +91,8 @@ class Link:
                 self.lock.notify_all()
 
     def tell(self, record: Entry | Failure, seconds: float) -> bool:
-        """Hand over a record; whether it was in the store within ``seconds``."""
+        """Hand over a record; whether it was in the store within ``seconds``, and ``view`` knows what failed before a
+        failure."""
         with self.lock:
             self._outbox.append(record)
             self._entering = isinstance(record, Entry)
@@ -181,14 +182,23 @@ class Link:
     def _send_outbox(self) -> None:
         while self._outbox:
             record = self._outbox[0]
-            if isinstance(record, Failure):
-                self.board.announce(record)
-            else:
+            if isinstance(record, Entry):
                 self.board.publish(record)
-            with self.lock:
-                if self._outbox and self._outbox[0] is record:
-                    self._outbox.popleft()
-                self.lock.notify_all()
+                self._is_sent(record)
+                continue
+            self.board.announce(record)
+            try:
+                known = self.board.failure()  # with what others told since the last look, and before this
+                with self.lock:
+                    self.view.failure = known or self.view.failure
+            finally:
+                self._is_sent(record)
+
+    def _is_sent(self, record: Entry | Failure) -> None:
+        with self.lock:
+            if self._outbox and self._outbox[0] is record:
+                self._outbox.popleft()
+            self.lock.notify_all()
 
     def _tell_progress(self, here: Progress | None) -> None:
         """A sign of life when one is due, and at once where the rank's state changed."""

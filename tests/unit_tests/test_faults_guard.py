@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +25,8 @@ from megatron_pp.errors import (
 from megatron_pp.faults import guard as guard_module
 from megatron_pp.faults.board import Board
 from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.faults.records import EXCEPTION, STALL, Failure
+from megatron_pp.faults.liveness import process_of
+from megatron_pp.faults.records import EXCEPTION, IN_STEP, STALL, Failure, Progress
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.spec import PlanSpec
@@ -295,6 +298,44 @@ def test_the_first_exception_counts_more_than_the_stall_that_follows_it() -> Non
     found = board.failure()
     assert found is not None
     assert found.message == "first"
+
+
+class _LooksTooEarly:
+    """A store whose reader has always just looked when the others tell of a failure, until it tells of one itself."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._has_told = False
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def get(self, key: str) -> Any:
+        return self._store.get(key)
+
+    def set(self, key: str, value: str) -> None:
+        self._has_told |= key.endswith("/failed")
+        self._store.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        early = keys[0].endswith("/failed") and not self._has_told
+        return not early and bool(self._store.check(keys))
+
+
+def test_the_end_of_a_process_does_not_overtake_the_error_that_it_has_told() -> None:
+    """A rank that raises tells it and ends; the others may see its end first, as a look at the store is always some
+    time ago."""
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    process = process_of(child.pid)
+    child.communicate()
+    store = dist.HashStore()
+    guard, source = _guard(0, _LooksTooEarly(store))
+    other = Board(store, "p", 1, 2, 1)
+    other.publish(Progress(1, IN_STEP, 3, "F0.1", process=process))
+    other.announce(Failure(EXCEPTION, "p", 1, 1, "F0.1", "FORWARD", "ValueError", "told before it ended"))
+    with pytest.raises(PipelinePeerError, match="told before it ended"), guard.step(source):
+        raise P2PError("connection closed by peer")
+    guard.close()
 
 
 def test_an_interrupt_is_an_exception_like_any_other() -> None:
