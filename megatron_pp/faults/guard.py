@@ -316,10 +316,10 @@ class FaultGuard:
         self._abort()
 
     def _cause_of(self, failure: Failure) -> Failure:
-        """A rank that raises an error may have told it, and its process may be gone, since this rank last looked at the
-        store; what is found here then follows from that error."""
+        """What this rank has found may follow from what others told since it last looked at the store: a rank that
+        tells of an error ends, and others find that its process is gone."""
         known = self._link.view.failure
-        return known if known is not None and known.kind == EXCEPTION != failure.kind else failure
+        return failure if known is None or failure.kind == EXCEPTION else known
 
     def escalate(self) -> None:
         """This rank did not come out of its step."""

@@ -93,13 +93,16 @@ class HungError(RuntimeError):
 
 
 class Pool:
-    """``size`` worker processes and the store that outlives them. Use as a context manager: no process outlives it."""
+    """``size`` worker processes and the store that outlives them. Use as a context manager: no process outlives it.
 
-    def __init__(self, size: int) -> None:
+    ``start_method``: see ``processes.run_processes``.
+    """
+
+    def __init__(self, size: int, start_method: str = "spawn") -> None:
         import torch.distributed as dist
 
         self.size = size
-        self._context = multiprocessing.get_context("spawn")
+        self._context: Any = multiprocessing.get_context(start_method)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}

@@ -1,9 +1,9 @@
-"""Ranks as real processes: spawned with a deadline, always reaped, with results and errors handed back.
+"""Ranks as real processes: started with a deadline, always reaped, with results and errors handed back.
 
     results = run_processes(rank_main, 4, args=(...), timeout=60)
 
-``rank_main(rank, size, *args)`` must be importable (a module-level function): processes are spawned. A process group
-of the given backend is initialised before it, over a FileStore, so no port is chosen, and destroyed after it.
+``rank_main(rank, size, *args)`` must be importable (a module-level function): processes do not inherit it. A process
+group of the given backend is initialised before it, over a FileStore, so no port is chosen, and destroyed after it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,18 @@ def run_processes(
     backend: str | None = "gloo",
     environment: dict[str, str] | None = None,
     group_timeout: float = 120.0,
+    start_method: str = "spawn",
 ) -> list[Any]:
     """Run ``rank_main(rank, size, *args)`` in ``size`` processes and return the results (picklable) in rank order.
 
-    ``backend`` None leaves process groups to ``rank_main``. Raises RankFailedError as soon as a rank has raised
-    (after a moment for the others to report, too), RanksTimedOutError at the deadline; no process outlives the call.
+    ``backend`` None leaves process groups to ``rank_main``. ``start_method`` is multiprocessing's: "spawn" starts
+    every rank as a launcher does; "forkserver", after ``multiprocessing.set_forkserver_preload(["torch"])``, in a
+    twentieth of the time, but the ranks then hash strings alike, so that nothing shows which depends on the order of a
+    set, and their interpreter is past what ``environment`` could tell it. Raises RankFailedError as soon as a rank has
+    raised (after a moment for the others to report, too), RanksTimedOutError at the deadline; no process outlives the
+    call.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(start_method)
     with tempfile.TemporaryDirectory(prefix="megatron_pp_ranks_") as folder:
         store = os.path.join(folder, "store")
         processes, pipes = [], []

@@ -51,7 +51,7 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with Pool(SIZE) as pool:
+    with Pool(SIZE, start_method="forkserver") as pool:
         lab = Lab(pool)
         for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)):
             lab.run(schedule, chunks, None, fields=OVERLAP)  # nothing happens, and nothing is raised

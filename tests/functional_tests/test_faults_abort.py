@@ -95,7 +95,7 @@ def _seconds_until_unblocked(
 ) -> tuple[str, float]:
     import torch.distributed as dist
 
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     here, there = context.Pipe()
     here_too, there_too = context.Pipe()

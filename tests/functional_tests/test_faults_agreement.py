@@ -55,7 +55,8 @@ def rank_main(rank: int, size: int, odd_one: int, usual: dict[str, Any], other: 
     ],
 )
 def test_an_error_names_what_differs(odd_one: int, usual: dict[str, Any], other: dict[str, Any], field: str) -> None:
-    for rank, outcome in enumerate(run_processes(rank_main, SIZE, (odd_one, usual, other), timeout=60.0)):
+    outcomes = run_processes(rank_main, SIZE, (odd_one, usual, other), timeout=60.0, start_method="forkserver")
+    for rank, outcome in enumerate(outcomes):
         assert len(outcome) == 6, (rank, outcome)
         step, named, values, text, seconds, wrong = outcome
         assert step == ODD_STEP, (rank, outcome)

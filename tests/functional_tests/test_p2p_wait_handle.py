@@ -74,7 +74,7 @@ def _refuse_wrong_tensors(mine: P2PCommunicator, seen: dict[str, object]) -> Non
 
 
 def test_handles_on_gloo() -> None:
-    first, second = run_processes(rank_main, 2, timeout=60.0)
+    first, second = run_processes(rank_main, 2, timeout=60.0, start_method="forkserver")
     assert second["strided"] is True
     for seen in (first, second):
         assert seen["completed"] is True

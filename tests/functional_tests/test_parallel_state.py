@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +12,7 @@ import torch.distributed as dist
 from megatron_pp import parallel_state as state
 from megatron_pp.config_checks import WorldSizeError
 from megatron_pp.parallel_grid import fit_grid
+from megatron_pp.testing.processes import run_processes
 
 WORLD = 4
 DEADLINE = 180.0  # seconds for all processes
@@ -31,45 +28,6 @@ GRIDS = [
     {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
     {},
 ]
-
-
-def run_processes(work: Callable[[int], Any], folder: Path) -> list[Any]:
-    """``work(rank)`` in WORLD processes joined by gloo; what each returned. All are ended and reaped in any case."""
-    context = multiprocessing.get_context("spawn")
-    processes, ends = [], []
-    try:
-        for rank in range(WORLD):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_enter, args=(work, rank, str(folder / "store"), theirs), daemon=True)
-            process.start()
-            theirs.close()  # else the end of a process that died would not be noticed
-            processes.append(process)
-            ends.append(ours)
-        return _collect(ends)
-    finally:
-        for process in processes:
-            process.join(timeout=5)
-            process.kill()
-            process.join()
-
-
-def _enter(work: Callable[[int], Any], rank: int, store: str, answer: Connection) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
-    answer.send(work(rank))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _collect(ends: list[Connection]) -> list[Any]:
-    deadline = time.monotonic() + DEADLINE
-    answers: dict[int, Any] = {}
-    while len(answers) < len(ends):
-        open_ends = [end for k, end in enumerate(ends) if k not in answers]
-        ready = wait(open_ends, timeout=max(0.0, deadline - time.monotonic()))
-        assert ready, f"only ranks {sorted(answers)} answered within {DEADLINE} s"
-        for end in ready:
-            answers[ends.index(end)] = end.recv()
-    return [answers[rank] for rank in range(len(ends))]
 
 
 def members(group: dist.ProcessGroup) -> list[int]:
@@ -115,13 +73,13 @@ def use_every_group(rank: int) -> list[dict[str, Any]]:
     return seen
 
 
-def everything(rank: int) -> dict[str, Any]:
+def everything(rank: int, _: int) -> dict[str, Any]:
     return {"groups": use_every_group(rank), "chunks": walk_chunks(rank), "misuse": misuse(rank)}
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_processes(everything, tmp_path_factory.mktemp("processes"))
+def answers() -> list[dict[str, Any]]:
+    return run_processes(everything, WORLD, timeout=DEADLINE, start_method="forkserver")
 
 
 def test_every_group_works_and_has_the_right_members(answers):

@@ -37,7 +37,7 @@ def rank_main(rank: int, size: int, short: int, chunks: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("short", "chunks"), [(0, 1), (2, 2)])
 def test_all_ranks_raise(short: int, chunks: int) -> None:
-    raised = run_processes(rank_main, 3, (short, chunks), timeout=60.0)
+    raised = run_processes(rank_main, 3, (short, chunks), timeout=60.0, start_method="forkserver")
     sentence = "the data iterator of chunk 0 ended at microbatch 2; a step of 4 microbatches needs that many items"
     assert raised[short] == ("ScheduleInputError", sentence)
     for rank, (kind, words) in enumerate(raised):

@@ -37,7 +37,7 @@ def train_rank(rank, size, folder, pipelines, policy, traced_ranks):
 
 @pytest.mark.parametrize("policy", ["overlap", "batched", "plain"])
 def test_ranks_of_a_job_write_one_run(tmp_path, policy, capsys):
-    run_processes(train_rank, 3, (str(tmp_path), 1, policy, range(3)), timeout=120)
+    run_processes(train_rank, 3, (str(tmp_path), 1, policy, range(3)), timeout=120, start_method="forkserver")
     run = load_run(tmp_path)
     assert run.steps == (2, 3)
     assert [t.header.pipeline for t in run.ranks] == [(0, 1, 2)] * 3
@@ -55,7 +55,7 @@ def test_ranks_of_a_job_write_one_run(tmp_path, policy, capsys):
 
 
 def test_pipelines_of_a_job_share_the_run_number(tmp_path):
-    run_processes(train_rank, 4, (str(tmp_path), 2, "overlap", range(4)), timeout=120)
+    run_processes(train_rank, 4, (str(tmp_path), 2, "overlap", range(4)), timeout=120, start_method="forkserver")
     assert len(list(tmp_path.glob("*.jsonl"))) == 4
     one, other = load_run(tmp_path, rank=0), load_run(tmp_path, rank=1)
     assert one.name == other.name
@@ -64,4 +64,4 @@ def test_pipelines_of_a_job_share_the_run_number(tmp_path):
 
 def test_tracing_on_some_ranks_alone_is_an_error_not_a_hang(tmp_path):
     with pytest.raises(RankFailedError, match="tracing"):
-        run_processes(train_rank, 2, (str(tmp_path), 1, "overlap", [0]), timeout=120)
+        run_processes(train_rank, 2, (str(tmp_path), 1, "overlap", [0]), timeout=120, start_method="forkserver")

@@ -36,4 +36,4 @@ def rank_main(rank: int, size: int) -> float:
 
 
 def test_a_small_send() -> None:
-    assert run_processes(rank_main, 2, timeout=60.0)[0] < 10.0
+    assert run_processes(rank_main, 2, timeout=60.0, start_method="forkserver")[0] < 10.0

@@ -26,7 +26,7 @@ from megatron_pp.faults import guard as guard_module
 from megatron_pp.faults.board import Board
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.liveness import process_of
-from megatron_pp.faults.records import EXCEPTION, IN_STEP, STALL, Failure, Progress
+from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, Progress
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.spec import PlanSpec
@@ -322,7 +322,11 @@ class _LooksTooEarly:
         return not early and bool(self._store.check(keys))
 
 
-def test_the_end_of_a_process_does_not_overtake_the_error_that_it_has_told() -> None:
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [(EXCEPTION, PipelinePeerError), (MISMATCH, PipelineMismatchError), (STALL, PipelineStallError)],
+)
+def test_the_end_of_a_process_does_not_overtake_what_it_has_told(kind: str, error: type[Exception]) -> None:
     """A rank that raises tells it and ends; the others may see its end first, as a look at the store is always some
     time ago."""
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
@@ -332,8 +336,8 @@ def test_the_end_of_a_process_does_not_overtake_the_error_that_it_has_told() -> 
     guard, source = _guard(0, _LooksTooEarly(store))
     other = Board(store, "p", 1, 2, 1)
     other.publish(Progress(1, IN_STEP, 3, "F0.1", process=process))
-    other.announce(Failure(EXCEPTION, "p", 1, 1, "F0.1", "FORWARD", "ValueError", "told before it ended"))
-    with pytest.raises(PipelinePeerError, match="told before it ended"), guard.step(source):
+    other.announce(Failure(kind, "p", 1, 1, message="told before it ended"))
+    with pytest.raises(error, match="told before it ended"), guard.step(source):
         raise P2PError("connection closed by peer")
     guard.close()
 
