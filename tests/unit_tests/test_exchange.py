@@ -81,6 +81,10 @@ def test_pytorchs_format_is_numbered_by_stage_with_idle_cells():
     assert rows == ["0F0,0F1,,0B0,,0B1", ",1F0,1B0,1F1,1B1,"] or rows == ["0F0,0F1,,0B0,0B1", ",1F0,1B0,1F1,1B1"]
 
 
+# Tests that read the same files go to the same worker: writing them takes torch twice to load.
+from_torch = pytest.mark.xdist_group("torch_files")
+
+
 @pytest.fixture(scope="module")
 def torch_files(tmp_path_factory):
     """Folders with the files of PyTorch's seven schedules: (P, M) -> folder."""
@@ -95,6 +99,7 @@ def torch_files(tmp_path_factory):
     return folders
 
 
+@from_torch
 @pytest.mark.parametrize("shape", [(2, 4), (4, 8)])
 @pytest.mark.parametrize("name", sorted(TORCH_SCHEDULES))
 def test_pytorchs_schedules_import_and_verify(torch_files, name, shape):
@@ -107,6 +112,7 @@ def test_pytorchs_schedules_import_and_verify(torch_files, name, shape):
             assert (plan.spec.pipeline_size, plan.spec.num_microbatches) == shape
 
 
+@from_torch
 def test_pytorchs_numbering_of_1f1b_is_read_with_a_warning(torch_files):
     """PyTorch's table of 1F1B counts the last stage's forwards from 1; the order it means is clear."""
     text = (torch_files[(4, 8)] / "Schedule1F1B.csv").read_text()
