@@ -41,6 +41,7 @@ class Tracker:
         self._around: list[tuple[Source | None, str]] = []
         self._last: tuple[int, int, str, bool] = (0, 0, "", False)
         self._moved_at = 0.0
+        self._done: tuple[int, tuple[int, ...]] = (0, ())  # steps, and changes up to the last of them
 
     def begin(self, source: Source, entering: bool = False, phase: str = "", agreement: int = 0) -> None:
         """A step begins, or with ``phase`` something else, in which steps may be. ``entering``: plans are compared
@@ -62,6 +63,7 @@ class Tracker:
     def end(self) -> None:
         """What ``begin`` began is over."""
         self._entering = False
+        self._done = (self.step, self._changes)
         self.source, self.phase = self._around.pop() if self._around else (None, "")
 
     def entering(self, on: bool) -> None:
@@ -77,6 +79,7 @@ class Tracker:
         """Begin anew, at step 0."""
         self.step = 0
         self._changes = ()
+        self._done = (0, ())
 
     def observe(self) -> Progress | None:
         """Progress now; None outside a step."""
@@ -96,9 +99,10 @@ class Tracker:
         return Progress(here[0], state, here[1], text, idle, 0, self.process, (known_upto, *self._changes))
 
     def at_rest(self) -> Progress:
-        """What this rank has done, outside a step."""
-        step = self.step
-        return Progress(step, DONE, process=self.process, history=(step, *self._changes))
+        """What this rank has done, outside a step; or, as the next one may have begun since it was seen there, before
+        it: ``step`` and what else ``begin`` changes may be the next one's already."""
+        step, changes = self._done
+        return Progress(step, DONE, process=self.process, history=(step, *changes))
 
     def waits_on(self) -> tuple[int, ...]:
         """Pipeline ranks that this rank may be waiting for: the partners of a transfer; all, outside the plan; none
