@@ -20,7 +20,7 @@ from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.testing.threads import run_ranks
 
 SIZE = 3
-STEPS = 600
+STEPS = 400
 
 
 @pytest.fixture(params=[1e-6, 1e-4], ids=["1us", "100us"])
