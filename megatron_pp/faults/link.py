@@ -184,7 +184,7 @@ class Link:
             record = self._outbox[0]
             if isinstance(record, Entry):
                 self.board.publish(record)
-                self._is_sent(record)
+                self._take_out(record)
                 continue
             self.board.announce(record)
             try:
@@ -192,9 +192,9 @@ class Link:
                 with self.lock:
                     self.view.failure = known or self.view.failure
             finally:
-                self._is_sent(record)
+                self._take_out(record)
 
-    def _is_sent(self, record: Entry | Failure) -> None:
+    def _take_out(self, record: Entry | Failure) -> None:
         with self.lock:
             if self._outbox and self._outbox[0] is record:
                 self._outbox.popleft()

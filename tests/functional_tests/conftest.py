@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-# Ranks that a test starts with start_method="forkserver" are forked from a process that has loaded these. Tests that
-# compare numbers start theirs as a launcher does, each with an interpreter, and an order of sets, of its own.
+# Ranks that a test starts with start_method="forkserver" are forked from a process that has loaded these. Tests of
+# numbers, and of groups that all ranks make in one order, start theirs as a launcher does: each with an interpreter,
+# and an order of sets, of its own.
 multiprocessing.set_forkserver_preload(["torch.distributed", "megatron_pp.schedules"])

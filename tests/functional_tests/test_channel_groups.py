@@ -57,7 +57,7 @@ def senders() -> list[str]:
 
 @pytest.fixture(scope="module")
 def per_rank() -> list[Any]:
-    return run_processes(rank_main, SIZE, timeout=100.0, start_method="forkserver")
+    return run_processes(rank_main, SIZE, timeout=100.0)
 
 
 def test_numbers_are_those_of_one_process(per_rank: list[Any]) -> None:

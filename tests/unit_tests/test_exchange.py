@@ -81,7 +81,7 @@ def test_pytorchs_format_is_numbered_by_stage_with_idle_cells():
     assert rows == ["0F0,0F1,,0B0,,0B1", ",1F0,1B0,1F1,1B1,"] or rows == ["0F0,0F1,,0B0,0B1", ",1F0,1B0,1F1,1B1"]
 
 
-# Tests that read the same files go to the same worker: writing them takes torch twice to load.
+# Tests that read the same files go to the same worker: writing them loads torch twice.
 from_torch = pytest.mark.xdist_group("torch_files")
 
 
