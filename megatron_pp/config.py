@@ -26,7 +26,7 @@ from megatron_pp.config_fields import read_flag, read_text, setting, setting_fro
 from megatron_pp.layout import place_layers
 from megatron_pp.layout_text import Layout
 from megatron_pp.microbatch_counts import MicrobatchCount, explain_microbatch_count, legal_microbatch_counts
-from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.sim.measured import Measured
 
 __all__ = [
     "ConfigError",

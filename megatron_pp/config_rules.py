@@ -12,11 +12,11 @@ import torch
 from megatron_pp.config_checks import ConfigError, ScheduleError, one_of, whole_number
 from megatron_pp.microbatch_counts import MicrobatchCount, check_group_size, explain_microbatch_count
 from megatron_pp.plan.files import ExchangeError
-from megatron_pp.plan.measured import measured_values
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
 from megatron_pp.plan.orders.family import Family
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.schedule_file import choices, find_family
+from megatron_pp.plan.sim.measured import measured_values
 from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN, PlanError
 
 

@@ -1,27 +1,25 @@
 """The engine: walks one rank's plan, one dispatch per instruction.
 
-All state of a step is in dictionaries keyed (chunk, microbatch), with nothing left in them at the end. The engine
+All state of a step is in dictionaries keyed (stage, microbatch), with nothing left in them at the end. The engine
 knows no schedule: order, communication and releases stand in the plan, which was verified before.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_pp.errors import P2PShapeError
 from megatron_pp.output_lifetime import deallocate_output_tensor, viewless
-from megatron_pp.overlap import HalfCall, PairRunner
+from megatron_pp.overlap import PairRunner
 from megatron_pp.p2p_core import P2PCore, Receive, Send, is_single_shape
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
-from megatron_pp.plan.pairs import is_pair
 from megatron_pp.plan.spec import Plan
 from megatron_pp.steps import Activation, Steps
 from megatron_pp.sync_hooks import SyncHooks
@@ -29,20 +27,8 @@ from megatron_pp.transport import ACT, GRAD
 from megatron_pp.wait_handle import WaitHandle
 from megatron_pp.weight_grad.store import WeightGradStore
 
-Key = tuple[int, int]  # (chunk, microbatch)
-
-
-class _Neighbours(NamedTuple):
-    """Where one chunk's messages come from and go to: pipeline ranks, or chunks of this rank for hand-offs; None
-    where there is no such stage.
-    """
-
-    act_from: int | None
-    act_to: int | None
-    grad_from: int | None
-    grad_to: int | None
-    chunk_before: int | None
-    chunk_after: int | None
+Key = tuple[int, int]  # (stage, microbatch): fields 1 and 2 of an instruction
+Handler = Callable[[Instruction], None]
 
 
 class Shapes(NamedTuple):
@@ -87,21 +73,17 @@ class PlanExecutor:
         self.observer = observer
         self.forward_only = plan.spec.forward_only
         self.position = 0
+        self.placement = plan.placement
+        self.last_stage = plan.placement.num_stages - 1
         self.inputs: dict[Key, Activation] = {}
         self.outputs: dict[Key, Activation] = {}
         self.output_grads: dict[Key, Activation] = {}
         self.input_grads: dict[Key, Activation] = {}
-        self.act_receives: dict[Key, WaitHandle] = {}
-        self.grad_receives: dict[Key, WaitHandle] = {}
-        self.act_sends: dict[Key, WaitHandle] = {}
-        self.grad_sends: dict[Key, WaitHandle] = {}
-        self.deferred: deque[tuple[WaitHandle, Callable[[WaitHandle, Key], None], Key]] = deque()
+        self.receives: dict[str, dict[Key, WaitHandle]] = {ins.RECV_F: {}, ins.RECV_B: {}}
+        self.sends: dict[str, dict[Key, WaitHandle]] = {ins.SEND_F: {}, ins.SEND_B: {}}
+        self.deferred: deque[tuple[WaitHandle, Instruction]] = deque()
         self.max_deferred = max_pending_sends if communicator.transport.pollable else 0
-        self.split: frozenset[Key] = frozenset()
-        if weights is not None or pair_runner is not None:
-            self.split = frozenset((at.chunk, at.mb) for at in self.program if at.op == ins.WEIGHT)
         self._sync_open = False
-        self._around = [_neighbours(plan, self.rank, chunk) for chunk in range(plan.spec.num_chunks)]
 
     def run(self) -> None:
         """Execute every instruction. Afterwards no tensor, handle or gradient of the step is left here."""
@@ -110,13 +92,9 @@ class PlanExecutor:
             self.hooks.disable_grad_sync()
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.forward_only), self._weight_step():
-                pairs = self._pairs()
-                for position, (op, chunk, mb, members) in enumerate(self.program):
-                    if position in pairs:
-                        self._run_pair_at(position, handlers)
-                        continue
+                for position, at in enumerate(self.program):
                     self.position = position
-                    handlers[op](members or (chunk, mb))
+                    handlers[at.op](at)
                 self._settle(0)
         finally:  # also after a failure: gradients must not stay local in the steps of a user who goes on
             self.hooks.enable_grad_sync()
@@ -127,47 +105,48 @@ class PlanExecutor:
         """The instruction that is being executed (the last one, after the end)."""
         return self.program[self.position]
 
-    def _handlers(self) -> dict[str, Callable[[Any], None]]:
-        handlers: dict[str, Callable[[Any], None]] = {
+    def _handlers(self) -> dict[str, Handler]:
+        handlers: dict[str, Handler] = {
             ins.FORWARD: self._forward,
             ins.BACKWARD: self._backward,
-            ins.WEIGHT: self._weight,
-            ins.RECV_ACT: self._recv_act,
-            ins.WAIT_ACT: self._wait_act,
-            ins.SEND_ACT: self._send_act,
-            ins.RELEASE_ACT: self._release_act,
-            ins.HAND_ACT: self._hand_act,
-            ins.RECV_GRAD: self._recv_grad,
-            ins.WAIT_GRAD: self._wait_grad,
-            ins.SEND_GRAD: self._send_grad,
-            ins.RELEASE_GRAD: self._release_grad,
-            ins.HAND_GRAD: self._hand_grad,
+            ins.INPUT_GRAD: self._backward,
+            ins.WEIGHT_GRAD: self._weight_grad,
+            ins.RECV_F: self._recv_f,
+            ins.WAIT_F: self._wait_f,
+            ins.SEND_F: self._send_f,
+            ins.FREE_F: self._free,
+            ins.HAND_F: self._hand_f,
+            ins.RECV_B: self._recv_b,
+            ins.WAIT_B: self._wait_b,
+            ins.SEND_B: self._send_b,
+            ins.FREE_B: self._free,
+            ins.HAND_B: self._hand_b,
             ins.PARAM_SYNC: self._param_sync,
-            ins.GRAD_ENABLE: self._grad_enable,
+            ins.ENABLE_GRAD_SYNC: self._enable_grad_sync,
             ins.GRAD_SYNC: self._grad_sync,
             ins.BATCH: self._batch,
         }
-        if self.observer is None:
-            return handlers
-        return {op: _Observed(handler, self) for op, handler in handlers.items()}
+        if self.observer is not None:
+            handlers = {op: _Observed(handler, self.observer) for op, handler in handlers.items()}
+        return {**handlers, ins.PAIR: partial(self._pair, handlers)}
 
     # -- compute ---------------------------------------------------------------------------------------------
 
-    def _forward(self, key: Key) -> None:
-        around = self._around[key[0]]
+    def _forward(self, at: Instruction) -> None:
+        key = at[1:3]
         given = self.inputs.pop(key, None) if self.forward_only else self.inputs.get(key)
-        output = self.steps.forward(key[0], key[1], given)
+        output = self.steps.forward(at.chunk, at.mb, given)
+        if at.stage == self.last_stage:
+            if not self.forward_only:
+                self.outputs[key] = output
+            return
         single = isinstance(output, torch.Tensor)
-        last = around.act_to is None and around.chunk_after is None
-        if not last:
-            usual = single and output.shape == self._sent_shape
-            if not usual and around.act_to is not None and self._sent_shapes:
-                self._check_shapes(key, output)
-            self.outputs[key] = viewless(output) if single else _map(viewless, output)
-        elif not self.forward_only:
-            self.outputs[key] = output
+        unusual = self._sent_shapes and not (single and output.shape == self._sent_shape)
+        if unusual and self.placement.crosses_ranks(at.stage):
+            self._check_shapes(at, output)
+        self.outputs[key] = viewless(output) if single else _map(viewless, output)
 
-    def _check_shapes(self, key: Key, output: Activation) -> None:
+    def _check_shapes(self, at: Instruction, output: Activation) -> None:
         """The receiver has buffers of the agreed shapes: where more comes, gloo ends its process, and where less comes
         nobody notices.
         """
@@ -177,147 +156,120 @@ class PlanExecutor:
         shapes = [list(t.shape) for t in tensors]
         if shapes != self._sent_shapes:
             raise P2PShapeError(
-                f"the output of chunk {key[0]} for microbatch {key[1]} has shape {_told(shapes)}, but the next stage "
-                f"expects {_told(self._sent_shapes)}, from seq_length, micro_batch_size and hidden_size; where shapes "
+                f"the output of chunk {at.chunk} for microbatch {at.mb} has shape {_shown(shapes)}, but the next stage "
+                f"expects {_shown(self._sent_shapes)}, from seq_length, micro_batch_size and hidden_size; where shapes "
                 "vary, set variable_seq_lengths"
             )
 
-    def _backward(self, key: Key) -> None:
+    def _backward(self, at: Instruction) -> None:
+        """A whole backward, or, with weight gradients left for later, an input gradient."""
+        key = at[1:3]
         given, output = self.inputs.pop(key, None), self.outputs.pop(key)
         output_grad = self.output_grads.pop(key, None)
         if self.weights is None:
-            grad = self.steps.backward(key[0], key[1], given, output, output_grad)
+            grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
         else:
-            with self.weights.backward(*key, split=key in self.split):
-                grad = self.steps.backward(key[0], key[1], given, output, output_grad)
+            with self.weights.backward(at.chunk, at.mb, split=at.op == ins.INPUT_GRAD):
+                grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
         if given is not None:
             self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else _filled(grad, given)
         if self._sync_open:
             self._close_sync()
 
-    def _weight(self, key: Key) -> None:
-        if self.weights is not None:  # else B did all of it
-            self.weights.run(*key)
+    def _weight_grad(self, at: Instruction) -> None:
+        if self.weights is not None:  # else the backward did all of it
+            self.weights.run(at.chunk, at.mb)
         if self._sync_open:
             self._close_sync()
 
     def _weight_step(self) -> AbstractContextManager[None]:
-        """The store's step; it is told which microbatch completes the gradients of each chunk."""
+        """The store's step; it needs to know which microbatch completes the gradients of each chunk."""
         if self.weights is None or self.forward_only:
             return nullcontext()
-        return self.weights.step({at.chunk: at.mb for at in self.program if at.op in (ins.BACKWARD, ins.WEIGHT)})
+        completing = (at for at in ins.each(self.program) if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
+        return self.weights.step({at.chunk: at.mb for at in completing})
 
-    def _pairs(self) -> frozenset[int]:
-        """Positions of both halves of the plan's overlapped pairs."""
-        if self.pair_runner is None or not self.plan.spec.overlap_pairs:
-            return frozenset()
-        firsts = (k for k, (one, two) in enumerate(pairwise(self.program)) if is_pair(one, two, self.split))
-        return frozenset(position for first in firsts for position in (first, first + 1))
-
-    def _run_pair_at(self, position: int, handlers: dict[str, Callable[[Any], None]]) -> None:
-        """Run the pair whose forward is at ``position``; for its backward nothing is left to do."""
-        if self.program[position].op == ins.FORWARD:
-            runner = self.pair_runner
-            assert runner is not None
-            runner.run(*(self._half(runner, at, handlers) for at in (position, position + 1)))
-
-    def _half(self, runner: PairRunner, position: int, handlers: dict[str, Callable[[Any], None]]) -> HalfCall:
-        at = self.program[position]
-        return runner.half(at.chunk, at.mb, partial(self._run_half, position, handlers))
-
-    def _run_half(self, position: int, handlers: dict[str, Callable[[Any], None]]) -> None:
-        self.position = position
-        at = self.program[position]
-        handlers[at.op]((at.chunk, at.mb))
+    def _pair(self, handlers: dict[str, Handler], pair: Instruction) -> None:
+        """Both halves as the user's function runs them; one after the other where there is none."""
+        runner = self.pair_runner
+        if runner is None:
+            for at in pair.members:
+                handlers[at.op](at)
+        else:
+            runner.run(*(runner.half(at.chunk, at.mb, partial(handlers[at.op], at)) for at in pair.members))
 
     # -- communication: each pair posts and finishes ---------------------------------------------------------
 
-    def _recv_act(self, key: Key) -> None:
-        peer = self._around[key[0]].act_from
-        self.act_receives[key] = self.communicator.post_recv(self.shapes.receive, peer, ACT, not self.forward_only)  # type: ignore[arg-type]
+    def _recv_f(self, at: Instruction) -> None:
+        handle = self.communicator.post_recv(self.shapes.receive, at.peer, ACT, not self.forward_only)
+        self.receives[ins.RECV_F][at[1:3]] = handle
 
-    def _wait_act(self, key: Key) -> None:
-        handle = self.act_receives.pop(key)
+    def _wait_f(self, at: Instruction) -> None:
+        handle = self.receives[ins.RECV_F].pop(at[1:3])
         handle.wait()
-        self.inputs[key] = handle.tensor
+        self.inputs[at[1:3]] = handle.tensor
 
-    def _recv_grad(self, key: Key) -> None:
-        peer = self._around[key[0]].grad_from
-        self.grad_receives[key] = self.communicator.post_recv(self.shapes.send, peer, GRAD, False)  # type: ignore[arg-type]
+    def _recv_b(self, at: Instruction) -> None:
+        self.receives[ins.RECV_B][at[1:3]] = self.communicator.post_recv(self.shapes.send, at.peer, GRAD, False)
 
-    def _wait_grad(self, key: Key) -> None:
-        handle = self.grad_receives.pop(key)
+    def _wait_b(self, at: Instruction) -> None:
+        handle = self.receives[ins.RECV_B].pop(at[1:3])
         handle.wait()
-        self.output_grads[key] = handle.tensor
+        self.output_grads[at[1:3]] = handle.tensor
 
-    def _send_act(self, key: Key) -> None:
-        self.act_sends[key] = self.communicator.post_send(self.outputs[key], self._around[key[0]].act_to, ACT)  # type: ignore[arg-type]
+    def _send_f(self, at: Instruction) -> None:
+        key = at[1:3]
+        self.sends[ins.SEND_F][key] = self.communicator.post_send(self.outputs[key], at.peer, ACT)
 
-    def _release_act(self, key: Key) -> None:
-        self._release(self.act_sends.pop(key), self._wait_then_deallocate, key)
+    def _send_b(self, at: Instruction) -> None:
+        key = at[1:3]
+        self.sends[ins.SEND_B][key] = self.communicator.post_send(self.input_grads[key], at.peer, GRAD)
 
-    def _wait_then_deallocate(self, handle: WaitHandle, key: Key) -> None:
-        """The one place where an output's data is given back: once its send is done, not before (Megatron-LM#4047)."""
-        handle.wait()
-        if self.forward_only:
-            del self.outputs[key]
-        else:  # the backward may have used the output up already
-            deallocate_output_tensor(self.outputs.get(key), self.deallocate)
-
-    def _send_grad(self, key: Key) -> None:
-        self.grad_sends[key] = self.communicator.post_send(self.input_grads[key], self._around[key[0]].grad_to, GRAD)  # type: ignore[arg-type]
-
-    def _release_grad(self, key: Key) -> None:
-        self._release(self.grad_sends.pop(key), self._wait_then_drop, key)
-
-    def _wait_then_drop(self, handle: WaitHandle, key: Key) -> None:
-        handle.wait()
-        del self.input_grads[key]
-
-    def _batch(self, members: Sequence[Instruction]) -> None:
-        requests = [self._request(at) for at in members]
-        for at, handle in zip(members, self.communicator.post_batch(requests), strict=True):
-            self._handles_of(at.op)[(at.chunk, at.mb)] = handle
+    def _batch(self, at: Instruction) -> None:
+        requests = [self._request(one) for one in at.members]
+        for one, handle in zip(at.members, self.communicator.post_batch(requests), strict=True):
+            (self.sends if one.op in ins.SEND_OPS else self.receives)[one.op][one[1:3]] = handle
 
     def _request(self, at: Instruction) -> Send | Receive:
-        around, key = self._around[at.chunk], (at.chunk, at.mb)
-        if at.op == ins.SEND_ACT:
-            return Send(self.outputs[key], around.act_to, ACT)  # type: ignore[arg-type]
-        if at.op == ins.SEND_GRAD:
-            return Send(self.input_grads[key], around.grad_to, GRAD)  # type: ignore[arg-type]
-        if at.op == ins.RECV_ACT:
-            return Receive(self.shapes.receive, around.act_from, ACT, not self.forward_only)  # type: ignore[arg-type]
-        return Receive(self.shapes.send, around.grad_from, GRAD, False)  # type: ignore[arg-type]
+        if at.op == ins.SEND_F:
+            return Send(self.outputs[at[1:3]], at.peer, ACT)
+        if at.op == ins.SEND_B:
+            return Send(self.input_grads[at[1:3]], at.peer, GRAD)
+        if at.op == ins.RECV_F:
+            return Receive(self.shapes.receive, at.peer, ACT, not self.forward_only)
+        return Receive(self.shapes.send, at.peer, GRAD, False)
 
-    def _handles_of(self, op: str) -> dict[Key, WaitHandle]:
-        return {
-            ins.SEND_ACT: self.act_sends,
-            ins.SEND_GRAD: self.grad_sends,
-            ins.RECV_ACT: self.act_receives,
-            ins.RECV_GRAD: self.grad_receives,
-        }[op]
-
-    def _release(self, handle: WaitHandle, finish: Callable[[WaitHandle, Key], None], key: Key) -> None:
-        """Finish a send now, or, where the transport can tell that it is still on its way, a little later."""
+    def _free(self, at: Instruction) -> None:
+        """Finish a send now, or, where the transport knows that it is still on its way, a little later."""
+        handle = self.sends[ins.POST_OF[at.op]].pop(at[1:3])
         if self.max_deferred and not handle.is_completed():
-            self.deferred.append((handle, finish, key))
+            self.deferred.append((handle, at))
         else:
-            finish(handle, key)
+            self._wait_then_free(handle, at)
         if self.deferred:
             self._settle(self.max_deferred)
+
+    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+        """The one place where what was sent is given back: once its send is done, not before (Megatron-LM#4047)."""
+        handle.wait()
+        if at.op == ins.FREE_B:
+            del self.input_grads[at[1:3]]
+        elif self.forward_only:
+            del self.outputs[at[1:3]]
+        else:  # the backward may have used the output up already
+            deallocate_output_tensor(self.outputs.get(at[1:3]), self.deallocate)
 
     def _settle(self, most: int) -> None:
         """Finish deferred sends, oldest first: those that are done, and those beyond ``most``."""
         while self.deferred and (len(self.deferred) > most or self.deferred[0][0].is_completed()):
-            handle, finish, key = self.deferred.popleft()
-            finish(handle, key)
+            self._wait_then_free(*self.deferred.popleft())
 
     # -- hand-offs between two chunks of this rank -----------------------------------------------------------
 
-    def _hand_act(self, key: Key) -> None:
-        source = (self._around[key[0]].chunk_before, key[1])
-        output = self.outputs[source] if not self.forward_only else self.outputs.pop(source)  # type: ignore[index, arg-type]
-        self.inputs[key] = _map(self._fresh_leaf, output)
+    def _hand_f(self, at: Instruction) -> None:
+        source = (at.stage - 1, at.mb)
+        output = self.outputs[source] if not self.forward_only else self.outputs.pop(source)
+        self.inputs[at[1:3]] = _map(self._fresh_leaf, output)
         if not self.forward_only:
             deallocate_output_tensor(output, self.deallocate)
 
@@ -325,41 +277,36 @@ class PlanExecutor:
         leaf = output.detach()
         return leaf if self.forward_only else leaf.requires_grad_()
 
-    def _hand_grad(self, key: Key) -> None:
-        self.output_grads[key] = self.input_grads.pop((self._around[key[0]].chunk_after, key[1]))  # type: ignore[arg-type]
+    def _hand_b(self, at: Instruction) -> None:
+        self.output_grads[at[1:3]] = self.input_grads.pop((at.stage + 1, at.mb))
 
     # -- data-parallel hooks ---------------------------------------------------------------------------------
 
-    def _param_sync(self, key: Key) -> None:
-        self.hooks.param_sync(key[0])
+    def _param_sync(self, at: Instruction) -> None:
+        self.hooks.param_sync(at.chunk)
 
-    def _grad_enable(self, key: Key) -> None:
-        self.hooks.enable_grad_sync(key[0])
+    def _enable_grad_sync(self, at: Instruction) -> None:
+        self.hooks.enable_grad_sync(at.chunk)
         self._sync_open = True
 
-    def _grad_sync(self, key: Key) -> None:
-        self.hooks.grad_sync(key[0])
+    def _grad_sync(self, at: Instruction) -> None:
+        self.hooks.grad_sync(at.chunk)
 
     def _close_sync(self) -> None:
-        """Gradient hooks fire in the one backward that GRAD_ENABLE opened them for."""
+        """Gradient hooks fire in the one backward that ENABLE_GRAD_SYNC opened them for."""
         self._sync_open = False
         self.hooks.disable_grad_sync()
 
     def _check_nothing_left(self) -> None:
-        left = {
-            name: sorted(getattr(self, name))
-            for name in (
-                "inputs",
-                "outputs",
-                "output_grads",
-                "input_grads",
-                "act_receives",
-                "grad_receives",
-                "act_sends",
-                "grad_sends",
-            )
-            if getattr(self, name)
+        tables: dict[str, dict[Key, Any]] = {
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "output gradients": self.output_grads,
+            "input gradients": self.input_grads,
+            **self.receives,
+            **self.sends,
         }
+        left = {name: sorted(table) for name, table in tables.items() if table}
         if left:
             raise AssertionError(
                 f"rank {self.rank}: the plan ended with tensors or handles left: {left}; this is a fault of the engine"
@@ -369,34 +316,16 @@ class PlanExecutor:
 class _Observed:
     """A handler with the observer's ``begin`` and ``end`` around it."""
 
-    def __init__(self, handler: Callable[[Any], None], executor: PlanExecutor) -> None:
+    def __init__(self, handler: Handler, observer: Any) -> None:
         self.handler = handler
-        self.executor = executor
+        self.observer = observer
 
-    def __call__(self, key: Any) -> None:
-        at, observer = self.executor.instruction, self.executor.observer
-        observer.begin(at)
+    def __call__(self, at: Instruction) -> None:
+        self.observer.begin(at)
         try:
-            self.handler(key)
+            self.handler(at)
         finally:
-            observer.end(at)
-
-
-def _neighbours(plan: Plan, rank: int, chunk: int) -> _Neighbours:
-    placement = plan.placement
-    stage = placement.stages[rank][chunk]
-    before = placement.homes[stage - 1] if stage > 0 else (None, None)
-    after = placement.homes[stage + 1] if stage < placement.num_stages - 1 else (None, None)
-    rank_before = None if before[0] == rank else before[0]
-    rank_after = None if after[0] == rank else after[0]
-    return _Neighbours(
-        act_from=rank_before,
-        act_to=rank_after,
-        grad_from=rank_after,
-        grad_to=rank_before,
-        chunk_before=before[1] if before[0] == rank else None,
-        chunk_after=after[1] if after[0] == rank else None,
-    )
+            self.observer.end(at)
 
 
 def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Activation) -> Activation:
@@ -411,5 +340,5 @@ def _filled(grad: Activation, given: Activation) -> Activation:
     return torch.zeros_like(given) if grad is None else grad
 
 
-def _told(shapes: list[list[int]]) -> str:
+def _shown(shapes: list[list[int]]) -> str:
     return str(shapes[0] if len(shapes) == 1 else shapes)

@@ -102,7 +102,7 @@ class SendBufferError(P2PError):
     rank        pipeline rank whose memory it is
     chunk       chunk of that rank, and
     microbatch  microbatch whose output or input gradient was being sent
-    posted_by   the instruction that posted the send, as printed (``SA0.3``)
+    posted_by   the instruction that posted the send, as printed (``SEND_F0.3``)
     broken_by   the instruction during which the fault was found
     """
 

@@ -1,7 +1,7 @@
 """Debug mode (``config.p2p_debug``, env MEGATRON_PP_P2P_DEBUG): watches the memory of pending sends.
 
 A send's bytes are summed when it is posted and again when it is done; after every instruction in between it is looked
-up whether the schedule has freed, swapped or written to them. Memory that a RELEASE gives back is filled with NaN, so
+up whether the schedule has freed, swapped or written to them. Memory that a FREE gives back is filled with NaN, so
 that whoever still reads it reads that. What is wrong raises SendBufferError with the rank, chunk, microbatch and both
 instructions.
 
@@ -12,13 +12,12 @@ here waits for the device before the end of the step: a debug mode that synchron
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pp.engine import Key, PlanExecutor
+from megatron_pp.engine import Handler, PlanExecutor
 from megatron_pp.errors import SendBufferError
 from megatron_pp.p2p_core import P2PCore
 from megatron_pp.plan import instruction as ins
@@ -46,39 +45,45 @@ class WatchedExecutor(PlanExecutor):
         super().run()
         self.watch.check_sums()
 
-    def _handlers(self) -> dict[str, Callable[[Any], None]]:
+    def _handlers(self) -> dict[str, Handler]:
         return {op: _Watched(handler, self) for op, handler in super()._handlers().items()}
 
-    def _send_act(self, key: Key) -> None:
-        sends = self.watch.note(self.outputs[key], ins.instruction(ins.SEND_ACT, *key))
-        super()._send_act(key)
-        self.act_sends[key] = self.watch.posted(self.act_sends[key], sends)
+    def _send_f(self, at: Instruction) -> None:
+        sends = self._noted(at)
+        super()._send_f(at)
+        self._watch_posted(at, sends)
 
-    def _send_grad(self, key: Key) -> None:
-        sends = self.watch.note(self.input_grads[key], ins.instruction(ins.SEND_GRAD, *key))
-        super()._send_grad(key)
-        self.grad_sends[key] = self.watch.posted(self.grad_sends[key], sends)
+    def _send_b(self, at: Instruction) -> None:
+        sends = self._noted(at)
+        super()._send_b(at)
+        self._watch_posted(at, sends)
 
-    def _batch(self, members: Sequence[Instruction]) -> None:
-        posts = [at for at in members if at.op in ins.SEND_OPS]
-        values = [(self.outputs if at.op == ins.SEND_ACT else self.input_grads)[(at.chunk, at.mb)] for at in posts]
-        noted = [self.watch.note(value, at) for value, at in zip(values, posts, strict=True)]
-        super()._batch(members)
-        for at, sends in zip(posts, noted, strict=True):
-            handles = self._handles_of(at.op)
-            handles[(at.chunk, at.mb)] = self.watch.posted(handles[(at.chunk, at.mb)], sends)
+    def _batch(self, at: Instruction) -> None:
+        posts = [one for one in at.members if one.op in ins.SEND_OPS]
+        noted = [self._noted(one) for one in posts]
+        super()._batch(at)
+        for one, sends in zip(posts, noted, strict=True):
+            self._watch_posted(one, sends)
+
+    def _noted(self, at: Instruction) -> list[_PendingSend]:
+        """What ``at`` is about to send."""
+        return self.watch.note((self.outputs if at.op == ins.SEND_F else self.input_grads)[at[1:3]], at)
+
+    def _watch_posted(self, at: Instruction, sends: list[_PendingSend]) -> None:
+        handles = self.sends[at.op]
+        handles[at[1:3]] = self.watch.posted(handles[at[1:3]], sends)
 
 
 class _Watched:
     """A handler, and a look at all pending sends after it."""
 
-    def __init__(self, handler: Callable[[Any], None], executor: WatchedExecutor) -> None:
+    def __init__(self, handler: Handler, executor: WatchedExecutor) -> None:
         self.handler = handler
         self.executor = executor
 
-    def __call__(self, key: Any) -> None:
-        self.handler(key)
-        self.executor.watch.look(self.executor.instruction)
+    def __call__(self, at: Instruction) -> None:
+        self.handler(at)
+        self.executor.watch.look(at)
 
 
 class SendWatch:
@@ -139,7 +144,7 @@ class SendWatch:
 
     def _error(self, send: _PendingSend, now: Instruction, what: str) -> SendBufferError:
         at, rank = send.at, self.executor.rank
-        of = "output" if at.op == ins.SEND_ACT else "input gradient"
+        of = "output" if at.op == ins.SEND_F else "input gradient"
         when = "between them" if what == "written to" else "while the send was pending"
         return SendBufferError(
             f"pipeline rank {rank}: the memory of the {of} of chunk {at.chunk}, microbatch {at.mb}, which {at} posted "
@@ -171,8 +176,8 @@ class _PendingSend:
 
         Its own backward may use an output up: the gradient that came back shows that the send is done.
         """
-        if now.op == ins.BACKWARD and (now.chunk, now.mb) == (self.at.chunk, self.at.mb):
-            self._consumed = self.at.op == ins.SEND_ACT
+        if now.op in ins.BACKWARD_OPS and now[1:3] == self.at[1:3]:
+            self._consumed = self.at.op == ins.SEND_F
         if self._consumed:
             return ""
         tensor = self._tensor()

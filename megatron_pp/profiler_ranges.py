@@ -1,4 +1,4 @@
-"""A range in the profile for every instruction, named as it prints: ``F0.3``, ``WA1.0``, ``[SA0.1 RG0.0]``.
+"""A range in the profile for every instruction, named as it prints: ``F0.3``, ``WAIT_F1.0``, ``[SEND_F0.1 RECV_B0.0]``.
 
 Ranges exist while somebody profiles and cost nothing otherwise: under ``torch.profiler.profile`` (also on the CPU)
 and ``torch.autograd.profiler.emit_nvtx``, found by themselves; under nsys, which torch does not know of, where the

@@ -16,10 +16,10 @@ from megatron_pp.config_rules import lowering_policy
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.microbatch_counts import MicrobatchCount, check_group_size, explain_microbatch_count
 from megatron_pp.plan.files import ExchangeError
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
-from megatron_pp.plan.measured import Measured, measured_values
+from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, Family
 from megatron_pp.plan.schedule_file import choices, find_family
+from megatron_pp.plan.sim.measured import Measured, measured_values
 from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, ONE_WAY, Plan, PlanError, PlanSpec
 from megatron_pp.wrapped import wrapped_attribute
 
@@ -263,9 +263,9 @@ def checkpoint_flags(
     partial = getattr(config, "num_microbatches_with_partial_activation_checkpoints", None)
     if partial is None:
         return None
-    kinds = [op.op for op in order]
-    forwards = [op for op in order if op.op == FORWARD]
-    window = kinds.index(BACKWARD) if BACKWARD in kinds else len(kinds)
+    singles = list(without_pairs(order))
+    forwards = [at for at in singles if at.op == FORWARD]
+    window = next((i for i, at in enumerate(singles) if at.op in BACKWARD_OPS), len(singles))
     if forward_only and any(op.chunk > 0 for op in forwards):
         window = len(forwards)
     return {(op.chunk, op.mb): k % window >= partial for k, op in enumerate(forwards)}

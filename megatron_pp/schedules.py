@@ -24,7 +24,7 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.p2p_debug import executor_for
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.orders.family import Shape
-from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
+from megatron_pp.plan.orders.loop import schedule_table, warmup_forwards
 from megatron_pp.plan.spec import Plan
 from megatron_pp.profiler_ranges import ranges_if_profiling
 from megatron_pp.schedule_inputs import (

@@ -20,7 +20,7 @@ from megatron_pp.channel_groups import Channel, ChannelGroups, Key
 from megatron_pp.errors import P2PError
 from megatron_pp.faults.abort import abort_groups
 from megatron_pp.gloo_threads import LARGE_BYTES, ChannelThreads
-from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
+from megatron_pp.plan.sim.costs import GLOO_DETACHED_BYTES
 
 ACT = "A"
 GRAD = "G"

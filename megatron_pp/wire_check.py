@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_pp.errors import WireMismatchError
-from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.dataflow import message_of
+from megatron_pp.plan.instruction import FORWARD, TRANSFER_OPS, Instruction
 from megatron_pp.plan.spec import Plan
 
 STAMP_LENGTH = 4  # dtype, activation or gradient, boundary, microbatch; int64 each
@@ -23,8 +23,6 @@ STAMP_LENGTH = 4  # dtype, activation or gradient, boundary, microbatch; int64 e
 _NOT_SAID = -1
 _ACTIVATION, _GRADIENT = 1, 2
 _KINDS = {_ACTIVATION: "activation", _GRADIENT: "gradient", _NOT_SAID: "message"}
-_ACT_OPS = frozenset({ins.SEND_ACT, ins.RECV_ACT, ins.WAIT_ACT})
-_SENDING_DOWN = frozenset({ins.SEND_ACT, ins.RECV_GRAD, ins.WAIT_GRAD})  # towards, or from, the stage after this one
 
 
 class Source(Protocol):
@@ -55,11 +53,12 @@ class WireCheck:
     def stamp(self, dtype: torch.dtype, member: int = 0) -> Stamp:
         """The stamp of what the current instruction sends or expects; ``member`` counts within a batch."""
         at = self._instruction(member)
-        if at is None or self.source is None:
+        if at is None or at.op not in TRANSFER_OPS:
             return Stamp(_code(dtype), _NOT_SAID, _NOT_SAID, _NOT_SAID)
-        stage = self.source.plan.placement.stage(self.source.rank, at.chunk)
-        boundary = stage if at.op in _SENDING_DOWN else stage - 1
-        return Stamp(_code(dtype), _ACTIVATION if at.op in _ACT_OPS else _GRADIENT, boundary, at.mb)
+        message = message_of(at)
+        activation = message.kind == FORWARD
+        boundary = message.stage - 1 if activation else message.stage
+        return Stamp(_code(dtype), _ACTIVATION if activation else _GRADIENT, boundary, at.mb)
 
     def check(self, peer: int, told: list[int], shape: list[int], expected: Stamp, expected_shape: Any) -> None:
         """Compare the announcement of a message from ``peer`` with what is expected here. Raises WireMismatchError."""

@@ -167,7 +167,7 @@ class StreamClock:
     def begin(self, at: ins.Instruction) -> None:
         if at.op == ins.FORWARD and at.mb == 0:
             self.first.record()
-        if at.op == ins.RELEASE_ACT:
+        if at.op == ins.FREE_F:
             self.releases.append(tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)))  # type: ignore[arg-type]
             self.releases[-1][0].record()
             self._began = time.perf_counter()
@@ -175,7 +175,7 @@ class StreamClock:
     def end(self, at: ins.Instruction) -> None:
         if at.op == ins.FORWARD and at.mb == self.last_forward:
             self.last.record()
-        if at.op == ins.RELEASE_ACT:
+        if at.op == ins.FREE_F:
             self.host = max(self.host, time.perf_counter() - self._began)
             self.releases[-1][1].record()
 

@@ -1,6 +1,6 @@
 """Model chunks and data-parallel hooks that write down what happens: forwards, backwards, and where the hooks fire.
 
-A line is ``F0.3`` or ``B0.3`` (chunk, microbatch), ``GS0`` (grad_sync_func) or ``PS0`` (param_sync_func); ``B`` and
+A line is ``F0.3`` or ``B0.3`` (chunk, microbatch), ``GRAD_SYNC0`` (grad_sync_func) or ``PARAM_SYNC0`` (param_sync_func); ``B`` and
 ``GS`` end with a ``+`` where gradients are being synchronised, that is outside no_sync.
 """
 
@@ -46,7 +46,7 @@ class HookLog:
         def sync(parameters: Any) -> None:
             given = [id(p) for p in parameters]
             chunk = next(c for c, s in enumerate(self.stages) if given == [id(p) for p in s.parameters()])
-            self.write(f"{name}{chunk}", marks_sync=name == "GS")
+            self.write(f"{name}{chunk}", marks_sync=name == "GRAD_SYNC")
 
         return sync
 
@@ -92,8 +92,8 @@ def logged_config(log: HookLog, chunks: int, explicit: bool = False, param_sync:
             "hidden_size": WIDTH,
             "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
             "no_sync_func": log.no_sync,
-            "grad_sync_func": log.sync_function("GS") if explicit else None,
-            "param_sync_func": log.sync_function("PS") if param_sync else None,
+            "grad_sync_func": log.sync_function("GRAD_SYNC") if explicit else None,
+            "param_sync_func": log.sync_function("PARAM_SYNC") if param_sync else None,
             "finalize_model_grads_func": None,
             "grad_scale_func": None,
             "timers": None,

@@ -7,9 +7,9 @@ import math
 
 from megatron_pp.commands.errors import UsageError
 from megatron_pp.commands.plan_options import whole
-from megatron_pp.plan.advice import CostProfile
-from megatron_pp.plan.costs import Link, Network
-from megatron_pp.plan.memory import RECOMPUTE, SELECTIVE, ModelShape
+from megatron_pp.plan.sim.compare import CostProfile
+from megatron_pp.plan.sim.costs import Link, Network
+from megatron_pp.plan.sim.memory import RECOMPUTE, SELECTIVE, ModelShape
 
 _GB = 1e9
 MILLISECONDS = "ms"

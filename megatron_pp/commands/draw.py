@@ -34,7 +34,7 @@ from megatron_pp.draw.text import legend, render_text
 from megatron_pp.draw.ticks import percent
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
 from megatron_pp.plan.files import write_whole
-from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.tracing.analysis import Findings
 
 SUMMARY = "draw a timeline: terminal, classic grid, SVG, HTML, PNG, Chrome trace"

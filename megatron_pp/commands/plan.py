@@ -9,13 +9,13 @@ from rich.console import Console
 
 from megatron_pp.commands.errors import OK
 from megatron_pp.commands.plan_options import add_plan_options, single_plan
-from megatron_pp.plan.exchange import FORMATS, format_plan
 from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.instruction import COMPUTE_OPS, format_program
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.serialize import FORMATS, TORCH_CSV, format_plan
 from megatron_pp.plan.spec import Plan
 
-SUMMARY = "print a plan, one line per rank, or write it as CSV or JSON"
+SUMMARY = "print a plan, one line per rank, or write it as JSON or PyTorch's CSV"
 EXAMPLES = """examples:
   megatron-pp plan -s 1f1b -P 4 -M 8
   megatron-pp plan -s interleaved_1f1b -P 4 -V 2 -M 8 --compute-only
@@ -39,13 +39,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
             _say(console, f"{family.name:18} {family.summary} ({family.source})")
         return OK
     plan = single_plan(args)
-    form = args.format or (Path(args.output).suffix.lstrip(".") if args.output else "text")
+    form = args.format or (_form_of(args.output) if args.output else "text")
     text = _as_text(plan, args.compute_only) if form in ("text", "txt", "") else format_plan(plan, form)
     if args.output:
         write_whole(args.output, text)
     else:
         console.file.write(text)
     return OK
+
+
+def _form_of(file: str) -> str:
+    ending = Path(file).suffix.lstrip(".")
+    return TORCH_CSV if ending == "csv" else ending
 
 
 def _as_text(plan: Plan, compute_only: bool) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron_pp.commands.errors import RefusedError, UsageError
 from megatron_pp.plan.build import lowered_plan
-from megatron_pp.plan.exchange import load_plan
-from megatron_pp.plan.naive import NAIVE, naive_plan
-from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES
 from megatron_pp.plan.schedule_file import find_family
+from megatron_pp.plan.serialize import load_plan
+from megatron_pp.plan.sim.naive import NAIVE, naive_plan
 from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, POLICIES, Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
 
@@ -110,7 +110,7 @@ def schedule_names(text: str | None) -> list[str]:
     for name in names:
         if name not in ("all", NAIVE):
             find_family(name)
-    return [known for name in names for known in (SCHEDULES if name == "all" else [name])]
+    return [known for name in names for known in (SCHEDULES if name == "all" else [OLD_NAMES.get(name, name)])]
 
 
 def _imported(args: argparse.Namespace) -> Plan:

@@ -31,11 +31,11 @@ from megatron_pp.commands.tables import print_table
 from megatron_pp.commands.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.ticks import percent, short, size_label
 from megatron_pp.plan.activations import WEIGHT_SHARE, Shares
-from megatron_pp.plan.advice import Candidate, CostProfile, compare
-from megatron_pp.plan.costs import Network, StageCosts
-from megatron_pp.plan.memory import ModelShape, peak_bytes
-from megatron_pp.plan.simulate import simulate
-from megatron_pp.plan.simulation import Simulation
+from megatron_pp.plan.sim.compare import Candidate, CostProfile, compare
+from megatron_pp.plan.sim.costs import Network, StageCosts
+from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.plan.spec import Plan
 from megatron_pp.tracing.analysis import Findings
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_pp.draw.palette import NAMES
 from megatron_pp.draw.timeline import Lane, Timeline
+from megatron_pp.plan.instruction import BACKWARD
 
 _COMPUTE, _WAITS, _SENT_ACT, _SENT_GRAD, _GOT_ACT, _GOT_GRAD = range(6)
 _STEPS = 6
@@ -63,13 +64,13 @@ def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str,
     """What happened in one step; ``prefix`` keeps its arrows apart from those of others."""
     scale = MICROSECONDS.get(timeline.unit, 1e3)
     for rank, lane in enumerate(timeline.lanes):
-        yield from _spans(timeline, rank, lane, began, scale)
+        yield from _spans(rank, lane, began, scale)
         for time, value in lane.memory:
             yield {"ph": "C", "pid": rank, "name": "memory", "ts": (began + time) * scale, "args": {"bytes": value}}
     for number, t in enumerate(timeline.transfers):
         if t.end <= t.start:
             continue
-        gradient = t.kind == "G"
+        gradient = t.kind == BACKWARD
         name = f"{'gradient' if gradient else 'activation'} of microbatch {t.mb} for stage {t.stage}"
         args = {"from": t.source, "to": t.target, "bytes": t.size}
         start, end = (began + t.start) * scale, (began + t.end) * scale
@@ -90,10 +91,10 @@ def _names(rank: int, lane: Lane) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def _spans(timeline: Timeline, rank: int, lane: Lane, began: float, scale: float) -> Iterator[dict[str, Any]]:
+def _spans(rank: int, lane: Lane, began: float, scale: float) -> Iterator[dict[str, Any]]:
     for thread, events in ((_COMPUTE, lane.compute), (_WAITS, lane.waits)):
         for start, end, at in ((e.start, e.end, e.instruction) for e in events):
-            args: dict[str, Any] = {"chunk": at.chunk, "microbatch": at.mb, "stage": timeline.stages[rank][at.chunk]}
+            args: dict[str, Any] = {"chunk": at.chunk, "microbatch": at.mb, "stage": at.stage}
             yield {
                 "ph": "X",
                 "pid": rank,

@@ -8,13 +8,13 @@ from typing import Any
 
 from megatron_pp.draw.palette import block_colour, ink_on
 from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, RELEASE_ACT, RELEASE_GRAD, WAIT_ACT, WAIT_GRAD, WEIGHT
-from megatron_pp.plan.simulation import Event, Transfer
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, FREE_B, FREE_F, INPUT_GRAD, WAIT_B, WAIT_F, WEIGHT_GRAD
+from megatron_pp.plan.sim.simulation import Event, Transfer
 from megatron_pp.plan.spec import PlanError
 
 _TICKS = 2**31
-_COMPUTE = {FORWARD: 0, BACKWARD: 1, WEIGHT: 2}
-_WAITS = {WAIT_ACT: 0, WAIT_GRAD: 1, RELEASE_ACT: 2, RELEASE_GRAD: 3}
+_COMPUTE = {FORWARD: 0, BACKWARD: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3}
+_WAITS = {WAIT_F: 0, WAIT_B: 1, FREE_F: 2, FREE_B: 3}
 _MOST_CHUNKS, _MOST_MICROBATCHES = 2**10, 2**20
 _MOST_MEMORY_STEPS = 4000  # a lane; more are thinned, peaks kept
 
@@ -105,7 +105,7 @@ def _sent_by(timeline: Timeline) -> list[tuple[list[Transfer], list[Transfer]]]:
     sent: list[tuple[list[Transfer], list[Transfer]]] = [([], []) for _ in timeline.lanes]
     for t in timeline.transfers:
         if t.end > t.start:
-            sent[t.source][t.kind == "G"].append(t)
+            sent[t.source][t.kind == BACKWARD].append(t)
     for pair in sent:
         for transfers in pair:
             transfers.sort(key=lambda t: t.start)

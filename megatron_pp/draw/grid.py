@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from megatron_pp.draw.palette import block_colour, ink_on
-from megatron_pp.plan.clock import logical_ends
-from megatron_pp.plan.instruction import FORWARD, SEND_OPS, Instruction
+from megatron_pp.plan.clock import run_clock
+from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, SEND_OPS, Instruction, each, without_pairs
 from megatron_pp.plan.spec import Plan
 
 _IDLE = "."
@@ -43,7 +43,7 @@ class GridFacts:
 def grid_cells(plan: Plan) -> list[list[Instruction | None]]:
     """``cells[rank][step]``: what runs there, None where the rank is idle."""
     orders = _orders(plan)
-    ends = logical_ends(orders, plan.placement, plan.spec.num_microbatches)
+    ends = run_clock(orders, plan.placement).ends
     steps = max((e[-1] for e in ends if e), default=0)
     cells: list[list[Instruction | None]] = [[None] * steps for _ in orders]
     for rank, order in enumerate(orders):
@@ -59,9 +59,7 @@ def grid_facts(plan: Plan) -> GridFacts:
         steps=len(cells[0]),
         idle_steps=tuple(row.count(None) for row in cells),
         in_flight=tuple(_in_flight(row) for row in cells),
-        sent=tuple(
-            sum(one.op in SEND_OPS for at in program for one in at.members or (at,)) for program in plan.programs
-        ),
+        sent=tuple(sum(at.op in SEND_OPS for at in each(program)) for program in plan.programs),
     )
 
 
@@ -102,13 +100,15 @@ def _name(at: Instruction, chunks: int) -> str:
 
 
 def _orders(plan: Plan) -> list[list[Instruction]]:
-    return [[at for at in order if at.op == FORWARD or not plan.spec.forward_only] for order in plan.orders]
+    return [
+        [at for at in without_pairs(order) if at.op == FORWARD or not plan.spec.forward_only] for order in plan.orders
+    ]
 
 
 def _in_flight(row: Sequence[Instruction | None]) -> int:
     now = peak = 0
     for at in row:
-        if at is not None and at.op in "FB":
-            now += 1 if at.op == FORWARD else -1
+        if at is not None:
+            now += (at.op == FORWARD) - (at.op in BACKWARD_OPS)
             peak = max(peak, now)
     return peak

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_pp.plan.simulation import Event
+from megatron_pp.plan.sim.simulation import Event
 
 
 class Piece(NamedTuple):

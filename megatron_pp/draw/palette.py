@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 
 
 class Colour(NamedTuple):
@@ -42,12 +42,18 @@ BLACK = Colour(0, 0, 0)
 OPERATIONS = {
     FORWARD: Colour(0, 114, 178),  # blue
     BACKWARD: Colour(230, 159, 0),  # orange
-    WEIGHT: Colour(40, 196, 150),  # their bluish green, lighter: theirs is close to the blue for tritanopes
+    INPUT_GRAD: Colour(240, 228, 66),  # yellow
+    WEIGHT_GRAD: Colour(40, 196, 150),  # their bluish green, lighter: theirs is close to the blue for tritanopes
 }
-NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight gradients"}
+NAMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_GRAD: "input gradients",
+    WEIGHT_GRAD: "weight gradients",
+}
 ACTIVATION = Colour(86, 180, 233)  # sky blue: transfers of activations
 GRADIENT = Colour(213, 94, 0)  # vermillion: transfers of gradients
-WAIT = Colour(204, 121, 167)  # reddish purple: a rank stands in a WAIT or RELEASE
+WAIT = Colour(204, 121, 167)  # reddish purple: a rank stands in a WAIT or FREE
 MEMORY = Colour(204, 121, 167)
 _LIGHTEST_CHUNK = 0.55
 

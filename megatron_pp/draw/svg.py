@@ -10,7 +10,8 @@ from megatron_pp.draw.merged import Piece, pieces
 from megatron_pp.draw.palette import ACTIVATION, GRADIENT, MEMORY, NAMES, OPERATIONS, WAIT, block_colour, ink_on
 from megatron_pp.draw.ticks import size_label, tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.simulation import Event, Transfer
+from megatron_pp.plan.instruction import BACKWARD
+from megatron_pp.plan.sim.simulation import Event, Transfer
 
 _BLOCK, _STRIP, _MEMORY, _GAP = 22, 4, 28, 10
 _TOP, _MARGIN, _RIGHT = 74, 76, 12
@@ -163,7 +164,7 @@ def _sent(timeline: Timeline) -> list[tuple[list[Transfer], list[Transfer]]]:
     sent: list[tuple[list[Transfer], list[Transfer]]] = [([], []) for _ in timeline.lanes]
     for t in timeline.transfers:
         if t.end > t.start:
-            sent[t.source][t.kind == "G"].append(t)
+            sent[t.source][t.kind == BACKWARD].append(t)
     for pair in sent:
         for transfers in pair:
             transfers.sort(key=lambda t: t.start)

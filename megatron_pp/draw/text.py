@@ -1,8 +1,8 @@
 """A timeline in the terminal: a row per rank, a column per stretch of time, in panels where the screen is too narrow.
 
 Readable without colour: a block begins with its name (``F3``: forward of microbatch 3; ``F1.3`` with several chunks)
-and goes on with ``-`` (forward), ``=`` (backward) or ``~`` (weight gradients); ``.`` is idle. Rows between ranks show
-transfers: ``v`` towards the higher rank, ``^`` towards the lower one, ``x`` both.
+and goes on with ``-`` (forward), ``=`` (backward), ``+`` (input gradients) or ``~`` (weight gradients); ``.`` is idle.
+Rows between ranks show transfers: ``v`` towards the higher rank, ``^`` towards the lower one, ``x`` both.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from megatron_pp.draw.palette import block_colour, ink_on
+from megatron_pp.draw.palette import NAMES, block_colour, ink_on
 from megatron_pp.draw.ticks import tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT
-from megatron_pp.plan.simulation import Event
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from megatron_pp.plan.sim.simulation import Event
 
-_FILL = {FORWARD: "-", BACKWARD: "=", WEIGHT: "~"}
+_FILL = {FORWARD: "-", BACKWARD: "=", INPUT_GRAD: "+", WEIGHT_GRAD: "~"}
 _IDLE = "."
 _MARKS = {(True, False): "v", (False, True): "^", (True, True): "x"}
 _MAX_PANELS = 6
@@ -80,7 +80,7 @@ def legend(timeline: Timeline) -> Text:
     """One line that says what the letters and marks mean."""
     ops = {e.instruction.op for lane in timeline.lanes for e in lane.compute}
     text = Text()
-    for op, name in ((FORWARD, "forward"), (BACKWARD, "backward"), (WEIGHT, "weights")):
+    for op, name in NAMES.items():
         if op in ops:
             colour = block_colour(op, 0, 1)
             text.append(f"{op}{_FILL[op]}", style=f"{ink_on(colour).hex} on {colour.hex}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_pp.plan.instruction import COMPUTE_OPS, RELEASE_OPS, WAIT_OPS
-from megatron_pp.plan.memory import ModelShape, rank_memory
-from megatron_pp.plan.simulation import Event, Simulation, Transfer
+from megatron_pp.plan.instruction import COMPUTE_OPS, POST_OF
+from megatron_pp.plan.sim.memory import ModelShape, rank_memory
+from megatron_pp.plan.sim.simulation import Event, Simulation, Transfer
 
 
 @dataclass
@@ -15,7 +15,7 @@ class Lane:
     """One rank.
 
     compute  forwards, backwards and weight gradients, in order of time, never overlapping
-    waits    WAIT and RELEASE instructions that took time
+    waits    WAIT and FREE instructions that took time
     memory   (time, bytes) steps: the value holds from its time to the next one's; empty where not known
     """
 
@@ -100,7 +100,7 @@ def _lane(name: str, events: Iterable[Event]) -> Lane:
         op = event.instruction.op
         if op in COMPUTE_OPS:
             lane.compute.append(event)
-        elif (op in WAIT_OPS or op in RELEASE_OPS) and event.end > event.start:
+        elif op in POST_OF and event.end > event.start:
             lane.waits.append(event)
     return lane
 

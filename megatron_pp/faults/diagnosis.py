@@ -7,8 +7,7 @@ from typing import Protocol
 
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Progress
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import Instruction
-from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.spec import Plan
 
 _BEFORE, _AFTER = 6, 3
@@ -26,40 +25,23 @@ class Source(Protocol):
     def position(self) -> int: ...
 
 
-def waits_on(placement: Placement, rank: int, at: Instruction) -> tuple[int, ...]:
-    """Pipeline ranks whose part in a transfer ``at`` on ``rank`` may have to wait for; empty for compute."""
-    if at.op == ins.BATCH:
-        return tuple(sorted({peer for member in at.members for peer in waits_on(placement, rank, member)}))
-    if at.op not in _TOWARDS:
-        return ()
-    stage = placement.stage(rank, at.chunk) + _TOWARDS[at.op]
-    return (placement.homes[stage][0],) if 0 <= stage < placement.num_stages else ()
+def waits_on(at: Instruction) -> tuple[int, ...]:
+    """Pipeline ranks whose part in a transfer ``at`` may have to wait for; empty for compute."""
+    return tuple(sorted({one.peer for one in at.members or (at,) if one.peer != NONE}))
 
 
-# Where the partner of a communication instruction is: the stage after, or the one before.
-_TOWARDS = {
-    ins.RECV_ACT: -1,
-    ins.WAIT_ACT: -1,
-    ins.SEND_GRAD: -1,
-    ins.RELEASE_GRAD: -1,
-    ins.RECV_GRAD: 1,
-    ins.WAIT_GRAD: 1,
-    ins.SEND_ACT: 1,
-    ins.RELEASE_ACT: 1,
-}
 _WORDS = {
-    ins.WAIT_ACT: "waits for the activation of {where} from rank {peer}",
-    ins.WAIT_GRAD: "waits for the gradient of {where} from rank {peer}",
-    ins.RELEASE_ACT: "waits for rank {peer} to take the activation of {where}",
-    ins.RELEASE_GRAD: "waits for rank {peer} to take the gradient of {where}",
+    ins.WAIT_F: "waits for the activation of {where} from rank {peer}",
+    ins.WAIT_B: "waits for the gradient of {where} from rank {peer}",
+    ins.FREE_F: "waits for rank {peer} to take the activation of {where}",
+    ins.FREE_B: "waits for rank {peer} to take the gradient of {where}",
 }
 
 
-def doing(placement: Placement, rank: int, at: Instruction) -> str:
-    """What ``rank`` does in instruction ``at``: ``waits for the activation of chunk 1, microbatch 3 from rank 1``."""
-    peers = waits_on(placement, rank, at)
-    if at.op in _WORDS and peers:
-        return _WORDS[at.op].format(where=f"chunk {at.chunk}, microbatch {at.mb}", peer=peers[0])
+def doing(at: Instruction) -> str:
+    """What a rank does in instruction ``at``: ``waits for the activation of chunk 1, microbatch 3 from rank 1``."""
+    if at.op in _WORDS:
+        return _WORDS[at.op].format(where=f"chunk {at.chunk}, microbatch {at.mb}", peer=at.peer)
     return f"is in {at.name}"
 
 
@@ -81,7 +63,7 @@ def progress_line(plan: Plan | None, rank: int, progress: Progress | None, idle:
     at = instruction_at(plan, rank, progress.position) if plan is not None else None
     if plan is None or at is None or str(at) != progress.text:
         return f"rank {rank}: step {progress.step}, {progress.text or 'no instruction'}; last moved{ago}"
-    what = doing(plan.placement, rank, at)
+    what = doing(at)
     place = f"{at}, instruction {progress.position + 1} of {len(plan.programs[rank])}"
     return f"rank {rank}: step {progress.step}, {what} ({place}); last moved{ago}"
 
@@ -104,7 +86,7 @@ def working_ranks(plan: Plan | None, where: Mapping[int, Progress]) -> tuple[int
         if progress.state != IN_STEP:
             continue
         at = instruction_at(plan, rank, progress.position) if plan is not None else None
-        if plan is None or at is None or str(at) != progress.text or not waits_on(plan.placement, rank, at):
+        if plan is None or at is None or str(at) != progress.text or not waits_on(at):
             found.append(rank)
     return tuple(found)
 
@@ -142,8 +124,8 @@ def _headline(rank: int, plan: Plan | None, own: Progress, seen: Mapping[int, tu
     at = instruction_at(plan, rank, own.position) if plan is not None else None
     if plan is None or at is None or str(at) != own.text:
         return f"rank {rank}: {own.text}" if own.text else ""
-    text = f"rank {rank} {doing(plan.placement, rank, at)}"
-    for peer in waits_on(plan.placement, rank, at):
+    text = f"rank {rank} {doing(at)}"
+    for peer in waits_on(at):
         if peer not in seen:
             text += f", which has not reported (rank {peer})"
             continue

@@ -113,7 +113,7 @@ class Tracker:
         at = self._at(source)
         if self._entering or self.phase or at is None or source.plan is None:
             return tuple(r for r in range(self.size) if r != self.rank)
-        return waits_on(source.plan.placement, self.rank, at)
+        return waits_on(at)
 
     def place(self) -> tuple[str, str]:
         """The current instruction as printed and in words; outside the plan, what else this rank does."""
@@ -131,7 +131,7 @@ class Tracker:
         at = self._at(source)
         if source is None or source.plan is None or at is None or self._entering or self.phase:
             return f"rank {self.rank} is in {self.place()[1]}"
-        return f"rank {self.rank} {doing(source.plan.placement, self.rank, at)}"
+        return f"rank {self.rank} {doing(at)}"
 
     def _at(self, source: Source | None) -> Instruction | None:
         if source is None or source.plan is None:

@@ -13,7 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, FORWARD, WEIGHT, Instruction
+from megatron_pp.plan.instruction import (
+    FORWARD,
+    INPUT_GRAD,
+    SINGLE_COMPUTE_OPS,
+    WEIGHT_GRAD,
+    Instruction,
+    without_pairs,
+)
 from megatron_pp.plan.spec import Plan, PlanError
 
 WEIGHT_SHARE = 32 / 34
@@ -24,23 +31,20 @@ Shares = float | Sequence[float]  # one for all stages, or one per stage in mode
 def kept_timeline(
     order: Sequence[Instruction], stages: Sequence[int], forward: Sequence[float], weight: Sequence[float]
 ) -> Iterator[float]:
-    """Memory right after each instruction of one rank's order or program.
+    """Memory right after each instruction of one rank's order or program, the halves of a PAIR by themselves.
 
     ``stages`` are the rank's, in chunk order; per stage of the model, ``forward`` is what a forward keeps until its
     backward and ``weight`` what a split backward keeps until its W, in any unit.
     """
-    split = {(at.chunk, at.mb) for at in order if at.op == WEIGHT}
     in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
     now = 0.0
-    for op, chunk, mb, _ in order:
-        if op in COMPUTE_OPS:
-            if op == FORWARD:
-                in_flight[chunk] += 1
-            elif op == BACKWARD:
-                in_flight[chunk] -= 1
-                waiting[chunk] += (chunk, mb) in split
+    for at in without_pairs(order):
+        if at.op in SINGLE_COMPUTE_OPS:
+            if at.op == WEIGHT_GRAD:
+                waiting[at.chunk] -= 1
             else:
-                waiting[chunk] -= 1
+                in_flight[at.chunk] += 1 if at.op == FORWARD else -1
+                waiting[at.chunk] += at.op == INPUT_GRAD
             now = sum(forward[s] * in_flight[c] + weight[s] * waiting[c] for c, s in enumerate(stages))
         yield now
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megatron_pp.plan.lower import lower
+from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.orders import Family, Shape
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
@@ -37,8 +37,9 @@ def lowered_plan(spec: PlanSpec) -> Plan:
     orders = family.orders(shape) if family.search is None else family.search(spec)
     programs = family.programs(spec) if family.programs is not None else None
     if programs is None:
-        programs = tuple(map(tuple, lower(spec, placement, orders)))
-    return Plan(spec, placement, programs, tuple(map(tuple, orders)), family.remark(shape))
+        return lowered(spec, placement, orders, family.remark(shape))
+    placed = tuple(placement.place(rank, order) for rank, order in enumerate(orders))
+    return Plan(spec, placement, programs, placed, family.remark(shape))
 
 
 def family_of(spec: PlanSpec) -> Family:

@@ -1,136 +1,224 @@
 """The instruction set of a pipeline plan: every instruction prints as it parses.
 
-An instruction is a small immutable tuple ``(op, chunk, mb, members)``. ``chunk`` is the model chunk on its rank
-(Megatron's ``vp_stage``), ``mb`` the microbatch. Printed form: ``F0.3`` is the forward of chunk 0, microbatch 3;
-``GS1`` the gradient sync of chunk 1 (no microbatch); ``[SA0.3 RG0.2]`` a batch of sends and receives that go out as
-one grouped call.
+``F0.3`` is the forward of chunk 0, microbatch 3; ``SEND_F0.3`` the send of its output; ``GRAD_SYNC1`` the gradient sync
+of chunk 1 (no microbatch); ``[SEND_F0.3 RECV_B0.2]`` a batch of sends and receives that go out as one grouped call;
+``(F0.3 B1.2)`` a forward and the full backward of another microbatch that run as one. A slice of a sequence and a named
+tensor, where there are any, follow the microbatch: ``F0.3s1``, ``SEND_F0.3:skip``.
+
+A text names the chunk on its rank (Megatron's ``vp_stage``). An instruction also holds what follows from it and its
+rank: the stage, and the peer of a communication. ``Placement.place`` writes them into a whole program.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 # Compute.
 FORWARD = "F"  # run the chunk; on the last stage also the loss function
-BACKWARD = "B"  # full backward, or input gradients only when a WEIGHT of the same (chunk, mb) follows
-WEIGHT = "W"  # the weight gradients that BACKWARD left
+BACKWARD = "B"  # input and weight gradients
+INPUT_GRAD = "I"  # input gradients only; the weight gradients are left for W
+WEIGHT_GRAD = "W"  # the weight gradients that I left
+PAIR = "PAIR"  # a forward and a full backward that run as one
 # Activations, from a stage to the one after it.
-RECV_ACT = "RA"  # allocate the buffer and post the receive of (chunk, mb)'s input; never blocks
-WAIT_ACT = "WA"  # wait on that receive
-SEND_ACT = "SA"  # post the send of (chunk, mb)'s output; never blocks
-RELEASE_ACT = "DA"  # wait on the send's handle, then deallocate the output tensor
-HAND_ACT = "HA"  # (chunk, mb)'s input is the output of the previous stage, which lives on this same rank
+RECV_F = "RECV_F"  # allocate the buffer and post the receive of the stage's input; never blocks
+WAIT_F = "WAIT_F"  # wait for that receive
+SEND_F = "SEND_F"  # post the send of the stage's output; never blocks
+FREE_F = "FREE_F"  # wait for that send, then deallocate the output
+HAND_F = "HAND_F"  # the stage's input is the output of the stage before, on this same rank
 # Gradients, from a stage to the one before it.
-RECV_GRAD = "RG"
-WAIT_GRAD = "WG"
-SEND_GRAD = "SG"
-RELEASE_GRAD = "DG"  # wait on the send's handle, then drop the input gradient
-HAND_GRAD = "HG"  # (chunk, mb)'s output gradient is the input gradient of the next stage, on this same rank
-# Marks: the places where Megatron's hooks fire. They carry a chunk, no microbatch.
-PARAM_SYNC = "PS"  # config.param_sync_func[chunk]
-GRAD_ENABLE = "GE"  # leave no_sync for the next gradient-completing compute, so that data-parallel hooks fire in it
-GRAD_SYNC = "GS"  # config.grad_sync_func[chunk]
+RECV_B = "RECV_B"
+WAIT_B = "WAIT_B"
+SEND_B = "SEND_B"
+FREE_B = "FREE_B"  # wait for that send, then drop the input gradient
+HAND_B = "HAND_B"
+# The places where Megatron's hooks are called. They have a chunk, no microbatch.
+PARAM_SYNC = "PARAM_SYNC"  # config.param_sync_func[chunk]
+ENABLE_GRAD_SYNC = "ENABLE_GRAD_SYNC"  # leave no_sync for the next B, I or W of the chunk: DDP hooks fire in it
+GRAD_SYNC = "GRAD_SYNC"  # config.grad_sync_func[chunk]
 # Several sends and receives as one grouped call.
-BATCH = "["
+BATCH = "BATCH"
 
-COMPUTE_OPS = frozenset({FORWARD, BACKWARD, WEIGHT})
-SEND_OPS = frozenset({SEND_ACT, SEND_GRAD})
-RECV_OPS = frozenset({RECV_ACT, RECV_GRAD})
-WAIT_OPS = frozenset({WAIT_ACT, WAIT_GRAD})
-RELEASE_OPS = frozenset({RELEASE_ACT, RELEASE_GRAD})
-HAND_OPS = frozenset({HAND_ACT, HAND_GRAD})
-MARK_OPS = frozenset({PARAM_SYNC, GRAD_ENABLE, GRAD_SYNC})
-BATCHABLE_OPS = SEND_OPS | RECV_OPS
-ALL_OPS = COMPUTE_OPS | SEND_OPS | RECV_OPS | WAIT_OPS | RELEASE_OPS | HAND_OPS | MARK_OPS | {BATCH}
+BACKWARD_OPS = frozenset({BACKWARD, INPUT_GRAD})  # what makes an input gradient
+GRADIENT_OPS = frozenset({BACKWARD, WEIGHT_GRAD})  # what completes weight gradients
+SINGLE_COMPUTE_OPS = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD})
+COMPUTE_OPS = SINGLE_COMPUTE_OPS | {PAIR}
+SEND_OPS = frozenset({SEND_F, SEND_B})
+RECV_OPS = frozenset({RECV_F, RECV_B})
+WAIT_OPS = frozenset({WAIT_F, WAIT_B})
+FREE_OPS = frozenset({FREE_F, FREE_B})
+HAND_OPS = frozenset({HAND_F, HAND_B})
+SYNC_OPS = frozenset({PARAM_SYNC, ENABLE_GRAD_SYNC, GRAD_SYNC})
+POST_OPS = SEND_OPS | RECV_OPS
+TRANSFER_OPS = POST_OPS | WAIT_OPS | FREE_OPS
+GROUP_OPS = frozenset({PAIR, BATCH})
+SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | SYNC_OPS
+ALL_OPS = SINGLE_OPS | GROUP_OPS
 
-OP_NAMES = {
-    FORWARD: "FORWARD",
-    BACKWARD: "BACKWARD",
-    WEIGHT: "WEIGHT",
-    RECV_ACT: "RECV_ACT",
-    WAIT_ACT: "WAIT_ACT",
-    SEND_ACT: "SEND_ACT",
-    RELEASE_ACT: "RELEASE_ACT",
-    HAND_ACT: "HAND_ACT",
-    RECV_GRAD: "RECV_GRAD",
-    WAIT_GRAD: "WAIT_GRAD",
-    SEND_GRAD: "SEND_GRAD",
-    RELEASE_GRAD: "RELEASE_GRAD",
-    HAND_GRAD: "HAND_GRAD",
-    PARAM_SYNC: "PARAM_SYNC",
-    GRAD_ENABLE: "GRAD_ENABLE",
-    GRAD_SYNC: "GRAD_SYNC",
-    BATCH: "BATCH",
-}
+POST_OF = {WAIT_F: RECV_F, WAIT_B: RECV_B, FREE_F: SEND_F, FREE_B: SEND_B}
+"""What a WAIT or FREE waits for."""
 
-NO_MICROBATCH = -1
-_TOKEN = re.compile(r"([A-Z]{1,2})(\d{1,9})(?:\.(\d{1,9}))?\Z", re.ASCII)
+NONE = -1  # a stage that is not placed, no microbatch, no peer, no slice
+_BRACKETS = {BATCH: ("[", "]"), PAIR: ("(", ")")}
+_TOKEN = re.compile(r"([A-Z_]{1,16})(\d{1,9})(?:\.(\d{1,9}))?(?:s(\d{1,9}))?(?::([A-Za-z_]\w{0,63}))?\Z", re.ASCII)
+_ENTRY = re.compile(r"\[[^\]]*\]?|\([^)]*\)?|[^\s\[(]+")
 
 
 class InstructionError(ValueError):
-    """A text is not an instruction; the message quotes it and says what would be right."""
+    """A text is not an instruction; the message quotes it and names what would be right."""
 
 
 class Instruction(NamedTuple):
-    """One step of one rank's plan."""
+    """One step of one rank's program.
+
+    op       one of ALL_OPS
+    stage    global stage, from 0; NONE until the instruction is placed
+    mb       microbatch; NONE for SYNC_OPS and groups
+    peer     for TRANSFER_OPS the pipeline rank at the other end; else NONE
+    chunk    model chunk on its rank
+    slice    slice of the sequence; NONE where sequences are whole
+    tensor   name of the tensor that is moved; empty where an edge has one tensor
+    members  what a BATCH or PAIR consists of
+    """
 
     op: str
-    chunk: int
-    mb: int
+    stage: int = NONE
+    mb: int = NONE
+    peer: int = NONE
+    chunk: int = 0
+    slice: int = NONE
+    tensor: str = ""
     members: tuple[Instruction, ...] = ()
 
     def __str__(self) -> str:
-        if self.op == BATCH:
-            return "[" + " ".join(map(str, self.members)) + "]"
-        if self.mb < 0:
-            return f"{self.op}{self.chunk}"
-        return f"{self.op}{self.chunk}.{self.mb}"
+        if self.members:
+            opening, closing = _BRACKETS[self.op]
+            return opening + " ".join(map(str, self.members)) + closing
+        text = f"{self.op}{self.chunk}"
+        if self.mb >= 0:
+            text += f".{self.mb}"
+        if self.slice >= 0:
+            text += f"s{self.slice}"
+        return f"{text}:{self.tensor}" if self.tensor else text
 
     def __repr__(self) -> str:
         return str(self)
 
     @property
     def name(self) -> str:
-        """In words, as error messages say it: ``FORWARD of chunk 0, microbatch 3``."""
-        if self.op == BATCH:
-            return "BATCH " + str(self)
-        where = f"chunk {self.chunk}" if self.mb < 0 else f"chunk {self.chunk}, microbatch {self.mb}"
-        return f"{OP_NAMES[self.op]} of {where}"
+        """In words, for error messages: ``forward of chunk 0, microbatch 3``."""
+        if self.members:
+            return f"{OP_NAMES[self.op]} {self}"
+        words = [f"{OP_NAMES[self.op]} of chunk {self.chunk}"]
+        words += [f"microbatch {self.mb}"] if self.mb >= 0 else []
+        words += [f"slice {self.slice}"] if self.slice >= 0 else []
+        words += [f"tensor {self.tensor}"] if self.tensor else []
+        return ", ".join(words)
+
+
+OP_NAMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_GRAD: "input gradient",
+    WEIGHT_GRAD: "weight gradient",
+    PAIR: "overlapped pair",
+    RECV_F: "receive of the activation",
+    WAIT_F: "wait for the activation",
+    SEND_F: "send of the activation",
+    FREE_F: "release of the activation",
+    HAND_F: "hand-off of the activation",
+    RECV_B: "receive of the gradient",
+    WAIT_B: "wait for the gradient",
+    SEND_B: "send of the gradient",
+    FREE_B: "release of the gradient",
+    HAND_B: "hand-off of the gradient",
+    PARAM_SYNC: "parameter sync",
+    ENABLE_GRAD_SYNC: "start of gradient sync in the backward",
+    GRAD_SYNC: "gradient sync",
+    BATCH: "batch",
+}
 
 
 @lru_cache(maxsize=1 << 18)
-def instruction(op: str, chunk: int, mb: int = NO_MICROBATCH) -> Instruction:
-    """The instruction ``op`` of (chunk, mb); equal ones are one object, since every rank's plan repeats them."""
-    return Instruction(op, chunk, mb)
+def instruction(op: str, chunk: int, mb: int = NONE) -> Instruction:
+    """``op`` of (chunk, mb), not placed yet; equal ones are one object."""
+    return Instruction(op, mb=mb, chunk=chunk)
 
 
 def batch(members: Iterable[Instruction]) -> Instruction:
-    """A batch: the sends and receives in ``members`` go out as one grouped call."""
+    """The sends and receives in ``members`` as one grouped call. Raises InstructionError for anything else."""
     inside = tuple(members)
-    wrong = [m for m in inside if m.op not in BATCHABLE_OPS]
+    wrong = [m for m in inside if m.op not in POST_OPS]
     if wrong or not inside:
         raise InstructionError(f"a batch holds sends and receives only, and at least one; found {wrong or 'none'}")
-    return Instruction(BATCH, -1, NO_MICROBATCH, inside)
+    return Instruction(BATCH, members=inside)
+
+
+def pair(forward: Instruction, backward: Instruction) -> Instruction:
+    """The two as one instruction. Raises InstructionError unless they are a forward and the full backward of another
+    microbatch.
+    """
+    if not may_pair(forward, backward):
+        raise InstructionError(
+            f"({forward} {backward}) is no pair; it holds a forward and the full backward (B) of another microbatch"
+        )
+    return Instruction(PAIR, members=(forward, backward))
+
+
+def may_pair(first: Instruction, second: Instruction) -> bool:
+    """Whether the two may run as one PAIR."""
+    return first.op == FORWARD and second.op == BACKWARD and first.mb != second.mb
+
+
+def without_pairs(program: Iterable[Instruction]) -> Iterator[Instruction]:
+    """The program with the two halves of each pair in its place."""
+    for at in program:
+        if at.op == PAIR:
+            yield from at.members
+        else:
+            yield at
+
+
+def each(program: Iterable[Instruction]) -> Iterator[Instruction]:
+    """The program with the members of each group in its place."""
+    for at in program:
+        if at.members:
+            yield from at.members
+        else:
+            yield at
 
 
 def parse_instruction(text: str) -> Instruction:
-    """Read what ``str(instruction)`` prints. Raises InstructionError."""
+    """Read what ``str(instruction)`` prints; the result is not placed. Raises InstructionError."""
     text = text.strip()
-    if text.startswith("[") and text.endswith("]"):
-        return batch(parse_instruction(part) for part in text[1:-1].split())
+    for op, (opening, closing) in _BRACKETS.items():
+        if text.startswith(opening) and text.endswith(closing):
+            return _group(op, [parse_instruction(part) for part in text[1:-1].split()], text)
     found = _TOKEN.match(text)
-    if found is None or found.group(1) not in ALL_OPS:
+    if found is None or found.group(1) not in SINGLE_OPS:
         raise InstructionError(
-            f"{text[:40]!r} is not an instruction; it would look like F0.3, SA1.2, GS0 or [SA0.3 RG0.2]"
+            f"{text[:40]!r} is not an instruction; it would look like F0.3, SEND_F1.2, GRAD_SYNC0 or "
+            "[SEND_F0.3 RECV_B0.2]"
         )
-    op, chunk, mb = found.groups()
-    if (mb is None) != (op in MARK_OPS):
-        need = "no microbatch (as in GS0)" if op in MARK_OPS else "a chunk and a microbatch (as in F0.3)"
-        raise InstructionError(f"{text!r}: {OP_NAMES[op]} takes {need}")
-    return instruction(op, int(chunk), NO_MICROBATCH if mb is None else int(mb))
+    op, chunk, mb, part, tensor = found.groups()
+    if (mb is None) != (op in SYNC_OPS):
+        need = "no microbatch (as in GRAD_SYNC0)" if op in SYNC_OPS else "a chunk and a microbatch (as in F0.3)"
+        raise InstructionError(f"{text!r}: {op} takes {need}")
+    if part is None and tensor is None:
+        return instruction(op, int(chunk), NONE if mb is None else int(mb))
+    if op in SYNC_OPS or (tensor is not None and op in SINGLE_COMPUTE_OPS):
+        raise InstructionError(f"{text!r}: {op} takes no {'tensor' if tensor else 'slice'}")
+    return Instruction(op, mb=int(mb), chunk=int(chunk), slice=NONE if part is None else int(part), tensor=tensor or "")
+
+
+def _group(op: str, members: list[Instruction], text: str) -> Instruction:
+    if op == BATCH:
+        return batch(members)
+    if len(members) != 2:
+        raise InstructionError(f"{text[:40]!r}: a pair has two members, a forward and a backward, as in (F0.3 B1.2)")
+    return pair(*members)
 
 
 def format_program(program: Iterable[Instruction]) -> str:
@@ -139,5 +227,5 @@ def format_program(program: Iterable[Instruction]) -> str:
 
 
 def parse_program(line: str) -> list[Instruction]:
-    """Read what ``format_program`` prints. Raises InstructionError."""
-    return [parse_instruction(token) for token in re.findall(r"\[[^\]]*\]?|[^\s\[]+", line)]
+    """Read what ``format_program`` prints; the result is not placed. Raises InstructionError."""
+    return [parse_instruction(token) for token in _ENTRY.findall(line)]

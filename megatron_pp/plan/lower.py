@@ -1,10 +1,10 @@
 """Lowering: from a compute order to a full plan with communication.
 
-Between two compute operations of a rank lies a *boundary*; boundary i is before operation i. At a boundary stand, in
-this order: posts (sends and receives), releases, gradient syncs, waits and hand-offs for the operation that follows,
-marks. Each message has a *round*, the logical slot at whose end it is produced (``clock.py``).
+Between two entries of a rank's order lies a *boundary*; boundary i is before entry i. At a boundary stand, in this
+order: posts (sends and receives), releases, gradient syncs, waits and hand-offs for the entry that follows, other
+syncs. Each message has a *round*, the logical slot at whose end it is produced (``clock.py``).
 
-``overlap``  A send is posted right after its operation and released ``release_after`` operations later. A receive is
+``overlap``  A send is posted right after its operation and released ``release_after`` entries later. A receive is
              posted when its message is due, or ``lookahead`` slots ahead of its use if that is earlier, and waited
              right before its use.
 ``batched``  All messages whose round falls on a boundary go out there as one batch, waited at once (with
@@ -12,15 +12,14 @@ marks. Each message has a *round*, the logical slot at whose end it is produced 
 ``plain``    The same messages, singly, waited together.
 
 At one boundary receives are posted before sends wherever that is free (one-way channels, and within a batch): gloo
-tells a sender that its receive is posted in the stream of data the other way, behind a message that is already on it.
+announces a receive in the data of the other direction, behind a message that is already on its way.
 
-With ``overlap_pairs``, nothing stands between the halves of a pair (``pairs.py``): what they wait for comes before,
-what they send after it.
+With ``overlap_pairs``, a pair is one entry: what its halves wait for comes before it, what they send after it.
 
 With ``shared`` channels, both ends must post in one order: posts then stand in the order of rounds, no receive ahead of
 its round. With ``variable_shapes`` a receive is complete only once its shape has come, so its wait follows it at once,
 at its round's boundary: a sender is never held up by a receiver that is in no hurry, and what is posted later on the
-channel can not overtake it.
+channel cannot overtake it.
 """
 
 from __future__ import annotations
@@ -31,50 +30,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from megatron_pp.plan.clock import logical_ends
+from megatron_pp.plan.clock import Clocked, run_clock
+from megatron_pp.plan.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
 from megatron_pp.plan.instruction import (
-    BACKWARD,
+    BACKWARD_OPS,
     FORWARD,
-    HAND_ACT,
-    HAND_GRAD,
-    RECV_ACT,
-    RECV_GRAD,
+    FREE_F,
+    NONE,
     RECV_OPS,
-    RELEASE_ACT,
-    RELEASE_GRAD,
-    SEND_ACT,
-    SEND_GRAD,
     SEND_OPS,
-    WAIT_ACT,
-    WAIT_GRAD,
     Instruction,
     batch,
-    instruction,
 )
-from megatron_pp.plan.marks import marks_of
-from megatron_pp.plan.pairs import overlap_pairs
+from megatron_pp.plan.pairs import pair_up
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.spec import BATCHED, ONE_WAY, OVERLAP, PlanSpec
+from megatron_pp.plan.spec import BATCHED, ONE_WAY, OVERLAP, Plan, PlanSpec
+from megatron_pp.plan.sync_marks import syncs_of
 
 Order = Sequence[Instruction]
-
-
-@dataclass(frozen=True)
-class _Codes:
-    """The instructions that one compute operation's messages need: activations for FORWARD, gradients for BACKWARD."""
-
-    towards: int  # stages the result travels: +1 or -1
-    recv: str
-    wait: str
-    hand: str
-    send: str
-    release: str
-
-
-_CODES = {
-    FORWARD: _Codes(1, RECV_ACT, WAIT_ACT, HAND_ACT, SEND_ACT, RELEASE_ACT),
-    BACKWARD: _Codes(-1, RECV_GRAD, WAIT_GRAD, HAND_GRAD, SEND_GRAD, RELEASE_GRAD),
-}
 
 
 @dataclass(frozen=True, order=True)
@@ -84,53 +57,38 @@ class _Post:
     """
 
     round: int
-    kind: str
+    towards: int  # -1 for an activation, so that it comes first
     stage: int
     mb: int
     post: Instruction
-    finish: Instruction  # the WAIT or RELEASE that belongs to it
-    peer: int
-    use: int  # for a receive, the operation that consumes it; for a send, the one that produced it
+    finish: Instruction  # the WAIT or FREE that belongs to it
+    use: int  # for a receive, the entry that consumes it; for a send, the one that produced it
 
 
-def lower(spec: PlanSpec, placement: Placement, orders: Sequence[Order]) -> list[list[Instruction]]:
-    """A full program per rank. Raises PlanError where the orders can not run at all."""
-    if spec.forward_only:
-        orders = [[op for op in order if op.op == FORWARD] for order in orders]
-    pairs = overlap_pairs(orders) if spec.overlap_pairs and not spec.forward_only else [set() for _ in orders]
-    ends = logical_ends(orders, placement, spec.num_microbatches, pairs)
-    ended = {
-        (op.op, placement.stages[rank][op.chunk], op.mb): ends[rank][i]
-        for rank, order in enumerate(orders)
-        for i, op in enumerate(order)
-        if op.op in _CODES
-    }
-    return [
-        _RankLowering(spec, placement, rank, orders[rank], ends[rank], ended, pairs[rank]).program()
-        for rank in range(len(orders))
-    ]
+def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str = "") -> Plan:
+    """The plan of ``orders``, which need not be placed, with a full program per rank; not verified.
+
+    Raises PlanError where the orders cannot run at all.
+    """
+    placed = [placement.place(rank, order) for rank, order in enumerate(orders)]
+    run = [[at for at in order if at.op == FORWARD] for order in placed] if spec.forward_only else placed
+    if spec.overlap_pairs and not spec.forward_only:
+        run = [pair_up(order) for order in run]
+    clocked = run_clock(run, placement)
+    programs = tuple(tuple(_RankLowering(spec, placement, rank, clocked).program()) for rank in range(len(orders)))
+    return Plan(spec, placement, programs, tuple(placed), remark)
 
 
 class _RankLowering:
     """Lays out one rank's program on its boundaries."""
 
-    def __init__(
-        self,
-        spec: PlanSpec,
-        placement: Placement,
-        rank: int,
-        order: Order,
-        ends: list[int],
-        ended: dict[tuple[str, int, int], int],
-        pairs: set[int],
-    ) -> None:
+    def __init__(self, spec: PlanSpec, placement: Placement, rank: int, clocked: Clocked) -> None:
         self.spec = spec
         self.placement = placement
         self.rank = rank
-        self.order = order
-        self.ends = ends
-        self.ended = ended
-        self.inside = {first + 1 for first in pairs}  # boundaries between the halves of a pair: nothing may stand there
+        self.order = clocked.orders[rank]
+        self.ends = clocked.ends[rank]
+        self.result_ends = clocked.result_ends
         self.posts: dict[int, list[_Post]] = defaultdict(list)
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
         self.inputs: dict[int, list[Instruction]] = defaultdict(list)  # waits and hand-offs
@@ -140,53 +98,64 @@ class _RankLowering:
         if self.spec.policy == OVERLAP:
             self._place_late_finishes(sends, receives)
         for send in sends:
-            self.posts[self._from(send.use + 1)].append(send)
+            self.posts[send.use + 1].append(send)
         for receive, boundary in zip(receives, self._receive_boundaries(receives), strict=True):
             self.posts[boundary].append(receive)
         return self._emit()
 
     def _messages(self) -> tuple[list[_Post], list[_Post]]:
         """This rank's ends of all messages, sends and receives; hand-offs within the rank go to their place at once."""
-        sends, receives = [], []
-        for i, (op, chunk, mb, _) in enumerate(self.order):
-            codes = _CODES.get(op)
-            if codes is None:
-                continue
-            stage = self.placement.stages[self.rank][chunk]
-            source, target = stage - codes.towards, stage + codes.towards
-            if 0 <= source < self.placement.num_stages:
-                peer = self.placement.homes[source][0]
-                if peer == self.rank:
-                    self.inputs[self._until(i)].append(instruction(codes.hand, chunk, mb))
-                else:
-                    due = self.ended[(op, source, mb)]
-                    recv, wait = instruction(codes.recv, chunk, mb), instruction(codes.wait, chunk, mb)
-                    receives.append(_Post(due, codes.recv[1], stage, mb, recv, wait, peer, i))
-            if 0 <= target < self.placement.num_stages:
-                peer = self.placement.homes[target][0]
-                if peer != self.rank:
-                    send, release = instruction(codes.send, chunk, mb), instruction(codes.release, chunk, mb)
-                    sends.append(_Post(self.ends[i], codes.send[1], target, mb, send, release, peer, i))
+        sends: list[_Post] = []
+        receives: list[_Post] = []
+        for i, entry in enumerate(self.order):
+            for at in entry.members or (entry,):
+                source = source_of(at.op, at.stage, self.placement.num_stages)
+                if source is not None:
+                    self._receive(i, at, source, receives)
+                target = consumer_of(at.op, at.stage, self.placement.num_stages)
+                if target is not None and self.placement.homes[target][0] != self.rank:
+                    moves = MOVES[RESULT_OF[at.op]]
+                    sends.append(self._post(self.ends[i], at, target, target, moves.send, moves.free, i))
         return sends, receives
 
+    def _receive(self, i: int, at: Instruction, source: int, receives: list[_Post]) -> None:
+        """The input that entry ``i`` gets from stage ``source``."""
+        result = RESULT_OF[at.op]
+        moves = MOVES[result]
+        if self.placement.homes[source][0] == self.rank:
+            self.inputs[i].append(Instruction(moves.hand, at.stage, at.mb, NONE, at.chunk))
+        else:
+            due = self.result_ends[(result, source, at.mb)]
+            receives.append(self._post(due, at, source, at.stage, moves.recv, moves.wait, i))
+
+    def _post(self, due: int, at: Instruction, peer_stage: int, to: int, post: str, finish: str, use: int) -> _Post:
+        peer = self.placement.homes[peer_stage][0]
+        first, last = (Instruction(op, at.stage, at.mb, peer, at.chunk) for op in (post, finish))
+        return _Post(due, -TOWARDS[RESULT_OF[at.op]], to, at.mb, first, last, use)
+
     def _place_late_finishes(self, sends: list[_Post], receives: list[_Post]) -> None:
-        """Under ``overlap``: releases some operations after their send, waits right before the use.
+        """Under ``overlap``: releases some entries after their send, waits right before the use.
 
         An output is released before its own backward at the latest: the gradient that comes back shows that the send is
         done, and what is released then needs no memory in the backward.
         """
-        backwards = {(op.chunk, op.mb): i for i, op in enumerate(self.order) if op.op == BACKWARD}
+        backwards = {
+            (at.stage, at.mb): i
+            for i, entry in enumerate(self.order)
+            for at in entry.members or (entry,)
+            if at.op in BACKWARD_OPS
+        }
         for send in sends:
             boundary = min(send.use + 1 + self.spec.release_after, len(self.order))
-            if send.finish.op == RELEASE_ACT:
-                boundary = min(boundary, backwards.get((send.finish.chunk, send.finish.mb), boundary))
-            self.releases[self._from(boundary)].append(send.finish)
+            if send.finish.op == FREE_F:
+                boundary = min(boundary, backwards.get((send.finish.stage, send.finish.mb), boundary))
+            self.releases[boundary].append(send.finish)
         if not self.spec.variable_shapes:
             for receive in receives:
-                self.inputs[self._until(receive.use)].append(receive.finish)
+                self.inputs[receive.use].append(receive.finish)
 
     def _ahead(self, use: int) -> int:
-        """The boundary ``lookahead`` slots before the operation ``use`` starts.
+        """The boundary ``lookahead`` slots before the entry ``use`` starts.
 
         With one chunk a slot in which the rank idles counts: a buffer that is there before the bubble is early enough,
         and the bubble before a backward of the cooldown is the last rank's forward, as long as a transfer that can be
@@ -194,17 +163,9 @@ class _RankLowering:
         on four ranks would take 1.4% longer where a transfer takes as long as a forward).
         """
         if self.placement.num_chunks > 1:
-            return max(0, self._until(use) - self.spec.lookahead)
-        length = 2 if use in self.inside or use + 1 in self.inside else 1
+            return max(0, use - self.spec.lookahead)
+        length = len(self.order[use].members) or 1
         return bisect_right(self.ends, self.ends[use] - length - self.spec.lookahead)
-
-    def _from(self, boundary: int) -> int:
-        """``boundary``, or where it is inside a pair the one after the pair."""
-        return boundary + 1 if boundary in self.inside else boundary
-
-    def _until(self, boundary: int) -> int:
-        """``boundary``, or where it is inside a pair the one before the pair."""
-        return boundary - 1 if boundary in self.inside else boundary
 
     def _receive_boundaries(self, receives: list[_Post]) -> list[int]:
         """Where each receive is posted: at its round's boundary, or earlier by look-ahead where channels allow, in the
@@ -219,15 +180,14 @@ class _RankLowering:
         earliest_later: dict[tuple[int, str], int] = {}
         for k in by_round:
             receive = receives[k]
-            channel = (receive.peer, receive.kind)
-            ahead_of_use = self._ahead(receive.use)
-            wanted = self._until(min(boundaries[k], ahead_of_use))
+            channel = (receive.post.peer, receive.post.op)
+            wanted = min(boundaries[k], self._ahead(receive.use))
             boundaries[k] = min(wanted, earliest_later.get(channel, wanted))
             earliest_later[channel] = boundaries[k]
         return boundaries
 
     def _emit(self) -> list[Instruction]:
-        before, after = marks_of(self.spec, self.rank, self.order)
+        before, after = syncs_of(self.spec, self.rank, self.order)
         program: list[Instruction] = []
         for i in range(len(self.order) + 1):
             posts = self.posts.get(i)
@@ -237,8 +197,7 @@ class _RankLowering:
             program += after.get(i - 1, ())
             if i < len(self.order):
                 program += self.inputs.get(i, ())
-                program += () if i in self.inside else before.get(i, ())
-                program += before.get(i + 1, ()) if i + 1 in self.inside else ()
+                program += before.get(i, ())
                 program.append(self.order[i])
         return program
 

@@ -10,8 +10,12 @@ A pipeline of P ranks with V chunks each has S = P * V stages; activations go fr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+
+from megatron_pp.plan.dataflow import neighbour_of
+from megatron_pp.plan.instruction import NONE, TRANSFER_OPS, Instruction
 
 LOOP = "loop"
 V_SHAPE = "v"
@@ -72,3 +76,30 @@ class Placement:
         """
         edges = {(self.homes[s][0], self.homes[s + 1][0]) for s in range(self.num_stages - 1) if self.crosses_ranks(s)}
         return tuple(sorted(edges))
+
+    def place(self, rank: int, program: Iterable[Instruction]) -> tuple[Instruction, ...]:
+        """``program`` of ``rank`` with stages and peers written into it. A chunk or neighbour that does not exist
+        leaves NONE, which ``verify`` refuses.
+        """
+        sites: dict[tuple[str, int], tuple[int, int]] = {}  # (op, chunk) -> (stage, peer)
+
+        def placed(at: Instruction) -> Instruction:
+            if at.members:
+                return at._replace(members=tuple(map(placed, at.members)))
+            site = sites.get((at.op, at.chunk))
+            if site is None:
+                site = sites[(at.op, at.chunk)] = self.site(rank, at.op, at.chunk)
+            return Instruction(at.op, site[0], at.mb, site[1], at.chunk, at.slice, at.tensor)
+
+        return tuple(map(placed, program))
+
+    def site(self, rank: int, op: str, chunk: int) -> tuple[int, int]:
+        """(stage, peer) of an instruction; NONE where there is none."""
+        if not 0 <= chunk < self.num_chunks:
+            return NONE, NONE
+        stage = self.stages[rank][chunk]
+        return stage, self._peer(op, stage) if op in TRANSFER_OPS else NONE
+
+    def _peer(self, op: str, stage: int) -> int:
+        neighbour = neighbour_of(op, stage)
+        return self.homes[neighbour][0] if 0 <= neighbour < self.num_stages else NONE

@@ -1,7 +1,7 @@
 """A user's own schedule: a file, named where the name of a schedule is expected.
 
-Any format that ``exchange.py`` reads will do. What counts is its compute order, to which lowering adds communication as
-the run's config says; a whole plan that was lowered for just such a run is taken as it stands. Either is verified
+Any format that ``serialize.py`` reads will do. What counts is its compute order, to which lowering adds communication
+as the run's config says; a whole plan that was lowered for just such a run is taken as it stands. Either is verified
 before it runs, as every plan is.
 """
 
@@ -11,11 +11,11 @@ import hashlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_pp.plan.exchange import load_plan
 from megatron_pp.plan.files import ExchangeError, read_text
-from megatron_pp.plan.instruction import WEIGHT, Instruction
-from megatron_pp.plan.orders import SCHEDULES, Family, Order, Shape
+from megatron_pp.plan.instruction import WEIGHT_GRAD, Instruction
+from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES, Family, Order, Shape
 from megatron_pp.plan.placement import LOOP
+from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
 
 ENDINGS = (".csv", ".json")
@@ -34,9 +34,9 @@ def choices() -> str:
 def find_family(schedule: str) -> Family:
     """The registered family of this name, or that of the file at this path.
 
-    Raises PlanError for a name that is neither, ExchangeError (one too) for a file that can not be read.
+    Raises PlanError for a name that is neither, ExchangeError (one too) for a file that cannot be read.
     """
-    family = SCHEDULES.get(schedule)
+    family = SCHEDULES.get(OLD_NAMES.get(schedule, schedule))
     if family is not None:
         return family
     if names_a_file(schedule):
@@ -46,7 +46,7 @@ def find_family(schedule: str) -> Family:
 
 def placement_kind(schedule: str | None) -> str:
     """Where ``schedule`` puts the stages; in a loop where none is named, or one that its user will refuse in words."""
-    known = schedule is not None and (schedule in SCHEDULES or names_a_file(schedule))
+    known = schedule is not None and (schedule in SCHEDULES or schedule in OLD_NAMES or names_a_file(schedule))
     return find_family(schedule).placement if schedule is not None and known else LOOP
 
 
@@ -65,7 +65,7 @@ def family_of_file(path: str) -> Family:
         summary=given.plan.spec.describe(),
         placement=given.plan.placement.kind,
         chunks=given.plan.spec.num_chunks,
-        splits_weight=any(at.op == WEIGHT for order in given.plan.orders for at in order),
+        splits_weight=any(at.op == WEIGHT_GRAD for order in given.plan.orders for at in order),
         programs=given.programs,
         digest=hashlib.sha256(text.encode()).hexdigest()[:16],
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_pp.plan.instruction import Instruction, format_program
+from megatron_pp.plan.instruction import Instruction, format_program, without_pairs
 from megatron_pp.plan.placement import Placement
 
 if TYPE_CHECKING:
-    from megatron_pp.plan.measured import Measured
+    from megatron_pp.plan.sim.measured import Measured
 
 OVERLAP = "overlap"  # posts early, waits late
 BATCHED = "batched"  # one grouped call per compute boundary, waited there
@@ -25,7 +25,7 @@ EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as M
 
 
 class PlanError(ValueError):
-    """A plan can not be built or was refused; the message names the rank, the instruction and what is missing, in
+    """A plan cannot be built or was refused; the message names the rank, the instruction and what is missing, in
     words.
     """
 
@@ -111,6 +111,11 @@ class Plan:
     programs: tuple[tuple[Instruction, ...], ...]
     orders: tuple[tuple[Instruction, ...], ...] = field(repr=False, default=())
     remark: str = ""
+
+    def timed(self, rank: int) -> tuple[Instruction, ...]:
+        """``rank``'s program as its times are recorded and simulated: with the two halves of each pair by themselves.
+        """
+        return tuple(without_pairs(self.programs[rank]))
 
     def __str__(self) -> str:
         return "\n".join(f"rank {r}: {format_program(p)}" for r, p in enumerate(self.programs))

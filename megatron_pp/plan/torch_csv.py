@@ -1,8 +1,13 @@
-"""PyTorch's compute-only CSV (torch.distributed.pipelining, ``_dump_csv(..., "compute_only")``), read and written.
+"""PyTorch's CSV of a schedule (torch.distributed.pipelining, ``_dump_csv``), read and written in both its forms.
 
-One row per rank, one cell per action: ``0F0`` forward, ``0B0`` full backward, ``0I0`` input gradients, ``0W0`` weight
-gradients; the first number is the *stage*, the second the microbatch; ``(0F1;7B0)OVERLAP_F_B`` is several of them at
-once (here they run one after another); an empty cell is an idle slot. The rows say which rank holds which stage.
+``compute_only``   one row per rank, one cell per action: ``0F0`` forward, ``0B0`` full backward, ``0I0`` input
+gradients,
+                   ``0W0`` weight gradients; the first number is the *stage*, the second the microbatch;
+                   ``(0F1;7B0)OVERLAP_F_B`` is a pair; an empty cell is an idle slot
+``compute_comms``  the same with ``0SEND_F0``, ``1RECV_F0``, ``1SEND_B0``, ``0RECV_B0`` where they are posted
+
+The rows show which rank holds which stage. What PyTorch's rows leave to its runtime (waits, releases, hand-offs and
+syncs) is added on reading and left out on writing.
 """
 
 from __future__ import annotations
@@ -11,27 +16,60 @@ import csv
 import io
 import re
 import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_pp.plan.clock import logical_ends
+from megatron_pp.plan.clock import run_clock
+from megatron_pp.plan.dataflow import KIND_OF, MOVES, RESULT_OF, source_of
 from megatron_pp.plan.files import ExchangeError
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, instruction
-from megatron_pp.plan.lower import lower
+from megatron_pp.plan.instruction import (
+    BACKWARD_OPS,
+    FORWARD,
+    FREE_F,
+    PAIR,
+    POST_OPS,
+    SEND_OPS,
+    SINGLE_COMPUTE_OPS,
+    Instruction,
+    InstructionError,
+    each,
+    instruction,
+    pair,
+)
+from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.sync_marks import syncs_of
 
 IMPORTED = "imported"  # the schedule name of a plan that came from someone else's order
-_INPUT_ONLY = "I"
-_ACTION = re.compile(r"(\d{1,9})([FIBW])(\d{1,9})\Z")
+_ACTION = re.compile(r"(\d{1,9})(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,9})\Z")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B\Z")
-_MARK = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*\Z")  # lowering sets marks of its own
-_TRANSFER = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d*\Z")
+_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*\Z")  # lowering sets syncs of its own
 
-_Action = tuple[int, str, int]  # stage, one of F I B W, microbatch
+
+@dataclass(frozen=True)
+class _Action:
+    """One cell: an operation of a stage, or a pair of them."""
+
+    stage: int
+    op: str
+    mb: int
+    members: tuple[_Action, ...] = ()
+
+    def __str__(self) -> str:
+        if self.members:
+            return f"({';'.join(map(str, self.members))})OVERLAP_F_B"
+        return f"{self.stage}{self.op}{self.mb}"
+
+
+_Row = list[_Action]
 
 
 def read_torch_csv(text: str, **lowering: Any) -> Plan:
-    """The plan of PyTorch's compute order in ``text``, lowered as ``lowering`` (fields of PlanSpec) says. Not verified.
+    """The plan of PyTorch's order in ``text``: its communication where it has any, else lowered as ``lowering`` (fields
+    of PlanSpec) asks. Not verified.
 
     Raises ExchangeError for unknown actions, missing or repeated ones, and stages that no placement has.
     """
@@ -39,30 +77,92 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
     placement = _placement(rows)
     rows = [_renumbered(row) for row in rows]
     num_microbatches = _check_complete(rows, placement)
-    orders = tuple(tuple(_instruction(action, placement) for action in row) for row in rows)
-    lowering.setdefault("forward_only", all(letter == "F" for row in rows for _, letter, _ in row))
+    programs = [[_instruction(action, placement, rank) for action in row] for rank, row in enumerate(rows)]
+    orders = [[at for at in program if at.op not in POST_OPS] for program in programs]
+    lowering.setdefault("forward_only", all(at.op == FORWARD for order in orders for at in order))
     spec = PlanSpec(IMPORTED, placement.pipeline_size, placement.num_chunks, num_microbatches, **lowering)
-    return Plan(spec, placement, tuple(map(tuple, lower(spec, placement, orders))), orders)
+    if all(len(order) == len(program) for order, program in zip(orders, programs, strict=True)):
+        return lowered(spec, placement, orders)
+    placed = [placement.place(rank, program) for rank, program in enumerate(programs)]
+    completed = tuple(tuple(_completed(spec, placement, rank, program)) for rank, program in enumerate(placed))
+    return Plan(spec, placement, completed, tuple(placement.place(r, order) for r, order in enumerate(orders)))
 
 
-def write_torch_csv(plan: Plan) -> str:
-    """The compute order of ``plan`` as PyTorch writes it, an empty cell for each idle slot of the logical clock."""
-    orders = [[i for i in order if not plan.spec.forward_only or i.op == FORWARD] for order in plan.orders]
-    ends = logical_ends(orders, plan.placement, plan.spec.num_microbatches)
-    slots = max((e[-1] for e in ends if e), default=0)
+def write_torch_csv(plan: Plan, comms: bool = False) -> str:
+    """The plan as PyTorch writes it. ``comms``: with sends and receives; without, the compute order, an empty cell for
+    each idle slot of the logical clock.
+    """
+    rows = [_comms_row(program) for program in plan.programs] if comms else _compute_rows(plan)
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for rank, order in enumerate(orders):
-        cells = [""] * slots
-        split = {(i.chunk, i.mb) for i in order if i.op == WEIGHT}
-        for i, end in zip(order, ends[rank], strict=True):
-            letter = _INPUT_ONLY if i.op == BACKWARD and (i.chunk, i.mb) in split else i.op
-            cells[end - 1] = f"{plan.placement.stages[rank][i.chunk]}{letter}{i.mb}"
-        writer.writerow(cells)
+    csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()
 
 
-def _actions(text: str) -> list[list[_Action]]:
+def _comms_row(program: Sequence[Instruction]) -> list[str]:
+    flat = (one for at in program for one in ((at,) if at.op == PAIR else at.members or (at,)))
+    return [_cell(at) for at in flat if at.op == PAIR or at.op in SINGLE_COMPUTE_OPS or at.op in POST_OPS]
+
+
+def _compute_rows(plan: Plan) -> list[list[str]]:
+    orders = [[at for at in order if not plan.spec.forward_only or at.op == FORWARD] for order in plan.orders]
+    clocked = run_clock(orders, plan.placement)
+    slots = max((ends[-1] for ends in clocked.ends if ends), default=0)
+    rows = []
+    for order, ends in zip(clocked.orders, clocked.ends, strict=True):
+        cells = [""] * slots
+        for at, end in zip(order, ends, strict=True):
+            cells[end - 1] = _cell(at)
+        rows.append(cells)
+    return rows
+
+
+def _cell(at: Instruction) -> str:
+    return str(_Action(at.stage, at.op, at.mb, tuple(_Action(m.stage, m.op, m.mb) for m in at.members)))
+
+
+def _completed(spec: PlanSpec, placement: Placement, rank: int, program: Sequence[Instruction]) -> list[Instruction]:
+    """A rank's compute, sends and receives, with what goes without saying in PyTorch's rows: each WAIT and hand-off
+    right before its use, each FREE ``release_after`` operations after its send and before its own backward, and syncs.
+    """
+    compute = [at for at in program if at.op not in POST_OPS]
+    before, after = syncs_of(spec, rank, compute)
+    backwards = {
+        (at.stage, at.mb): i for i, entry in enumerate(compute) for at in each([entry]) if at.op in BACKWARD_OPS
+    }
+    releases: dict[int, list[Instruction]] = defaultdict(list)
+    completed: list[Instruction] = []
+    index = 0
+    for at in program:
+        if at.op in POST_OPS:
+            completed.append(at)
+            if at.op in SEND_OPS:
+                free = at._replace(op=MOVES[KIND_OF[at.op]].free)
+                due = min(index + spec.release_after, len(compute))
+                due = min(due, max(index, backwards.get((at.stage, at.mb), due))) if free.op == FREE_F else due
+                releases[due].append(free)
+            continue
+        completed += releases.pop(index, [])
+        completed += after.get(index - 1, ())
+        completed += [wait for one in each([at]) for wait in _inputs(placement, rank, one)]
+        completed += before.get(index, ())
+        completed.append(at)
+        index += 1
+    for _, late in sorted(releases.items()):
+        completed += late
+    return completed + list(after.get(index - 1, ()))
+
+
+def _inputs(placement: Placement, rank: int, at: Instruction) -> list[Instruction]:
+    """The WAIT or hand-off of the input of ``at``."""
+    source = source_of(at.op, at.stage, placement.num_stages)
+    if source is None:
+        return []
+    moves = MOVES[RESULT_OF[at.op]]
+    op = moves.hand if placement.homes[source][0] == rank else moves.wait
+    return list(placement.place(rank, [instruction(op, at.chunk, at.mb)]))
+
+
+def _actions(text: str) -> list[_Row]:
     try:
         cells = list(csv.reader(io.StringIO(text), strict=True))
     except csv.Error as error:
@@ -82,25 +182,32 @@ def _actions(text: str) -> list[list[_Action]]:
 
 
 def _parse(cell: str, rank: int, column: int) -> list[_Action]:
-    if not cell or _MARK.match(cell):
+    if not cell or _FSDP.match(cell):
         return []
     group = _OVERLAP.match(cell)
     if group:
-        return [action for part in group.group(1).split(";") for action in _parse(part.strip(), rank, column)]
+        members = [action for part in group.group(1).split(";") for action in _parse(part.strip(), rank, column)]
+        return [_Action(-1, PAIR, -1, tuple(members))]
     found = _ACTION.match(cell)
     if found:
-        return [(int(found.group(1)), found.group(2), int(found.group(3)))]
+        return [_Action(int(found.group(1)), found.group(2), int(found.group(3)))]
     where = f"row {rank + 1}, cell {column + 1}"
-    if _TRANSFER.match(cell):
-        raise ExchangeError(f"{where}: {cell!r} is communication; write the file with format 'compute_only'")
-    raise ExchangeError(f"{where}: {cell[:40]!r} is no action; it would look like 0F3, 0B3, 0I3 or 0W3")
+    raise ExchangeError(f"{where}: {cell[:40]!r} is no action; it would look like 0F3, 0B3, 0I3, 0W3 or 0SEND_F3")
 
 
-def _placement(rows: list[list[_Action]]) -> Placement:
-    """The placement whose stages are the ones that the rows hold."""
-    held = [sorted({stage for stage, _, _ in row}) for row in rows]
+def _singles(row: _Row) -> list[_Action]:
+    return [one for action in row for one in action.members or (action,)]
+
+
+def _compute(row: _Row) -> list[_Action]:
+    return [action for action in _singles(row) if action.op in SINGLE_COMPUTE_OPS]
+
+
+def _placement(rows: list[_Row]) -> Placement:
+    """The placement whose stages are the ones that the rows compute."""
+    held = [sorted({action.stage for action in _compute(row)}) for row in rows]
     chunks = len(held[0])
-    for kind in PLACEMENTS:
+    for kind in PLACEMENTS if chunks else ():
         placement = Placement(kind, len(rows), chunks)
         if all(sorted(stages) == mine for stages, mine in zip(placement.stages, held, strict=True)):
             return placement
@@ -111,16 +218,16 @@ def _placement(rows: list[list[_Action]]) -> Placement:
     )
 
 
-def _renumbered(row: list[_Action]) -> list[_Action]:
+def _renumbered(row: _Row) -> _Row:
     """The row with the forwards of each stage counted from 0.
 
     PyTorch's own table of 1F1B (2.13) counts them from 1 on the last stage, while its backwards count from 0.
     """
     forwards: dict[int, list[int]] = {}
-    for stage, letter, mb in row:
-        if letter == "F":
-            forwards.setdefault(stage, []).append(mb)
-    backwards = {(stage, mb) for stage, letter, mb in row if letter in "IB"}
+    for action in _compute(row):
+        if action.op == FORWARD:
+            forwards.setdefault(action.stage, []).append(action.mb)
+    backwards = {(action.stage, action.mb) for action in _compute(row) if action.op in BACKWARD_OPS}
     shifted = {
         stage
         for stage, mbs in forwards.items()
@@ -132,17 +239,19 @@ def _renumbered(row: list[_Action]) -> list[_Action]:
             "read as counted from 0",
             stacklevel=2,
         )
-    return [(s, letter, mb - (letter == "F" and s in shifted)) for s, letter, mb in row]
+    if not shifted:
+        return row
+    return [_Action(a.stage, a.op, a.mb - (a.op == FORWARD and a.stage in shifted), a.members) for a in row]
 
 
-def _check_complete(rows: list[list[_Action]], placement: Placement) -> int:
+def _check_complete(rows: list[_Row], placement: Placement) -> int:
     """Every stage must run every microbatch forward once, and backward once, whole or in halves; how many there are."""
-    seen: dict[str, set[tuple[int, int]]] = {letter: set() for letter in "FIBW"}
+    seen: dict[str, set[tuple[int, int]]] = {op: set() for op in ("F", "I", "B", "W")}
     for rank, row in enumerate(rows):
-        for stage, letter, mb in row:
-            if (stage, mb) in seen[letter]:
-                raise ExchangeError(f"row {rank + 1}: {stage}{letter}{mb} stands twice")
-            seen[letter].add((stage, mb))
+        for action in _compute(row):
+            if (action.stage, action.mb) in seen[action.op]:
+                raise ExchangeError(f"row {rank + 1}: {action} stands twice")
+            seen[action.op].add((action.stage, action.mb))
     forwards = seen["F"]
     stages = placement.num_stages
     count, left = divmod(len(forwards), stages)
@@ -167,7 +276,17 @@ def _same(found: set[tuple[int, int]], expected: set[tuple[int, int]], letter: s
         raise ExchangeError(f"{what} of stage {stage}, microbatch {mb} ({name}) is missing or has no counterpart")
 
 
-def _instruction(action: _Action, placement: Placement) -> Instruction:
-    stage, letter, mb = action
-    op = {"F": FORWARD, "I": BACKWARD, "B": BACKWARD, "W": WEIGHT}[letter]
-    return instruction(op, placement.homes[stage][1], mb)
+def _instruction(action: _Action, placement: Placement, rank: int) -> Instruction:
+    if action.members:
+        if len(action.members) != 2:
+            raise ExchangeError(f"row {rank + 1}: {action}: a pair is of two actions, a forward and a backward")
+        forward, backward = sorted(
+            (_instruction(member, placement, rank) for member in action.members), key=lambda at: at.op != FORWARD
+        )
+        try:
+            return pair(forward, backward)
+        except InstructionError as error:
+            raise ExchangeError(f"row {rank + 1}: {action}: {error}") from error
+    if not 0 <= action.stage < placement.num_stages or placement.homes[action.stage][0] != rank:
+        raise ExchangeError(f"row {rank + 1}: {action}: stage {action.stage} is not on rank {rank}")
+    return instruction(action.op, placement.homes[action.stage][1], action.mb)

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.instruction import Instruction, instruction, parse_instruction
+from megatron_pp.plan.dataflow import message_of
+from megatron_pp.plan.instruction import FREE_B, FREE_F, WAIT_B, WAIT_F, Instruction
 from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, Plan, PlanSpec
 from megatron_pp.testing.episodes import Episode, Report, Resources
 from megatron_pp.testing.fault_injection import DELAY, KILL, MEMORY, OWN_ERRORS, SHAPE, STOP, Fault
@@ -23,7 +24,7 @@ CACHED_TENSORS = 2  # made once in a process and kept, such as what takes a deal
 _TYPES = {SHAPE: "P2PShapeError", MEMORY: "OutOfMemoryError"}
 _AT = re.compile(r"step (\d+), .* \((\S+), instruction \d+ of \d+\)")
 # For what waits here: in which direction the partner is, and what shows there that the message is through.
-_PARTNER = {"WA": (-1, "DA"), "WG": (1, "DG"), "DA": (1, "WA"), "DG": (-1, "WG")}
+_PARTNER = {WAIT_F: FREE_F, WAIT_B: FREE_B, FREE_F: WAIT_F, FREE_B: WAIT_B}
 
 
 def complaints(episode: Episode, reports: Mapping[int, Report], size: int) -> list[str]:
@@ -133,12 +134,12 @@ def _wrongly_told(plan: Plan, fault: Fault, rank: int, line: str) -> Iterator[st
         return
     if int(at.group(1)) != fault.step:
         return  # it had finished the step, and waits in the next one
-    waits = parse_instruction(at.group(2))
+    waits = at.group(2)
     partner = _partner(plan, rank, waits)
     if partner is None or partner[0] != fault.rank:
         return
     program = list(plan.programs[fault.rank])
-    if program.index(partner[1]) < program.index(parse_instruction(fault.instruction)):
+    if program.index(partner[1]) < [str(one) for one in program].index(fault.instruction):
         yield f"rank {rank}: at {waits}, whose partner did {partner[1]} before it failed in {fault.instruction}"
 
 
@@ -149,10 +150,11 @@ def _spec_of(episode: Episode, size: int) -> PlanSpec:
     return PlanSpec(episode.schedule, size, episode.chunks, episode.microbatches, size, policy)
 
 
-def _partner(plan: Plan, rank: int, at: Instruction) -> tuple[int, Instruction] | None:
+def _partner(plan: Plan, rank: int, at: str) -> tuple[int, Instruction] | None:
     """The other end of what ``at`` waits for: its rank, and the instruction that has waited for the same message."""
-    if at.op not in _PARTNER:
+    waits = next(one for one in plan.programs[rank] if str(one) == at)
+    if waits.op not in _PARTNER:
         return None
-    towards, op = _PARTNER[at.op]
-    home, chunk = plan.placement.homes[plan.placement.stage(rank, at.chunk) + towards]
-    return home, instruction(op, chunk, at.mb)
+    op, message = _PARTNER[waits.op], message_of(waits)
+    theirs = (one for one in plan.programs[waits.peer] if one.op == op)
+    return waits.peer, next(one for one in theirs if message_of(one) == message)

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.files import ExchangeError
-from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, FORWARD, WEIGHT
-from megatron_pp.plan.simulate import simulate
-from megatron_pp.plan.simulation import Simulation
+from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from megatron_pp.plan.sim.costs import Link, Network, StageCosts
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.tracing.run import TracedRun
 
 
@@ -82,21 +82,17 @@ def measured_costs(steps: Sequence[Simulation]) -> StageCosts:
     Where backwards ran whole, each half is taken as half of it; where they ran in halves, a whole one as their sum.
     """
     plan = steps[0].plan
-    times: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
-    for rank, program in enumerate(plan.programs):
-        split = {(i.chunk, i.mb) for i in program if i.op == WEIGHT}
-        for step in steps:
-            for i, at in enumerate(program):
-                if at.op in COMPUTE_OPS:
-                    half = at.op == BACKWARD and (at.chunk, at.mb) in split
-                    took = step.ends[rank][i] - step.starts[rank][i]
-                    times[(at.op, plan.placement.stages[rank][at.chunk], half)].append(took)
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for rank in range(len(plan.programs)):
+        for i, at in enumerate(plan.timed(rank)):
+            if at.op in COMPUTE_OPS:
+                times[(at.op, at.stage)] += [step.ends[rank][i] - step.starts[rank][i] for step in steps]
 
-    def median(op: str, half: bool = False) -> tuple[float, ...]:
+    def median(op: str) -> tuple[float, ...]:
         stages = range(plan.placement.num_stages)
-        return tuple(statistics.median(times[(op, s, half)]) if times[(op, s, half)] else 0.0 for s in stages)
+        return tuple(statistics.median(times[(op, s)]) if times[(op, s)] else 0.0 for s in stages)
 
-    halves, weight, whole = median(BACKWARD, True), median(WEIGHT), median(BACKWARD)
+    halves, weight, whole = median(INPUT_GRAD), median(WEIGHT_GRAD), median(BACKWARD)
     for s, both in enumerate(zip(whole, halves, weight, strict=True)):
         if both[1] == both[2] == 0:
             halves, weight = _with(halves, s, both[0] / 2), _with(weight, s, both[0] / 2)

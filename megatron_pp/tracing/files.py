@@ -3,7 +3,8 @@
 ``run``   which run, rank and pipeline the file is of; always the first line
 ``plan``  a plan, before the first step that executes it: its spec, and this rank's program
 ``sync``  how far this rank's clock is ahead of the pipeline's first rank's, in nanoseconds
-``step``  when each instruction of the program began and ended, in nanoseconds after ``base`` (a time of this clock)
+``step``  when each instruction of the program began and ended (the halves of a pair by themselves), in nanoseconds
+          after ``base`` (a time of this clock)
 
 A line is written whole, so that a run that was killed leaves a readable file.
 """
@@ -17,14 +18,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_pp.plan.exchange import spec_from_values, spec_values
 from megatron_pp.plan.files import ExchangeError, read_text
-from megatron_pp.plan.instruction import Instruction, InstructionError, format_program, parse_program
-from megatron_pp.plan.placement import PLACEMENTS
+from megatron_pp.plan.instruction import (
+    Instruction,
+    InstructionError,
+    each,
+    format_program,
+    parse_program,
+    without_pairs,
+)
+from megatron_pp.plan.placement import PLACEMENTS, Placement
+from megatron_pp.plan.serialize import spec_from_values, spec_values
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
+from megatron_pp.plan.version_1 import parse_version_1
 
 _FORMAT = "megatron_pp.trace"
-_VERSION = 1
+_VERSION = 2
+_READ = (1, _VERSION)
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class RankTrace:
 
     path: str
     header: RunHeader
+    version: int = _VERSION
     plans: list[PlanRecord] = field(default_factory=list)
     syncs: list[tuple[int, int]] = field(default_factory=list)
     steps: dict[int, StepRecord] = field(default_factory=dict)
@@ -129,7 +140,7 @@ def read_rank_trace(path: str | Path) -> RankTrace:
         try:
             content = json.loads(line)
             if trace is None:
-                trace = RankTrace(str(path), _header(content))
+                trace = RankTrace(str(path), _header(content), content["version"])
             else:
                 _add(trace, content)
         except _NOT_A_LINE as error:
@@ -153,8 +164,8 @@ def _why(error: Exception) -> str:
 
 
 def _header(content: dict[str, Any]) -> RunHeader:
-    if content.get("format") != _FORMAT or content.get("version") != _VERSION:
-        raise ExchangeError(f"not a trace of version {_VERSION} of this format")
+    if content.get("format") != _FORMAT or content.get("version") not in _READ:
+        raise ExchangeError(f"not a trace of this format in a version that is read: {' or '.join(map(str, _READ))}")
     header = RunHeader(
         str(content["run"]),
         int(content["rank"]),
@@ -172,9 +183,12 @@ def _add(trace: RankTrace, content: dict[str, Any]) -> None:
     if kind == "plan":
         if content["placement"] not in PLACEMENTS:
             raise ExchangeError(f"placement {content['placement']!r} is not known")
-        program = tuple(parse_program(content["program"]))
         spec = spec_from_values(dict(content["spec"]))
-        _check_plan(trace.header, spec, program)
+        line = content["program"]
+        read = parse_version_1(line, spec.overlap_pairs) if trace.version == 1 else parse_program(line)
+        _check_plan(trace.header, spec, read)
+        placement = Placement(content["placement"], spec.pipeline_size, spec.num_chunks)
+        program = placement.place(trace.header.rank, read)
         trace.plans.append(PlanRecord(spec, content["placement"], program, float(content["message_bytes"])))
     elif kind == "sync":
         trace.syncs.append((int(content["time"]), int(content["ahead"])))
@@ -197,7 +211,7 @@ def _check_plan(header: RunHeader, spec: PlanSpec, program: Sequence[Instruction
         raise ExchangeError(f"a plan for {spec.pipeline_size} ranks in a run of {len(header.pipeline)}")
     if spec.num_chunks * spec.num_microbatches > len(program):
         raise ExchangeError(f"{spec.num_chunks} chunks of {spec.num_microbatches} microbatches do not fit into it")
-    for at in (one for entry in program for one in entry.members or (entry,)):
+    for at in each(program):
         if at.chunk >= spec.num_chunks or at.mb >= spec.num_microbatches:
             raise ExchangeError(f"{at} is outside {spec.num_chunks} chunks of {spec.num_microbatches} microbatches")
 
@@ -205,7 +219,7 @@ def _check_plan(header: RunHeader, spec: PlanSpec, program: Sequence[Instruction
 def _check_step(trace: RankTrace, record: StepRecord) -> None:
     if not 0 <= record.plan < len(trace.plans):
         raise ExchangeError(f"step {record.step} is of a plan that does not stand before it")
-    expected = len(trace.plans[record.plan].program)
+    expected = sum(1 for _ in without_pairs(trace.plans[record.plan].program))
     if not len(record.starts) == len(record.ends) == expected:
         raise ExchangeError(
             f"step {record.step} has {len(record.starts)} starts and {len(record.ends)} ends of {expected} instructions"

@@ -8,7 +8,7 @@ from megatron_pp.draw.chrome import render_chrome_steps
 from megatron_pp.draw.html import Table, render_html
 from megatron_pp.draw.ticks import percent, short
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
-from megatron_pp.plan.simulation import Simulation
+from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.tracing.analysis import Findings
 from megatron_pp.tracing.run import TracedRun
 

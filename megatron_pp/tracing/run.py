@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.dataflow import MOVES, Message, message_of, neighbour_of
 from megatron_pp.plan.files import ExchangeError
-from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.simulation import Simulation, Transfer, TransferLog, Waits
+from megatron_pp.plan.serialize import compute_of
+from megatron_pp.plan.sim.simulation import Simulation, Transfer, TransferLog, Waits
 from megatron_pp.plan.spec import Plan
 from megatron_pp.tracing.files import RankTrace, read_rank_trace
 
 _NANOSECONDS = 1e6  # in a millisecond: all times handed out are in milliseconds
-Message = tuple[str, int, int]  # kind, receiving stage, microbatch
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class TracedRun:
                 raise ExchangeError(f"step {step}: rank {rank} ran another plan than rank 0: {record.spec.describe()}")
         placement = Placement(first.placement, first.spec.pipeline_size, first.spec.num_chunks)
         programs = tuple(record.program for record in records)
-        orders = tuple(tuple(i for i in p if i.op in ins.COMPUTE_OPS) for p in programs)
-        return Plan(first.spec, placement, programs, orders)
+        return Plan(first.spec, placement, programs, compute_of(programs))
 
     def message_bytes(self, step: int) -> float:
         """Size of one activation between stages; 0 where it was not known."""
@@ -137,26 +136,19 @@ class _Merge:
 
     def _collect(self) -> None:
         late = self.plan.spec.variable_shapes
-        for rank, program in enumerate(self.plan.programs):
-            for i, at in enumerate(program):
-                together = [self._message(rank, one) for one in at.members]
+        for rank in range(len(self.plan.programs)):
+            for i, at in enumerate(self.plan.timed(rank)):
+                together = [message_of(one) for one in at.members]
                 self.batches.update(((rank, message), together) for message in together)
                 for one in at.members or (at,):
                     if one.op in ins.SEND_OPS:
-                        self.posted[("S", self._message(rank, one))] = self.starts[rank][i]
+                        self.posted[("S", message_of(one))] = self.starts[rank][i]
                     elif one.op in ins.RECV_OPS and not (late and one is at):
-                        self.posted[("R", self._message(rank, one))] = self.starts[rank][i]
+                        self.posted[("R", message_of(one))] = self.starts[rank][i]
                     elif one.op in ins.WAIT_OPS:
-                        message = self._message(rank, one)
+                        message = message_of(one)
                         self.waited[message] = (rank, self.starts[rank][i], self.ends[rank][i])
                         self.posted.setdefault(("R", message), self.starts[rank][i])
-
-    def _message(self, rank: int, at: Instruction) -> Message:
-        stage = self.plan.placement.stages[rank][at.chunk]
-        kind = at.op[1]
-        if at.op in ins.SEND_OPS or at.op in ins.RELEASE_OPS:
-            stage += 1 if kind == "A" else -1
-        return kind, stage, at.mb
 
     def _transfers(self) -> dict[Message, Transfer]:
         """From when both ends were posted until the receiver's WAIT ended, where that held it up; where it did not, the
@@ -165,7 +157,7 @@ class _Merge:
         usual = self._usual_times(ready)
         transfers = {}
         for message, since in ready.items():
-            kind, stage, mb = message
+            kind, stage, mb = message[:3]
             target, wait_start, wait_end = self.waited[message]
             source = self._source(message)
             held_up = since > wait_start and since == self._whole_ready(target, message, ready)
@@ -195,23 +187,22 @@ class _Merge:
         return max(ready.get(m, 0.0) for m in together)
 
     def _source(self, message: Message) -> int:
-        kind, stage, _ = message
-        return self.plan.placement.homes[stage - 1 if kind == "A" else stage + 1][0]
+        return self.plan.placement.homes[neighbour_of(MOVES[message.kind].recv, message.stage)][0]
 
     def _waits(self, rank: int, transfers: dict[Message, Transfer]) -> Waits:
         waits = Waits()
-        for at, start, end in zip(self.plan.programs[rank], self.starts[rank], self.ends[rank], strict=True):
-            if at.op in ins.RELEASE_OPS:
+        for at, start, end in zip(self.plan.timed(rank), self.starts[rank], self.ends[rank], strict=True):
+            if at.op in ins.FREE_OPS:
                 waits.release += end - start
             elif at.op in ins.WAIT_OPS:
-                message = self._message(rank, at)
+                message = message_of(at)
                 together = [transfers[m] for m in self.batches.get((rank, message), (message,)) if m in transfers]
                 if together:
                     waits.add_receive(start, end, max(together, key=lambda t: t.ready))
         return waits
 
     def _busy(self, rank: int) -> float:
-        timed = zip(self.plan.programs[rank], self.starts[rank], self.ends[rank], strict=True)
+        timed = zip(self.plan.timed(rank), self.starts[rank], self.ends[rank], strict=True)
         return sum(end - start for at, start, end in timed if at.op in ins.COMPUTE_OPS)
 
 

@@ -13,9 +13,9 @@ from benchmarks.report import Report, Row
 from benchmarks.rounds import slowest_rank, summary, timed_rounds
 from benchmarks.stages import SplitTimedStage, TimedStage
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.sim.costs import StageCosts
+from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
 
 HELP = "the bubble of each schedule, measured with sleeping compute, beside the simulator's"

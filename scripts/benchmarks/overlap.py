@@ -34,8 +34,8 @@ from megatron_pp.output_lifetime import deallocate_output_tensor
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.sim.costs import Link, Network, StageCosts
+from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verify import verify
 from megatron_pp.stage import PipelineStage
@@ -182,10 +182,10 @@ def wait_at_once(plan: Plan) -> Plan:
     for program in plan.programs:
         early: list[ins.Instruction] = []
         for at in program:
-            if at.op != ins.RELEASE_ACT:
+            if at.op != ins.FREE_F:
                 early.append(at)
-            if at.op == ins.SEND_ACT:
-                early.append(ins.instruction(ins.RELEASE_ACT, at.chunk, at.mb))
+            if at.op == ins.SEND_F:
+                early.append(at._replace(op=ins.FREE_F))
         programs.append(tuple(early))
     changed = replace(plan, programs=tuple(programs))
     verify(changed)
@@ -251,7 +251,7 @@ class ReleaseTimer:
         self._began = time.perf_counter()
 
     def end(self, at: ins.Instruction) -> None:
-        if at.op == ins.RELEASE_ACT:
+        if at.op == ins.FREE_F:
             self.seconds += time.perf_counter() - self._began
 
 

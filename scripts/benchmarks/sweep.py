@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.engines import Work
 from benchmarks.stages import TimedStage
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.sim.costs import Link, Network, StageCosts
+from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import OVERLAP, PlanSpec
 
 CHUNKS = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2}

@@ -42,7 +42,7 @@ CASES = [
     ("interleaved_zb", 2, True),
     ("zb_v", 2, True),
     ("v_half", 2, True),
-    ("dualpipev", 2, True),
+    ("dualpipe_v", 2, True),
     ("1f1b_v", 2, True),
 ]
 

@@ -124,7 +124,7 @@ def blocking_sends(plan: Plan, ranks: tuple[int, ...]) -> Plan:
 def _blocking(program: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
     out: list[Instruction] = []
     for at in program:
-        if at.op in ins.RELEASE_OPS or at.op in ins.RECV_OPS:
+        if at.op in ins.FREE_OPS or at.op in ins.RECV_OPS:
             continue
         if at.op in ins.WAIT_OPS:
             out.append(instruction("R" + at.op[1], at.chunk, at.mb))
@@ -160,8 +160,8 @@ def test_g_verify_refuses_blocking_sends_in_1f1b_and_names_the_cycle() -> None:
         verify(forced_plan())
     text = str(refused.value)
     assert "deadlock under rendezvous" in text
-    assert "rank 2 waits at DA0." in text
-    assert "rank 3 waits at DG0." in text
+    assert "rank 2 waits at FREE_F0." in text
+    assert "rank 3 waits at FREE_B0." in text
 
 
 def test_g_forced_to_run_it_ends_in_a_named_error() -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.exchange import save_plan
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.serialize import save_plan
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.testing.processes import run_processes
 from tests.functional_tests.test_train_script import SMALL, losses, numbers, run_well, train_sh
@@ -34,7 +34,7 @@ FILES = {"own.csv": "csv", "pytorch.csv": "torch-csv"}
 
 def flags_of(name: str, folder: Path) -> list[str]:
     schedule = str(folder / name) if name in FILES else name
-    more = ["--overlap-pairs", "in_turn"] if name == "dualpipev" else []
+    more = ["--overlap-pairs", "in_turn"] if name == "dualpipe_v" else []
     flags = ["--overlap-p2p-comm", "--pipeline-schedule", schedule, "--run-dir", str(folder / "runs" / name)]
     return [*SIZES, *flags, *more]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.plan.instruction import COMPUTE_OPS, RELEASE_OPS, WAIT_OPS
+from megatron_pp.plan.instruction import COMPUTE_OPS, FREE_OPS, WAIT_OPS
 from megatron_pp.tracing.run import TracedRun, load_run
 from tests.functional_tests.test_train_script import INTERLEAVED, SMALL, run_well, torchrun
 
@@ -56,7 +56,7 @@ def test_the_chrome_trace_has_every_compute_and_wait_of_both_steps(traced: tuple
     spans = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
     for rank in range(RANKS):
         names = [[e["name"] for e in spans if (e["pid"], e["tid"]) == (rank, thread)] for thread in (0, 1)]
-        assert names == [expected(recorded, rank, COMPUTE_OPS), expected(recorded, rank, {*WAIT_OPS, *RELEASE_OPS})]
+        assert names == [expected(recorded, rank, COMPUTE_OPS), expected(recorded, rank, {*WAIT_OPS, *FREE_OPS})]
         steps = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["tid"]) == (rank, 6)}
         assert list(steps) == ["step 2", "step 4"]
         half = len(names[0]) // 2

@@ -97,7 +97,7 @@ class DropsGradientWhenPosted(PlanExecutor):
     def _batch(self, members: Sequence[Any]) -> None:
         super()._batch(members)
         for at in members:
-            if at.op == ins.SEND_GRAD:
+            if at.op == ins.SEND_B:
                 self.input_grads[(at.chunk, at.mb)] = None
 
 

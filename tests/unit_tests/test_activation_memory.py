@@ -14,15 +14,15 @@ from megatron_pp.engine import PlanExecutor, Shapes
 from megatron_pp.models.gpt import GPTStage, build_gpt_chunks
 from megatron_pp.plan.activations import WEIGHT_SHARE, activations_timeline, kept_timeline, peak_activations
 from megatron_pp.plan.build import build_plan, verified_plan
-from megatron_pp.plan.costs import StageCosts
-from megatron_pp.plan.exchange import parse_plan
-from megatron_pp.plan.greedy import MemoryModel
-from megatron_pp.plan.measured import Measured
-from megatron_pp.plan.memory import FULL, ModelShape
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.search import peak_memory
-from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.serialize import parse_plan
+from megatron_pp.plan.sim.costs import StageCosts
+from megatron_pp.plan.sim.greedy import MemoryModel
+from megatron_pp.plan.sim.measured import Measured
+from megatron_pp.plan.sim.memory import FULL, ModelShape
+from megatron_pp.plan.sim.search import peak_memory
+from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
 from megatron_pp.steps import ModelSteps, StepOptions

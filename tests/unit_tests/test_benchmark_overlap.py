@@ -47,6 +47,6 @@ def test_waiting_at_once_moves_releases_of_outputs_only() -> None:
     early = wait_at_once(plan)
     for before, after in zip(plan.programs, early.programs, strict=True):
         assert sorted(before) == sorted(after)
-        assert [at for at in before if at.op != ins.RELEASE_ACT] == [at for at in after if at.op != ins.RELEASE_ACT]
-        sends = [k for k, at in enumerate(after) if at.op == ins.SEND_ACT]
-        assert all(after[k + 1].op == ins.RELEASE_ACT for k in sends)
+        assert [at for at in before if at.op != ins.FREE_F] == [at for at in after if at.op != ins.FREE_F]
+        sends = [k for k, at in enumerate(after) if at.op == ins.SEND_F]
+        assert all(after[k + 1].op == ins.FREE_F for k in sends)

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_pp.cli import main
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.exchange import load_plan, save_plan
 from megatron_pp.plan.instruction import parse_program
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.serialize import load_plan, save_plan
 from megatron_pp.plan.spec import PlanSpec
 
 MODEL = ["--layers", "16", "--hidden-size", "1024", "--seq-length", "1024", "--vocab-size", "32000"]
@@ -100,7 +100,7 @@ def test_verify_says_what_is_wrong_with_a_file_and_where(command, tmp_path):
     save_plan(build_plan(PlanSpec("1f1b", 2, 1, 4)), path)
     lines = path.read_text().splitlines()
     row = next(i for i, line in enumerate(lines) if line.startswith("program,0"))
-    lines[row] = lines[row].replace(",DA0.1", "")
+    lines[row] = lines[row].replace(",FREE_F0.1", "")
     path.write_text("\n".join(lines) + "\n")
     code, out, _ = command("verify", "--import", path)
     assert code == 1
@@ -301,8 +301,8 @@ def test_numbers_that_are_none_are_refused_by_the_parser(command, text):
 def test_a_plan_that_does_not_verify_is_not_simulated(command, tmp_path):
     path = tmp_path / "plan.json"
     save_plan(build_plan(PlanSpec("gpipe", 2, 1, 2)), path)
-    path.write_text(path.read_text().replace("RA0.0 ", ""))
-    refused(command("simulate", "--import", path), 1, "refused: rank 1: WA0.0")
+    path.write_text(path.read_text().replace("RECV_F0.0 ", ""))
+    refused(command("simulate", "--import", path), 1, "refused: rank 1: WAIT_F0.0")
 
 
 @pytest.mark.parametrize("name", ["plan", "verify", "simulate", "draw", "report"])

@@ -30,11 +30,11 @@ from megatron_pp.draw.text import legend, plain, render_text
 from megatron_pp.draw.ticks import size_label, tick_label, tick_step
 from megatron_pp.draw.timeline import _steps, simulated_timeline
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.memory import ModelShape, peak_bytes
-from megatron_pp.plan.naive import naive_plan
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.sim.costs import Link, Network, StageCosts
+from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
+from megatron_pp.plan.sim.naive import naive_plan
+from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
 
 SHAPE = ModelShape(num_layers=24, hidden_size=512, seq_length=256, vocab_size=1000)

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.exchange import format_plan, load_plan, parse_plan, save_plan
 from megatron_pp.plan.files import ExchangeError, write_whole
 from megatron_pp.plan.instruction import format_program
-from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.serialize import format_plan, load_plan, parse_plan, save_plan
+from megatron_pp.plan.sim.measured import Measured
 from megatron_pp.plan.spec import CHANNELS, POLICIES, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
 
@@ -184,7 +184,7 @@ def edited(**changes):
         (edited(placement=["loop"]), "is not known"),
         (edited(programs="F0.0"), "'programs' is missing or no list of strings"),
         (edited(programs=["F0.0 Q1.1", ""]), "programs, rank 0: 'Q1.1' is not an instruction"),
-        (edited(programs=["F0.0 [SA0.0", ""]), "programs, rank 0: .* is not an instruction"),
+        (edited(programs=["F0.0 [SEND_F0.0", ""]), "programs, rank 0: .* is not an instruction"),
         (edited(orders=["F0.0"]), "orders of 1 ranks; the pipeline has 2"),
     ],
 )
@@ -226,7 +226,7 @@ def test_unknown_and_missing_fields_are_named():
         (lambda t: t[: len(t) // 2], "cut off or damaged"),
         (lambda t: t.rsplit("\n", 2)[0] + "\n", "cut off or damaged"),
         (lambda t: t.replace("plan,1", "plan,7"), "version 7 of the plan format is not known"),
-        (lambda t: t.replace("SA0.1", "ZZ0.1"), "program of rank 0, cell .*'ZZ0.1' is not an instruction"),
+        (lambda t: t.replace("SEND_F0.1", "ZZ0.1"), "program of rank 0, cell .*'ZZ0.1' is not an instruction"),
         (lambda t: t.replace("program,1", "program,3"), "expected the program of rank 1, found 'program,3'"),
         (lambda t: t.replace("schedule,1f1b", "schedule"), "expected a name and its value"),
         (lambda t: t.replace("num_chunks,1", "num_chunks,many"), "num_chunks is 'many'; it must be of type int"),

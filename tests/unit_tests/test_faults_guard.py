@@ -216,7 +216,7 @@ def test_ranks_that_wait_for_each_other_are_given_up_after_p2p_timeout() -> None
         guard, source = guards[rank]
         guard.patience = 60.0
         program = source.plan.programs[rank]
-        source.position = next(k for k, at in enumerate(program) if at.op in ("WA", "WG"))
+        source.position = next(k for k, at in enumerate(program) if at.op in ("WAIT_F", "WAIT_B"))
         with guard.step(source):
             _wait_until_aborted(source)
 

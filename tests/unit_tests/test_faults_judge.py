@@ -160,7 +160,7 @@ def test_who_works_and_who_waits() -> None:
         return {1: Progress(1, state, place.get(text, 0), text)}
 
     assert working_ranks(plan, at("F0.2")) == (1,)
-    assert working_ranks(plan, at("WA0.2")) == ()
+    assert working_ranks(plan, at("WAIT_F0.2")) == ()
     assert working_ranks(plan, at("the optimizer step")) == (1,)
     assert working_ranks(None, at("the optimizer step")) == (1,)
     assert working_ranks(plan, at("F0.2", ENTERING)) == ()
@@ -289,40 +289,40 @@ def test_a_rank_that_goes_on_with_its_old_plan_differs() -> None:
 
 def test_whom_an_instruction_waits_for() -> None:
     loop = Placement(LOOP, 4, 2)
-    assert waits_on(loop, 1, parse_instruction("WA1.3")) == (0,)
-    assert waits_on(loop, 0, parse_instruction("WA1.3")) == (3,)  # chunk 1 on rank 0 follows chunk 0 on rank 3
-    assert waits_on(loop, 1, parse_instruction("WG1.3")) == (2,)
-    assert waits_on(loop, 1, parse_instruction("DA0.3")) == (2,)
-    assert waits_on(loop, 1, parse_instruction("DG0.3")) == (0,)
+    assert waits_on(loop, 1, parse_instruction("WAIT_F1.3")) == (0,)
+    assert waits_on(loop, 0, parse_instruction("WAIT_F1.3")) == (3,)  # chunk 1 on rank 0 follows chunk 0 on rank 3
+    assert waits_on(loop, 1, parse_instruction("WAIT_B1.3")) == (2,)
+    assert waits_on(loop, 1, parse_instruction("FREE_F0.3")) == (2,)
+    assert waits_on(loop, 1, parse_instruction("FREE_B0.3")) == (0,)
     assert waits_on(loop, 1, parse_instruction("F0.3")) == ()
-    assert waits_on(loop, 0, parse_instruction("GS0")) == ()
-    both = batch([parse_instruction("SA0.1"), parse_instruction("RA0.2")])
+    assert waits_on(loop, 0, parse_instruction("GRAD_SYNC0")) == ()
+    both = batch([parse_instruction("SEND_F0.1"), parse_instruction("RECV_F0.2")])
     assert waits_on(loop, 1, both) == (0, 2)
     v = Placement(V_SHAPE, 4, 2)
-    assert waits_on(v, 1, parse_instruction("WA1.3")) == (2,)
+    assert waits_on(v, 1, parse_instruction("WAIT_F1.3")) == (2,)
 
 
 def test_what_a_rank_does() -> None:
     loop = Placement(LOOP, 4, 2)
-    told = doing(loop, 2, parse_instruction("WA1.3"))
+    told = doing(loop, 2, parse_instruction("WAIT_F1.3"))
     assert told == "waits for the activation of chunk 1, microbatch 3 from rank 1"
-    told = doing(loop, 2, parse_instruction("DG1.3"))
+    told = doing(loop, 2, parse_instruction("FREE_B1.3"))
     assert told == "waits for rank 1 to take the gradient of chunk 1, microbatch 3"
     assert doing(loop, 2, parse_instruction("F0.1")) == "is in FORWARD of chunk 0, microbatch 1"
 
 
 def test_the_message_of_a_stall() -> None:
     plan = build_plan(PlanSpec("1f1b", 3, 1, 6))
-    waiting = next(k for k, at in enumerate(plan.programs[2]) if str(at) == "WA0.3")
+    waiting = next(k for k, at in enumerate(plan.programs[2]) if str(at) == "WAIT_F0.3")
     busy = next(k for k, at in enumerate(plan.programs[1]) if str(at) == "F0.3")
-    own = Progress(7, IN_STEP, waiting, "WA0.3", 41.0)
+    own = Progress(7, IN_STEP, waiting, "WAIT_F0.3", 41.0)
     seen = {1: (Progress(7, IN_STEP, busy, "F0.3"), 41.2), 0: (Progress(7, DONE), 3.0)}
     text = stall_text(2, plan, own, seen, 3, "no rank has moved")
     assert "rank 2 waits for the activation of chunk 0, microbatch 3 from rank 1, which last reported" in text
     assert "last reported FORWARD of chunk 0, microbatch 3, 41.2 s ago" in text
     assert "rank 0: finished step 7 3.0 s ago" in text
     assert ">F0.3<" in text
-    assert ">WA0.3<" in text
+    assert ">WAIT_F0.3<" in text
     assert busy_ranks(plan, {1: busy, 2: waiting}) == (1,)
 
 

@@ -25,10 +25,10 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.records import Entry, Failure, Process, Progress, RecordError, decode, encode
 from megatron_pp.layout_text import layers_per_stage
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.exchange import format_plan, load_plan, parse_plan
 from megatron_pp.plan.files import ExchangeError
 from megatron_pp.plan.instruction import InstructionError, parse_instruction, parse_program
-from megatron_pp.plan.measured import Measured, measured_values
+from megatron_pp.plan.serialize import format_plan, load_plan, parse_plan
+from megatron_pp.plan.sim.measured import Measured, measured_values
 from megatron_pp.plan.spec import PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
 from megatron_pp.trace import chosen_steps
@@ -105,7 +105,7 @@ def test_a_plan_that_is_nested_deeply(text: str) -> None:
 
 
 @examples(60)
-@given(st.one_of(st.text(), mutated_text("[SA0.3 RG0.2] F0.0 GS1 W1.2")))
+@given(st.one_of(st.text(), mutated_text("[SEND_F0.3 RECV_B0.2] F0.0 GRAD_SYNC1 W1.2")))
 def test_instructions(text: str) -> None:
     _only(InstructionError, lambda: parse_instruction(text))
     _only(InstructionError, lambda: list(parse_program(text)))

@@ -7,16 +7,16 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from megatron_pp.plan.build import build_plan, lowered_plan
-from megatron_pp.plan.costs import StageCosts
-from megatron_pp.plan.orders import SCHEDULES, Family, Order, Shape
 from megatron_pp.plan.orders.one_f_one_b_v import offsets as one_f_one_b_v_offsets
 from megatron_pp.plan.orders.v_half import offsets as v_half_offsets
 from megatron_pp.plan.orders.v_min import offsets as v_min_offsets
 from megatron_pp.plan.orders.v_pattern import v_pattern
-from megatron_pp.plan.simulate import simulate
-from megatron_pp.plan.simulation import Simulation
+
+from megatron_pp.plan.build import build_plan, lowered_plan
+from megatron_pp.plan.orders import SCHEDULES, Family, Order, Shape
+from megatron_pp.plan.sim.costs import StageCosts
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.plan.spec import CHANNELS, POLICIES, PlanSpec
 from megatron_pp.plan.verify import verify
 
@@ -106,7 +106,7 @@ def test_families_that_split_every_backward() -> None:
         ("v_min", 27),
         ("v_half", 17),
         ("zb_v", 7),
-        ("dualpipev", 7),
+        ("dualpipe_v", 7),
         ("1f1b_v", 43),
     ],
 )
@@ -126,7 +126,7 @@ def test_bubbles_follow_their_formulas(size: int) -> None:
         "zb_h2": 2 * (size - 1),
         "interleaved_zb": size - 1,
         "zb_v": size - 1,
-        "dualpipev": size - 1,
+        "dualpipe_v": size - 1,
     }
     assert {name: unit_simulation(name, size, m).idle[0] for name in formulas} == formulas
 
@@ -152,7 +152,7 @@ def test_peaks_of_memory_are_those_of_the_papers(size: int, microbatches: int) -
         "v_half": 2 * ((size + 2) // 2),
         "v_min": 2 * ((size + 4) // 3),
         "1f1b_v": 2 * ((2 * size + 3) // 3),
-        "dualpipev": 2 * size + 1,
+        "dualpipe_v": 2 * size + 1,
     }
     for name, formula in most.items():
         there_are = microbatches * (SCHEDULES[name].chunks or 1)
@@ -180,7 +180,7 @@ def test_repeated_patterns_never_collide_with_themselves(offsets: object, size: 
 
 def test_eager_1f1b_hides_transfers_that_1f1b_waits_for() -> None:
     """Each transfer takes half a forward: 1F1B pays once a microbatch, eager 1F1B only while filling and draining."""
-    from megatron_pp.plan.costs import Link, Network
+    from megatron_pp.plan.sim.costs import Link, Network
 
     network = Network(link=Link(latency=0.5))
     spans = {}
@@ -192,14 +192,14 @@ def test_eager_1f1b_hides_transfers_that_1f1b_waits_for() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_dualpipev_splits_only_what_fills_bubbles(size: int) -> None:
+def test_dualpipe_v_splits_only_what_fills_bubbles(size: int) -> None:
     """Phases 3 and 7 split P-1-r backwards each, phase 6 the second half of its 2 (r+1)."""
-    orders = SCHEDULES["dualpipev"].orders(Shape(size, 2, 3 * size, size))
+    orders = SCHEDULES["dualpipe_v"].orders(Shape(size, 2, 3 * size, size))
     assert [sum(i.op == "W" for i in order) for order in orders] == [2 * (size - 1 - r) + r + 1 for r in range(size)]
 
 
-def test_dualpipev_says_when_another_order_stands_in() -> None:
-    few, enough = (build_plan(PlanSpec("dualpipev", 4, 2, m)) for m in (7, 8))
+def test_dualpipe_v_says_when_another_order_stands_in() -> None:
+    few, enough = (build_plan(PlanSpec("dualpipe_v", 4, 2, m)) for m in (7, 8))
     assert "at least 2 P = 8" in few.remark
     assert few.orders == build_plan(PlanSpec("zb_v", 4, 2, 7)).orders
     assert enough.remark == ""

@@ -8,12 +8,12 @@ import pytest
 
 from megatron_pp.plan.build import build_plan, lowered_plan
 from megatron_pp.plan.clock import logical_ends
-from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.instruction import COMPUTE_OPS, parse_program
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.pairs import is_pair, overlap_pairs
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.sim.costs import StageCosts
+from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec
 from megatron_pp.plan.verify import verify
 
@@ -37,18 +37,18 @@ def test_what_pairs() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("more", [0, 1, 5])
-def test_dualpipev_runs_its_overlapped_phases_as_pairs(size: int, more: int) -> None:
+def test_dualpipe_v_runs_its_overlapped_phases_as_pairs(size: int, more: int) -> None:
     microbatches = 2 * size + more
-    plan = build_plan(PlanSpec("dualpipev", size, 2, microbatches, overlap_pairs=True))
+    plan = build_plan(PlanSpec("dualpipe_v", size, 2, microbatches, overlap_pairs=True))
     per_rank = [2 * (microbatches - 2 * size + rank + 1) + (size - rank - 1) for rank in range(size)]
     assert [len(p) for p in overlap_pairs(plan.orders)] == per_rank
     assert adjacent_pairs(plan) == sum(per_rank)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_bubble_of_paired_dualpipev_is_the_published_one(size: int) -> None:
+def test_the_bubble_of_paired_dualpipe_v_is_the_published_one(size: int) -> None:
     """(P-1)(F&B + B_full - 3W), where a pair takes F + B_full = 3: two units for each rank but one."""
-    plan = build_plan(PlanSpec("dualpipev", size, 2, 4 * size, overlap_pairs=True))
+    plan = build_plan(PlanSpec("dualpipe_v", size, 2, 4 * size, overlap_pairs=True))
     assert simulate(plan, StageCosts.uniform(2 * size)).idle == (2.0 * (size - 1),) * size
 
 
@@ -92,7 +92,7 @@ def test_the_halves_of_a_pair_end_together() -> None:
 
 
 def test_posts_stand_before_and_after_a_pair() -> None:
-    plan = build_plan(PlanSpec("dualpipev", 4, 2, 12, overlap_pairs=True))
+    plan = build_plan(PlanSpec("dualpipe_v", 4, 2, 12, overlap_pairs=True))
     for program in plan.programs:
         compute = [k for k, i in enumerate(program) if i.op in COMPUTE_OPS]
         for k, following in itertools.pairwise(compute):
@@ -103,4 +103,4 @@ def test_posts_stand_before_and_after_a_pair() -> None:
                 rank = plan.programs.index(program)
                 stage = plan.placement.stages[rank][one.chunk]
                 if stage < last_stage and plan.placement.crosses_ranks(stage):
-                    assert ("SA", one.chunk, one.mb) in sends
+                    assert ("SEND_F", one.chunk, one.mb) in sends

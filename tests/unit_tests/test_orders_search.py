@@ -7,17 +7,17 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.costs import StageCosts
-from megatron_pp.plan.greedy import MemoryModel, Rules, schedule
-from megatron_pp.plan.measured import Measured
-from megatron_pp.plan.orders import SCHEDULES, Shape
 from megatron_pp.plan.orders.v_half import offsets
 from megatron_pp.plan.orders.v_pattern import v_pattern
+
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.orders import SCHEDULES, Shape
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.search import SearchResult, peak_memory
-from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.sim.costs import StageCosts
+from megatron_pp.plan.sim.greedy import MemoryModel, Rules, schedule
+from megatron_pp.plan.sim.measured import Measured
+from megatron_pp.plan.sim.search import SearchResult, peak_memory
+from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import BATCHED, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
 

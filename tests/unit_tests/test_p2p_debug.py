@@ -53,7 +53,7 @@ def test_every_early_release_is_named(mutant: type[PlanExecutor], name: str) -> 
         run(SPECS[name], watched(mutant), pollable=mutant is DeallocatesWhatItDefers)
     error = caught.value
     posted = parse_instruction(error.posted_by)
-    assert posted.op == ("SG" if "Gradient" in mutant.__name__ else "SA")
+    assert posted.op == ("SEND_B" if "Gradient" in mutant.__name__ else "SEND_F")
     assert (posted.chunk, posted.mb) == (error.chunk, error.microbatch)
     assert 0 <= error.rank < SPECS[name].pipeline_size
     for part in (
@@ -91,8 +91,8 @@ class WritesUnseen(WritesToOutput):
 def test_a_write_in_flight_is_named(mutant: type[PlanExecutor]) -> None:
     with pytest.raises(SendBufferError, match="written to") as caught:
         run(SPECS["1f1b"], watched(mutant))
-    assert (caught.value.posted_by, caught.value.microbatch) == ("SA0.3", 3)
-    assert caught.value.broken_by == ("SA0.3" if mutant is WritesToOutput else "DA0.3")
+    assert (caught.value.posted_by, caught.value.microbatch) == ("SEND_F0.3", 3)
+    assert caught.value.broken_by == ("SEND_F0.3" if mutant is WritesToOutput else "FREE_F0.3")
 
 
 def test_the_write_is_caught_by_nothing_else_before_it_has_done_harm() -> None:

@@ -10,23 +10,24 @@ from hypothesis import strategies as st
 
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import (
-    BATCHABLE_OPS,
-    MARK_OPS,
     OP_NAMES,
+    POST_OPS,
+    SYNC_OPS,
     Instruction,
     InstructionError,
     batch,
     format_program,
     instruction,
+    pair,
     parse_instruction,
     parse_program,
 )
 
 indices = st.integers(min_value=0, max_value=999_999_999)
-CELL_OPS = sorted(ins.ALL_OPS - MARK_OPS - {ins.BATCH})
+CELL_OPS = sorted(ins.SINGLE_OPS - SYNC_OPS)
 cells = st.builds(instruction, st.sampled_from(CELL_OPS), indices, indices)
-marks = st.builds(instruction, st.sampled_from(sorted(MARK_OPS)), indices)
-batchable = st.builds(instruction, st.sampled_from(sorted(BATCHABLE_OPS)), indices, indices)
+marks = st.builds(instruction, st.sampled_from(sorted(SYNC_OPS)), indices)
+batchable = st.builds(instruction, st.sampled_from(sorted(POST_OPS)), indices, indices)
 batches = st.builds(batch, st.lists(batchable, min_size=1, max_size=6))
 instructions = st.one_of(cells, marks, batches)
 
@@ -45,15 +46,20 @@ def test_a_program_prints_as_it_parses(program: list[Instruction]) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("F0.3", Instruction("F", 0, 3)),
-        ("B12.0", Instruction("B", 12, 0)),
-        ("W1.7", Instruction("W", 1, 7)),
-        ("SA1.2", Instruction("SA", 1, 2)),
-        ("DG0.15", Instruction("DG", 0, 15)),
-        ("HA1.0", Instruction("HA", 1, 0)),
-        ("GS0", Instruction("GS", 0, -1)),
-        ("PS3", Instruction("PS", 3, -1)),
-        ("[SA0.3 RG0.2]", Instruction("[", -1, -1, (Instruction("SA", 0, 3), Instruction("RG", 0, 2)))),
+        ("F0.3", instruction("F", 0, 3)),
+        ("B12.0", instruction("B", 12, 0)),
+        ("I0.2", instruction("I", 0, 2)),
+        ("W1.7", instruction("W", 1, 7)),
+        ("SEND_F1.2", instruction("SEND_F", 1, 2)),
+        ("FREE_B0.15", instruction("FREE_B", 0, 15)),
+        ("HAND_F1.0", instruction("HAND_F", 1, 0)),
+        ("GRAD_SYNC0", instruction("GRAD_SYNC", 0)),
+        ("PARAM_SYNC3", instruction("PARAM_SYNC", 3)),
+        ("F2.3s1", Instruction("F", mb=3, chunk=2, slice=1)),
+        ("SEND_F0.3:skip", Instruction("SEND_F", mb=3, tensor="skip")),
+        ("RECV_B1.3s0:kv", Instruction("RECV_B", mb=3, chunk=1, slice=0, tensor="kv")),
+        ("[SEND_F0.3 RECV_B0.2]", batch([instruction("SEND_F", 0, 3), instruction("RECV_B", 0, 2)])),
+        ("(F0.3 B1.2)", pair(instruction("F", 0, 3), instruction("B", 1, 2))),
     ],
 )
 def test_the_printed_form(text: str, expected: Instruction) -> None:
@@ -62,10 +68,10 @@ def test_the_printed_form(text: str, expected: Instruction) -> None:
 
 
 def test_a_program_is_one_line() -> None:
-    line = "PS0 F0.0 [SA0.0 RA1.0] WA1.0 DA0.0 GE0 B0.0"
+    line = "PARAM_SYNC0 F0.0 [SEND_F0.0 RECV_F1.0] WAIT_F1.0 FREE_F0.0 ENABLE_GRAD_SYNC0 B0.0"
     program = parse_program(line)
     assert len(program) == 7
-    assert [m.op for m in program[2].members] == ["SA", "RA"]
+    assert [m.op for m in program[2].members] == ["SEND_F", "RECV_F"]
     assert format_program(program) == line
     assert parse_program("") == []
 
@@ -73,16 +79,16 @@ def test_a_program_is_one_line() -> None:
 def test_every_op_has_a_name_in_words() -> None:
     assert set(OP_NAMES) == ins.ALL_OPS
     assert instruction("F", 0, 3).name == "FORWARD of chunk 0, microbatch 3"
-    assert instruction("GS", 1).name == "GRAD_SYNC of chunk 1"
-    assert parse_instruction("[SA0.3 RG0.2]").name == "BATCH [SA0.3 RG0.2]"
+    assert instruction("GRAD_SYNC", 1).name == "gradient sync of chunk 1"
+    assert parse_instruction("[SEND_F0.3 RECV_B0.2]").name == "BATCH [SEND_F0.3 RECV_B0.2]"
 
 
 @pytest.mark.parametrize(
     "text",
     [
         *("", "F", "F0", "F0.", "F.1", "f0.1", "X0.1", "F0.1.2", "F-1.0", "F0.-1", "F0,1", "F 0.1", "F0.1234567890"),
-        *("GS", "GS0.1", "PS1.0", "F0.1 B0.1", "F\u0660.1"),
-        *("[", "[]", "]", "[F0.1]", "[SA0.1", "SA0.1]", "[[SA0.1]]", "[GS0]"),
+        *("GRAD_SYNC", "GRAD_SYNC0.1", "PARAM_SYNC1.0", "F0.1 B0.1", "F\u0660.1"),
+        *("[", "[]", "]", "[F0.1]", "[SEND_F0.1", "SEND_F0.1]", "[[SEND_F0.1]]", "[GRAD_SYNC0]"),
     ],
 )
 def test_what_is_no_instruction_is_refused_and_quoted(text: str) -> None:
@@ -95,13 +101,13 @@ def test_what_is_no_instruction_is_refused_and_quoted(text: str) -> None:
 def test_the_refusal_says_what_would_be_right() -> None:
     with pytest.raises(InstructionError, match=r"'Q7' is not an instruction; it would look like F0\.3"):
         parse_instruction("Q7")
-    with pytest.raises(InstructionError, match=r"'GS0\.1': GRAD_SYNC takes no microbatch \(as in GS0\)"):
-        parse_instruction("GS0.1")
+    with pytest.raises(InstructionError, match=r"'GRAD_SYNC0\.1': GRAD_SYNC takes no microbatch \(as in GRAD_SYNC0\)"):
+        parse_instruction("GRAD_SYNC0.1")
     with pytest.raises(InstructionError, match=r"'F0': FORWARD takes a chunk and a microbatch"):
         parse_instruction("F0")
 
 
-@pytest.mark.parametrize("line", ["F0.0 [SA0.0", "F0.0 SA0.0]", "F0.0 ] B0.0", "F0.0 [] B0.0", "[SA0.0 [RA0.1]]"])
+@pytest.mark.parametrize("line", ["F0.0 [SEND_F0.0", "F0.0 SEND_F0.0]", "F0.0 ] B0.0", "F0.0 [] B0.0", "[SEND_F0.0 [RECV_F0.1]]"])
 def test_a_program_with_a_broken_batch_is_refused(line: str) -> None:
     with pytest.raises(InstructionError):
         parse_program(line)
@@ -116,5 +122,5 @@ def test_a_batch_holds_sends_and_receives_only() -> None:
 
 def test_equal_instructions_are_one_object_and_survive_pickling() -> None:
     assert instruction("F", 0, 3) is instruction("F", 0, 3)
-    at = parse_instruction("[SA0.3 RG0.2]")
+    at = parse_instruction("[SEND_F0.3 RECV_B0.2]")
     assert pickle.loads(pickle.dumps(at)) == at

@@ -24,16 +24,16 @@ def lines(*args: int | str, **fields: object) -> list[str]:
 def test_plain_by_hand() -> None:
     """Rank 1's first gradient is due when rank 0 has run F0.1: both are exchanged at that boundary, receives first."""
     assert lines("1f1b", 2, 1, 2, policy=PLAIN) == [
-        "F0.0 SA0.0 DA0.0 F0.1 RG0.0 SA0.1 WG0.0 DA0.1 B0.0 RG0.1 WG0.1 GE0 B0.1",
-        "RA0.0 WA0.0 F0.0 RA0.1 WA0.1 B0.0 SG0.0 DG0.0 F0.1 GE0 B0.1 SG0.1 DG0.1",
+        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 RECV_B0.0 SEND_F0.1 WAIT_B0.0 FREE_F0.1 B0.0 RECV_B0.1 WAIT_B0.1 ENABLE_GRAD_SYNC0 B0.1",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 B0.0 SEND_B0.0 FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1 FREE_B0.1",
     ]
 
 
 def test_batched_by_hand() -> None:
     """The same exchange, grouped."""
     assert lines("1f1b", 2, 1, 2, policy=BATCHED) == [
-        "F0.0 [SA0.0] DA0.0 F0.1 [RG0.0 SA0.1] WG0.0 DA0.1 B0.0 [RG0.1] WG0.1 GE0 B0.1",
-        "[RA0.0] WA0.0 F0.0 [RA0.1] WA0.1 B0.0 [SG0.0] DG0.0 F0.1 GE0 B0.1 [SG0.1] DG0.1",
+        "F0.0 [SEND_F0.0] FREE_F0.0 F0.1 [RECV_B0.0 SEND_F0.1] WAIT_B0.0 FREE_F0.1 B0.0 [RECV_B0.1] WAIT_B0.1 ENABLE_GRAD_SYNC0 B0.1",
+        "[RECV_F0.0] WAIT_F0.0 F0.0 [RECV_F0.1] WAIT_F0.1 B0.0 [SEND_B0.0] FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 [SEND_B0.1] FREE_B0.1",
     ]
 
 
@@ -42,39 +42,39 @@ def test_overlap_by_hand() -> None:
     backward. Rank 0 idles before both of its backwards.
     """
     assert lines("1f1b", 2, 1, 2, policy=OVERLAP) == [
-        "F0.0 SA0.0 F0.1 RG0.0 SA0.1 DA0.0 WG0.0 B0.0 RG0.1 DA0.1 WG0.1 GE0 B0.1",
-        "RA0.0 WA0.0 F0.0 RA0.1 B0.0 SG0.0 WA0.1 F0.1 DG0.0 GE0 B0.1 SG0.1 DG0.1",
+        "F0.0 SEND_F0.0 F0.1 RECV_B0.0 SEND_F0.1 FREE_F0.0 WAIT_B0.0 B0.0 RECV_B0.1 FREE_F0.1 WAIT_B0.1 ENABLE_GRAD_SYNC0 B0.1",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 B0.0 SEND_B0.0 WAIT_F0.1 F0.1 FREE_B0.0 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1 FREE_B0.1",
     ]
 
 
 def test_overlap_with_shapes_ahead_by_hand() -> None:
     """A receive is complete only when its shape has come: it is waited where it is posted, and posted at its round."""
     assert lines("1f1b", 2, 1, 2, policy=OVERLAP, variable_shapes=True) == [
-        "F0.0 SA0.0 F0.1 SA0.1 RG0.0 WG0.0 DA0.0 B0.0 RG0.1 WG0.1 DA0.1 GE0 B0.1",
-        "RA0.0 WA0.0 F0.0 RA0.1 WA0.1 B0.0 SG0.0 F0.1 DG0.0 GE0 B0.1 SG0.1 DG0.1",
+        "F0.0 SEND_F0.0 F0.1 SEND_F0.1 RECV_B0.0 WAIT_B0.0 FREE_F0.0 B0.0 RECV_B0.1 WAIT_B0.1 FREE_F0.1 ENABLE_GRAD_SYNC0 B0.1",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 B0.0 SEND_B0.0 F0.1 FREE_B0.0 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1 FREE_B0.1",
     ]
 
 
 def test_forward_only_by_hand() -> None:
     assert lines("1f1b", 2, 1, 3, policy=OVERLAP, forward_only=True) == [
-        "F0.0 SA0.0 F0.1 SA0.1 DA0.0 F0.2 SA0.2 DA0.1 DA0.2",
-        "RA0.0 RA0.1 WA0.0 F0.0 RA0.2 WA0.1 F0.1 WA0.2 F0.2",
+        "F0.0 SEND_F0.0 F0.1 SEND_F0.1 FREE_F0.0 F0.2 SEND_F0.2 FREE_F0.1 FREE_F0.2",
+        "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 RECV_F0.2 WAIT_F0.1 F0.1 WAIT_F0.2 F0.2",
     ]
     assert lines("gpipe", 2, 1, 2, policy=PLAIN, forward_only=True) == [
-        "F0.0 SA0.0 DA0.0 F0.1 SA0.1 DA0.1",
-        "RA0.0 WA0.0 F0.0 RA0.1 WA0.1 F0.1",
+        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 FREE_F0.1",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 F0.1",
     ]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_chunks_of_one_rank_hand_over_without_communication(policy: str) -> None:
     assert lines("breadth_first", 1, 2, 2, policy=policy) == [
-        "F0.0 F0.1 HA1.0 F1.0 HA1.1 F1.1 B1.0 GE1 B1.1 HG0.0 B0.0 HG0.1 GE0 B0.1"
+        "F0.0 F0.1 HAND_F1.0 F1.0 HAND_F1.1 F1.1 B1.0 ENABLE_GRAD_SYNC1 B1.1 HAND_B0.0 B0.0 HAND_B0.1 ENABLE_GRAD_SYNC0 B0.1"
     ]
 
 
 def test_without_a_pipeline_the_sync_opens_before_the_last_forward() -> None:
-    assert lines("1f1b", 1, 1, 2) == ["F0.0 B0.0 GE0 F0.1 B0.1"]
+    assert lines("1f1b", 1, 1, 2) == ["F0.0 B0.0 ENABLE_GRAD_SYNC0 F0.1 B0.1"]
 
 
 # -- where every instruction has to stand -----------------------------------------------------------------------------
@@ -111,9 +111,9 @@ def compute_index(program: list[Instruction]) -> list[int]:
     return result
 
 
-FINISHES = {ins.RECV_ACT: ins.WAIT_ACT, ins.RECV_GRAD: ins.WAIT_GRAD}
-FINISHES |= {ins.SEND_ACT: ins.RELEASE_ACT, ins.SEND_GRAD: ins.RELEASE_GRAD}
-USES = {ins.RECV_ACT: ins.FORWARD, ins.RECV_GRAD: ins.BACKWARD, ins.SEND_ACT: ins.FORWARD, ins.SEND_GRAD: ins.BACKWARD}
+FINISHES = {ins.RECV_F: ins.WAIT_F, ins.RECV_B: ins.WAIT_B}
+FINISHES |= {ins.SEND_F: ins.FREE_F, ins.SEND_B: ins.FREE_B}
+USES = {ins.RECV_F: ins.FORWARD, ins.RECV_B: ins.BACKWARD, ins.SEND_F: ins.FORWARD, ins.SEND_B: ins.BACKWARD}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -156,10 +156,10 @@ def test_plain_posts_everything_of_a_boundary_before_it_waits() -> None:
             for at in program:
                 if at.op in ins.COMPUTE_OPS:
                     waited = False
-                elif at.op in ins.WAIT_OPS or at.op in ins.RELEASE_OPS:
+                elif at.op in ins.WAIT_OPS or at.op in ins.FREE_OPS:
                     waited = True
                 else:
-                    assert at.op not in ins.BATCHABLE_OPS or not waited, (spec, at)
+                    assert at.op not in ins.POST_OPS or not waited, (spec, at)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -190,7 +190,7 @@ def posted_together(program: Sequence[Instruction]) -> list[list[Instruction]]:
 def test_batched_posts_nothing_singly_and_the_others_post_no_batch() -> None:
     for spec in specs(BATCHED):
         for program in lowered_plan(spec).programs:
-            assert not [at for at in program if at.op in ins.BATCHABLE_OPS]
+            assert not [at for at in program if at.op in ins.POST_OPS]
             boundary, batches = compute_index(list(program)), [i for i, at in enumerate(program) if at.op == ins.BATCH]
             if not spec.variable_shapes:  # one call per boundary
                 assert len({boundary[i] for i in batches}) == len(batches)
@@ -208,7 +208,7 @@ def test_overlap_releases_some_operations_after_the_send(release_after: int) -> 
             if at.op not in ins.SEND_OPS:
                 continue
             wanted = min(index[i] + release_after, index[-1] + 1)
-            if at.op == ins.SEND_ACT:  # but before its own backward, by which the send is done
+            if at.op == ins.SEND_F:  # but before its own backward, by which the send is done
                 wanted = min(wanted, index[program.index(instruction(ins.BACKWARD, at.chunk, at.mb))])
             released = index[program.index(instruction(FINISHES[at.op], at.chunk, at.mb))]
             assert min(released, index[-1]) == min(wanted, index[-1]), at
@@ -247,7 +247,7 @@ def test_receives_of_a_channel_are_posted_in_the_order_of_its_sends() -> None:
         received: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
         for rank, program in enumerate(plan.programs):
             for at in program:
-                if at.op not in ins.BATCHABLE_OPS:
+                if at.op not in ins.POST_OPS:
                     continue
                 step = 1 if at.op[1] == "A" else -1
                 stage = plan.placement.stages[rank][at.chunk]

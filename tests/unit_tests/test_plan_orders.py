@@ -7,12 +7,12 @@ import re
 from collections import Counter
 
 import pytest
+from megatron_pp.plan.orders.interleaved import has_short_group, schedule_table, warmup_forwards
 
 from megatron_pp.plan.build import family_of
 from megatron_pp.plan.clock import logical_ends
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction, format_program
 from megatron_pp.plan.orders import SCHEDULES, Shape
-from megatron_pp.plan.orders.interleaved import has_short_group, schedule_table, warmup_forwards
 from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.plan.spec import PlanError, PlanSpec
 

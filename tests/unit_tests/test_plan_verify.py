@@ -83,8 +83,8 @@ Edit = Callable[[list[Instruction]], None]
 def plan_1f1b(**fields: object) -> Plan:
     """P=2, V=1, M=2, plain:
 
-    rank 0: F0.0 SA0.0 DA0.0 F0.1 SA0.1 RG0.0 WG0.0 DA0.1 B0.0 RG0.1 WG0.1 GE0 B0.1
-    rank 1: RA0.0 WA0.0 F0.0 RA0.1 WA0.1 B0.0 SG0.0 DG0.0 F0.1 GE0 B0.1 SG0.1 DG0.1
+    rank 0: F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 RECV_B0.0 WAIT_B0.0 FREE_F0.1 B0.0 RECV_B0.1 WAIT_B0.1 ENABLE_GRAD_SYNC0 B0.1
+    rank 1: RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 B0.0 SEND_B0.0 FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1 FREE_B0.1
     """
     return lowered_plan(PlanSpec("1f1b", 2, 1, 2, policy="plain", **fields))  # type: ignore[arg-type]
 
@@ -135,24 +135,24 @@ def test_the_plan_that_is_edited_below_is_accepted() -> None:
     ("rank", "edit", "words"),
     [
         # Missing.
-        (0, drop("F0.1"), "rank 0: SA0.1 (SEND_ACT of chunk 0, microbatch 1): it comes before its forward ran"),
-        (1, drop("B0.0"), "rank 1: SG0.0 (SEND_GRAD of chunk 0, microbatch 0): it comes before its backward ran"),
+        (0, drop("F0.1"), "rank 0: SEND_F0.1 (SEND_F of chunk 0, microbatch 1): it comes before its forward ran"),
+        (1, drop("B0.0"), "rank 1: SEND_B0.0 (SEND_B of chunk 0, microbatch 0): it comes before its backward ran"),
         (
             0,
             drop("B0.1"),
             "rank 0: at the end of the plan, of chunk 0, microbatch 1 it is not true that its backward ran",
         ),
-        (0, drop("SA0.0"), "rank 0: DA0.0 (RELEASE_ACT of chunk 0, microbatch 0): it comes before its output was sent"),
-        (0, drop("DA0.1"), "of chunk 0, microbatch 1 it is not true that its output was released"),
-        (1, drop("DG0.1"), "of chunk 0, microbatch 1 it is not true that its input gradient was released"),
-        (1, drop("SG0.1"), "rank 1: DG0.1 (RELEASE_GRAD of chunk 0, microbatch 1): it comes before its input gradient"),
+        (0, drop("SEND_F0.0"), "rank 0: FREE_F0.0 (FREE_F of chunk 0, microbatch 0): it comes before its output was sent"),
+        (0, drop("FREE_F0.1"), "of chunk 0, microbatch 1 it is not true that its output was released"),
+        (1, drop("FREE_B0.1"), "of chunk 0, microbatch 1 it is not true that its input gradient was released"),
+        (1, drop("SEND_B0.1"), "rank 1: FREE_B0.1 (FREE_B of chunk 0, microbatch 1): it comes before its input gradient"),
         (
             1,
-            drop("RA0.0"),
-            "rank 1: WA0.0 (WAIT_ACT of chunk 0, microbatch 0): it comes before the receive of its input",
+            drop("RECV_F0.0"),
+            "rank 1: WAIT_F0.0 (WAIT_F of chunk 0, microbatch 0): it comes before the receive of its input",
         ),
-        (1, drop("WA0.1"), "rank 1: F0.1 (FORWARD of chunk 0, microbatch 1): it comes before its input is there"),
-        (0, drop("WG0.0"), "rank 0: B0.0 (BACKWARD of chunk 0, microbatch 0): it comes before its output gradient is"),
+        (1, drop("WAIT_F0.1"), "rank 1: F0.1 (FORWARD of chunk 0, microbatch 1): it comes before its input is there"),
+        (0, drop("WAIT_B0.0"), "rank 0: B0.0 (BACKWARD of chunk 0, microbatch 0): it comes before its output gradient is"),
         # Twice.
         (
             0,
@@ -160,28 +160,28 @@ def test_the_plan_that_is_edited_below_is_accepted() -> None:
             "rank 0: F0.0 (FORWARD of chunk 0, microbatch 0): its forward ran already: it stands twice",
         ),
         (1, double("B0.1"), "rank 1: B0.1 (BACKWARD of chunk 0, microbatch 1): its backward ran already"),
-        (0, double("SA0.1"), "its output was sent already: it stands twice"),
-        (0, double("DA0.0"), "its output was released already: it stands twice"),
-        (1, double("RA0.1"), "the receive of its input was posted already: it stands twice"),
-        (1, double("WA0.1"), "its input is there already: it stands twice"),
+        (0, double("SEND_F0.1"), "its output was sent already: it stands twice"),
+        (0, double("FREE_F0.0"), "its output was released already: it stands twice"),
+        (1, double("RECV_F0.1"), "the receive of its input was posted already: it stands twice"),
+        (1, double("WAIT_F0.1"), "its input is there already: it stands twice"),
         # In the wrong place.
         (
             0,
-            move("SA0.0", before="F0.0"),
-            "rank 0: SA0.0 (SEND_ACT of chunk 0, microbatch 0): it comes before its forward",
+            move("SEND_F0.0", before="F0.0"),
+            "rank 0: SEND_F0.0 (SEND_F of chunk 0, microbatch 0): it comes before its forward",
         ),
-        (0, move("DA0.1", before="SA0.1"), "rank 0: DA0.1 (RELEASE_ACT of chunk 0, microbatch 1): it comes before its"),
+        (0, move("FREE_F0.1", before="SEND_F0.1"), "rank 0: FREE_F0.1 (FREE_F of chunk 0, microbatch 1): it comes before its"),
         (
             1,
             move("B0.0", before="F0.0"),
             "rank 1: B0.0 (BACKWARD of chunk 0, microbatch 0): it comes before its forward ran",
         ),
-        (0, move("B0.0", before="WG0.0"), "it comes before its output gradient is there"),
-        (1, move("DG0.0", before="SG0.0"), "it comes before its input gradient was sent"),
+        (0, move("B0.0", before="WAIT_B0.0"), "it comes before its output gradient is there"),
+        (1, move("FREE_B0.0", before="SEND_B0.0"), "it comes before its input gradient was sent"),
         # What this stage does not have.
-        (0, add("RA0.0", before="F0.0"), "rank 0: RA0.0 (RECV_ACT of chunk 0, microbatch 0): stage 0 has no such step"),
-        (1, add("SA0.0", before="B0.0"), "rank 1: SA0.0 (SEND_ACT of chunk 0, microbatch 0): stage 1 has no such step"),
-        (1, add("HA0.1", before="F0.1"), "rank 1: HA0.1 (HAND_ACT of chunk 0, microbatch 1): "),
+        (0, add("RECV_F0.0", before="F0.0"), "rank 0: RECV_F0.0 (RECV_F of chunk 0, microbatch 0): stage 0 has no such step"),
+        (1, add("SEND_F0.0", before="B0.0"), "rank 1: SEND_F0.0 (SEND_F of chunk 0, microbatch 0): stage 1 has no such step"),
+        (1, add("HAND_F0.1", before="F0.1"), "rank 1: HAND_F0.1 (HAND_F of chunk 0, microbatch 1): "),
         (
             0,
             add("F1.0", before="F0.0"),
@@ -189,16 +189,16 @@ def test_the_plan_that_is_edited_below_is_accepted() -> None:
         ),
         (0, add("F0.2", before="B0.0"), "chunks are 0..0, microbatches 0..1"),
         # Marks.
-        (0, drop("GE0"), "rank 0: the gradients of chunk(s) [0] are never synchronised"),
-        (0, double("GE0"), "rank 0: GE0 (GRAD_ENABLE of chunk 0): it stands twice, or names no chunk of this rank"),
-        (0, add("GE1", before="B0.1"), "rank 0: GE1 (GRAD_ENABLE of chunk 1): it stands twice, or names no chunk of"),
+        (0, drop("ENABLE_GRAD_SYNC0"), "rank 0: the gradients of chunk(s) [0] are never synchronised"),
+        (0, double("ENABLE_GRAD_SYNC0"), "rank 0: ENABLE_GRAD_SYNC0 (ENABLE_GRAD_SYNC of chunk 0): it stands twice, or names no chunk of this rank"),
+        (0, add("ENABLE_GRAD_SYNC1", before="B0.1"), "rank 0: ENABLE_GRAD_SYNC1 (ENABLE_GRAD_SYNC of chunk 1): it stands twice, or names no chunk of"),
         (
             1,
-            move("GE0", before="B0.0"),
-            "rank 1: GE0 (GRAD_ENABLE of chunk 0): the backward that follows is not the one",
+            move("ENABLE_GRAD_SYNC0", before="B0.0"),
+            "rank 1: ENABLE_GRAD_SYNC0 (ENABLE_GRAD_SYNC of chunk 0): the backward that follows is not the one",
         ),
-        (1, add("GS0", before="SG0.1"), "rank 1: GS0 (GRAD_SYNC of chunk 0): "),
-        (0, add("PS0", before="B0.0"), "rank 0: PS0 (PARAM_SYNC of chunk 0): it comes after the chunk's first forward"),
+        (1, add("GRAD_SYNC0", before="SEND_B0.1"), "rank 1: GRAD_SYNC0 (GRAD_SYNC of chunk 0): "),
+        (0, add("PARAM_SYNC0", before="B0.0"), "rank 0: PARAM_SYNC0 (PARAM_SYNC of chunk 0): it comes after the chunk's first forward"),
     ],
 )
 def test_refuses_one_broken_instruction(rank: int, edit: Edit, words: str) -> None:
@@ -213,18 +213,18 @@ def test_refuses_a_program_too_few() -> None:
 @pytest.mark.parametrize(
     ("rank", "edit", "words"),
     [
-        (0, drop("GS1"), "rank 0: the gradients of chunk(s) [1] are never synchronised"),
+        (0, drop("GRAD_SYNC1"), "rank 0: the gradients of chunk(s) [1] are never synchronised"),
         (
             0,
-            move("GS1", before="B1.1"),
-            "rank 0: GS1 (GRAD_SYNC of chunk 1): it comes before the chunk's last gradient",
+            move("GRAD_SYNC1", before="B1.1"),
+            "rank 0: GRAD_SYNC1 (GRAD_SYNC of chunk 1): it comes before the chunk's last gradient",
         ),
-        (0, drop("PS1"), "rank 0: the parameters of chunk(s) [1] are never synchronised"),
-        (1, double("PS0"), "rank 1: PS0 (PARAM_SYNC of chunk 0): it stands twice"),
+        (0, drop("PARAM_SYNC1"), "rank 0: the parameters of chunk(s) [1] are never synchronised"),
+        (1, double("PARAM_SYNC0"), "rank 1: PARAM_SYNC0 (PARAM_SYNC of chunk 0): it stands twice"),
         (
             1,
-            move("PS1", before="F1.1"),
-            "rank 1: PS1 (PARAM_SYNC of chunk 1): it comes after the chunk's first forward",
+            move("PARAM_SYNC1", before="F1.1"),
+            "rank 1: PARAM_SYNC1 (PARAM_SYNC of chunk 1): it comes after the chunk's first forward",
         ),
     ],
 )
@@ -236,8 +236,8 @@ def test_refuses_explicit_syncs_in_the_wrong_place(rank: int, edit: Edit, words:
 
 def test_refuses_gradient_marks_in_evaluation() -> None:
     plan = plan_1f1b(forward_only=True)
-    assert "rank 0: GE0 (GRAD_ENABLE of chunk 0): a forward-only plan has no gradients" in refusal(
-        edited(plan, 0, lambda program: program.append(parse_instruction("GE0")))
+    assert "rank 0: ENABLE_GRAD_SYNC0 (ENABLE_GRAD_SYNC of chunk 0): a forward-only plan has no gradients" in refusal(
+        edited(plan, 0, lambda program: program.append(parse_instruction("ENABLE_GRAD_SYNC0")))
     )
     assert "stage 0 has no such step" in refusal(
         edited(plan, 0, lambda program: program.append(parse_instruction("B0.0")))
@@ -248,15 +248,15 @@ def test_refuses_gradient_marks_in_evaluation() -> None:
     ("edit", "words"),
     [
         (
-            move("HA1.0", before="F0.0"),
-            "rank 0: HA1.0 (HAND_ACT of chunk 1, microbatch 0): stage 0 has not produced it yet",
+            move("HAND_F1.0", before="F0.0"),
+            "rank 0: HAND_F1.0 (HAND_F of chunk 1, microbatch 0): stage 0 has not produced it yet",
         ),
         (
-            move("HG0.0", before="B1.0"),
-            "rank 0: HG0.0 (HAND_GRAD of chunk 0, microbatch 0): stage 1 has not produced it",
+            move("HAND_B0.0", before="B1.0"),
+            "rank 0: HAND_B0.0 (HAND_B of chunk 0, microbatch 0): stage 1 has not produced it",
         ),
-        (drop("HA1.1"), "rank 0: F1.1 (FORWARD of chunk 1, microbatch 1): it comes before its input is there"),
-        (double("HG0.1"), "its output gradient is there already: it stands twice"),
+        (drop("HAND_F1.1"), "rank 0: F1.1 (FORWARD of chunk 1, microbatch 1): it comes before its input is there"),
+        (double("HAND_B0.1"), "its output gradient is there already: it stands twice"),
     ],
 )
 def test_refuses_broken_hand_overs(edit: Edit, words: str) -> None:
@@ -269,12 +269,12 @@ def test_refuses_1f1b_whose_sends_are_waited_alone() -> None:
     """Each rank waits on its send before it posts the receive that the other one needs: the classic hang."""
     plan = with_programs(
         lowered_plan(PlanSpec("1f1b", 2, 1, 3)),
-        "F0.0 SA0.0 DA0.0 F0.1 SA0.1 DA0.1 RG0.0 WG0.0 B0.0 F0.2 SA0.2 DA0.2 RG0.1 WG0.1 B0.1 RG0.2 WG0.2 GE0 B0.2",
-        "RA0.0 WA0.0 F0.0 B0.0 SG0.0 DG0.0 RA0.1 WA0.1 F0.1 B0.1 SG0.1 DG0.1 RA0.2 WA0.2 F0.2 GE0 B0.2 SG0.2 DG0.2",
+        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 FREE_F0.1 RECV_B0.0 WAIT_B0.0 B0.0 F0.2 SEND_F0.2 FREE_F0.2 RECV_B0.1 WAIT_B0.1 B0.1 RECV_B0.2 WAIT_B0.2 ENABLE_GRAD_SYNC0 B0.2",
+        "RECV_F0.0 WAIT_F0.0 F0.0 B0.0 SEND_B0.0 FREE_B0.0 RECV_F0.1 WAIT_F0.1 F0.1 B0.1 SEND_B0.1 FREE_B0.1 RECV_F0.2 WAIT_F0.2 F0.2 ENABLE_GRAD_SYNC0 B0.2 SEND_B0.2 FREE_B0.2",
     )
     assert refusal(plan) == (
-        "deadlock under rendezvous: rank 0 waits at DA0.1 for rank 1 to post the receive that matches SA0.1; "
-        "rank 1 waits at DG0.0 for rank 0 to post the receive that matches SG0.0"
+        "deadlock under rendezvous: rank 0 waits at FREE_F0.1 for rank 1 to post the receive that matches SEND_F0.1; "
+        "rank 1 waits at FREE_B0.0 for rank 0 to post the receive that matches SEND_B0.0"
     )
 
 
@@ -282,19 +282,19 @@ def test_names_a_cycle_of_three_ranks() -> None:
     """Ranks 0, 1, 2 each wait for a message that the next one in the circle posts only after its own wait."""
     plan = lowered_plan(PlanSpec("interleaved_1f1b", 3, 2, 3, policy="plain", forward_only=True))
     programs = [
-        "F0.0 SA0.0 RA1.0 WA1.0 F1.0 SA1.0 F0.1 SA0.1 RA1.1 WA1.1 F1.1 SA1.1 F0.2 SA0.2 RA1.2 WA1.2 F1.2 SA1.2 "
-        "DA0.0 DA1.0 DA0.1 DA1.1 DA0.2 DA1.2",
-        "RA0.0 WA0.0 F0.0 SA0.0 RA0.1 WA0.1 F0.1 SA0.1 RA0.2 WA0.2 F0.2 SA0.2 RA1.0 WA1.0 F1.0 SA1.0 RA1.1 WA1.1 F1.1 "
-        "SA1.1 RA1.2 WA1.2 F1.2 SA1.2 DA0.0 DA0.1 DA0.2 DA1.0 DA1.1 DA1.2",
-        "RA0.0 WA0.0 F0.0 RA0.1 WA0.1 F0.1 SA0.0 SA0.1 RA0.2 WA0.2 F0.2 SA0.2 RA1.0 WA1.0 F1.0 RA1.1 WA1.1 F1.1 "
-        "RA1.2 WA1.2 F1.2 DA0.0 DA0.1 DA0.2",
+        "F0.0 SEND_F0.0 RECV_F1.0 WAIT_F1.0 F1.0 SEND_F1.0 F0.1 SEND_F0.1 RECV_F1.1 WAIT_F1.1 F1.1 SEND_F1.1 F0.2 SEND_F0.2 RECV_F1.2 WAIT_F1.2 F1.2 SEND_F1.2 "
+        "FREE_F0.0 FREE_F1.0 FREE_F0.1 FREE_F1.1 FREE_F0.2 FREE_F1.2",
+        "RECV_F0.0 WAIT_F0.0 F0.0 SEND_F0.0 RECV_F0.1 WAIT_F0.1 F0.1 SEND_F0.1 RECV_F0.2 WAIT_F0.2 F0.2 SEND_F0.2 RECV_F1.0 WAIT_F1.0 F1.0 SEND_F1.0 RECV_F1.1 WAIT_F1.1 F1.1 "
+        "SEND_F1.1 RECV_F1.2 WAIT_F1.2 F1.2 SEND_F1.2 FREE_F0.0 FREE_F0.1 FREE_F0.2 FREE_F1.0 FREE_F1.1 FREE_F1.2",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 F0.1 SEND_F0.0 SEND_F0.1 RECV_F0.2 WAIT_F0.2 F0.2 SEND_F0.2 RECV_F1.0 WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 F1.1 "
+        "RECV_F1.2 WAIT_F1.2 F1.2 FREE_F0.0 FREE_F0.1 FREE_F0.2",
     ]
     words = refusal(with_programs(plan, *programs))
     assert words.startswith("deadlock under rendezvous: ")
     for part in (
-        "rank 0 waits at WA1.0 for rank 2 to post the send that matches RA1.0",
-        "rank 2 waits at WA0.1 for rank 1 to post the send that matches RA0.1",
-        "rank 1 waits at WA0.1 for rank 0 to post the send that matches RA0.1",
+        "rank 0 waits at WAIT_F1.0 for rank 2 to post the send that matches RECV_F1.0",
+        "rank 2 waits at WAIT_F0.1 for rank 1 to post the send that matches RECV_F0.1",
+        "rank 1 waits at WAIT_F0.1 for rank 0 to post the send that matches RECV_F0.1",
     ):
         assert part in words
 
@@ -303,21 +303,21 @@ def test_names_what_is_queued_in_front() -> None:
     """On a shared channel, a wait can be held up by what was posted before it: here by a receive posted too early."""
     plan = plan_1f1b(channels="shared")
     verify(plan)
-    early = edited(plan, 0, move("RG0.0", before="SA0.1"))
+    early = edited(plan, 0, move("RECV_B0.0", before="SEND_F0.1"))
     words = refusal(early)
     assert words.startswith("deadlock under rendezvous: ")
-    assert "matches RG0.0" in words
-    verify(edited(plan_1f1b(), 0, move("RG0.0", before="SA0.1")))  # harmless where channels are one-way
+    assert "matches RECV_B0.0" in words
+    verify(edited(plan_1f1b(), 0, move("RECV_B0.0", before="SEND_F0.1")))  # harmless where channels are one-way
 
 
 def test_refuses_messages_that_cross_on_a_channel() -> None:
     plan = with_programs(
         lowered_plan(PlanSpec("gpipe", 2, 1, 2, forward_only=True)),
-        "F0.0 F0.1 SA0.1 SA0.0 DA0.0 DA0.1",
-        "RA0.0 RA0.1 WA0.0 F0.0 WA0.1 F0.1",
+        "F0.0 F0.1 SEND_F0.1 SEND_F0.0 FREE_F0.0 FREE_F0.1",
+        "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 WAIT_F0.1 F0.1",
     )
     assert refusal(plan) == (
-        "rank 1: RA0.0 (RECV_ACT of chunk 0, microbatch 0) would receive what rank 0 sends with SA0.1 (SEND_ACT of "
+        "rank 1: RECV_F0.0 (RECV_F of chunk 0, microbatch 0) would receive what rank 0 sends with SEND_F0.1 (SEND_F of "
         "chunk 0, microbatch 1): messages between them cross"
     )
 
@@ -326,11 +326,11 @@ def test_refuses_activations_and_gradients_that_cross_between_two_ranks() -> Non
     """With P=2 next and previous are the same peer: on one shared channel, order alone keeps messages apart."""
     plan = with_programs(
         lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 2, channels="shared", policy="plain", forward_only=True)),
-        "F0.0 SA0.0 DA0.0 F0.1 SA0.1 RA1.0 DA0.1 WA1.0 F1.0 RA1.1 WA1.1 SA1.0 DA1.0 F1.1 SA1.1 DA1.1",
-        "RA0.0 WA0.0 F0.0 RA0.1 SA0.0 WA0.1 DA0.0 F0.1 SA0.1 RA1.0 DA0.1 WA1.0 F1.0 RA1.1 WA1.1 F1.1",
+        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 RECV_F1.0 FREE_F0.1 WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 SEND_F1.0 FREE_F1.0 F1.1 SEND_F1.1 FREE_F1.1",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 SEND_F0.0 WAIT_F0.1 FREE_F0.0 F0.1 SEND_F0.1 RECV_F1.0 FREE_F0.1 WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 F1.1",
     )
     verify(plan)
-    crossed = edited(plan, 1, lambda program: program.__setitem__(slice(0, 4), parse_program("RA0.1 WA0.1 F0.1 RA0.0")))
+    crossed = edited(plan, 1, lambda program: program.__setitem__(slice(0, 4), parse_program("RECV_F0.1 WAIT_F0.1 F0.1 RECV_F0.0")))
     assert re.search(r"rank \d: ", refusal(crossed))
 
 
@@ -340,13 +340,13 @@ def test_refuses_a_batch_that_waits_for_a_later_one() -> None:
     verify(plan)
     greedy = with_programs(
         plan,
-        "F0.0 [SA0.0 RG0.0] DA0.0 WG0.0 F0.1 [SA0.1] DA0.1 B0.0 [RG0.1] WG0.1 GE0 B0.1",
-        "[RA0.0] WA0.0 F0.0 [RA0.1] WA0.1 B0.0 [SG0.0] DG0.0 F0.1 GE0 B0.1 [SG0.1] DG0.1",
+        "F0.0 [SEND_F0.0 RECV_B0.0] FREE_F0.0 WAIT_B0.0 F0.1 [SEND_F0.1] FREE_F0.1 B0.0 [RECV_B0.1] WAIT_B0.1 ENABLE_GRAD_SYNC0 B0.1",
+        "[RECV_F0.0] WAIT_F0.0 F0.0 [RECV_F0.1] WAIT_F0.1 B0.0 [SEND_B0.0] FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 [SEND_B0.1] FREE_B0.1",
     )
     words = refusal(greedy)
     assert words == (
-        "deadlock under rendezvous: rank 0 waits at DA0.0 for rank 1 to post the send that matches RG0.0; "
-        "rank 1 waits at WA0.1 for rank 0 to post the send that matches RA0.1"
+        "deadlock under rendezvous: rank 0 waits at FREE_F0.0 for rank 1 to post the send that matches RECV_B0.0; "
+        "rank 1 waits at WAIT_F0.1 for rank 0 to post the send that matches RECV_F0.1"
     )
 
 
@@ -355,8 +355,8 @@ def test_refuses_shapes_that_are_read_too_late() -> None:
     can not be complete before it."""
     plan = lowered_plan(PlanSpec("gpipe", 2, 1, 2, variable_shapes=True, forward_only=True, policy="plain"))
     verify(plan)
-    late = with_programs(plan, "F0.0 SA0.0 DA0.0 F0.1 SA0.1 DA0.1", "RA0.0 RA0.1 WA0.0 F0.0 WA0.1 F0.1")
-    assert "rank 1: RA0.1 (RECV_ACT of chunk 0, microbatch 1) would receive what rank 0 sends with SA0.0" in refusal(
+    late = with_programs(plan, "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 FREE_F0.1", "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 WAIT_F0.1 F0.1")
+    assert "rank 1: RECV_F0.1 (RECV_F of chunk 0, microbatch 1) would receive what rank 0 sends with SEND_F0.0" in refusal(
         late
     )
 

@@ -14,10 +14,10 @@ from megatron_pp.engine import Shapes
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.wiring import describe_step
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.exchange import save_plan
 from megatron_pp.plan.files import ExchangeError
-from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.schedule_file import family_of_file, find_family, placement_kind
+from megatron_pp.plan.serialize import save_plan
+from megatron_pp.plan.sim.measured import Measured
 from megatron_pp.plan.spec import PlanError, PlanSpec
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run
@@ -69,10 +69,10 @@ def test_a_whole_plan_for_just_this_run_is_taken_as_it_stands_and_another_one_lo
 def test_a_plan_that_can_not_run_is_refused(tmp_path: Path) -> None:
     path = Path(written(tmp_path, PlanSpec("1f1b", 2, 1, 2)))
     text = path.read_text()
-    early = text.replace("SA0.0,", "", 1).replace("F0.0,", "SA0.0,F0.0,", 1)
+    early = text.replace("SEND_F0.0,", "", 1).replace("F0.0,", "SEND_F0.0,F0.0,", 1)
     assert early != text
     path.write_text(early)
-    with pytest.raises(PlanError, match=r"rank 0: SA0\.0 .* it comes before its forward ran"):
+    with pytest.raises(PlanError, match=r"rank 0: SEND_F0\.0 .* it comes before its forward ran"):
         build_plan(PlanSpec(str(path), 2, 1, 2, digest=family_of_file(str(path)).digest))
 
 

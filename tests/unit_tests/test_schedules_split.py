@@ -118,7 +118,7 @@ def _run_with_rank(size: int, chunks: int, data: ToyData, prepare: Any, **fields
 # -- several steps -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", "zb_v", "dualpipev"])
+@pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"])
 def test_two_steps_without_zero_grad_give_twice_the_gradient_and_evaluation_touches_none(name: str) -> None:
     size, chunks, data = 2, chunks_of(name), ToyData(5)
     placement = Placement(SCHEDULES[name].placement, size, chunks)
@@ -165,7 +165,7 @@ class _CheckpointedBlock(torch.nn.Module):
         return torch.utils.checkpoint.checkpoint(self._run, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "dualpipev"])
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "dualpipe_v"])
 def test_with_checkpointing_every_layer_runs_forward_twice_per_microbatch(name: str) -> None:
     size, chunks, microbatches = 2, chunks_of(name), 5
     counts: Counter[int] = Counter()
@@ -206,7 +206,7 @@ class _Recorder:
 
 
 @pytest.mark.parametrize("convert", [False, True])
-@pytest.mark.parametrize("name", ["dualpipev", "1f1b", "interleaved_1f1b", "1f1b_v"])
+@pytest.mark.parametrize("name", ["dualpipe_v", "1f1b", "interleaved_1f1b", "1f1b_v"])
 def test_a_function_of_the_users_runs_every_pair(name: str, convert: bool) -> None:
     size, chunks, data = 3, chunks_of(name), ToyData(8)
     recorder = _Recorder()
@@ -222,7 +222,7 @@ def test_a_function_of_the_users_runs_every_pair(name: str, convert: bool) -> No
     assert result.difference(reference_run(size * chunks, data)) == 0.0
     plan, _ = verified_plan(PlanSpec(name, size, chunks, data.num_microbatches, overlap_pairs=True))
     wanted = sum(map(len, overlap_pairs(plan.orders)))
-    assert len(recorder.pairs) == wanted > 0 if name == "dualpipev" else 0 < len(recorder.pairs) <= wanted
+    assert len(recorder.pairs) == wanted > 0 if name == "dualpipe_v" else 0 < len(recorder.pairs) <= wanted
     assert all(forward[1] != backward[1] for forward, backward in recorder.pairs)
 
 
@@ -234,7 +234,7 @@ def test_the_functions_that_come_with_the_package(function: Any) -> None:
         2,
         data,
         prepare=split_weight_grad,
-        pipeline_schedule="dualpipev",
+        pipeline_schedule="dualpipe_v",
         overlapped_forward_backward=function,
         **OVERLAP,
     )
@@ -259,7 +259,7 @@ def _forward_twice(forward_call: HalfCall, backward_call: HalfCall) -> None:
 )
 def test_a_function_that_does_not_run_each_half_once_is_an_error(function: Any, message: str) -> None:
     with pytest.raises(ScheduleInputError, match=message):
-        run_in_threads(2, 2, ToyData(5), pipeline_schedule="dualpipev", overlapped_forward_backward=function, **OVERLAP)
+        run_in_threads(2, 2, ToyData(5), pipeline_schedule="dualpipe_v", overlapped_forward_backward=function, **OVERLAP)
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_what_is_off_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="megatron_pp"):
         for _ in range(2):
             run_in_threads(3, 1, ToyData(6), pipeline_schedule="zb_h2", **OVERLAP)
-            run_in_threads(5, 2, ToyData(9), pipeline_schedule="dualpipev", prepare=split_weight_grad, **OVERLAP)
+            run_in_threads(5, 2, ToyData(9), pipeline_schedule="dualpipe_v", prepare=split_weight_grad, **OVERLAP)
     said = [record.getMessage() for record in caplog.records]
     assert sum("schedule zb_h2 splits backwards, but the model does all of each at once" in line for line in said) == 1
     assert sum("DualPipeV needs at least 2 P = 10 microbatches and there are 9" in line for line in said) == 1

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from megatron_pp.plan.build import build_plan, lowered_plan
 from megatron_pp.plan.clock import logical_ends
-from megatron_pp.plan.costs import GLOO_DETACHED_BYTES, Link, Network, StageCosts
 from megatron_pp.plan.instruction import parse_program
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.sim.costs import GLOO_DETACHED_BYTES, Link, Network, StageCosts
+from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, POLICIES, SHARED, Plan, PlanError, PlanSpec
 
 UNIT_COSTS = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "breadth_first": 2}
@@ -137,15 +137,15 @@ def test_opposite_directions_do_not_disturb_each_other():
 @pytest.mark.parametrize(
     ("first", "gloo", "size", "there"),
     [
-        ("SA0.0 SA0.1 RG0.0", False, 1.0, (4.0, 6.0)),
-        ("SA0.0 SA0.1 RG0.0", True, 1.0, (5.0, 7.0)),  # heard of when SA0.1 has left, at 5
-        ("SA0.0 RG0.0 SA0.1", True, 1.0, (4.0, 6.0)),  # heard of when SA0.0 has left, at 3
-        ("SA0.0 SA0.1 RG0.0", True, GLOO_DETACHED_BYTES, (4.0, 6.0)),  # heard of on a connection of its own
+        ("SEND_F0.0 SEND_F0.1 RECV_B0.0", False, 1.0, (4.0, 6.0)),
+        ("SEND_F0.0 SEND_F0.1 RECV_B0.0", True, 1.0, (5.0, 7.0)),  # heard of when SEND_F0.1 has left, at 5
+        ("SEND_F0.0 RECV_B0.0 SEND_F0.1", True, 1.0, (4.0, 6.0)),  # heard of when SEND_F0.0 has left, at 3
+        ("SEND_F0.0 SEND_F0.1 RECV_B0.0", True, GLOO_DETACHED_BYTES, (4.0, 6.0)),  # heard of on a connection of its own
     ],
 )
 def test_on_gloo_a_receive_is_heard_of_behind_the_data_the_other_way(first, gloo, size, there):
     """Two ranks, transfers of 2, F 0.5, B 1: rank 0's two sends leave from 1 to 5, rank 1's gradient is ready at 4."""
-    programs = (f"F0.0 F0.1 {first} WG0.0 DA0.0 DA0.1 B0.0", "RA0.0 RA0.1 WA0.0 F0.0 B0.0 SG0.0 WA0.1 DG0.0")
+    programs = (f"F0.0 F0.1 {first} WAIT_B0.0 FREE_F0.0 FREE_F0.1 B0.0", "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 B0.0 SEND_B0.0 WAIT_F0.1 FREE_B0.0")
     plan = build_plan(PlanSpec("gpipe", 2, 1, 2))
     plan = dataclasses.replace(plan, programs=tuple(tuple(parse_program(text)) for text in programs))
     network = Network(size, link=Link(bandwidth=size / 2), gloo=gloo)
@@ -221,15 +221,15 @@ def test_in_flight_peaks(schedule, p, v, m, peaks):
 
 def test_a_plan_that_hangs_is_refused_in_words():
     plan = build_plan(PlanSpec("1f1b", 2, 1, 2))
-    first = [i for i in plan.programs[1] if str(i) != "SG0.0"]
-    broken = dataclasses.replace(plan, programs=(plan.programs[0], tuple(i for i in first if str(i) != "DG0.0")))
+    first = [i for i in plan.programs[1] if str(i) != "SEND_B0.0"]
+    broken = dataclasses.replace(plan, programs=(plan.programs[0], tuple(i for i in first if str(i) != "FREE_B0.0")))
     with pytest.raises(PlanError, match="rank 0"):
         simulate(broken, StageCosts.uniform(2))
 
 
 def test_crossing_messages_are_refused():
     plan = build_plan(PlanSpec("gpipe", 2, 1, 2))
-    swap = {"SA0.0": "SA0.1", "SA0.1": "SA0.0"}
+    swap = {"SEND_F0.0": "SEND_F0.1", "SEND_F0.1": "SEND_F0.0"}
     text = " ".join(swap.get(str(i), str(i)) for i in plan.programs[0])
     broken = dataclasses.replace(plan, programs=(tuple(parse_program(text)), plan.programs[1]))
     with pytest.raises(PlanError, match="messages cross"):

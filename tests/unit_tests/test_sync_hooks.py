@@ -69,8 +69,8 @@ def test_explicit_1f1b_by_hand() -> None:
     """The first rank has no bubble to hide a synchronisation in; the others call it after their last backward."""
     assert lines(3, 1, 3, explicit=True) == [
         "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2+",
-        "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 GS0+",
-        "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 GS0+",
+        "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 GRAD_SYNC0+",
+        "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 GRAD_SYNC0+",
     ]
 
 
@@ -85,17 +85,17 @@ def test_interleaved_by_hand() -> None:
 def test_explicit_interleaved_by_hand() -> None:
     """Rank r synchronises a chunk r backwards after its last one, or at the end: all ranks at the same time."""
     assert lines(3, 2, 3, explicit=True) == [
-        "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 B1.1 B1.2 GS1+ B0.0 B0.1 B0.2 GS0+",
-        "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 B1.1 B1.2 B0.0 GS1+ B0.1 B0.2 GS0+",
-        "F0.0 F0.1 F0.2 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 B0.0 B0.1 GS1+ B0.2 GS0+",
+        "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 B1.1 B1.2 GRAD_SYNC1+ B0.0 B0.1 B0.2 GRAD_SYNC0+",
+        "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 B1.1 B1.2 B0.0 GRAD_SYNC1+ B0.1 B0.2 GRAD_SYNC0+",
+        "F0.0 F0.1 F0.2 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 B0.0 B0.1 GRAD_SYNC1+ B0.2 GRAD_SYNC0+",
     ]
 
 
 def test_parameters_are_gathered_ahead_by_hand() -> None:
     """P=2, V=3, M=2: chunks 0 and 1 up front, chunk 2 when chunk 1 starts on rank 0, which on rank 1 is one forward
     before it starts there."""
-    assert lines(2, 3, 2, param_sync=True, forward_only=False)[0].startswith("PS0 PS1 F0.0 F0.1 PS2 F1.0 F1.1 F2.0")
-    assert lines(2, 3, 2, param_sync=True, forward_only=False)[1].startswith("PS0 PS1 F0.0 PS2 F0.1 F1.0 F1.1 F2.0")
+    assert lines(2, 3, 2, param_sync=True, forward_only=False)[0].startswith("PARAM_SYNC0 PARAM_SYNC1 F0.0 F0.1 PARAM_SYNC2 F1.0 F1.1 F2.0")
+    assert lines(2, 3, 2, param_sync=True, forward_only=False)[1].startswith("PARAM_SYNC0 PARAM_SYNC1 F0.0 PARAM_SYNC2 F0.1 F1.0 F1.1 F2.0")
 
 
 def test_without_a_pipeline_by_hand() -> None:
@@ -129,7 +129,7 @@ def megatron_1f1b(size: int, rank: int, num_microbatches: int, explicit: bool) -
         if mb + warmup < num_microbatches:
             result.append(f"F0.{mb + warmup}")
         result.append(f"B0.{mb}" + ("+" if opens and mb == num_microbatches - 1 else ""))
-    return result if opens else [*result, "GS0+"]
+    return result if opens else [*result, "GRAD_SYNC0+"]
 
 
 def megatron_interleaved(
@@ -143,7 +143,7 @@ def megatron_interleaved(
     ]
     total, last_mb = len(table), num_microbatches - 1
     warmup = min(total, 2 * (size - rank - 1) + (chunks - 1) * group)
-    result = ["PS0", "PS1"] if param_sync else []
+    result = ["PARAM_SYNC0", "PARAM_SYNC1"] if param_sync else []
     synchronised = set()
 
     def forward(k: int) -> None:
@@ -210,7 +210,7 @@ def test_every_chunk_is_synchronised_in_its_last_backward_whatever_the_schedule(
 def test_with_split_backwards_the_sync_opens_for_the_last_backward_and_for_the_last_weight_gradient() -> None:
     """Layers that do not split have their last gradient in the one, the others in the other."""
     for program in build_plan(PlanSpec("zb_h1", 4, 1, 8)).programs:
-        opened = [i for i, at in enumerate(program) if str(at) == "GE0"]
+        opened = [i for i, at in enumerate(program) if str(at) == "ENABLE_GRAD_SYNC0"]
         covered = [next(at for at in program[i:] if at.op in ("B", "W")) for i in opened]
         assert [str(at) for at in covered] == ["B0.7", "W0.7"]
 

@@ -182,7 +182,7 @@ def test_offsets_are_removed_from_the_merged_timeline(tmp_path, monkeypatch):
     for step in run.steps:
         assert run.measured(step).makespan < 10_000
     first = next(t for t in run.measured(2).transfers if t.kind == "A")
-    received = next(e for e in run.measured(2).events(1) if str(e.instruction) == "WA0.0")
+    received = next(e for e in run.measured(2).events(1) if str(e.instruction) == "WAIT_F0.0")
     assert received.end >= first.send_posted - 50
 
 

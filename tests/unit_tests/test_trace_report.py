@@ -9,8 +9,8 @@ import pytest
 
 from megatron_pp.cli import main
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.sim.costs import Link, Network, StageCosts
+from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_line, step_line, sync_line

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_pp.config import ModelParallelConfig, TransformerConfig
 from megatron_pp.config_checks import ConfigError, LayoutError, ScheduleError, WorldSizeError
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.exchange import save_plan
+from megatron_pp.plan.serialize import save_plan
 from megatron_pp.plan.spec import PlanError, PlanSpec
 from megatron_pp.training.arguments import Arguments, RunArguments, make_config, make_parser, parse_arguments
 from megatron_pp.training.checkpoint import DESCRIPTION, FORMAT

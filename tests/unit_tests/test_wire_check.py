@@ -12,7 +12,7 @@ from megatron_pp import schedules
 from megatron_pp.errors import P2PShapeError, WireMismatchError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.instruction import RECV_ACT, SEND_ACT, Instruction, instruction
+from megatron_pp.plan.instruction import RECV_F, SEND_F, Instruction, instruction
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
@@ -40,8 +40,8 @@ def _swapped_on_rank_0(spec: PlanSpec) -> Plan:
     """A plan whose rank 0 sends the activation of microbatch 1 first, then that of microbatch 0."""
     plan = build_plan(spec)
     swap = {
-        instruction(SEND_ACT, 0, 0): instruction(SEND_ACT, 0, 1),
-        instruction(SEND_ACT, 0, 1): instruction(SEND_ACT, 0, 0),
+        instruction(SEND_F, 0, 0): instruction(SEND_F, 0, 1),
+        instruction(SEND_F, 0, 1): instruction(SEND_F, 0, 0),
     }
     program = list(plan.programs[0])
     sends = [k for k, at in enumerate(program) if at in swap]
@@ -54,10 +54,10 @@ def _swapped_on_rank_0(spec: PlanSpec) -> Plan:
 
 def _releases_last(program: list[Instruction]) -> list[Instruction]:
     """A release stands after its send again."""
-    first_release = instruction("DA", 0, 0)
-    if program.index(first_release) < program.index(instruction(SEND_ACT, 0, 0)):
+    first_release = instruction("FREE_F", 0, 0)
+    if program.index(first_release) < program.index(instruction(SEND_F, 0, 0)):
         program.remove(first_release)
-        program.insert(program.index(instruction(SEND_ACT, 0, 0)) + 1, first_release)
+        program.insert(program.index(instruction(SEND_F, 0, 0)) + 1, first_release)
     return program
 
 
@@ -152,9 +152,9 @@ def test_what_is_expected_follows_the_plan() -> None:
     for rank, program in enumerate(plan.programs):
         check = WireCheck(rank)
         for position, at in enumerate(program):
-            if at.op in (SEND_ACT, "SG", RECV_ACT, "RG"):
+            if at.op in (SEND_F, "SEND_B", RECV_F, "RECV_B"):
                 check.source = dataclasses.make_dataclass("Source", ["plan", "rank", "position"])(plan, rank, position)
-                stamps[at.op in (SEND_ACT, "SG")].append(check.stamp(torch.float32))
+                stamps[at.op in (SEND_F, "SEND_B")].append(check.stamp(torch.float32))
     assert stamps[True]
     assert sorted(stamps[True]) == sorted(stamps[False])
     assert len(set(stamps[True])) == len(stamps[True])

@@ -2,8 +2,8 @@
 // Draws timelines on canvases from compact columns: no element per block, so half a million blocks are fine.
 // All timelines of a page share one visible stretch of time.
 
-const OPS = ["F", "B", "W"];
-const NAMES = { F: "forward", B: "backward", W: "weight gradients" };
+const OPS = ["F", "B", "I", "W"];
+const NAMES = { F: "forward", B: "backward", I: "input gradients", W: "weight gradients" };
 const WAITS = ["wait for an activation", "wait for a gradient", "release an output (own send)", "release a gradient (own send)"];
 const ROW = { block: 22, strip: 4, memory: 26, gap: 8 };
 const AXIS = 22;
@@ -145,16 +145,16 @@ function drawBlocks(chart, pen, lane, y) {
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "center";
   const named = namesChunks(chart);
-  let pixel = -1, filled = [0, 0, 0]; // of blocks thinner than a pixel, each operation's share of the pixel, stacked
+  let pixel = -1, filled = [0, 0, 0, 0]; // of blocks thinner than a pixel, each operation's share of the pixel, stacked
   const flush = () => {
     let top = y;
-    for (const op of [0, 1, 2]) {
+    for (const op of [0, 1, 2, 3]) {
       const height = Math.min(1, filled[op]) * ROW.block;
       pen.fillStyle = chart.shades[op][0];
       if (height > 0) pen.fillRect(pixel, top, 1, height);
       top += height;
     }
-    filled = [0, 0, 0];
+    filled = [0, 0, 0, 0];
   };
   for (let i = first; i < starts.length && starts[i] <= last; i++) {
     const a = x(chart, starts[i] * chart.tick), b = x(chart, (starts[i] + lengths[i]) * chart.tick);

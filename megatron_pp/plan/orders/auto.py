@@ -1,4 +1,5 @@
-"""``auto`` and ``auto_v``: the best plan that ``megatron_pp.plan.search`` finds for measured times and a memory limit.
+"""``auto`` and ``auto_v``: the best plan that ``megatron_pp.plan.sim.search`` finds for measured times and a memory
+limit.
 
 One family for each placement, since the placement decides which layers a rank builds, long before a plan is made.
 """
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_pp.plan.orders.family import Family, Order, Shape
-from megatron_pp.plan.search import SearchResult, search
+from megatron_pp.plan.sim.search import SearchResult, search
 from megatron_pp.plan.spec import PlanSpec
 
 

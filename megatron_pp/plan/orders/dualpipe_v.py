@@ -9,15 +9,18 @@ compute. Weight gradients are split off only where they fill bubbles. 2P + 1 chu
 
 from __future__ import annotations
 
-from megatron_pp.plan.orders import zb_v
-from megatron_pp.plan.orders.family import Order, Shape
+from megatron_pp.plan.orders.family import Family, Order, Shape
 from megatron_pp.plan.orders.phases import PhaseWriter
+from megatron_pp.plan.orders.v import zb_v
+from megatron_pp.plan.placement import V_SHAPE
+
+DUALPIPE_V = "dualpipe_v"
 
 
-def orders(shape: Shape) -> list[Order]:
+def dualpipe_v(shape: Shape) -> list[Order]:
     size, microbatches = shape.pipeline_size, shape.num_microbatches
     if microbatches < 2 * size:
-        return zb_v.orders(shape)
+        return zb_v(shape)
     return [_in_phases(size, microbatches, rank) for rank in range(size)]
 
 
@@ -70,3 +73,17 @@ def _cool_down(rank_order: PhaseWriter, behind: int, rank: int) -> None:
         rank_order.weight()
         rank_order.backward(0, split=True)
     rank_order.all_weights()
+
+
+FAMILIES = (
+    Family(
+        DUALPIPE_V,
+        dualpipe_v,
+        source="arXiv 2412.19437, section 3.2.1",
+        summary="forwards paired with full backwards, one's communication behind the other's compute; V placement",
+        placement=V_SHAPE,
+        chunks=2,
+        splits_weight=True,
+        remark=remark,
+    ),
+)

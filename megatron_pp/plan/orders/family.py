@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, instruction
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
 from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.spec import PlanSpec
 
@@ -36,7 +36,7 @@ class Family:
     orders         Shape -> one compute order per rank
     placement      which rank and chunk holds which stage
     chunks         the number of chunks a rank must have: None for any, else exactly that many
-    splits_weight  whether the orders have W instructions (backward split into input and weight gradients)
+    splits_weight  whether the orders have I and W (backward split into input and weight gradients)
     source         where the rule comes from
     summary        one line for people who choose
     search         for families that search: PlanSpec -> orders, for its measured times and memory; ``orders`` is then
@@ -67,5 +67,9 @@ def b(chunk: int, mb: int) -> Instruction:
     return instruction(BACKWARD, chunk, mb)
 
 
+def i(chunk: int, mb: int) -> Instruction:
+    return instruction(INPUT_GRAD, chunk, mb)
+
+
 def w(chunk: int, mb: int) -> Instruction:
-    return instruction(WEIGHT, chunk, mb)
+    return instruction(WEIGHT_GRAD, chunk, mb)

@@ -1,4 +1,4 @@
-"""Writing an order down phase by phase, as the papers tell it: each operation is that of the next microbatch of its
+"""Writing an order down phase by phase, as the papers describe it: each operation is that of the next microbatch of its
 kind and chunk.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from megatron_pp.plan.orders.family import Order, b, f, w
+from megatron_pp.plan.orders.family import Order, b, f, i, w
 
 
 class PhaseWriter:
@@ -23,7 +23,7 @@ class PhaseWriter:
     def backward(self, chunk: int, split: bool = False) -> None:
         """A full backward, or one that leaves its weight gradient for ``weight``."""
         mb = self._next("B", chunk)
-        self.order.append(b(chunk, mb))
+        self.order.append(i(chunk, mb) if split else b(chunk, mb))
         if split:
             self._weights.append((chunk, mb))
 

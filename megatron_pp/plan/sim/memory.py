@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT
+from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.spec import Plan, PlanError
 
@@ -156,7 +156,8 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank: ``static`` all the time, and ``after[i]`` in activations right after instruction i."""
+    """Bytes of one rank: ``static`` all the time, and ``after[i]`` in activations right after ``plan.timed(rank)[i]``.
+    """
 
     static: float
     after: Sequence[float]
@@ -169,8 +170,7 @@ class RankMemory:
 def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = True) -> RankMemory:
     """Bytes of ``rank`` along its program. Raises PlanError where the layers do not divide over the stages."""
     stages, total = plan.placement.stages[rank], plan.placement.num_stages
-    program = plan.programs[rank]
-    split = {(i.chunk, i.mb) for i in program if i.op == WEIGHT}
+    program = plan.timed(rank)
     kept = [0.0 if plan.spec.forward_only else shape.kept_bytes(s, total) for s in stages]
     late = [shape.kept_for_weights(s, total) for s in stages]
     inside = 0.0  # the chunks' own activations
@@ -178,10 +178,10 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     for at, tensors in zip(program, tensors_timeline(plan, rank, deallocate), strict=True):
         if at.op == FORWARD:
             inside += kept[at.chunk]
-        elif at.op == BACKWARD:
+        elif at.op in BACKWARD_OPS:
             inside -= kept[at.chunk]
-            inside += late[at.chunk] if (at.chunk, at.mb) in split else 0.0
-        elif at.op == WEIGHT:
+            inside += late[at.chunk] if at.op == INPUT_GRAD else 0.0
+        elif at.op == WEIGHT_GRAD:
             inside -= late[at.chunk]
         after.append(inside + tensors * shape.message_bytes)
     return RankMemory(shape.static_bytes(stages, total), after)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from megatron_pp.plan.spec import PlanError
 
 
@@ -18,8 +19,8 @@ class StageCosts:
     """Time of each compute operation of one microbatch, per stage in model order (not per rank).
 
     forward         F
-    backward        B where no W follows: input and weight gradients together
-    backward_input  B where a W follows: input gradients only
+    backward        B: input and weight gradients together
+    backward_input  I: input gradients only
     weight          W
 
     Raises PlanError for lists of different lengths, and for times that are negative or not finite.
@@ -73,15 +74,18 @@ class StageCosts:
         whole = [b + w for b, w in zip(backward_input, weight, strict=False)] if backward is None else backward
         return cls(tuple(forward), tuple(whole), tuple(backward_input), tuple(weight))
 
-    def of(self, op: str, stage: int, split: bool) -> float:
-        """Time of compute operation ``op`` of ``stage``; ``split``: a WEIGHT of its (chunk, microbatch) follows."""
-        if op == FORWARD:
-            return self.forward[stage]
-        if op == BACKWARD:
-            return (self.backward_input if split else self.backward)[stage]
-        if op == WEIGHT:
-            return self.weight[stage]
-        raise ValueError(f"{op} is not a compute operation")
+    def of(self, op: str, stage: int) -> float:
+        """Time of a single compute operation of ``stage``."""
+        return self._by_op[op][stage]
+
+    @cached_property
+    def _by_op(self) -> dict[str, tuple[float, ...]]:
+        return {
+            FORWARD: self.forward,
+            BACKWARD: self.backward,
+            INPUT_GRAD: self.backward_input,
+            WEIGHT_GRAD: self.weight,
+        }
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,8 @@ class Network:
                 raise PlanError(f"{name} is {value}; it must be a finite number of at least 0")
 
     def message_bytes(self, kind: str) -> float:
-        """Size of a message of ``kind`` "A" (activation) or "G" (gradient)."""
-        if kind == "G" and self.gradient_bytes is not None:
+        """Size of a message of ``kind`` FORWARD (activation) or BACKWARD (gradient)."""
+        if kind == BACKWARD and self.gradient_bytes is not None:
             return self.gradient_bytes
         return self.activation_bytes
 

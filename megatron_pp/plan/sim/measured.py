@@ -11,10 +11,10 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_pp.plan.activations import WEIGHT_SHARE
-from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.files import ExchangeError, read_text
-from megatron_pp.plan.greedy import MemoryModel
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.sim.costs import Link, Network, StageCosts
+from megatron_pp.plan.sim.greedy import MemoryModel
 from megatron_pp.plan.spec import PlanError
 
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol
 
-from megatron_pp.plan.costs import StageCosts
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, instruction
+from megatron_pp.plan.dataflow import RESULT_OF, consumer_of, inputs_of
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.sim.costs import StageCosts
 
 Order = list[Instruction]
 UNKNOWN = float("inf")
@@ -27,7 +28,9 @@ ROUNDING = 1e-9  # share of a memory limit by which sums of measured numbers may
 
 
 class Slots(Protocol):
-    """In which order a rank wants its forwards and backwards: ascending slots, ascending with the microbatch."""
+    """In which order a rank wants its forwards and backwards (FORWARD, BACKWARD; a split one too): ascending slots,
+    ascending with the microbatch.
+    """
 
     def slot(self, rank: int, op: str, chunk: int, mb: int) -> float: ...
 
@@ -134,8 +137,13 @@ def _rank_in_pattern_order(rank: int, chunks: int, microbatches: int, pattern: P
             last = max(last, slot) + 1
             while last % pattern.period in busy:
                 last += 1
-            slots.append((last, WEIGHT, chunk, mb))
-    return [instruction(op, chunk, mb) for _, op, chunk, mb in sorted(slots)]
+            slots.append((last, WEIGHT_GRAD, chunk, mb))
+    return [instruction(_op_of(kind, split), chunk, mb) for _, kind, chunk, mb in sorted(slots)]
+
+
+def _op_of(kind: str, split: bool) -> str:
+    """The operation for a forward, backward or weight gradient."""
+    return INPUT_GRAD if split and kind == BACKWARD else kind
 
 
 class _Clock:
@@ -182,18 +190,18 @@ class _Clock:
 
     def _start(self, rank: _Rank, now: float, chosen: Instruction) -> float:
         stage = self.placement.stages[rank.number][chosen.chunk]
-        end = now + self.costs.of(chosen.op, stage, self.rules.split)
+        end = now + self.costs.of(chosen.op, stage)
         rank.take(chosen, end)
         heappush(self.agenda, (end, rank.number))
-        if chosen.op != WEIGHT:
-            consumer = stage + (1 if chosen.op == FORWARD else -1)
+        if chosen.op in RESULT_OF:
+            consumer = consumer_of(chosen.op, stage, self.placement.num_stages)
             arrival = end
-            if 0 <= consumer < self.placement.num_stages:
+            if consumer is not None:
                 home = self.placement.homes[consumer][0]
                 if home != rank.number:
                     arrival += self.transfer
                 heappush(self.agenda, (arrival, home))
-            self.arrivals[(chosen.op, stage)][chosen.mb] = arrival
+            self.arrivals[(RESULT_OF[chosen.op], stage)][chosen.mb] = arrival
         return end
 
 
@@ -215,7 +223,11 @@ class _Rank:
         self.rules = rules
         self.costs = costs
         self.stages = placement.stages[number]
-        self.last_stage = placement.num_stages - 1
+        self.needs = {
+            (kind, chunk): inputs_of(kind, stage, placement.num_stages)
+            for kind in (FORWARD, BACKWARD)
+            for chunk, stage in enumerate(self.stages)
+        }
         self.microbatches = num_microbatches
         self.memory = memory
         self.limit = memory.limits[number]
@@ -239,14 +251,14 @@ class _Rank:
             if mb < self.microbatches
         )
         if self.rules.backlog is not None and len(self.weights) > self.rules.backlog:
-            return instruction(WEIGHT, *self.weights[0])
-        for _, op, chunk, mb in self._eligible(heads, now):
-            return instruction(op, chunk, mb)
+            return instruction(WEIGHT_GRAD, *self.weights[0])
+        for _, kind, chunk, mb in self._eligible(heads, now):
+            return instruction(_op_of(kind, self.rules.split), chunk, mb)
         if not self.weights:
             return None
         if self.rules.patience and self._comes_soon(heads, now):
             return None
-        return instruction(WEIGHT, *self.weights[0])
+        return instruction(WEIGHT_GRAD, *self.weights[0])
 
     def _eligible(self, heads: list[tuple[float, str, int, int]], now: float) -> list[tuple[float, str, int, int]]:
         """Of the next operation of each kind, those that may run now, best first."""
@@ -269,13 +281,15 @@ class _Rank:
     def _fits(self, chunk: int, reserve: float) -> bool:
         return self.used + self.memory.forward[self.stages[chunk]] + reserve <= self.limit * (1 + ROUNDING)
 
-    def _input_at(self, op: str, chunk: int, mb: int) -> float:
-        """When the input of the operation is there."""
-        stage = self.stages[chunk]
-        if op == FORWARD:
-            return self.arrivals[(FORWARD, stage - 1)][mb] if stage else 0.0
-        own = self.forward_ends.get((chunk, mb), UNKNOWN)
-        return own if stage == self.last_stage else max(own, self.arrivals[(BACKWARD, stage + 1)][mb])
+    def _input_at(self, kind: str, chunk: int, mb: int) -> float:
+        """When all inputs of the operation are there."""
+        there = 0.0
+        for result in self.needs[(kind, chunk)]:
+            if result[1] == self.stages[chunk]:
+                there = max(there, self.forward_ends.get((chunk, mb), UNKNOWN))
+            else:
+                there = max(there, self.arrivals[result][mb])
+        return there
 
     def _comes_soon(self, heads: list[tuple[float, str, int, int]], now: float) -> bool:
         """Whether an operation that is not held back by memory gets its input before the weight gradient would be
@@ -293,13 +307,13 @@ class _Rank:
 
     def take(self, chosen: Instruction, end: float) -> None:
         """``chosen`` starts now and ends at ``end``."""
-        op, chunk, mb, _ = chosen
+        op, chunk, mb = chosen.op, chosen.chunk, chosen.mb
         stage = self.stages[chunk]
         forward, weight = self.memory.forward[stage], self.memory.weight[stage]
         if op == FORWARD:
             self.used += forward
             self.forward_ends[(chunk, mb)] = end
-        elif op == BACKWARD and self.rules.split:
+        elif op == INPUT_GRAD:
             self.used -= forward - weight
             self.weights.append((chunk, mb))
         elif op == BACKWARD:
@@ -308,8 +322,8 @@ class _Rank:
             self.used -= weight
             self.weights.popleft()
         self.peak = max(self.peak, self.used)
-        if op != WEIGHT:
-            self.next[(op, chunk)] = mb + 1
+        if op in RESULT_OF:
+            self.next[(RESULT_OF[op], chunk)] = mb + 1
         self.order.append(chosen)
         self.left -= 1
         self.free_at = end

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_pp.plan.activations import WEIGHT_SHARE, Shares, peak_activations
-from megatron_pp.plan.instruction import COMPUTE_OPS, Instruction
+from megatron_pp.plan.instruction import COMPUTE_OPS, FORWARD, GRADIENT_OPS, Instruction, without_pairs
 from megatron_pp.plan.spec import Plan
 
 
@@ -23,7 +23,7 @@ class Event(NamedTuple):
 class Transfer(NamedTuple):
     """One message between two ranks.
 
-    kind         "A" activation or "G" gradient
+    kind         FORWARD for an activation, BACKWARD for a gradient
     stage, mb    receiving stage and microbatch
     send_posted, receive_posted  when each end was posted
     ready        when both ends were posted and at the head of their queues
@@ -45,7 +45,7 @@ class Transfer(NamedTuple):
 
 @dataclass
 class Waits:
-    """Time that a rank stood in WAIT and RELEASE, by cause.
+    """Time that a rank stood in WAIT and FREE, by cause.
 
     peer_late  the other side had not posted its end: it was still computing, or waiting itself
     queued     both ends were posted, but stood behind other messages of their channel or link
@@ -97,7 +97,7 @@ class TransferLog:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A plan on the clock. ``starts[rank][i]`` and ``ends[rank][i]`` belong to ``plan.programs[rank][i]``."""
+    """A plan on the clock. ``starts[rank][i]`` and ``ends[rank][i]`` belong to ``plan.timed(rank)[i]``."""
 
     plan: Plan
     starts: Sequence[Sequence[float]]
@@ -108,7 +108,7 @@ class Simulation:
 
     def events(self, rank: int) -> Iterator[Event]:
         """(instruction, start, end) along ``rank``'s program."""
-        return map(Event, self.plan.programs[rank], self.starts[rank], self.ends[rank])
+        return map(Event, self.plan.timed(rank), self.starts[rank], self.ends[rank])
 
     def compute_events(self, rank: int) -> Iterator[Event]:
         """Only the forwards, backwards and weight gradients."""
@@ -135,11 +135,6 @@ class Simulation:
         events = list(self.compute_events(rank))
         return (events[0].start, events[-1].end) if events else (0.0, 0.0)
 
-    def span_idle(self, rank: int) -> float:
-        """Idle time of ``rank`` inside its own span."""
-        start, end = self.compute_span(rank)
-        return end - start - self.busy[rank]
-
     def volume(self) -> dict[tuple[int, int], tuple[int, float]]:
         """(source rank, destination rank) -> (messages, bytes) sent over that link in one step."""
         sums: dict[tuple[int, int], tuple[int, float]] = {}
@@ -160,13 +155,12 @@ class Simulation:
         """
         peaks = []
         for program in self.plan.programs:
-            split = {(i.chunk, i.mb) for i in program if i.op == "W"}
             now = peak = 0
-            for i in program:
-                if i.op == "F":
+            for at in without_pairs(program):
+                if at.op == FORWARD:
                     now += 1
                     peak = max(peak, now)
-                elif i.op == "W" or (i.op == "B" and (i.chunk, i.mb) not in split):
+                elif at.op in GRADIENT_OPS:
                     now -= 1
             peaks.append(peak)
         return tuple(peaks)

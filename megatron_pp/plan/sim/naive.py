@@ -5,7 +5,7 @@ Not for training, where every rank but one would always be idle; it is what the 
 
 from __future__ import annotations
 
-from megatron_pp.plan.lower import lower
+from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.orders.family import Order, Shape, b, f
 from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
@@ -25,5 +25,4 @@ def naive_plan(spec: PlanSpec) -> Plan:
         raise PlanError(f"the naive schedule has 1 model chunk a rank, not {spec.num_chunks}")
     placement = Placement(LOOP, spec.pipeline_size, 1)
     orders = naive_orders(Shape(spec.pipeline_size, 1, spec.num_microbatches, spec.num_microbatches))
-    programs = lower(spec, placement, orders)
-    return Plan(spec, placement, tuple(map(tuple, programs)), tuple(map(tuple, orders)))
+    return lowered(spec, placement, orders)

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp.plan.activations import kept_timeline
-from megatron_pp.plan.greedy import ROUNDING, UNKNOWN, MemoryModel, Order, Rules, Scheduled, Slots, schedule
-from megatron_pp.plan.instruction import FORWARD, WEIGHT
-from megatron_pp.plan.lower import lower
-from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.dataflow import RESULT_OF
+from megatron_pp.plan.instruction import FORWARD
+from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.orders.family import Family, Shape
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.simulate import simulate
+from megatron_pp.plan.sim.greedy import ROUNDING, UNKNOWN, MemoryModel, Order, Rules, Scheduled, Slots, schedule
+from megatron_pp.plan.sim.measured import Measured
+from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
 
@@ -86,8 +87,8 @@ def _patterns(orders: dict[str, list[Order]]) -> list[tuple[str, OrderPattern]]:
 
 
 def _places(order: Order) -> dict[tuple[str, int, int], float]:
-    compute = [op for op in order if op.op != WEIGHT]
-    return {(op.op, op.chunk, op.mb): float(i) for i, op in enumerate(compute)}
+    compute = [at for at in order if at.op in RESULT_OF]
+    return {(RESULT_OF[at.op], at.chunk, at.mb): float(i) for i, at in enumerate(compute)}
 
 
 def search(spec: PlanSpec, families: Iterable[Family], placement_kind: str) -> SearchResult:
@@ -167,8 +168,7 @@ class _Search:
         return max(bounds) * (1 + ROUNDING)
 
     def _candidate(self, name: str, orders: Sequence[Order]) -> Candidate:
-        programs = lower(self.spec, self.placement, orders)
-        plan = Plan(self.spec, self.placement, tuple(map(tuple, programs)), tuple(map(tuple, orders)))
+        plan = lowered(self.spec, self.placement, orders)
         makespan = simulate(plan, self.costs, self.measured.network()).makespan
         peaks = tuple(peak_memory(o, self.placement.stages[r], self.memory) for r, o in enumerate(orders))
         return Candidate(name, plan, makespan, peaks)

@@ -1,0 +1,146 @@
+"""Families on the loop placement whose backwards stay whole: GPipe, 1F1B, eager 1F1B, interleaved 1F1B, breadth-first.
+
+Backwards run in the order of the forwards of their chunk in all of them, so that gradients are added up in one order
+and are equal to the last bit from family to family.
+"""
+
+from __future__ import annotations
+
+from megatron_pp.plan.orders.family import Family, Order, Shape, b, f
+from megatron_pp.plan.orders.overtake import let_backwards_overtake
+from megatron_pp.plan.placement import LOOP, Placement
+
+GPIPE = "gpipe"
+ONE_F_ONE_B = "1f1b"
+EAGER_1F1B = "eager_1f1b"
+INTERLEAVED = "interleaved_1f1b"
+BREADTH_FIRST = "breadth_first"
+
+
+def gpipe(shape: Shape) -> list[Order]:
+    """All forwards, then all backwards: the simplest order and the largest memory, M microbatches. The paper's figure
+    runs backwards in reverse.
+    """
+    return breadth_first(shape)
+
+
+def breadth_first(shape: Shape) -> list[Order]:
+    """Every chunk runs all its microbatches before the next chunk starts, backwards likewise in reverse. Largest memory
+    (V M chunks), but each chunk's parameters and gradients are touched in one stretch, which suits sharded data
+    parallelism.
+    """
+    chunks, mbs = range(shape.num_chunks), range(shape.num_microbatches)
+    order = [f(c, m) for c in chunks for m in mbs] + [b(c, m) for c in reversed(chunks) for m in mbs]
+    return [list(order) for _ in range(shape.pipeline_size)]
+
+
+def one_f_one_b(shape: Shape) -> list[Order]:
+    """P-1-r warm-up forwards, then one forward and one backward in turn. Rank r holds at most P - r microbatches."""
+    return _one_chunk(shape, [shape.pipeline_size - 1 - rank for rank in range(shape.pipeline_size)])
+
+
+def eager_1f1b(shape: Shape) -> list[Order]:
+    """Rank r runs 2 (P-1-r) + 1 forwards before its first backward, where 1F1B runs P - r.
+
+    Plain 1F1B has just enough microbatches between two neighbouring ranks to keep them busy when transfers take no
+    time, so that each transfer of the steady state is waited for. Nearly twice as many hide transfers of up to half a
+    forward and backward; at most 2 (P-r) - 1 microbatches are in memory.
+    """
+    return _one_chunk(shape, [2 * (shape.pipeline_size - 1 - rank) for rank in range(shape.pipeline_size)])
+
+
+def _one_chunk(shape: Shape, warmups: list[int]) -> list[Order]:
+    mbs = range(shape.num_microbatches)
+    forwards, backwards = [f(0, m) for m in mbs], [b(0, m) for m in mbs]
+    return [warmup_then_steady(forwards, backwards, warmup) for warmup in warmups]
+
+
+def warmup_then_steady(forwards: Order, backwards: Order, warmup: int) -> Order:
+    """``warmup`` forwards, then a forward and a backward in turn until the forwards are used up, then the remaining
+    backwards.
+    """
+    warmup = min(warmup, len(forwards))
+    order = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        order += (forward, backward)
+    return order + backwards[len(forwards) - warmup :]
+
+
+def interleaved(shape: Shape) -> list[Order]:
+    """A rank's V chunks take turns, a group of G microbatches at a time.
+
+    Rank r warms up with 2 (P-1-r) + (V-1) G forwards, Megatron's number, then alternates. Backwards follow the same
+    table with the chunks reversed. G = P is the classic order; G > P trades memory for slack between a chunk and the
+    next one. Where a group is shorter than P, backwards may overtake forwards that still wait for their input.
+    """
+    table = schedule_table(shape.num_microbatches, shape.num_chunks, shape.group_size)
+    forwards = [f(c, m) for m, c in table]
+    backwards = [b(shape.num_chunks - 1 - c, m) for m, c in table]
+    ranks = range(shape.pipeline_size)
+    strict = [warmup_then_steady(forwards, backwards, warmup_forwards(shape, r)) for r in ranks]
+    if not has_short_group(shape):
+        return strict
+    return let_backwards_overtake(strict, Placement(LOOP, shape.pipeline_size, shape.num_chunks))
+
+
+def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
+    """(microbatch, chunk) for each virtual microbatch: group by group, within a group chunk by chunk. The last group
+    may be short.
+
+    P=2, G=3, M=5, V=2 gives microbatches 0 1 2 0 1 2 3 4 3 4 on chunks 0 0 0 1 1 1 0 0 1 1.
+    """
+    return [
+        (mb, chunk)
+        for start in range(0, num_microbatches, group_size)
+        for chunk in range(num_chunks)
+        for mb in range(start, min(start + group_size, num_microbatches))
+    ]
+
+
+def warmup_forwards(shape: Shape, rank: int) -> int:
+    """Forwards that rank ``rank`` runs before its first alternation, never more than there are."""
+    warmup = 2 * (shape.pipeline_size - 1 - rank) + (shape.num_chunks - 1) * shape.group_size
+    return min(warmup, shape.num_chunks * shape.num_microbatches)
+
+
+def has_short_group(shape: Shape) -> bool:
+    """Whether a group has fewer microbatches than there are ranks: legal here, with a bubble (Megatron refuses it)."""
+    last = shape.num_microbatches % shape.group_size or shape.group_size
+    return shape.num_chunks > 1 and last < shape.pipeline_size
+
+
+FAMILIES = (
+    Family(
+        GPIPE,
+        gpipe,
+        source="arXiv 1811.06965, section 2.3",
+        summary="all forwards, then all backwards; M microbatches in memory",
+        chunks=1,
+    ),
+    Family(
+        ONE_F_ONE_B,
+        one_f_one_b,
+        source="arXiv 2104.04473, section 2.2.1",
+        summary="P-1-r warm-up forwards, then one forward, one backward; P-r microbatches in memory",
+        chunks=1,
+    ),
+    Family(
+        EAGER_1F1B,
+        eager_1f1b,
+        source="arXiv 2211.05322, section 5",
+        summary="1F1B with twice the warm-up: hides transfers that 1F1B waits for; 2 (P-r) - 1 microbatches in memory",
+        chunks=1,
+    ),
+    Family(
+        INTERLEAVED,
+        interleaved,
+        source="arXiv 2104.04473, section 2.2.2",
+        summary="V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
+    ),
+    Family(
+        BREADTH_FIRST,
+        breadth_first,
+        source="arXiv 2211.05953, section 4",
+        summary="every chunk runs all its microbatches in one stretch; V M chunks in memory",
+    ),
+)

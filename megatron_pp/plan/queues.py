@@ -1,0 +1,153 @@
+"""The queue machine: in which order posted sends and receives may meet. ``rendezvous.py`` runs it without time, the
+simulator's network with time.
+
+A rank posts *entries*, one end of a message or a batch of ends, on its queues. Only the entry at the head of a queue is
+active. Active ends meet in the order of their channel; when the transfer of a pair that met is over, both entries lose
+an end. An entry without ends left leaves its queue, and the next one becomes active.
+
+One-way channels are a queue each; with shared channels everything between two ranks is one queue; batches go over the
+pipeline group's one communicator, whatever is in them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.dataflow import Message, channel_of, message_of
+from megatron_pp.plan.instruction import NONE, Instruction
+from megatron_pp.plan.spec import ONE_WAY, Plan, PlanError
+
+DATA = "data"
+SHAPE = "shape"  # where shapes vary, a message's shape goes ahead of it on the same channel
+_GROUP = "group"
+
+Direction = tuple[int, int, str]  # source rank, target rank, and what orders messages between them
+
+
+class Entry:
+    """Something posted: one end of a message, or a batch of them. ``left`` counts its unfinished ends; ``posted`` and
+    ``last`` are for the caller: when it was posted, and what finished it.
+    """
+
+    __slots__ = ("at", "ends", "last", "left", "posted", "queue", "rank")
+
+    def __init__(self, rank: int, at: Instruction, queue: deque[Entry], posted: float) -> None:
+        self.rank = rank
+        self.at = at
+        self.queue = queue
+        self.ends: list[End] = []
+        self.left = 0
+        self.posted = posted
+        self.last: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.left == 0
+
+
+class End:
+    """One end of one message; ``part`` is DATA or SHAPE."""
+
+    __slots__ = ("at", "direction", "done", "entry", "is_send", "message", "part")
+
+    def __init__(self, at: Instruction, message: Message, direction: Direction, part: str, entry: Entry) -> None:
+        self.at = at
+        self.message = message
+        self.direction = direction
+        self.part = part
+        self.entry = entry
+        self.is_send = at.op in ins.SEND_OPS
+        self.done = False
+
+    @property
+    def peer(self) -> int:
+        return self.direction[1] if self.is_send else self.direction[0]
+
+
+class Meeting(NamedTuple):
+    """The two ends of one message, both posted and at the head of their queues."""
+
+    send: End
+    receive: End
+
+
+class QueueMachine:
+    """All queues and channels of a pipeline. ``met`` collects meetings until the caller takes them.
+
+    ``ordered``: whether a rank's queues hold back what stands behind their head, as NCCL's streams do and gloo's
+    connections do not.
+    """
+
+    def __init__(self, plan: Plan, ordered: bool = True) -> None:
+        self.one_way = plan.spec.channels == ONE_WAY
+        self.ordered = ordered
+        self.met: list[Meeting] = []
+        self.queues: dict[tuple[Any, ...], deque[Entry]] = {}
+        self._open_sends: dict[Direction, deque[End]] = {}
+        self._open_receives: dict[Direction, deque[End]] = {}
+
+    def post(self, rank: int, at: Instruction, part: str = DATA, now: float = 0.0) -> Entry:
+        """Post a send, a receive or a BATCH. Raises PlanError where it has no other end."""
+        posts = at.members or (at,)
+        directions = [self._direction(rank, one, bool(at.members)) for one in posts]
+        entry = Entry(rank, at, self._queue(rank, directions[0], bool(at.members)), now)
+        entry.ends = [
+            End(one, message_of(one), direction, part, entry) for one, direction in zip(posts, directions, strict=True)
+        ]
+        entry.left = len(entry.ends)
+        entry.queue.append(entry)
+        if len(entry.queue) == 1:
+            self.activate(entry, now)
+        return entry
+
+    def finish(self, end: End, now: float = 0.0) -> bool:
+        """The transfer of ``end`` is over. Returns whether that completes its entry."""
+        end.done = True
+        entry = end.entry
+        entry.left -= 1
+        if entry.left:
+            return False
+        entry.queue.popleft()
+        if entry.queue:
+            self.activate(entry.queue[0], now)
+        return True
+
+    def activate(self, entry: Entry, now: float) -> None:
+        """The entry has come to the head of its queue: its ends meet their partners, or wait for them."""
+        for end in entry.ends:
+            self.meet(end)
+
+    def meet(self, end: End) -> None:
+        """``end`` is active: it meets the first partner on its channel, or waits for one. Raises PlanError where that
+        is another message's.
+        """
+        mine, theirs = self._open_sends, self._open_receives
+        if not end.is_send:
+            mine, theirs = theirs, mine
+        partners = theirs.get(end.direction)
+        if not partners:
+            mine.setdefault(end.direction, deque()).append(end)
+            return
+        partner = partners.popleft()
+        send, receive = (end, partner) if end.is_send else (partner, end)
+        if (send.message, send.part) != (receive.message, receive.part):
+            source, target, _ = send.direction
+            raise PlanError(
+                f"rank {target}: {receive.at} ({receive.at.name}) would receive what rank {source} sends with "
+                f"{send.at} ({send.at.name}): messages between them cross"
+            )
+        self.met.append(Meeting(send, receive))
+
+    def _direction(self, rank: int, at: Instruction, grouped: bool) -> Direction:
+        if at.peer == NONE:
+            raise PlanError(f"rank {rank}: {at} ({at.name}): stage {at.stage} has no neighbour on that side")
+        source, target, kind = channel_of(at, rank)
+        return source, target, _GROUP if grouped else kind if self.one_way else ""
+
+    def _queue(self, rank: int, direction: Direction, grouped: bool) -> deque[Entry]:
+        if not self.ordered:
+            return deque()
+        key: tuple[Any, ...] = (rank, *direction) if self.one_way else (rank, *sorted(direction[:2]))
+        return self.queues.setdefault((rank, _GROUP) if grouped else key, deque())

@@ -1,0 +1,81 @@
+"""When an instruction is valid in a rank's program: one rule per op, with what must be true of its *cell* before it and
+what is true afterwards.
+
+A cell is one (stage, microbatch) on its rank; its facts are bits. An instruction needs facts, must not find its own
+fact there already, and adds it. ``facts_at_end`` are what a finished program leaves of each cell: that every handle is
+waited exactly once and that nothing stays alive come to just that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.placement import Placement
+
+F_POSTED, F_HERE, F_RAN, F_SENT, F_FREED = 1, 2, 4, 8, 16
+B_POSTED, B_HERE, B_RAN, B_SENT, B_FREED = 32, 64, 128, 256, 512
+W_LEFT, W_RAN = 1024, 2048
+
+_WORDS = {
+    F_POSTED: "the receive of its input was posted",
+    F_HERE: "its input is there",
+    F_RAN: "its forward ran",
+    F_SENT: "its output was sent",
+    F_FREED: "its output was released",
+    B_POSTED: "the receive of its output gradient was posted",
+    B_HERE: "its output gradient is there",
+    B_RAN: "its backward ran",
+    B_SENT: "its input gradient was sent",
+    B_FREED: "its input gradient was released",
+    W_LEFT: "its backward left the weight gradients",
+    W_RAN: "its weight gradients ran",
+}
+
+
+class Rule(NamedTuple):
+    """The facts that an instruction needs, those it adds, and what it is for, in a sentence."""
+
+    needs: int
+    adds: int
+    sentence: str
+
+
+RULES = {
+    ins.RECV_F: Rule(0, F_POSTED, "Once per input from another rank, before its WAIT."),
+    ins.WAIT_F: Rule(F_POSTED, F_HERE, "Once per posted receive, before the forward."),
+    ins.HAND_F: Rule(0, F_HERE, "Once per input from this rank, after the forward of the stage before."),
+    ins.FORWARD: Rule(F_HERE, F_RAN, "Once, after the input is there, microbatches of a chunk in order."),
+    ins.SEND_F: Rule(F_RAN, F_SENT, "Once per output for another rank, after the forward."),
+    ins.FREE_F: Rule(F_SENT, F_FREED, "Once per sent output: waits for the send, then deallocates."),
+    ins.RECV_B: Rule(0, B_POSTED, "Once per output gradient from another rank, before its WAIT."),
+    ins.WAIT_B: Rule(B_POSTED, B_HERE, "Once per posted receive, before the backward."),
+    ins.HAND_B: Rule(0, B_HERE, "Once per output gradient from this rank, after the backward of the stage after."),
+    ins.BACKWARD: Rule(F_RAN | B_HERE, B_RAN, "Once, after the forward and the output gradient; or I and W instead."),
+    ins.INPUT_GRAD: Rule(F_RAN | B_HERE, B_RAN | W_LEFT, "As B, with a W of the same microbatch after it."),
+    ins.WEIGHT_GRAD: Rule(W_LEFT, W_RAN, "Once per I, after it."),
+    ins.SEND_B: Rule(B_RAN, B_SENT, "Once per input gradient for another rank, after the backward."),
+    ins.FREE_B: Rule(B_SENT, B_FREED, "Once per sent input gradient: waits for the send, then drops it."),
+}
+
+
+def facts_at_end(placement: Placement, stage: int, forward_only: bool) -> int:
+    """What must be true of every cell of ``stage`` after the step; weight gradients that were left must run besides."""
+    facts = F_RAN
+    if stage > 0:
+        remote = placement.crosses_ranks(stage - 1)
+        facts |= F_HERE | (F_POSTED if remote else 0)
+        if not forward_only and remote:
+            facts |= B_SENT | B_FREED
+    if stage < placement.num_stages - 1:
+        remote = placement.crosses_ranks(stage)
+        facts |= (F_SENT | F_FREED) if remote else 0
+        if not forward_only:
+            facts |= B_HERE | (B_POSTED if remote else 0)
+    return facts if forward_only else facts | B_RAN
+
+
+def words_of(facts: int) -> Iterator[str]:
+    """Each fact in words."""
+    return (words for fact, words in _WORDS.items() if facts & fact)

@@ -1,0 +1,249 @@
+"""Plans in files: JSON, the whole plan, so that reading gives back an equal ``Plan``; and PyTorch's CSV
+(``torch_csv.py``). ``load_plan`` knows them by their content.
+
+The JSON is one object: ``format``, ``version`` (2), ``spec`` (the fields of PlanSpec), ``placement``, ``remark``, and
+``programs``, a list per rank of objects with the keys ``op``, ``stage``, ``chunk`` and ``mb`` (null where they do not
+apply) and, where they apply, ``peer``, ``slice``, ``tensor`` and ``members``. ``orders`` is there where the compute
+order is not simply the compute of the programs. Version 1 is read too.
+
+Nothing in a file is ever executed: words are matched against the instruction set, and numbers are checked before
+anything of their size is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, asdict, fields
+from typing import Any
+
+from megatron_pp.plan.files import ExchangeError, read_text
+from megatron_pp.plan.instruction import (
+    ALL_OPS,
+    BATCH,
+    COMPUTE_OPS,
+    GROUP_OPS,
+    NONE,
+    SYNC_OPS,
+    TRANSFER_OPS,
+    Instruction,
+    InstructionError,
+    batch,
+    pair,
+)
+from megatron_pp.plan.orders import OLD_NAMES
+from megatron_pp.plan.placement import PLACEMENTS, Placement
+from megatron_pp.plan.sim.measured import Measured
+from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
+from megatron_pp.plan.torch_csv import read_torch_csv, write_torch_csv
+from megatron_pp.plan.version_1 import parse_version_1
+
+JSON = "json"
+TORCH_CSV = "torch-csv"
+TORCH_CSV_COMMS = "torch-csv-comms"
+FORMATS = (JSON, TORCH_CSV, TORCH_CSV_COMMS)
+_HEAD = "megatron_pp.plan"
+_VERSION = 2
+_OLD_CSV_HEAD = "megatron_pp plan"
+_REQUIRED = {"schedule": str, "pipeline_size": int, "num_chunks": int, "num_microbatches": int}
+_MOST = 10**9  # no stage, chunk, microbatch or rank of a real plan is as large
+_Programs = tuple[tuple[Instruction, ...], ...]
+
+
+def format_plan(plan: Plan, form: str) -> str:
+    """The plan as text of one of FORMATS. Raises ExchangeError for another one."""
+    if form == JSON:
+        return _to_json(plan)
+    if form in (TORCH_CSV, TORCH_CSV_COMMS):
+        return write_torch_csv(plan, comms=form == TORCH_CSV_COMMS)
+    raise ExchangeError(f"plans are written as {', '.join(FORMATS)}, not as {form!r}")
+
+
+def load_plan(path: str | os.PathLike[str], **lowering: Any) -> Plan:
+    """Read a plan of any of FORMATS. Not verified yet: what its instructions do together is ``verify``'s question.
+
+    ``lowering`` are fields of PlanSpec (policy, channels, ...) for PyTorch's compute-only CSV.
+    Raises ExchangeError naming the file, the place and what is wrong with it.
+    """
+    text = read_text(path)
+    try:
+        return parse_plan(text, **lowering)
+    except PlanError as error:
+        raise ExchangeError(f"{path}: {error}") from error
+
+
+def parse_plan(text: str, **lowering: Any) -> Plan:
+    """The plan in ``text``, as load_plan reads it."""
+    if text.lstrip().startswith("{"):
+        return _from_json(text)
+    if text.startswith(_OLD_CSV_HEAD):
+        raise ExchangeError("the CSV of megatron_pp 0.1 is no longer read; write plans as json")
+    return read_torch_csv(text, **lowering)
+
+
+def compute_of(programs: Sequence[Sequence[Instruction]]) -> _Programs:
+    """The compute order of lowered programs."""
+    return tuple(tuple(at for at in program if at.op in COMPUTE_OPS) for program in programs)
+
+
+def _to_json(plan: Plan) -> str:
+    content: dict[str, Any] = {
+        "format": _HEAD,
+        "version": _VERSION,
+        "spec": dict(spec_values(plan.spec)),
+        "placement": plan.placement.kind,
+        "remark": plan.remark,
+    }
+    if plan.orders != compute_of(plan.programs):
+        content["orders"] = [[_node(at) for at in order] for order in plan.orders]
+    head = json.dumps(content, indent=1)[:-2]
+    programs = ",\n".join(_program_lines(program) for program in plan.programs)
+    return f'{head},\n "programs": [\n{programs}\n ]\n}}\n'
+
+
+def _program_lines(program: Sequence[Instruction]) -> str:
+    """One instruction a line: short, and good to compare."""
+    return "  [\n" + ",\n".join("   " + json.dumps(_node(at)) for at in program) + "\n  ]"
+
+
+def _node(at: Instruction) -> dict[str, Any]:
+    grouped = bool(at.members)
+    node: dict[str, Any] = {
+        "op": at.op,
+        "stage": None if grouped else at.stage,
+        "chunk": None if grouped else at.chunk,
+        "mb": None if at.mb == NONE else at.mb,
+    }
+    if at.peer != NONE:
+        node["peer"] = at.peer
+    if at.slice != NONE:
+        node["slice"] = at.slice
+    if at.tensor:
+        node["tensor"] = at.tensor
+    if grouped:
+        node["members"] = [_node(member) for member in at.members]
+    return node
+
+
+def _from_json(text: str) -> Plan:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ExchangeError(f"not a JSON file, or cut off: {error}") from error
+    version = content.get("version")
+    if content.get("format") != _HEAD or version not in (1, _VERSION) or isinstance(version, bool):
+        head = {"format": _HEAD, "version": _VERSION}
+        raise ExchangeError(f"no plan that this reads; it would hold {json.dumps(head)[1:-1]}")
+    if not isinstance(content.get("spec"), dict):
+        raise ExchangeError("'spec' is missing or no object")
+    spec = spec_from_values(content["spec"])
+    kind = content.get("placement", "(missing)")
+    if kind not in PLACEMENTS:
+        raise ExchangeError(f"placement {kind!r} is not known; it is one of {', '.join(PLACEMENTS)}")
+    placement = Placement(kind, spec.pipeline_size, spec.num_chunks)
+    read = _lines_of_version_1(spec, placement) if version == 1 else _nodes
+    programs = _ranks(content.get("programs"), "programs", spec, read)
+    orders = _ranks(content["orders"], "orders", spec, read) if "orders" in content else compute_of(programs)
+    cells = spec.num_chunks * spec.num_microbatches
+    for rank, program in enumerate(programs):
+        if len(program) < cells:
+            raise ExchangeError(
+                f"rank {rank} has {len(program)} instructions for {spec.num_chunks} chunk(s) of "
+                f"{spec.num_microbatches} microbatches: the program is cut off, or the spec is another plan's"
+            )
+    return Plan(spec, placement, programs, orders, str(content.get("remark", "")))
+
+
+_ReadRank = Callable[[Any, int], tuple[Instruction, ...]]
+
+
+def _ranks(listed: Any, what: str, spec: PlanSpec, read: _ReadRank) -> _Programs:
+    if not isinstance(listed, list):
+        raise ExchangeError(f"'{what}' is missing or no list with an entry per rank")
+    if len(listed) != spec.pipeline_size:
+        raise ExchangeError(f"there are {what} of {len(listed)} ranks; the pipeline has {spec.pipeline_size}")
+    programs = []
+    for rank, entry in enumerate(listed):
+        try:
+            programs.append(read(entry, rank))
+        except InstructionError as error:
+            raise ExchangeError(f"{what}, rank {rank}: {error}") from error
+    return tuple(programs)
+
+
+def _lines_of_version_1(spec: PlanSpec, placement: Placement) -> _ReadRank:
+    def read(line: Any, rank: int) -> tuple[Instruction, ...]:
+        if not isinstance(line, str):
+            raise InstructionError("a program of version 1 is a string")
+        return placement.place(rank, parse_version_1(line, spec.overlap_pairs))
+
+    return read
+
+
+def _nodes(entries: Any, rank: int) -> tuple[Instruction, ...]:
+    if not isinstance(entries, list):
+        raise InstructionError("a program is a list of instructions")
+    return tuple(_instruction(entry, position) for position, entry in enumerate(entries))
+
+
+def _instruction(node: Any, position: int) -> Instruction:
+    where = f"instruction {position}"
+    if not isinstance(node, dict) or node.get("op") not in ALL_OPS:
+        raise InstructionError(f"{where}: {str(node)[:60]} is no object with a known 'op'")
+    op = node["op"]
+    if op in GROUP_OPS:
+        members = node.get("members")
+        if not isinstance(members, list) or any(isinstance(m, dict) and m.get("op") in GROUP_OPS for m in members):
+            raise InstructionError(f"{where}: the 'members' of a {op} are a list of single instructions")
+        inside = [_instruction(member, position) for member in members]
+        if op == BATCH:
+            return batch(inside)
+        if len(inside) != 2:
+            raise InstructionError(f"{where}: a PAIR has two members, not {len(inside)}")
+        return pair(*inside)
+    tensor = node.get("tensor", "")
+    if not isinstance(tensor, str):
+        raise InstructionError(f"{where}: 'tensor' is {tensor!r}; it must be a name")
+    return Instruction(
+        op,
+        _number(node, "stage", where),
+        NONE if op in SYNC_OPS else _number(node, "mb", where),
+        _number(node, "peer", where) if op in TRANSFER_OPS else NONE,
+        _number(node, "chunk", where),
+        _number(node, "slice", where) if "slice" in node else NONE,
+        tensor,
+    )
+
+
+def _number(node: dict[str, Any], key: str, where: str) -> int:
+    value = node.get(key)
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise InstructionError(f"{where} ({node['op']}): '{key}' is {value!r}; it must be a whole number of at least 0")
+    return value
+
+
+def spec_values(spec: PlanSpec) -> list[tuple[str, Any]]:
+    """The fields of the spec, as JSON takes them."""
+    values = [(f.name, getattr(spec, f.name)) for f in fields(PlanSpec)]
+    return [(name, asdict(value) if isinstance(value, Measured) else value) for name, value in values]
+
+
+def spec_from_values(values: dict[str, Any]) -> PlanSpec:
+    """The spec of what ``spec_values`` gave, back from a file. Raises ExchangeError, PlanError."""
+    known = {f.name: f for f in fields(PlanSpec)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ExchangeError(f"the spec has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+    missing = [name for name, f in known.items() if f.default is MISSING and name not in values]
+    if missing:
+        raise ExchangeError(f"the spec lacks {', '.join(missing)}")
+    measured = values.pop("measured", None)
+    for name, value in values.items():
+        expected = type(known[name].default) if known[name].default is not MISSING else _REQUIRED[name]
+        if type(value) is not expected:
+            raise ExchangeError(f"the spec's {name} is {value!r}; it must be of type {expected.__name__}")
+    if measured is not None and not isinstance(measured, dict):
+        raise ExchangeError("the spec's 'measured' must be an object of measured values, or null")
+    values["schedule"] = OLD_NAMES.get(values["schedule"], values["schedule"])
+    return PlanSpec(**values, measured=None if measured is None else Measured.from_dict(measured))

@@ -1,0 +1,100 @@
+"""The queue machine with time: when transfers start and end.
+
+A pair that met takes its turn on the directed link between its ranks; when the transfer is over, both entries lose an
+end. On gloo (``Network.gloo``) there are no queues, but a receive becomes active only once its sender can have heard of
+it: when what was on the wire towards the sender, when the receive was posted, has left. Large messages have connections
+of their own, and their receives are heard of at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.queues import Direction, End, Entry, Meeting, QueueMachine
+from megatron_pp.plan.sim.costs import GLOO_DETACHED_BYTES, Network
+from megatron_pp.plan.sim.simulation import Transfer
+from megatron_pp.plan.spec import Plan
+
+
+class Arrival(NamedTuple):
+    """A transfer that is over, and what met for it."""
+
+    transfer: Transfer
+    meeting: Meeting
+
+
+class Announcement(NamedTuple):
+    """A receive of which its sender hears."""
+
+    receive: End
+
+
+class TimedQueues(QueueMachine):
+    """All queues, channels and links of a pipeline, with time.
+
+    ``started`` collects arrivals that are certain, ``announced`` (when, announcement), until the caller takes them and
+    gives each back at its time, to ``arrive`` or ``hear``.
+    """
+
+    def __init__(self, plan: Plan, network: Network) -> None:
+        super().__init__(plan, ordered=not network.gloo)
+        self.network = network
+        detached = self.one_way and not plan.spec.variable_shapes and network.activation_bytes >= GLOO_DETACHED_BYTES
+        self.heard_late = network.gloo and not detached
+        self.started: list[Arrival] = []
+        self.announced: list[tuple[float, Announcement]] = []
+        self._unheard: Counter[Direction] = Counter()  # receives whose announcement is on its way
+        self._wire_free: dict[tuple[int, int], float] = {}
+
+    def send_off(self, rank: int, at: Instruction, now: float) -> Entry:
+        """Post a send, a receive or a BATCH at ``now``. Raises PlanError as ``post`` does."""
+        entry = self.post(rank, at, now=now)
+        self._start_met(now)
+        return entry
+
+    def arrive(self, arrival: Arrival, now: float) -> list[Entry]:
+        """The transfer is over. Returns the entries that it completed; what stood behind them may have started."""
+        complete = []
+        for end in arrival.meeting:
+            if self.finish(end, now):
+                end.entry.last = arrival.transfer
+                complete.append(end.entry)
+        self._start_met(now)
+        return complete
+
+    def hear(self, announcement: Announcement, now: float) -> None:
+        """The sender has heard of this receive; the transfer may have started."""
+        self._unheard[announcement.receive.direction] -= 1
+        self.meet(announcement.receive)
+        self._start_met(now)
+
+    def activate(self, entry: Entry, now: float) -> None:
+        """As for every queue machine; on gloo receives are announced first, in order."""
+        for end in entry.ends:
+            if end.is_send or not self.heard_late:
+                self.meet(end)
+                continue
+            source, target, _ = end.direction
+            heard = max(now, self._wire_free.get((target, source), now))
+            if heard > now or self._unheard[end.direction]:
+                self._unheard[end.direction] += 1
+                self.announced.append((heard, Announcement(end)))
+            else:
+                self.meet(end)
+
+    def _start_met(self, now: float) -> None:
+        met, self.met = self.met, []
+        for meeting in met:
+            self.started.append(Arrival(self._transfer(meeting, now), meeting))
+
+    def _transfer(self, meeting: Meeting, now: float) -> Transfer:
+        send, receive = meeting
+        source, target, _ = send.direction
+        kind, stage, mb = send.message[:3]
+        link, size = self.network.between(source, target), self.network.message_bytes(kind)
+        start = max(now, self._wire_free.get((source, target), 0.0))
+        off_the_wire = self._wire_free[(source, target)] = start + link.wire_time(size)
+        posted = (send.entry.posted, receive.entry.posted)
+        return Transfer(source, target, kind, stage, mb, size, *posted, now, start, off_the_wire + link.latency)

@@ -1,0 +1,165 @@
+"""Where Megatron's data-parallel hooks are called: parameter and gradient syncs, staggered so that all ranks start them
+together.
+
+Collectives slow compute down, so Megatron starts them in the same slot on every pipeline rank: rank r is r slots
+behind rank 0 in the forward direction and ahead in the backward one (Megatron's interleaved schedule; apex#1611).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from megatron_pp.plan.instruction import (
+    BACKWARD_OPS,
+    ENABLE_GRAD_SYNC,
+    FORWARD,
+    GRAD_SYNC,
+    GRADIENT_OPS,
+    NONE,
+    PARAM_SYNC,
+    SYNC_OPS,
+    WEIGHT_GRAD,
+    Instruction,
+)
+from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanError, PlanSpec
+
+Syncs = dict[int, list[Instruction]]  # index of an entry of a compute order -> syncs next to it
+
+
+def syncs_of(spec: PlanSpec, rank: int, order: Sequence[Instruction]) -> tuple[Syncs, Syncs]:
+    """(before, after): syncs to run right before and right after the entry of that index of ``rank``'s placed order."""
+    before: Syncs = defaultdict(list)
+    after: Syncs = defaultdict(list)
+    if spec.param_sync:
+        _param_syncs(spec, rank, order, before)
+    if not spec.forward_only:
+        _grad_syncs(spec, rank, order, before, after)
+    return before, after
+
+
+def _singles(order: Sequence[Instruction]) -> list[tuple[int, Instruction]]:
+    """(index of its entry, operation) of every operation, those of pairs included."""
+    return [(i, at) for i, entry in enumerate(order) for at in entry.members or (entry,)]
+
+
+def _param_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before: Syncs) -> None:
+    """Chunks 0 and 1 up front; chunk c + 1 when the first microbatch of chunk c is due on rank 0. One chunk alone is
+    left to the wrapper's own pre-forward hooks, as in Megatron.
+    """
+    if spec.num_chunks == 1:
+        return
+    forwards = [(i, at) for i, at in _singles(order) if at.op == FORWARD]
+    first = {at.chunk: k for k, (_, at) in reversed(list(enumerate(forwards))) if at.mb == 0}
+    stages = {at.chunk: at.stage for _, at in forwards}
+    for chunk in range(spec.num_chunks):
+        entry = 0 if chunk < 2 else forwards[max(0, first[chunk - 1] - rank)][0]
+        before[entry].append(_sync(PARAM_SYNC, chunk, stages))
+
+
+def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before: Syncs, after: Syncs) -> None:
+    singles = _singles(order)
+    stages = {at.chunk: at.stage for _, at in singles}
+    completing = [(i, at) for i, at in singles if at.op in GRADIENT_OPS]
+    last = {at.chunk: k for k, (_, at) in enumerate(completing)}  # chunk -> ordinal of the one that completes it
+    # Megatron: the first rank of a pipeline without chunks has no bubble after its last backward to hide an explicit
+    # sync in.
+    if spec.grad_sync == HOOKS or (spec.num_chunks == 1 and rank == 0):
+        # Layers that do not split their backward complete their gradients in the last I or B, the others in the last W.
+        last_backward = {at.chunk: i for i, at in singles if at.op in BACKWARD_OPS}
+        for chunk, k in last.items():
+            for entry in sorted({completing[k][0], last_backward[chunk]}):
+                before[_enable_at(spec, order, entry)].append(_sync(ENABLE_GRAD_SYNC, chunk, stages))
+        return
+    for chunk, k in sorted(last.items()):
+        late = k + rank >= len(completing) or (spec.num_chunks == 1 and rank > 0)
+        entry = len(order) - 1 if late else completing[k + rank][0]
+        after[entry].append(_sync(GRAD_SYNC, chunk, stages))
+
+
+def _sync(op: str, chunk: int, stages: dict[int, int]) -> Instruction:
+    return Instruction(op, stages.get(chunk, NONE), chunk=chunk)
+
+
+def _enable_at(spec: PlanSpec, order: Sequence[Instruction], completing: int) -> int:
+    """Right before the completing entry; without a pipeline before the last forward, so that wrappers which prepare in
+    forward see it.
+    """
+    alone = spec.pipeline_size == 1 and spec.num_chunks == 1
+    if alone and completing > 0 and order[completing - 1].op == FORWARD:
+        return completing - 1
+    return completing
+
+
+def check_syncs(plan: Plan, rank: int) -> None:
+    """Gradient and parameter syncs stand once per chunk, where nothing that they cover comes after (gradients) or
+    before (parameters). Raises PlanError.
+    """
+    _Check(plan, rank).run()
+
+
+class _Check:
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.rank = rank
+        self.spec = plan.spec
+        self.program = plan.programs[rank]
+        self.last: dict[int, int] = {}  # chunk -> index of the compute operation after which its gradients are complete
+        self.last_backward: dict[int, int] = {}  # chunk -> the same for layers that do all of their backward in B
+        self.first: dict[int, int] = {}  # chunk -> index of its first forward
+        self.backwards: list[int] = []
+        for k, at in _singles(self.program):
+            if at.op == FORWARD:
+                self.first.setdefault(at.chunk, k)
+            elif at.op in BACKWARD_OPS or at.op == WEIGHT_GRAD:
+                self.last[at.chunk] = k
+                self.backwards.append(k)
+                if at.op in BACKWARD_OPS:
+                    self.last_backward[at.chunk] = k
+
+    def run(self) -> None:
+        seen: dict[str, set[int]] = {op: set() for op in SYNC_OPS}
+        early: set[int] = set()  # chunks whose sync is enabled for their last backward too, before their last WEIGHT
+        for k, at in enumerate(self.program):
+            if at.op not in SYNC_OPS:
+                continue
+            done = early if self._is_early(k, at) else seen[at.op]
+            if at.chunk in done or not 0 <= at.chunk < self.spec.num_chunks:
+                raise self._error(at, "it stands twice, or names no chunk of this rank")
+            done.add(at.chunk)
+            self._check_place(k, at)
+        synced = seen[ENABLE_GRAD_SYNC] | seen[GRAD_SYNC]
+        if not self.spec.forward_only and synced != set(range(self.spec.num_chunks)):
+            lost = sorted(set(range(self.spec.num_chunks)) - synced)
+            raise PlanError(f"rank {self.rank}: the gradients of chunk(s) {lost} are never synchronised")
+        if self.spec.param_sync and self.spec.num_chunks > 1 and seen[PARAM_SYNC] != set(range(self.spec.num_chunks)):
+            lost = sorted(set(range(self.spec.num_chunks)) - seen[PARAM_SYNC])
+            raise PlanError(f"rank {self.rank}: the parameters of chunk(s) {lost} are never synchronised")
+
+    def _following(self, k: int) -> int | None:
+        """The backward or WEIGHT that comes next after instruction ``k``."""
+        return next((c for c in self.backwards if c > k), None)
+
+    def _is_early(self, k: int, at: Instruction) -> bool:
+        """Whether ``at`` enables the sync for a last backward that leaves weight gradients for later."""
+        backward = self.last_backward.get(at.chunk)
+        return at.op == ENABLE_GRAD_SYNC and backward != self.last.get(at.chunk) and self._following(k) == backward
+
+    def _check_place(self, k: int, at: Instruction) -> None:
+        if at.op == PARAM_SYNC:
+            if k > self.first.get(at.chunk, k):
+                raise self._error(at, "it comes after the chunk's first forward")
+            return
+        if self.spec.forward_only:
+            raise self._error(at, "a forward-only plan has no gradients")
+        done = self.last.get(at.chunk, len(self.program))
+        if at.op == GRAD_SYNC:
+            if self.spec.grad_sync != EXPLICIT or k < done:
+                raise self._error(
+                    at, "it comes before the chunk's last gradient, or this plan has no explicit gradient sync"
+                )
+            return
+        if self._following(k) != done and not self._is_early(k, at):
+            raise self._error(at, "the backward that follows is not the one that completes the chunk's gradients")
+
+    def _error(self, at: Instruction, why: str) -> PlanError:
+        return PlanError(f"rank {self.rank}: {at} ({at.name}): {why}")
