@@ -116,8 +116,9 @@ class _Walk:
         self._check_end()
 
     def _check(self, at: Instruction) -> None:
+        cell = at[1:3]
         rule = RULES.get(at.op)
-        facts = self.facts.get((at.stage, at.mb))
+        facts = self.facts.get(cell)
         if rule is None or facts is None:
             raise self._error(
                 at,
@@ -125,26 +126,27 @@ class _Walk:
                 f"microbatches 0..{self.microbatches - 1}",
             )
         self._check_site(at)
+        needs, adds, _ = rule
         required = self.required[at.stage]
-        if rule.adds & ~(required | (0 if self.forward_only else W_LEFT | W_RAN)):
+        if adds & ~(required | (0 if self.forward_only else W_LEFT | W_RAN)):
             raise self._error(at, f"stage {at.stage} has no such step in this plan")
-        missing = rule.needs & (required | B_RAN | W_LEFT) & ~facts
+        missing = needs & (required | B_RAN | W_LEFT) & ~facts
         if missing:
             raise self._error(at, "it comes before " + " and before ".join(words_of(missing)))
-        if facts & rule.adds:
-            raise self._error(at, " and ".join(words_of(facts & rule.adds)) + " already: it stands twice")
+        if facts & adds:
+            raise self._error(at, " and ".join(words_of(facts & adds)) + " already: it stands twice")
         if at.op in ins.HAND_OPS:
             self._check_hand(at)
         elif at.op == ins.FORWARD:
             self._check_forward(at)
-        self.facts[(at.stage, at.mb)] = facts | rule.adds
+        self.facts[cell] = facts | adds
 
     def _check_site(self, at: Instruction) -> None:
         """Stage, chunk and peer must be those of the placement."""
         site = self.sites.get((at.op, at.chunk))
         if site is None:
             site = self.sites[(at.op, at.chunk)] = self.placement.site(self.rank, at.op, at.chunk)
-        if (at.stage, at.peer) != site:
+        if at.stage != site[0] or at.peer != site[1]:
             raise self._error(
                 at,
                 f"it has stage {at.stage} and peer {at.peer}; on this rank and chunk they are {site[0]} and {site[1]} "

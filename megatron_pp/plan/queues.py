@@ -15,7 +15,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.dataflow import Message, channel_of, message_of
+from megatron_pp.plan.dataflow import channel_of, message_of
 from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.spec import ONE_WAY, Plan, PlanError
 
@@ -52,9 +52,9 @@ class End:
 
     __slots__ = ("at", "direction", "done", "entry", "is_send", "message", "part")
 
-    def __init__(self, at: Instruction, message: Message, direction: Direction, part: str, entry: Entry) -> None:
+    def __init__(self, at: Instruction, direction: Direction, part: str, entry: Entry) -> None:
         self.at = at
-        self.message = message
+        self.message = message_of(at)
         self.direction = direction
         self.part = part
         self.entry = entry
@@ -85,17 +85,16 @@ class QueueMachine:
         self.ordered = ordered
         self.met: list[Meeting] = []
         self.queues: dict[tuple[Any, ...], deque[Entry]] = {}
+        self._sites: dict[tuple[int, str, int, bool], tuple[Direction, deque[Entry]]] = {}
         self._open_sends: dict[Direction, deque[End]] = {}
         self._open_receives: dict[Direction, deque[End]] = {}
 
     def post(self, rank: int, at: Instruction, part: str = DATA, now: float = 0.0) -> Entry:
         """Post a send, a receive or a BATCH. Raises PlanError where it has no other end."""
         posts = at.members or (at,)
-        directions = [self._direction(rank, one, bool(at.members)) for one in posts]
-        entry = Entry(rank, at, self._queue(rank, directions[0], bool(at.members)), now)
-        entry.ends = [
-            End(one, message_of(one), direction, part, entry) for one, direction in zip(posts, directions, strict=True)
-        ]
+        sites = [self._site(rank, one, bool(at.members)) for one in posts]
+        entry = Entry(rank, at, sites[0][1] if self.ordered else deque(), now)
+        entry.ends = [End(one, site[0], part, entry) for one, site in zip(posts, sites, strict=True)]
         entry.left = len(entry.ends)
         entry.queue.append(entry)
         if len(entry.queue) == 1:
@@ -140,14 +139,15 @@ class QueueMachine:
             )
         self.met.append(Meeting(send, receive))
 
-    def _direction(self, rank: int, at: Instruction, grouped: bool) -> Direction:
-        if at.peer == NONE:
-            raise PlanError(f"rank {rank}: {at} ({at.name}): stage {at.stage} has no neighbour on that side")
-        source, target, kind = channel_of(at, rank)
-        return source, target, _GROUP if grouped else kind if self.one_way else ""
-
-    def _queue(self, rank: int, direction: Direction, grouped: bool) -> deque[Entry]:
-        if not self.ordered:
-            return deque()
-        key: tuple[Any, ...] = (rank, *direction) if self.one_way else (rank, *sorted(direction[:2]))
-        return self.queues.setdefault((rank, _GROUP) if grouped else key, deque())
+    def _site(self, rank: int, at: Instruction, grouped: bool) -> tuple[Direction, deque[Entry]]:
+        """The direction of the message of ``at``, and the queue of ``rank`` on which it is posted."""
+        site = self._sites.get((rank, at.op, at.peer, grouped))
+        if site is None:
+            if at.peer == NONE:
+                raise PlanError(f"rank {rank}: {at} ({at.name}): stage {at.stage} has no neighbour on that side")
+            source, target, kind = channel_of(at, rank)
+            direction = (source, target, _GROUP if grouped else kind if self.one_way else "")
+            key: tuple[Any, ...] = (rank, *direction) if self.one_way else (rank, *sorted((source, target)))
+            queue = self.queues.setdefault((rank, _GROUP) if grouped else key, deque())
+            site = self._sites[(rank, at.op, at.peer, grouped)] = (direction, queue)
+        return site

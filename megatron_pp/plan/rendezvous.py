@@ -10,12 +10,10 @@ with large messages, and what gloo does always. The outcome does not depend on t
 from __future__ import annotations
 
 from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.dataflow import Message, message_of
 from megatron_pp.plan.instruction import POST_OF, Instruction
 from megatron_pp.plan.queues import DATA, SHAPE, End, Entry, QueueMachine
 from megatron_pp.plan.spec import Plan, PlanError
-
-_Key = tuple[str, int, int, int, str]
-
 
 def check_rendezvous(plan: Plan) -> None:
     """Raises PlanError where the plan can hang or a receive would get another message than it is meant for, with the
@@ -24,18 +22,13 @@ def check_rendezvous(plan: Plan) -> None:
     _Run(plan).run()
 
 
-def posted_key(op: str, at: Instruction) -> _Key:
-    """What identifies the post ``op`` of the message of ``at`` on its rank."""
-    return op, at.stage, at.mb, at.slice, at.tensor
-
-
 class _Run:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.machine = QueueMachine(plan)
         self.shapes_first = plan.spec.variable_shapes
         self.at = [0] * len(plan.programs)
-        self.posted: list[dict[tuple[_Key, str], Entry]] = [{} for _ in plan.programs]
+        self.posted: list[dict[tuple[Message, str], Entry]] = [{} for _ in plan.programs]
         self.blocked: dict[int, Entry] = {}  # rank -> the entry that its current instruction waits for
         self.ready: list[int] = list(range(len(plan.programs)))
 
@@ -80,10 +73,10 @@ class _Run:
 
     def _await(self, rank: int, at: Instruction) -> Entry | None:
         """What a WAIT or FREE still waits for."""
-        key = posted_key(POST_OF[at.op], at)
-        data = self.posted[rank].get((key, DATA))
+        message = message_of(at)
+        data = self.posted[rank].get((message, DATA))
         if data is None:
-            shape = self.posted[rank].get((key, SHAPE))
+            shape = self.posted[rank].get((message, SHAPE))
             if shape is None:
                 raise PlanError(f"rank {rank}: {at} ({at.name}) waits for what was never posted")
             if not shape.is_done:
@@ -93,7 +86,7 @@ class _Run:
 
     def _once(self, rank: int, at: Instruction, part: str) -> Entry:
         """The entry of ``at``, posted now unless it was before the rank had to wait."""
-        keys = [(posted_key(one.op, one), part) for one in at.members or (at,)]
+        keys = [(message_of(one), part) for one in at.members or (at,)]
         entry = self.posted[rank].get(keys[0])
         if entry is None or entry.at is not at:
             entry = self.machine.post(rank, at, part)

@@ -16,10 +16,10 @@ import pytest
 
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.serialize import save_plan
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.testing.processes import run_processes
 from tests.functional_tests.test_train_script import SMALL, losses, numbers, run_well, train_sh
+from tests.plan_text import save_plan
 
 RANKS, STEPS, MICROBATCHES = 2, 2, 5
 SIZES = [*SMALL, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(STEPS), "--eval-interval", "0"]

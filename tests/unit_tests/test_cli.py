@@ -13,8 +13,9 @@ from megatron_pp.cli import main
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.instruction import parse_program
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.serialize import load_plan, save_plan
+from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.spec import PlanSpec
+from tests.plan_text import save_plan
 
 MODEL = ["--layers", "16", "--hidden-size", "1024", "--seq-length", "1024", "--vocab-size", "32000"]
 

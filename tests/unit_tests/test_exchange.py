@@ -18,10 +18,11 @@ from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.files import ExchangeError, write_whole
 from megatron_pp.plan.instruction import format_program
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.serialize import format_plan, load_plan, parse_plan, save_plan
+from megatron_pp.plan.serialize import format_plan, load_plan, parse_plan
 from megatron_pp.plan.sim.measured import Measured
 from megatron_pp.plan.spec import CHANNELS, POLICIES, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
+from tests.plan_text import save_plan
 
 TORCH_SCHEDULES = {
     "ScheduleGPipe": "loop",

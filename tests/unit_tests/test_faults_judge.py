@@ -27,9 +27,10 @@ from megatron_pp.faults.liveness import ALIVE, DEAD, STOPPED, UNKNOWN, state_of,
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Entry, Process, Progress
 from megatron_pp.faults.view import View
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.instruction import batch, parse_instruction
+from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.spec import PlanSpec
+from tests.plan_text import placed
 
 TIMEOUT = 60.0
 HERE = "this machine"
@@ -287,28 +288,31 @@ def test_a_rank_that_goes_on_with_its_old_plan_differs() -> None:
 # -- in words ---
 
 
+def placed_one(placement: Placement, rank: int, text: str) -> Instruction:
+    return placed(placement, rank, text)[0]
+
+
 def test_whom_an_instruction_waits_for() -> None:
     loop = Placement(LOOP, 4, 2)
-    assert waits_on(loop, 1, parse_instruction("WAIT_F1.3")) == (0,)
-    assert waits_on(loop, 0, parse_instruction("WAIT_F1.3")) == (3,)  # chunk 1 on rank 0 follows chunk 0 on rank 3
-    assert waits_on(loop, 1, parse_instruction("WAIT_B1.3")) == (2,)
-    assert waits_on(loop, 1, parse_instruction("FREE_F0.3")) == (2,)
-    assert waits_on(loop, 1, parse_instruction("FREE_B0.3")) == (0,)
-    assert waits_on(loop, 1, parse_instruction("F0.3")) == ()
-    assert waits_on(loop, 0, parse_instruction("GRAD_SYNC0")) == ()
-    both = batch([parse_instruction("SEND_F0.1"), parse_instruction("RECV_F0.2")])
-    assert waits_on(loop, 1, both) == (0, 2)
+    assert waits_on(placed_one(loop, 1, "WAIT_F1.3")) == (0,)
+    assert waits_on(placed_one(loop, 0, "WAIT_F1.3")) == (3,)  # chunk 1 on rank 0 follows chunk 0 on rank 3
+    assert waits_on(placed_one(loop, 1, "WAIT_B1.3")) == (2,)
+    assert waits_on(placed_one(loop, 1, "FREE_F0.3")) == (2,)
+    assert waits_on(placed_one(loop, 1, "FREE_B0.3")) == (0,)
+    assert waits_on(placed_one(loop, 1, "F0.3")) == ()
+    assert waits_on(placed_one(loop, 0, "GRAD_SYNC0")) == ()
+    assert waits_on(placed_one(loop, 1, "[SEND_F0.1 RECV_F0.2]")) == (0, 2)
     v = Placement(V_SHAPE, 4, 2)
-    assert waits_on(v, 1, parse_instruction("WAIT_F1.3")) == (2,)
+    assert waits_on(placed_one(v, 1, "WAIT_F1.3")) == (2,)
 
 
 def test_what_a_rank_does() -> None:
     loop = Placement(LOOP, 4, 2)
-    told = doing(loop, 2, parse_instruction("WAIT_F1.3"))
+    told = doing(placed_one(loop, 2, "WAIT_F1.3"))
     assert told == "waits for the activation of chunk 1, microbatch 3 from rank 1"
-    told = doing(loop, 2, parse_instruction("FREE_B1.3"))
+    told = doing(placed_one(loop, 2, "FREE_B1.3"))
     assert told == "waits for rank 1 to take the gradient of chunk 1, microbatch 3"
-    assert doing(loop, 2, parse_instruction("F0.1")) == "is in FORWARD of chunk 0, microbatch 1"
+    assert doing(placed_one(loop, 2, "F0.1")) == "is in forward of chunk 0, microbatch 1"
 
 
 def test_the_message_of_a_stall() -> None:

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
 from megatron_pp.plan.build import build_plan, lowered_plan
-from megatron_pp.plan.clock import logical_ends
-from megatron_pp.plan.instruction import COMPUTE_OPS, parse_program
+from megatron_pp.plan.clock import run_clock
+from megatron_pp.plan.dataflow import consumer_of
+from megatron_pp.plan.instruction import PAIR, Instruction, format_program, parse_program
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.pairs import is_pair, overlap_pairs
+from megatron_pp.plan.pairs import pair_up
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.sim.costs import StageCosts
 from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec
+from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, PlanSpec
 from megatron_pp.plan.verify import verify
+from tests.plan_text import placed
 
 
-def adjacent_pairs(plan: Plan) -> int:
-    count = 0
-    for program, order in zip(plan.programs, plan.orders, strict=True):
-        split = {(i.chunk, i.mb) for i in order if i.op == "W"}
-        count += sum(is_pair(one, two, split) for one, two in itertools.pairwise(program))
-    return count
-
-
-def pairs_in_orders(plan: Plan) -> int:
-    return sum(map(len, overlap_pairs(plan.orders)))
+def pairs_in(program: Sequence[Instruction]) -> int:
+    return sum(at.op == PAIR for at in program)
 
 
 def test_what_pairs() -> None:
-    order = parse_program("F0.0 B0.0 F0.1 B1.0 W1.0 F1.2 B0.1 F0.3 F0.4")
-    assert overlap_pairs([order]) == [{5}]  # the same microbatch does not pair, nor does a split backward
+    order = parse_program("F0.0 B0.0 F0.1 I1.0 W1.0 F1.2 B0.1 F0.3 F0.4")
+    # The same microbatch does not pair, nor does a split backward.
+    assert format_program(pair_up(order)) == "F0.0 B0.0 F0.1 I1.0 W1.0 (F1.2 B0.1) F0.3 F0.4"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -41,8 +37,7 @@ def test_dualpipe_v_runs_its_overlapped_phases_as_pairs(size: int, more: int) ->
     microbatches = 2 * size + more
     plan = build_plan(PlanSpec("dualpipe_v", size, 2, microbatches, overlap_pairs=True))
     per_rank = [2 * (microbatches - 2 * size + rank + 1) + (size - rank - 1) for rank in range(size)]
-    assert [len(p) for p in overlap_pairs(plan.orders)] == per_rank
-    assert adjacent_pairs(plan) == sum(per_rank)
+    assert [pairs_in(program) for program in plan.programs] == per_rank
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -71,36 +66,32 @@ def test_paired_plans_of_every_family_are_accepted(name: str) -> None:
             verify(lowered_plan(spec))
 
 
-def test_without_the_wish_nothing_is_paired() -> None:
-    spec = PlanSpec("1f1b", 4, 1, 8)
-    assert adjacent_pairs(build_plan(spec)) < pairs_in_orders(build_plan(spec))
+def test_nothing_is_paired_unless_it_is_asked_for() -> None:
+    plan = build_plan(PlanSpec("1f1b", 4, 1, 8))
+    assert sum(map(pairs_in, plan.programs)) == 0
+    assert sum(pairs_in(pair_up(order)) for order in plan.orders) > 0
 
 
 def test_a_pair_that_would_wait_in_a_circle_is_taken_apart() -> None:
     """Rank 2 waits for F.1 of rank 1, which would only run it together with B.0, for which it waits for rank 2."""
-    orders = [parse_program(line) for line in ("F0.0 F0.1 B0.0 B0.1", "F0.0 F0.1 B0.0 B0.1", "F0.0 F0.1 B0.0 B0.1")]
-    pairs = overlap_pairs(orders)
-    assert pairs == [{1}, {1}, {1}]
-    logical_ends(orders, Placement("loop", 3, 1), 2, pairs)
-    assert pairs == [set(), set(), {1}]
+    placement = Placement("loop", 3, 1)
+    orders = [pair_up(placed(placement, rank, "F0.0 F0.1 B0.0 B0.1")) for rank in range(3)]
+    assert [pairs_in(order) for order in orders] == [1, 1, 1]
+    assert [pairs_in(order) for order in run_clock(orders, placement).orders] == [0, 0, 1]
 
 
 def test_the_halves_of_a_pair_end_together() -> None:
-    orders = [parse_program("F0.0 F0.1 B0.0 B0.1")]
-    pairs = overlap_pairs(orders)
-    assert logical_ends(orders, Placement("loop", 1, 1), 2, pairs) == [[1, 3, 3, 4]]
+    placement = Placement("loop", 1, 1)
+    order = pair_up(placed(placement, 0, "F0.0 F0.1 B0.0 B0.1"))
+    assert run_clock([order], placement).ends == [[1, 3, 4]]
 
 
 def test_posts_stand_before_and_after_a_pair() -> None:
     plan = build_plan(PlanSpec("dualpipe_v", 4, 2, 12, overlap_pairs=True))
     for program in plan.programs:
-        compute = [k for k, i in enumerate(program) if i.op in COMPUTE_OPS]
-        for k, following in itertools.pairwise(compute):
-            one, two = program[k], program[following]
-            if one.op == "F" and two.op == "B" and following == k + 1 and following + 1 < len(program):
-                sends = {(i.op, i.chunk, i.mb) for i in program[following + 1 : following + 12]}
-                last_stage = plan.placement.num_stages - 1
-                rank = plan.programs.index(program)
-                stage = plan.placement.stages[rank][one.chunk]
-                if stage < last_stage and plan.placement.crosses_ranks(stage):
-                    assert ("SEND_F", one.chunk, one.mb) in sends
+        for k, entry in enumerate(program[:-1]):
+            if entry.op == PAIR:
+                forward = entry.members[0]
+                sends = {at[:3] for at in program[k + 1 : k + 12]}
+                if consumer_of("F", forward.stage, 8) is not None and plan.placement.crosses_ranks(forward.stage):
+                    assert ("SEND_F", forward.stage, forward.mb) in sends

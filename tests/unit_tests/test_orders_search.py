@@ -7,11 +7,10 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_pp.plan.orders.v_half import offsets
-from megatron_pp.plan.orders.v_pattern import v_pattern
 
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.orders import SCHEDULES, Shape
+from megatron_pp.plan.orders.v import v_half_offsets, v_pattern
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.sim.costs import StageCosts
 from megatron_pp.plan.sim.greedy import MemoryModel, Rules, schedule
@@ -146,7 +145,7 @@ def test_measurements_of_another_pipeline_are_refused() -> None:
 
 def test_the_scheduler_reports_what_can_not_be_done() -> None:
     placement = Placement("v", 2, 2)
-    pattern = v_pattern(2, offsets)
+    pattern = v_pattern(2, v_half_offsets)
     costs = StageCosts.uniform(4)
     assert schedule(placement, 3, pattern, MemoryModel.in_chunks(placement, 1.0), costs, Rules()) is None
 

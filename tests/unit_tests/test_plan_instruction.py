@@ -78,7 +78,7 @@ def test_a_program_is_one_line() -> None:
 
 def test_every_op_has_a_name_in_words() -> None:
     assert set(OP_NAMES) == ins.ALL_OPS
-    assert instruction("F", 0, 3).name == "FORWARD of chunk 0, microbatch 3"
+    assert instruction("F", 0, 3).name == "forward of chunk 0, microbatch 3"
     assert instruction("GRAD_SYNC", 1).name == "gradient sync of chunk 1"
     assert parse_instruction("[SEND_F0.3 RECV_B0.2]").name == "BATCH [SEND_F0.3 RECV_B0.2]"
 

@@ -8,9 +8,11 @@ import pytest
 
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.build import build_plan, lowered_plan
-from megatron_pp.plan.instruction import Instruction, format_program, instruction
+from megatron_pp.plan.dataflow import KIND_OF, RESULT_OF
+from megatron_pp.plan.instruction import Instruction, format_program
 from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.spec import BATCHED, CHANNELS, ONE_WAY, OVERLAP, PLAIN, POLICIES, SHARED, PlanError, PlanSpec
+from tests.plan_text import index_of
 
 
 def lines(*args: int | str, **fields: object) -> list[str]:
@@ -98,6 +100,12 @@ def specs(policy: str) -> Iterator[PlanSpec]:
                     yield PlanSpec(schedule, p, v, m, g, policy, channels, forward_only, variable)
 
 
+def use_of(program: Sequence[Instruction], post: Instruction) -> int:
+    """Where the operation stands that makes what ``post`` sends, or needs what it receives."""
+    wanted = (KIND_OF[post.op], *post[1:3])
+    return next(i for i, at in enumerate(program) if (RESULT_OF.get(at.op), *at[1:3]) == wanted)
+
+
 def flat(program: tuple[Instruction, ...]) -> list[Instruction]:
     return [one for at in program for one in at.members or (at,)]
 
@@ -113,7 +121,6 @@ def compute_index(program: list[Instruction]) -> list[int]:
 
 FINISHES = {ins.RECV_F: ins.WAIT_F, ins.RECV_B: ins.WAIT_B}
 FINISHES |= {ins.SEND_F: ins.FREE_F, ins.SEND_B: ins.FREE_B}
-USES = {ins.RECV_F: ins.FORWARD, ins.RECV_B: ins.BACKWARD, ins.SEND_F: ins.FORWARD, ins.SEND_B: ins.BACKWARD}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -132,7 +139,7 @@ def test_sends_stand_right_after_what_they_send(policy: str) -> None:
             index = compute_index(program)
             for i, at in enumerate(program):
                 if at.op in ins.SEND_OPS:
-                    made = program.index(instruction(USES[at.op], at.chunk, at.mb))
+                    made = use_of(program, at)
                     assert index[i] == index[made] + 1, (spec, at)
 
 
@@ -143,7 +150,7 @@ def test_batched_and_plain_wait_at_the_boundary_where_they_post(policy: str) -> 
             index = compute_index(program)
             for i, at in enumerate(program):
                 if at.op in FINISHES:
-                    assert index[program.index(instruction(FINISHES[at.op], at.chunk, at.mb))] == index[i], (spec, at)
+                    assert index[index_of(program, f"{FINISHES[at.op]}{at.chunk}.{at.mb}")] == index[i], (spec, at)
 
 
 def test_plain_posts_everything_of_a_boundary_before_it_waits() -> None:
@@ -209,8 +216,8 @@ def test_overlap_releases_some_operations_after_the_send(release_after: int) -> 
                 continue
             wanted = min(index[i] + release_after, index[-1] + 1)
             if at.op == ins.SEND_F:  # but before its own backward, by which the send is done
-                wanted = min(wanted, index[program.index(instruction(ins.BACKWARD, at.chunk, at.mb))])
-            released = index[program.index(instruction(FINISHES[at.op], at.chunk, at.mb))]
+                wanted = min(wanted, index[index_of(program, f"B{at.chunk}.{at.mb}")])
+            released = index[index_of(program, f"{FINISHES[at.op]}{at.chunk}.{at.mb}")]
             assert min(released, index[-1]) == min(wanted, index[-1]), at
             seen += 1
     assert seen == 2 * 6 * 3  # three of four borders between stages, activations and gradients
@@ -223,9 +230,9 @@ def test_overlap_posts_receives_ahead_and_waits_right_before_the_use(lookahead: 
         index = compute_index(program)
         for i, at in enumerate(program):
             if at.op in ins.RECV_OPS:
-                use = index[program.index(instruction(USES[at.op], at.chunk, at.mb))]
+                use = index[use_of(program, at)]
                 assert index[i] <= max(0, use - lookahead), at
-                assert index[program.index(instruction(FINISHES[at.op], at.chunk, at.mb))] == use, at
+                assert index[index_of(program, f"{FINISHES[at.op]}{at.chunk}.{at.mb}")] == use, at
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])

@@ -7,12 +7,12 @@ import re
 from collections import Counter
 
 import pytest
-from megatron_pp.plan.orders.interleaved import has_short_group, schedule_table, warmup_forwards
 
 from megatron_pp.plan.build import family_of
-from megatron_pp.plan.clock import logical_ends
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction, format_program
+from megatron_pp.plan.clock import run_clock
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction, format_program, instruction
 from megatron_pp.plan.orders import SCHEDULES, Shape
+from megatron_pp.plan.orders.loop import has_short_group, schedule_table, warmup_forwards
 from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.plan.spec import PlanError, PlanSpec
 
@@ -22,6 +22,10 @@ Order = list[Instruction]
 def orders(schedule: str, pipeline_size: int, num_chunks: int, num_microbatches: int, group: int = 0) -> list[Order]:
     group = min(group or pipeline_size, num_microbatches)
     return SCHEDULES[schedule].orders(Shape(pipeline_size, num_chunks, num_microbatches, group))
+
+
+def placed_orders(orders: list[Order], placement: Placement) -> list[tuple[Instruction, ...]]:
+    return [placement.place(rank, order) for rank, order in enumerate(orders)]
 
 
 def lines(*args: int | str) -> list[str]:
@@ -136,10 +140,10 @@ def megatrons_order(shape: Shape, rank: int) -> Order:
     order = []
     for k in range(total + warmup):
         if k < total:
-            order.append(Instruction(FORWARD, table[k][1], table[k][0]))
+            order.append(instruction(FORWARD, table[k][1], table[k][0]))
         if k >= warmup:
             mb, chunk = table[k - warmup]
-            order.append(Instruction(BACKWARD, shape.num_chunks - 1 - chunk, mb))
+            order.append(instruction(BACKWARD, shape.num_chunks - 1 - chunk, mb))
     return order
 
 
@@ -183,14 +187,14 @@ def test_every_operation_once_and_runnable(schedule: str) -> None:
             continue
         placement = Placement(LOOP, p, v)
         all_orders = SCHEDULES[schedule].orders(Shape(p, v, m, g))
-        wanted = Counter(Instruction(op, c, mb) for op in (FORWARD, BACKWARD) for c in range(v) for mb in range(m))
+        wanted = Counter(instruction(op, c, mb) for op in (FORWARD, BACKWARD) for c in range(v) for mb in range(m))
         assert len(all_orders) == p
         for order in all_orders:
             assert Counter(order) == wanted
             assert all(
-                order.index(Instruction(FORWARD, c, b)) < i for i, (op, c, b, _) in enumerate(order) if op == "B"
+                order.index(instruction(FORWARD, at.chunk, at.mb)) < i for i, at in enumerate(order) if at.op == "B"
             )
-        logical_ends(all_orders, placement, m)  # raises where the ranks would wait in a circle
+        run_clock(placed_orders(all_orders, placement), placement)  # raises where the ranks would wait in a circle
 
 
 @pytest.mark.parametrize("schedule", FAMILIES)
@@ -225,14 +229,15 @@ def test_a_single_chunk_interleaved_is_1f1b_with_twice_the_warmup() -> None:
 def test_the_circle_that_overtaking_breaks_is_real() -> None:
     """Without it, the strict alternation of a ragged shape waits in a circle."""
     shape = Shape(4, 3, 5, 4)
+    placement = Placement(LOOP, 4, 3)
     strict = [megatrons_order(shape, rank) for rank in range(4)]
     stuck = (
-        "rank 0 can not run FORWARD of chunk 2, microbatch 4: it needs F1.4 of rank 3, which is stuck before it, at "
-        "BACKWARD of chunk 1, microbatch 0"
+        "rank 0 cannot run F2.4 (forward of chunk 2, microbatch 4): it needs F1.4 of rank 3, which is stuck before it, "
+        "at backward of chunk 1, microbatch 0"
     )
     with pytest.raises(PlanError, match=re.escape(stuck)):
-        logical_ends(strict, Placement(LOOP, 4, 3), 5)
-    logical_ends(SCHEDULES["interleaved_1f1b"].orders(shape), Placement(LOOP, 4, 3), 5)
+        run_clock(placed_orders(strict, placement), placement)
+    run_clock(placed_orders(SCHEDULES["interleaved_1f1b"].orders(shape), placement), placement)
 
 
 def test_unknown_schedules_and_wrong_numbers_of_chunks_are_refused() -> None:

@@ -14,6 +14,7 @@ from megatron_pp.plan.build import lowered_plan
 from megatron_pp.plan.instruction import Instruction, parse_instruction, parse_program
 from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
+from tests.plan_text import index_of, with_programs
 
 # -- accepts ----------------------------------------------------------------------------------------------------------
 
@@ -89,36 +90,31 @@ def plan_1f1b(**fields: object) -> Plan:
     return lowered_plan(PlanSpec("1f1b", 2, 1, 2, policy="plain", **fields))  # type: ignore[arg-type]
 
 
-def with_programs(plan: Plan, *lines: str) -> Plan:
-    return replace(plan, programs=tuple(tuple(parse_program(line)) for line in lines))
-
-
 def edited(plan: Plan, rank: int, edit: Edit) -> Plan:
     programs = [list(program) for program in plan.programs]
     edit(programs[rank])
+    programs[rank] = list(plan.placement.place(rank, programs[rank]))
     return replace(plan, programs=tuple(map(tuple, programs)))
 
 
 def drop(text: str) -> Edit:
-    return lambda program: program.remove(parse_instruction(text))
+    return lambda program: program.__delitem__(index_of(program, text))
 
 
 def double(text: str) -> Edit:
-    at = parse_instruction(text)
-    return lambda program: program.insert(program.index(at) + 1, at)
+    return lambda program: program.insert(index_of(program, text) + 1, program[index_of(program, text)])
 
 
 def move(text: str, before: str) -> Edit:
     def edit(program: list[Instruction]) -> None:
-        at = parse_instruction(text)
-        program.remove(at)
-        program.insert(program.index(parse_instruction(before)), at)
+        at = program.pop(index_of(program, text))
+        program.insert(index_of(program, before), at)
 
     return edit
 
 
 def add(text: str, before: str) -> Edit:
-    return lambda program: program.insert(program.index(parse_instruction(before)), parse_instruction(text))
+    return lambda program: program.insert(index_of(program, before), parse_instruction(text))
 
 
 def refusal(plan: Plan) -> str:
@@ -135,31 +131,31 @@ def test_the_plan_that_is_edited_below_is_accepted() -> None:
     ("rank", "edit", "words"),
     [
         # Missing.
-        (0, drop("F0.1"), "rank 0: SEND_F0.1 (SEND_F of chunk 0, microbatch 1): it comes before its forward ran"),
-        (1, drop("B0.0"), "rank 1: SEND_B0.0 (SEND_B of chunk 0, microbatch 0): it comes before its backward ran"),
+        (0, drop("F0.1"), "rank 0: SEND_F0.1 (send of the activation of chunk 0, microbatch 1): it comes before its forward ran"),
+        (1, drop("B0.0"), "rank 1: SEND_B0.0 (send of the gradient of chunk 0, microbatch 0): it comes before its backward ran"),
         (
             0,
             drop("B0.1"),
             "rank 0: at the end of the plan, of chunk 0, microbatch 1 it is not true that its backward ran",
         ),
-        (0, drop("SEND_F0.0"), "rank 0: FREE_F0.0 (FREE_F of chunk 0, microbatch 0): it comes before its output was sent"),
+        (0, drop("SEND_F0.0"), "rank 0: FREE_F0.0 (release of the activation of chunk 0, microbatch 0): it comes before its output was sent"),
         (0, drop("FREE_F0.1"), "of chunk 0, microbatch 1 it is not true that its output was released"),
         (1, drop("FREE_B0.1"), "of chunk 0, microbatch 1 it is not true that its input gradient was released"),
-        (1, drop("SEND_B0.1"), "rank 1: FREE_B0.1 (FREE_B of chunk 0, microbatch 1): it comes before its input gradient"),
+        (1, drop("SEND_B0.1"), "rank 1: FREE_B0.1 (release of the gradient of chunk 0, microbatch 1): it comes before its input gradient"),
         (
             1,
             drop("RECV_F0.0"),
-            "rank 1: WAIT_F0.0 (WAIT_F of chunk 0, microbatch 0): it comes before the receive of its input",
+            "rank 1: WAIT_F0.0 (wait for the activation of chunk 0, microbatch 0): it comes before the receive of its input",
         ),
-        (1, drop("WAIT_F0.1"), "rank 1: F0.1 (FORWARD of chunk 0, microbatch 1): it comes before its input is there"),
-        (0, drop("WAIT_B0.0"), "rank 0: B0.0 (BACKWARD of chunk 0, microbatch 0): it comes before its output gradient is"),
+        (1, drop("WAIT_F0.1"), "rank 1: F0.1 (forward of chunk 0, microbatch 1): it comes before its input is there"),
+        (0, drop("WAIT_B0.0"), "rank 0: B0.0 (backward of chunk 0, microbatch 0): it comes before its output gradient is"),
         # Twice.
         (
             0,
             double("F0.0"),
-            "rank 0: F0.0 (FORWARD of chunk 0, microbatch 0): its forward ran already: it stands twice",
+            "rank 0: F0.0 (forward of chunk 0, microbatch 0): its forward ran already: it stands twice",
         ),
-        (1, double("B0.1"), "rank 1: B0.1 (BACKWARD of chunk 0, microbatch 1): its backward ran already"),
+        (1, double("B0.1"), "rank 1: B0.1 (backward of chunk 0, microbatch 1): its backward ran already"),
         (0, double("SEND_F0.1"), "its output was sent already: it stands twice"),
         (0, double("FREE_F0.0"), "its output was released already: it stands twice"),
         (1, double("RECV_F0.1"), "the receive of its input was posted already: it stands twice"),
@@ -168,37 +164,37 @@ def test_the_plan_that_is_edited_below_is_accepted() -> None:
         (
             0,
             move("SEND_F0.0", before="F0.0"),
-            "rank 0: SEND_F0.0 (SEND_F of chunk 0, microbatch 0): it comes before its forward",
+            "rank 0: SEND_F0.0 (send of the activation of chunk 0, microbatch 0): it comes before its forward",
         ),
-        (0, move("FREE_F0.1", before="SEND_F0.1"), "rank 0: FREE_F0.1 (FREE_F of chunk 0, microbatch 1): it comes before its"),
+        (0, move("FREE_F0.1", before="SEND_F0.1"), "rank 0: FREE_F0.1 (release of the activation of chunk 0, microbatch 1): it comes before its"),
         (
             1,
             move("B0.0", before="F0.0"),
-            "rank 1: B0.0 (BACKWARD of chunk 0, microbatch 0): it comes before its forward ran",
+            "rank 1: B0.0 (backward of chunk 0, microbatch 0): it comes before its forward ran",
         ),
         (0, move("B0.0", before="WAIT_B0.0"), "it comes before its output gradient is there"),
         (1, move("FREE_B0.0", before="SEND_B0.0"), "it comes before its input gradient was sent"),
         # What this stage does not have.
-        (0, add("RECV_F0.0", before="F0.0"), "rank 0: RECV_F0.0 (RECV_F of chunk 0, microbatch 0): stage 0 has no such step"),
-        (1, add("SEND_F0.0", before="B0.0"), "rank 1: SEND_F0.0 (SEND_F of chunk 0, microbatch 0): stage 1 has no such step"),
-        (1, add("HAND_F0.1", before="F0.1"), "rank 1: HAND_F0.1 (HAND_F of chunk 0, microbatch 1): "),
+        (0, add("RECV_F0.0", before="F0.0"), "rank 0: RECV_F0.0 (receive of the activation of chunk 0, microbatch 0): stage 0 has no such step"),
+        (1, add("SEND_F0.0", before="B0.0"), "rank 1: SEND_F0.0 (send of the activation of chunk 0, microbatch 0): stage 1 has no such step"),
+        (1, add("HAND_F0.1", before="F0.1"), "rank 1: HAND_F0.1 (hand-off of the activation of chunk 0, microbatch 1): "),
         (
             0,
             add("F1.0", before="F0.0"),
-            "rank 0: F1.0 (FORWARD of chunk 1, microbatch 0): there is no such (chunk, mic",
+            "rank 0: F1.0 (forward of chunk 1, microbatch 0): there is no such (chunk, mic",
         ),
         (0, add("F0.2", before="B0.0"), "chunks are 0..0, microbatches 0..1"),
         # Marks.
         (0, drop("ENABLE_GRAD_SYNC0"), "rank 0: the gradients of chunk(s) [0] are never synchronised"),
-        (0, double("ENABLE_GRAD_SYNC0"), "rank 0: ENABLE_GRAD_SYNC0 (ENABLE_GRAD_SYNC of chunk 0): it stands twice, or names no chunk of this rank"),
-        (0, add("ENABLE_GRAD_SYNC1", before="B0.1"), "rank 0: ENABLE_GRAD_SYNC1 (ENABLE_GRAD_SYNC of chunk 1): it stands twice, or names no chunk of"),
+        (0, double("ENABLE_GRAD_SYNC0"), "rank 0: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): it stands twice, or names no chunk of this rank"),
+        (0, add("ENABLE_GRAD_SYNC1", before="B0.1"), "rank 0: ENABLE_GRAD_SYNC1 (start of gradient sync in the backward of chunk 1): it stands twice, or names no chunk of"),
         (
             1,
             move("ENABLE_GRAD_SYNC0", before="B0.0"),
-            "rank 1: ENABLE_GRAD_SYNC0 (ENABLE_GRAD_SYNC of chunk 0): the backward that follows is not the one",
+            "rank 1: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): the backward that follows is not the one",
         ),
-        (1, add("GRAD_SYNC0", before="SEND_B0.1"), "rank 1: GRAD_SYNC0 (GRAD_SYNC of chunk 0): "),
-        (0, add("PARAM_SYNC0", before="B0.0"), "rank 0: PARAM_SYNC0 (PARAM_SYNC of chunk 0): it comes after the chunk's first forward"),
+        (1, add("GRAD_SYNC0", before="SEND_B0.1"), "rank 1: GRAD_SYNC0 (gradient sync of chunk 0): "),
+        (0, add("PARAM_SYNC0", before="B0.0"), "rank 0: PARAM_SYNC0 (parameter sync of chunk 0): it comes after the chunk's first forward"),
     ],
 )
 def test_refuses_one_broken_instruction(rank: int, edit: Edit, words: str) -> None:
@@ -217,14 +213,14 @@ def test_refuses_a_program_too_few() -> None:
         (
             0,
             move("GRAD_SYNC1", before="B1.1"),
-            "rank 0: GRAD_SYNC1 (GRAD_SYNC of chunk 1): it comes before the chunk's last gradient",
+            "rank 0: GRAD_SYNC1 (gradient sync of chunk 1): it comes before the chunk's last gradient",
         ),
         (0, drop("PARAM_SYNC1"), "rank 0: the parameters of chunk(s) [1] are never synchronised"),
-        (1, double("PARAM_SYNC0"), "rank 1: PARAM_SYNC0 (PARAM_SYNC of chunk 0): it stands twice"),
+        (1, double("PARAM_SYNC0"), "rank 1: PARAM_SYNC0 (parameter sync of chunk 0): it stands twice"),
         (
             1,
             move("PARAM_SYNC1", before="F1.1"),
-            "rank 1: PARAM_SYNC1 (PARAM_SYNC of chunk 1): it comes after the chunk's first forward",
+            "rank 1: PARAM_SYNC1 (parameter sync of chunk 1): it comes after the chunk's first forward",
         ),
     ],
 )
@@ -236,7 +232,7 @@ def test_refuses_explicit_syncs_in_the_wrong_place(rank: int, edit: Edit, words:
 
 def test_refuses_gradient_marks_in_evaluation() -> None:
     plan = plan_1f1b(forward_only=True)
-    assert "rank 0: ENABLE_GRAD_SYNC0 (ENABLE_GRAD_SYNC of chunk 0): a forward-only plan has no gradients" in refusal(
+    assert "rank 0: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): a forward-only plan has no gradients" in refusal(
         edited(plan, 0, lambda program: program.append(parse_instruction("ENABLE_GRAD_SYNC0")))
     )
     assert "stage 0 has no such step" in refusal(
@@ -249,13 +245,13 @@ def test_refuses_gradient_marks_in_evaluation() -> None:
     [
         (
             move("HAND_F1.0", before="F0.0"),
-            "rank 0: HAND_F1.0 (HAND_F of chunk 1, microbatch 0): stage 0 has not produced it yet",
+            "rank 0: HAND_F1.0 (hand-off of the activation of chunk 1, microbatch 0): stage 0 has not produced it yet",
         ),
         (
             move("HAND_B0.0", before="B1.0"),
-            "rank 0: HAND_B0.0 (HAND_B of chunk 0, microbatch 0): stage 1 has not produced it",
+            "rank 0: HAND_B0.0 (hand-off of the gradient of chunk 0, microbatch 0): stage 1 has not produced it",
         ),
-        (drop("HAND_F1.1"), "rank 0: F1.1 (FORWARD of chunk 1, microbatch 1): it comes before its input is there"),
+        (drop("HAND_F1.1"), "rank 0: F1.1 (forward of chunk 1, microbatch 1): it comes before its input is there"),
         (double("HAND_B0.1"), "its output gradient is there already: it stands twice"),
     ],
 )
@@ -317,7 +313,7 @@ def test_refuses_messages_that_cross_on_a_channel() -> None:
         "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 WAIT_F0.1 F0.1",
     )
     assert refusal(plan) == (
-        "rank 1: RECV_F0.0 (RECV_F of chunk 0, microbatch 0) would receive what rank 0 sends with SEND_F0.1 (SEND_F of "
+        "rank 1: RECV_F0.0 (receive of the activation of chunk 0, microbatch 0) would receive what rank 0 sends with SEND_F0.1 (SEND_F of "
         "chunk 0, microbatch 1): messages between them cross"
     )
 
@@ -356,7 +352,7 @@ def test_refuses_shapes_that_are_read_too_late() -> None:
     plan = lowered_plan(PlanSpec("gpipe", 2, 1, 2, variable_shapes=True, forward_only=True, policy="plain"))
     verify(plan)
     late = with_programs(plan, "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 FREE_F0.1", "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 WAIT_F0.1 F0.1")
-    assert "rank 1: RECV_F0.1 (RECV_F of chunk 0, microbatch 1) would receive what rank 0 sends with SEND_F0.0" in refusal(
+    assert "rank 1: RECV_F0.1 (receive of the activation of chunk 0, microbatch 1) would receive what rank 0 sends with SEND_F0.0" in refusal(
         late
     )
 

@@ -16,12 +16,12 @@ from megatron_pp.faults.wiring import describe_step
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.files import ExchangeError
 from megatron_pp.plan.schedule_file import family_of_file, find_family, placement_kind
-from megatron_pp.plan.serialize import save_plan
 from megatron_pp.plan.sim.measured import Measured
 from megatron_pp.plan.spec import PlanError, PlanSpec
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run
 from megatron_pp.weight_grad import split_weight_grad
+from tests.plan_text import save_plan
 
 FORMS = {"csv": "csv", "json": "json", "torch-csv": "csv"}
 

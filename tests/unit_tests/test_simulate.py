@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp.plan.build import build_plan, lowered_plan
-from megatron_pp.plan.clock import logical_ends
-from megatron_pp.plan.instruction import parse_program
+from megatron_pp.plan.clock import run_clock
+from megatron_pp.plan.instruction import format_program
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.sim.costs import GLOO_DETACHED_BYTES, Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, POLICIES, SHARED, Plan, PlanError, PlanSpec
+from tests.plan_text import placed, with_programs
 
 UNIT_COSTS = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "breadth_first": 2}
 
@@ -72,7 +73,7 @@ def test_equal_slots_and_free_transfers_are_the_logical_clock(schedule, p, v, m,
         PlanSpec(schedule, p, v, m, group_size=group, policy=policy, channels=channels, variable_shapes=variable)
     )
     result = simulate(plan, StageCosts.uniform(p * v, backward=1.0))
-    expected = logical_ends(plan.orders, plan.placement, m)
+    expected = run_clock(plan.orders, plan.placement).ends
     assert [[e.end for e in result.compute_events(r)] for r in range(p)] == expected
 
 
@@ -147,10 +148,10 @@ def test_on_gloo_a_receive_is_heard_of_behind_the_data_the_other_way(first, gloo
     """Two ranks, transfers of 2, F 0.5, B 1: rank 0's two sends leave from 1 to 5, rank 1's gradient is ready at 4."""
     programs = (f"F0.0 F0.1 {first} WAIT_B0.0 FREE_F0.0 FREE_F0.1 B0.0", "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 B0.0 SEND_B0.0 WAIT_F0.1 FREE_B0.0")
     plan = build_plan(PlanSpec("gpipe", 2, 1, 2))
-    plan = dataclasses.replace(plan, programs=tuple(tuple(parse_program(text)) for text in programs))
+    plan = with_programs(plan, *programs)
     network = Network(size, link=Link(bandwidth=size / 2), gloo=gloo)
     result = simulate(plan, StageCosts.uniform(2, 0.5, 0.25, 0.25), network)
-    back = next(t for t in result.transfers if t.kind == "G")
+    back = next(t for t in result.transfers if t.kind == "B")
     assert (back.send_posted, back.receive_posted) == (4.0, 1.0)
     assert (back.start, back.end) == there
     assert result.waits[0].queued == there[0] - 4.0
@@ -198,9 +199,8 @@ def test_a_slow_stage_shows():
 
 
 def test_split_backward_costs_its_halves():
-    orders = [parse_program("F0.0 B0.0 W0.0 F0.1 B0.1")]
-    spec = PlanSpec("gpipe", 1, 1, 2)
-    plan = Plan(spec, Placement("loop", 1, 1), (tuple(orders[0]),), (tuple(orders[0]),))
+    order = placed(Placement("loop", 1, 1), 0, "F0.0 I0.0 W0.0 F0.1 B0.1")
+    plan = Plan(PlanSpec("gpipe", 1, 1, 2), Placement("loop", 1, 1), (order,), (order,))
     result = simulate(plan, StageCosts.per_stage([1], [10], [100], [1000]))
     assert [e.end - e.start for e in result.events(0)] == [1, 10, 100, 1, 1000]
     assert result.peak_in_flight() == (1,)
@@ -231,7 +231,7 @@ def test_crossing_messages_are_refused():
     plan = build_plan(PlanSpec("gpipe", 2, 1, 2))
     swap = {"SEND_F0.0": "SEND_F0.1", "SEND_F0.1": "SEND_F0.0"}
     text = " ".join(swap.get(str(i), str(i)) for i in plan.programs[0])
-    broken = dataclasses.replace(plan, programs=(tuple(parse_program(text)), plan.programs[1]))
+    broken = with_programs(plan, text, format_program(plan.programs[1]))
     with pytest.raises(PlanError, match="messages cross"):
         simulate(broken, StageCosts.uniform(2))
 

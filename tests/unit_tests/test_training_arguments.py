@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron_pp.config import ModelParallelConfig, TransformerConfig
 from megatron_pp.config_checks import ConfigError, LayoutError, ScheduleError, WorldSizeError
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.serialize import save_plan
 from megatron_pp.plan.spec import PlanError, PlanSpec
 from megatron_pp.training.arguments import Arguments, RunArguments, make_config, make_parser, parse_arguments
 from megatron_pp.training.checkpoint import DESCRIPTION, FORMAT
@@ -30,6 +29,7 @@ from megatron_pp.training.errors import (
 from megatron_pp.training.flags import add_flags, values_of
 from megatron_pp.training.grid import Process, choose_device, grid_sizes
 from megatron_pp.training.program import _layout, main, train
+from tests.plan_text import save_plan
 
 
 def config_of(*argv: str, world_size: int = 2) -> TransformerConfig:

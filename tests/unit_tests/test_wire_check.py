@@ -12,12 +12,13 @@ from megatron_pp import schedules
 from megatron_pp.errors import P2PShapeError, WireMismatchError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.instruction import RECV_F, SEND_F, Instruction, instruction
+from megatron_pp.plan.instruction import RECV_F, SEND_F, Instruction
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_config
+from tests.plan_text import index_of
 
 POLICIES = {
     "overlap": {"overlap_p2p_comm": True},
@@ -39,13 +40,8 @@ def test_right_messages_pass(policy: str, variable: bool, schedule: str, chunks:
 def _swapped_on_rank_0(spec: PlanSpec) -> Plan:
     """A plan whose rank 0 sends the activation of microbatch 1 first, then that of microbatch 0."""
     plan = build_plan(spec)
-    swap = {
-        instruction(SEND_F, 0, 0): instruction(SEND_F, 0, 1),
-        instruction(SEND_F, 0, 1): instruction(SEND_F, 0, 0),
-    }
     program = list(plan.programs[0])
-    sends = [k for k, at in enumerate(program) if at in swap]
-    first, second = sends
+    first, second = index_of(program, "SEND_F0.0"), index_of(program, "SEND_F0.1")
     moved = program.pop(first)  # send microbatch 0 right after microbatch 1
     program.insert(second, moved)
     program = _releases_last(program)
@@ -54,10 +50,9 @@ def _swapped_on_rank_0(spec: PlanSpec) -> Plan:
 
 def _releases_last(program: list[Instruction]) -> list[Instruction]:
     """A release stands after its send again."""
-    first_release = instruction("FREE_F", 0, 0)
-    if program.index(first_release) < program.index(instruction(SEND_F, 0, 0)):
-        program.remove(first_release)
-        program.insert(program.index(instruction(SEND_F, 0, 0)) + 1, first_release)
+    if index_of(program, "FREE_F0.0") < index_of(program, "SEND_F0.0"):
+        first_release = program.pop(index_of(program, "FREE_F0.0"))
+        program.insert(index_of(program, "SEND_F0.0") + 1, first_release)
     return program
 
 

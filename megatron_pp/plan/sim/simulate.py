@@ -12,9 +12,10 @@ from array import array
 from heapq import heappop, heappush
 
 from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.dataflow import Message, message_of
 from megatron_pp.plan.instruction import POST_OF, Instruction
 from megatron_pp.plan.queues import Entry
-from megatron_pp.plan.rendezvous import check_rendezvous, posted_key
+from megatron_pp.plan.rendezvous import check_rendezvous
 from megatron_pp.plan.sim.costs import FREE, Network, StageCosts
 from megatron_pp.plan.sim.network_model import Announcement, Arrival, TimedQueues
 from megatron_pp.plan.sim.simulation import Simulation, TransferLog, Waits
@@ -42,7 +43,7 @@ class _Rank:
         self.ends = array("d")
         self.busy = 0.0
         self.waits = Waits()
-        self.posted: dict[tuple[str, int, int, int, str], Entry] = {}
+        self.posted: dict[Message, Entry] = {}
         self.awaited: Entry | None = None
 
     @property
@@ -136,10 +137,10 @@ class _Run:
 
     def _awaited(self, rank: _Rank, at: Instruction, now: float) -> Entry:
         """What a WAIT or FREE waits for."""
-        key = posted_key(POST_OF[at.op], at)
-        if self.late_receives and at.op in ins.WAIT_OPS and key not in rank.posted:
+        message = message_of(at)
+        if self.late_receives and at.op in ins.WAIT_OPS and message not in rank.posted:
             self._post(rank, at._replace(op=POST_OF[at.op]), now)
-        entry = rank.posted.pop(key, None)
+        entry = rank.posted.pop(message, None)
         if entry is None:
             raise PlanError(f"rank {rank.number}: {at} ({at.name}) waits for what was never posted")
         return entry
@@ -147,7 +148,7 @@ class _Run:
     def _post(self, rank: _Rank, at: Instruction, now: float) -> None:
         entry = self.queues.send_off(rank.number, at, now)
         for one in at.members or (at,):
-            rank.posted[posted_key(one.op, one)] = entry
+            rank.posted[message_of(one)] = entry
         self._plan_network_events()
 
     def _plan_network_events(self) -> None:

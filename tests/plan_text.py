@@ -1,0 +1,35 @@
+"""Plans by their printed instructions: finding, replacing and saving them in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_pp.plan.files import write_whole
+from megatron_pp.plan.instruction import Instruction, parse_program
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.serialize import JSON, TORCH_CSV, format_plan
+from megatron_pp.plan.spec import Plan
+
+
+def placed(placement: Placement, rank: int, text: str) -> tuple[Instruction, ...]:
+    """The program that ``text`` prints, on ``rank``."""
+    return placement.place(rank, parse_program(text))
+
+
+def with_programs(plan: Plan, *lines: str) -> Plan:
+    """``plan`` with these programs, one line per rank."""
+    programs = (placed(plan.placement, rank, line) for rank, line in enumerate(lines))
+    return replace(plan, programs=tuple(programs))
+
+
+def index_of(program: Sequence[Instruction], text: str) -> int:
+    """Where the instruction that prints as ``text`` stands."""
+    return [str(at) for at in program].index(text)
+
+
+def save_plan(plan: Plan, path: str | Path, form: str | None = None) -> None:
+    """Write ``plan`` to ``path``, in the format of its ending unless ``form`` is given."""
+    ending = Path(path).suffix.lstrip(".")
+    write_whole(path, format_plan(plan, form or {"csv": TORCH_CSV, "json": JSON}.get(ending, ending)))
