@@ -140,11 +140,13 @@ class WantedPlan(NamedTuple):
     overlap_pairs: bool
     measured: Measured | None
     digest: str
+    split_backward: bool
     max_pending_sends: int
 
 
-def wanted_plan(inputs: StepInputs, pipeline_size: int) -> WantedPlan:
-    """The plan that config and arguments ask for on this many ranks. Raises ScheduleInputError for what is wrong with
+def wanted_plan(inputs: StepInputs, pipeline_size: int, is_converted: bool) -> WantedPlan:
+    """The plan that config and arguments ask for on this many ranks; ``is_converted``: the chunks put weight gradients
+    off. Raises ScheduleInputError for what is wrong with
     the config, and for contradictions."""
     config, num_chunks = inputs.config, len(inputs.chunks)
     virtual = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
@@ -174,6 +176,7 @@ def wanted_plan(inputs: StepInputs, pipeline_size: int) -> WantedPlan:
         overlap_pairs=training and getattr(config, "overlapped_forward_backward", None) is not None,
         measured=_measured(config) if family.search is not None else None,
         digest=family.digest,
+        split_backward=is_converted or inputs.forward_only or not family.splits_weight,
         max_pending_sends=_whole_number("config.max_pending_sends", getattr(config, "max_pending_sends", 2), 0),
     )
 

@@ -23,6 +23,7 @@ from megatron_pp.overlap import PairRunner
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.p2p_debug import executor_for
 from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.marks import prepares_in_forward
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.plan.spec import Plan
@@ -255,7 +256,8 @@ class StepCall:
                 f"forward_backward_no_pipelining was called in a pipeline of {pipeline_size} ranks; call what "
                 f"get_forward_backward_func({pipeline_size}) returns"
             )
-        wanted = wanted_plan(self.inputs, pipeline_size)
+        self.weights = store_of(self.inputs.chunks)
+        wanted = wanted_plan(self.inputs, pipeline_size, self.weights is not None)
         self.shapes = self._shapes(
             pipeline_size, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn
         )
@@ -279,7 +281,7 @@ class StepCall:
             plan,
             self.communicator,
             self._named(steps, plan),
-            SyncHooks(self.config, self.inputs.chunks, self.communicator.size > 1 or len(self.inputs.chunks) > 1),
+            SyncHooks(self.config, self.inputs.chunks, not prepares_in_forward(plan, self.communicator.rank)),
             self.shapes,
             deallocate=getattr(self.config, "deallocate_pipeline_outputs", True),
             max_pending_sends=getattr(self.config, "max_pending_sends", 2),
@@ -375,12 +377,11 @@ class StepCall:
 
     def _weights(self, plan: Plan) -> WeightGradStore | None:
         """Where the chunks were converted, what holds the weight gradients that they put off."""
-        store = store_of(self.inputs.chunks)
         if not plan.spec.forward_only:
-            say_what_is_off(plan, store is not None)
-        if store is not None:
-            check_wrappers(store, self.inputs.chunks)
-        return store
+            say_what_is_off(plan, self.weights is not None)
+        if self.weights is not None:
+            check_wrappers(self.weights, self.inputs.chunks)
+        return self.weights
 
     def _pair_runner(self) -> PairRunner | None:
         function = getattr(self.config, "overlapped_forward_backward", None)

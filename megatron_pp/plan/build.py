@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from megatron_pp.plan.lower import lower
@@ -10,6 +11,7 @@ from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import Verdict, verify
+from megatron_pp.plan.whole import with_whole_backwards
 
 
 @lru_cache(maxsize=64)
@@ -31,6 +33,8 @@ def verified_plan(spec: PlanSpec) -> tuple[Plan, Verdict]:
 
 def lowered_plan(spec: PlanSpec) -> Plan:
     """The plan of ``spec`` before it is verified."""
+    if not spec.split_backward:
+        return with_whole_backwards(lowered_plan(replace(spec, split_backward=True)))
     family = family_of(spec)
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
     shape = Shape(spec.pipeline_size, spec.num_chunks, spec.num_microbatches, spec.effective_group_size)

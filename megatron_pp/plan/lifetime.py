@@ -133,6 +133,7 @@ class _Walk:
         self.rank = rank
         self.program = plan.programs[rank]
         self.forward_only = spec.forward_only
+        self.optional = _WEIGHTS if spec.split_backward and not spec.forward_only else 0
         self.microbatches = spec.num_microbatches
         self.chunks = spec.num_chunks
         self.placement = plan.placement
@@ -191,7 +192,7 @@ class _Walk:
         needs, adds = rule
         cell = at.chunk * self.microbatches + at.mb
         facts, required = self.facts[cell], self.required[at.chunk]
-        if adds & ~(required | (0 if self.forward_only else _WEIGHTS)):
+        if adds & ~(required | self.optional):
             raise self._error(at, f"stage {self.stages[at.chunk]} has no such step in this plan")
         missing = needs & (required | _BACK) & ~facts
         if missing:
@@ -323,6 +324,7 @@ class _Marks:
                 raise self._error(at, "it stands twice, or names no chunk of this rank")
             done.add(at.chunk)
             self._check_place(k, at)
+        self._check_kinds(seen[ins.GRAD_ENABLE], seen[ins.GRAD_SYNC], early)
         synced = seen[ins.GRAD_ENABLE] | seen[ins.GRAD_SYNC]
         if not self.spec.forward_only and synced != set(range(self.spec.num_chunks)):
             lost = sorted(set(range(self.spec.num_chunks)) - synced)
@@ -334,6 +336,21 @@ class _Marks:
         ):
             lost = sorted(set(range(self.spec.num_chunks)) - seen[ins.PARAM_SYNC])
             raise PlanError(f"rank {self.rank}: the parameters of chunk(s) {lost} are never synchronised")
+
+    def _check_kinds(self, enabled: set[int], explicit: set[int], early: set[int]) -> None:
+        """One kind of gradient sync a rank, and hooks in both places where gradients become complete."""
+        if explicit and (enabled or early):
+            raise PlanError(
+                f"rank {self.rank}: GE{min(enabled | early)} and GS{min(explicit)}: a rank synchronises its gradients "
+                "by hooks (GE) or explicitly (GS), not both"
+            )
+        for chunk in sorted(enabled - early):
+            if self.last_backward.get(chunk) != self.last.get(chunk):
+                last = self.program[self.last_backward[chunk]]
+                raise PlanError(
+                    f"rank {self.rank}: {last} ({last.name}): no GE{chunk} stands before it: it is the chunk's last "
+                    "backward, which completes the gradients of layers that do not split theirs"
+                )
 
     def _following(self, k: int) -> int | None:
         """The backward or WEIGHT that comes next after instruction ``k``."""

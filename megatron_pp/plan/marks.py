@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from megatron_pp.plan.instruction import (
     BACKWARD,
+    COMPUTE_OPS,
     FORWARD,
     GRAD_ENABLE,
     GRAD_SYNC,
@@ -20,7 +21,7 @@ from megatron_pp.plan.instruction import (
     Instruction,
     instruction,
 )
-from megatron_pp.plan.spec import HOOKS, PlanSpec
+from megatron_pp.plan.spec import HOOKS, Plan, PlanSpec
 
 Marks = dict[int, list[Instruction]]  # index of a compute operation -> marks next to it
 
@@ -76,10 +77,25 @@ def _last_backward(order: Sequence[Instruction], chunk: int) -> int:
 
 
 def _enable_at(spec: PlanSpec, order: Sequence[Instruction], completing: int) -> int:
-    """Right before the completing operation; without a pipeline before the last forward, so that wrappers which
-    prepare in forward see it.
+    """Right before the completing operation; without a pipeline before the forward of the last backward, where it
+    stands right before that, so that wrappers which prepare in forward see it (``prepares_in_forward``).
     """
     alone = spec.pipeline_size == 1 and spec.num_chunks == 1
     if alone and completing > 0 and order[completing - 1].op == FORWARD:
         return completing - 1
     return completing
+
+
+def prepares_in_forward(plan: Plan, rank: int) -> bool:
+    """Whether wrappers that prepare for a reduction in forward do so in the right one: without a pipeline, where the
+    sync is enabled before the last forward.
+    """
+    if plan.spec.pipeline_size > 1 or plan.spec.num_chunks > 1:
+        return False
+    following = None
+    for at in reversed(plan.programs[rank]):
+        if at.op in COMPUTE_OPS:
+            following = at.op
+        elif at.op == GRAD_ENABLE and following != WEIGHT:
+            return following == FORWARD
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_pp.plan import instruction as ins
@@ -41,7 +41,8 @@ class TracedRun:
         records = [trace.plans[trace.steps[step].plan] for trace in self.ranks]
         first = records[0]
         for rank, record in enumerate(records):
-            if record.spec != first.spec or record.placement != first.placement:
+            same = replace(record.spec, split_backward=first.spec.split_backward)  # a rank's own matter
+            if same != first.spec or record.placement != first.placement:
                 raise ExchangeError(f"step {step}: rank {rank} ran another plan than rank 0: {record.spec.describe()}")
         placement = Placement(first.placement, first.spec.pipeline_size, first.spec.num_chunks)
         programs = tuple(record.program for record in records)
