@@ -81,7 +81,11 @@ def single_plan(args: argparse.Namespace) -> Plan:
 
 def verified_single_plan(args: argparse.Namespace) -> Plan:
     """The one plan that the options name. Raises RefusedError where it does not verify."""
-    plan = single_plan(args)
+    return verified(single_plan(args))
+
+
+def verified(plan: Plan) -> Plan:
+    """``plan``. Raises RefusedError where it does not verify."""
     try:
         verify(plan)
     except PlanError as error:

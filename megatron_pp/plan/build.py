@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from megatron_pp.plan.files import ExchangeError
+from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.lower import lower
-from megatron_pp.plan.orders import Family, Shape
+from megatron_pp.plan.orders import Family, Order, Shape
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
@@ -41,8 +44,17 @@ def lowered_plan(spec: PlanSpec) -> Plan:
     orders = family.orders(shape) if family.search is None else family.search(spec)
     programs = family.programs(spec) if family.programs is not None else None
     if programs is None:
-        programs = tuple(map(tuple, lower(spec, placement, orders)))
+        programs = tuple(map(tuple, _lowered(family, spec, placement, orders)))
     return Plan(spec, placement, programs, tuple(map(tuple, orders)), family.remark(shape))
+
+
+def _lowered(family: Family, spec: PlanSpec, placement: Placement, orders: Sequence[Order]) -> list[list[Instruction]]:
+    try:
+        return lower(spec, placement, orders)
+    except PlanError as error:
+        if not family.digest:
+            raise
+        raise ExchangeError(f"{family.name}: {error}") from error
 
 
 def family_of(spec: PlanSpec) -> Family:

@@ -52,6 +52,7 @@ from megatron_pp.plan.instruction import (
     instruction,
 )
 from megatron_pp.plan.marks import marks_of
+from megatron_pp.plan.order_check import check_orders
 from megatron_pp.plan.pairs import overlap_pairs
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import BATCHED, ONE_WAY, OVERLAP, PlanSpec
@@ -94,7 +95,8 @@ class _Post:
 
 
 def lower(spec: PlanSpec, placement: Placement, orders: Sequence[Order]) -> list[list[Instruction]]:
-    """A full program per rank. Raises PlanError where the orders can not run at all."""
+    """A full program per rank. Raises PlanError where the orders are not complete or can not run."""
+    check_orders(orders, placement, spec.num_microbatches, spec.forward_only)
     if spec.forward_only:
         orders = [[op for op in order if op.op == FORWARD] for order in orders]
     pairs = overlap_pairs(orders) if spec.overlap_pairs and not spec.forward_only else [set() for _ in orders]

@@ -17,6 +17,7 @@ from megatron_pp.plan.clock import logical_ends
 from megatron_pp.plan.files import ExchangeError
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, instruction
 from megatron_pp.plan.lower import lower
+from megatron_pp.plan.order_check import check_orders
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.spec import Plan, PlanSpec
 
@@ -46,7 +47,11 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
 
 
 def write_torch_csv(plan: Plan) -> str:
-    """The compute order of ``plan`` as PyTorch writes it, an empty cell for each idle slot of the logical clock."""
+    """The compute order of ``plan`` as PyTorch writes it, an empty cell for each idle slot of the logical clock.
+
+    Raises PlanError for an order that can not run.
+    """
+    check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)
     orders = [[i for i in order if not plan.spec.forward_only or i.op == FORWARD] for order in plan.orders]
     ends = logical_ends(orders, plan.placement, plan.spec.num_microbatches)
     slots = max((e[-1] for e in ends if e), default=0)
