@@ -318,7 +318,7 @@ def say_if_slow(spec: PlanSpec) -> None:
         grouped = spec.num_chunks if spec.schedule == INTERLEAVED else 1
         verdict = _verdict(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size)
         if not verdict.full_speed:
-            _say_once(verdict.sentence)
+            say_once(verdict.sentence)
 
 
 @lru_cache(maxsize=128)
@@ -329,16 +329,17 @@ def _verdict(num_microbatches: int, pipeline_size: int, num_chunks: int, group_s
 def say_what_is_off(plan: Plan, is_converted: bool) -> None:
     """Say, once each, where the plan is not quite what its schedule's name promises."""
     if plan.remark:
-        _say_once(plan.remark)
+        say_once(plan.remark)
     family = find_family(plan.spec.schedule)
     if not is_converted and family.splits_weight:
-        _say_once(
+        say_once(
             f"schedule {family.name} splits backwards, but the model does all of each at once: convert its chunks with "
             "megatron_pp.weight_grad.split_weight_grad"
         )
 
 
-def _say_once(sentence: str) -> None:
+def say_once(sentence: str) -> None:
+    """A warning in the log, once per process."""
     with _SPEAKING:  # ranks may be threads of one process
         _say(sentence)
 

@@ -36,6 +36,7 @@ from megatron_pp.schedule_inputs import (
     group_sizes,
     plan_spec,
     say_if_slow,
+    say_once,
     say_what_is_off,
     shapes_vary,
     step_inputs,
@@ -271,7 +272,7 @@ class StepCall:
     def run(self) -> list[Any]:
         """The whole step. Returns what the loss function reported."""
         self.begin()
-        plan = build_plan(self.spec)
+        plan = build_plan(self.spec, self._announce)
         steps = self.make_steps(plan)
         size = message_bytes(self.shapes.send, self.communicator.dtype)
         recording = None
@@ -382,6 +383,11 @@ class StepCall:
         if self.weights is not None:
             check_wrappers(self.weights, self.inputs.chunks)
         return self.weights
+
+    def _announce(self, sentence: str) -> None:
+        """For the log, once per job."""
+        if self.communicator.transport.global_rank(self.communicator.rank) == 0:
+            say_once(sentence)
 
     def _pair_runner(self) -> PairRunner | None:
         function = getattr(self.config, "overlapped_forward_backward", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_pp.commands.errors import RefusedError, UsageError
@@ -12,6 +13,7 @@ from megatron_pp.plan.build import lowered_plan
 from megatron_pp.plan.exchange import load_plan
 from megatron_pp.plan.naive import NAIVE, naive_plan
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.orders.family import Announce
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, POLICIES, Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
@@ -75,7 +77,8 @@ def single_plan(args: argparse.Namespace) -> Plan:
     if args.source is not None:
         return _imported(args)
     return named_plan(
-        _spec(args, args.schedule or _DEFAULT_SCHEDULE, _one(args.num_chunks), _one(args.num_microbatches))
+        _spec(args, args.schedule or _DEFAULT_SCHEDULE, _one(args.num_chunks), _one(args.num_microbatches)),
+        partial(_note, args),
     )
 
 
@@ -93,9 +96,13 @@ def verified(plan: Plan) -> Plan:
     return plan
 
 
-def named_plan(spec: PlanSpec) -> Plan:
+def named_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     """The plan of a family, or the naive one, before it is verified."""
-    return naive_plan(spec) if spec.schedule == NAIVE else lowered_plan(spec)
+    return naive_plan(spec) if spec.schedule == NAIVE else lowered_plan(spec, announce)
+
+
+def _note(args: argparse.Namespace, text: str) -> None:
+    args.console_errors.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[PlanSpec]:
@@ -129,7 +136,7 @@ def _imported(args: argparse.Namespace) -> Plan:
         warnings.simplefilter("always")
         plan = load_plan(args.source, **lowering)
     for note in notes:
-        args.console_errors.print(f"note: {note.message}", markup=False, highlight=False)
+        _note(args, str(note.message))
     return plan
 
 

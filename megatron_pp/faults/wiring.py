@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_pp.faults import nccl_settings
 from megatron_pp.faults.abort import abort_all_groups
+from megatron_pp.faults.agreement import RECEIVES, SENDS
 from megatron_pp.faults.diagnosis import Source
-from megatron_pp.faults.entry import RECEIVES, SENDS
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.plan.spec import PlanSpec
 
