@@ -40,14 +40,15 @@ class TracedRun:
         """The plan that ``step`` executed. Raises ExchangeError where the ranks disagree."""
         records = [trace.plans[trace.steps[step].plan] for trace in self.ranks]
         first = records[0]
+        # Whether a backward is split is each rank's own matter.
+        spec = replace(first.spec, split_backward=any(record.spec.split_backward for record in records))
         for rank, record in enumerate(records):
-            same = replace(record.spec, split_backward=first.spec.split_backward)  # a rank's own matter
-            if same != first.spec or record.placement != first.placement:
+            if replace(record.spec, split_backward=spec.split_backward) != spec or record.placement != first.placement:
                 raise ExchangeError(f"step {step}: rank {rank} ran another plan than rank 0: {record.spec.describe()}")
         placement = Placement(first.placement, first.spec.pipeline_size, first.spec.num_chunks)
         programs = tuple(record.program for record in records)
         orders = tuple(tuple(i for i in p if i.op in ins.COMPUTE_OPS) for p in programs)
-        return Plan(first.spec, placement, programs, orders)
+        return Plan(spec, placement, programs, orders)
 
     def message_bytes(self, step: int) -> float:
         """Size of one activation between stages; 0 where it was not known."""
