@@ -48,9 +48,7 @@ class PipelineStallError(PipelineError):
     progress  pipeline rank -> one line on where it last was and how long ago it said so
     """
 
-    def __init__(
-        self, text: str, *, suspects: tuple[int, ...] = (), progress: Mapping[int, str] | None = None
-    ) -> None:
+    def __init__(self, text: str, *, suspects: tuple[int, ...] = (), progress: Mapping[int, str] | None = None) -> None:
         super().__init__(text)
         self.suspects = suspects
         self.progress = dict(progress or {})

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_pp.bounded_cache import BoundedCache
 from megatron_pp.config import option
 from megatron_pp.errors import CommunicatorClosedError, P2PShapeError, P2PTypeError
 from megatron_pp.plan.placement import Placement
@@ -26,6 +27,7 @@ Shape = Sequence[int]
 MAX_DIMENSIONS = 8
 _SEND, _RECEIVE, _BATCHED = "send", "receive", "batched send or receive"
 _HEADER_LENGTH = 1 + MAX_DIMENSIONS
+_TEMPLATES, _TEMPLATE = 1 << 20, 1 << 10  # bytes for templates of receive buffers, and of one, roughly
 
 
 class Send(NamedTuple):
@@ -73,7 +75,7 @@ class P2PCore:
         self.under_guard = False  # then the fault guard keeps time: a slow peer that is alive is no error
         self._closed = False
         # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.
-        self._templates: dict[tuple[int, ...], torch.Tensor] = {}
+        self._templates: BoundedCache[tuple[int, ...], torch.Tensor] = BoundedCache(_TEMPLATES)
         self._single_shape: Any = ()  # the last shape that was seen to be one, not a list of them
 
     # -- posting ---------------------------------------------------------------------------------------------
@@ -194,9 +196,10 @@ class P2PCore:
         """A receive buffer of ``shape`` and ``pipeline_dtype``."""
         if self.dtype is None:
             self.require_dtype()
-        like = self._templates.get(shape if type(shape) is tuple else tuple(shape))
+        like = self._templates.entries.get(shape if type(shape) is tuple else tuple(shape))
         if like is None:
-            like = self._templates[tuple(shape)] = torch.empty((), dtype=self.dtype, device=self.device).expand(shape)
+            like = torch.empty((), dtype=self.dtype, device=self.device).expand(shape)
+            self._templates.put(tuple(shape), like, _TEMPLATE)
         buffer = torch.empty_like(like)
         return buffer.requires_grad_() if requires_grad else buffer
 

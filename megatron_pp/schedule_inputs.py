@@ -140,11 +140,13 @@ class WantedPlan(NamedTuple):
     overlap_pairs: bool
     measured: Measured | None
     digest: str
+    split_backward: bool
     max_pending_sends: int
 
 
-def wanted_plan(inputs: StepInputs, pipeline_size: int) -> WantedPlan:
-    """The plan that config and arguments ask for on this many ranks. Raises ScheduleInputError for what is wrong with
+def wanted_plan(inputs: StepInputs, pipeline_size: int, is_converted: bool) -> WantedPlan:
+    """The plan that config and arguments ask for on this many ranks; ``is_converted``: the chunks put weight gradients
+    off. Raises ScheduleInputError for what is wrong with
     the config, and for contradictions."""
     config, num_chunks = inputs.config, len(inputs.chunks)
     virtual = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
@@ -174,6 +176,7 @@ def wanted_plan(inputs: StepInputs, pipeline_size: int) -> WantedPlan:
         overlap_pairs=training and getattr(config, "overlapped_forward_backward", None) is not None,
         measured=_measured(config) if family.search is not None else None,
         digest=family.digest,
+        split_backward=is_converted or inputs.forward_only or not family.splits_weight,
         max_pending_sends=_whole_number("config.max_pending_sends", getattr(config, "max_pending_sends", 2), 0),
     )
 
@@ -315,7 +318,7 @@ def say_if_slow(spec: PlanSpec) -> None:
         grouped = spec.num_chunks if spec.schedule == INTERLEAVED else 1
         verdict = _verdict(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size)
         if not verdict.full_speed:
-            _say_once(verdict.sentence)
+            say_once(verdict.sentence)
 
 
 @lru_cache(maxsize=128)
@@ -326,16 +329,17 @@ def _verdict(num_microbatches: int, pipeline_size: int, num_chunks: int, group_s
 def say_what_is_off(plan: Plan, is_converted: bool) -> None:
     """Say, once each, where the plan is not quite what its schedule's name promises."""
     if plan.remark:
-        _say_once(plan.remark)
+        say_once(plan.remark)
     family = find_family(plan.spec.schedule)
     if not is_converted and family.splits_weight:
-        _say_once(
+        say_once(
             f"schedule {family.name} splits backwards, but the model does all of each at once: convert its chunks with "
             "megatron_pp.weight_grad.split_weight_grad"
         )
 
 
-def _say_once(sentence: str) -> None:
+def say_once(sentence: str) -> None:
+    """A warning in the log, once per process."""
     with _SPEAKING:  # ranks may be threads of one process
         _say(sentence)
 

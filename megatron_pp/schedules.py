@@ -26,6 +26,7 @@ from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.loop import schedule_table, warmup_forwards
 from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.sync_marks import prepares_in_forward
 from megatron_pp.profiler_ranges import ranges_if_profiling
 from megatron_pp.schedule_inputs import (
     check_communicator,
@@ -35,6 +36,7 @@ from megatron_pp.schedule_inputs import (
     group_sizes,
     plan_spec,
     say_if_slow,
+    say_once,
     say_what_is_off,
     shapes_vary,
     step_inputs,
@@ -255,7 +257,8 @@ class StepCall:
                 f"forward_backward_no_pipelining was called in a pipeline of {pipeline_size} ranks; call what "
                 f"get_forward_backward_func({pipeline_size}) returns"
             )
-        wanted = wanted_plan(self.inputs, pipeline_size)
+        self.weights = store_of(self.inputs.chunks)
+        wanted = wanted_plan(self.inputs, pipeline_size, self.weights is not None)
         self.shapes = self._shapes(
             pipeline_size, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn
         )
@@ -269,7 +272,7 @@ class StepCall:
     def run(self) -> list[Any]:
         """The whole step. Returns what the loss function reported."""
         self.begin()
-        plan = build_plan(self.spec)
+        plan = build_plan(self.spec, self._announce)
         steps = self.make_steps(plan)
         size = message_bytes(self.shapes.send, self.communicator.dtype)
         recording = None
@@ -279,7 +282,7 @@ class StepCall:
             plan,
             self.communicator,
             self._named(steps, plan),
-            SyncHooks(self.config, self.inputs.chunks, self.communicator.size > 1 or len(self.inputs.chunks) > 1),
+            SyncHooks(self.config, self.inputs.chunks, not prepares_in_forward(plan, self.communicator.rank)),
             self.shapes,
             deallocate=getattr(self.config, "deallocate_pipeline_outputs", True),
             max_pending_sends=getattr(self.config, "max_pending_sends", 2),
@@ -375,12 +378,16 @@ class StepCall:
 
     def _weights(self, plan: Plan) -> WeightGradStore | None:
         """Where the chunks were converted, what holds the weight gradients that they put off."""
-        store = store_of(self.inputs.chunks)
         if not plan.spec.forward_only:
-            say_what_is_off(plan, store is not None)
-        if store is not None:
-            check_wrappers(store, self.inputs.chunks)
-        return store
+            say_what_is_off(plan, self.weights is not None)
+        if self.weights is not None:
+            check_wrappers(self.weights, self.inputs.chunks)
+        return self.weights
+
+    def _announce(self, sentence: str) -> None:
+        """For the log, once per job."""
+        if self.communicator.transport.global_rank(self.communicator.rank) == 0:
+            say_once(sentence)
 
     def _pair_runner(self) -> PairRunner | None:
         function = getattr(self.config, "overlapped_forward_backward", None)

@@ -262,7 +262,7 @@ class SoloTransport:
         pass
 
     def global_rank(self, rank: int) -> int:
-        return 0
+        return dist.get_rank() if dist.is_initialized() else 0
 
     def abort(self) -> None:
         pass

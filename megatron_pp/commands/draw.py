@@ -23,7 +23,7 @@ from megatron_pp.commands.plan_options import (
     listed_specs,
     named_plan,
     schedule_names,
-    single_plan,
+    verified,
     verified_single_plan,
     whole,
 )
@@ -143,9 +143,9 @@ def _write_grids(args: argparse.Namespace, console: Console) -> None:
 
 def _draw_grids(args: argparse.Namespace, console: Console) -> None:
     if args.source is not None:
-        plans = [single_plan(args)]
+        plans = [verified_single_plan(args)]
     else:
-        plans = [named_plan(spec) for spec in listed_specs(args, schedule_names(args.schedule))]
+        plans = [verified(named_plan(spec)) for spec in listed_specs(args, schedule_names(args.schedule))]
     for plan in plans:
         console.print(plan.spec.describe(), markup=False, highlight=False, style="bold")
         for line in render_grid(plan, args.width or console.width):

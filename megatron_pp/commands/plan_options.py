@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_pp.commands.errors import RefusedError, UsageError
 from megatron_pp.plan.build import lowered_plan
 from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES
+from megatron_pp.plan.orders.family import Announce
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.sim.naive import NAIVE, naive_plan
@@ -75,13 +77,18 @@ def single_plan(args: argparse.Namespace) -> Plan:
     if args.source is not None:
         return _imported(args)
     return named_plan(
-        _spec(args, args.schedule or _DEFAULT_SCHEDULE, _one(args.num_chunks), _one(args.num_microbatches))
+        _spec(args, args.schedule or _DEFAULT_SCHEDULE, _one(args.num_chunks), _one(args.num_microbatches)),
+        partial(_note, args),
     )
 
 
 def verified_single_plan(args: argparse.Namespace) -> Plan:
     """The one plan that the options name. Raises RefusedError where it does not verify."""
-    plan = single_plan(args)
+    return verified(single_plan(args))
+
+
+def verified(plan: Plan) -> Plan:
+    """``plan``. Raises RefusedError where it does not verify."""
     try:
         verify(plan)
     except PlanError as error:
@@ -89,9 +96,13 @@ def verified_single_plan(args: argparse.Namespace) -> Plan:
     return plan
 
 
-def named_plan(spec: PlanSpec) -> Plan:
+def named_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     """The plan of a family, or the naive one, before it is verified."""
-    return naive_plan(spec) if spec.schedule == NAIVE else lowered_plan(spec)
+    return naive_plan(spec) if spec.schedule == NAIVE else lowered_plan(spec, announce)
+
+
+def _note(args: argparse.Namespace, text: str) -> None:
+    args.console_errors.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[PlanSpec]:
@@ -125,7 +136,7 @@ def _imported(args: argparse.Namespace) -> Plan:
         warnings.simplefilter("always")
         plan = load_plan(args.source, **lowering)
     for note in notes:
-        args.console_errors.print(f"note: {note.message}", markup=False, highlight=False)
+        _note(args, str(note.message))
     return plan
 
 

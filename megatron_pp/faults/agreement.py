@@ -12,15 +12,26 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
-_KEPT = 64  # agreements; all ranks forget the same ones, since all use them in the same order
+from megatron_pp.bounded_cache import BoundedCache
+
+SENDS = "shape sent towards the last stage"
+RECEIVES = "shape received from the stage before"
+_DIFFERING = frozenset({SENDS, RECEIVES})  # fields in which ranks that agree may differ
+
+_BUDGET = 4 << 20  # bytes; all ranks forget the same agreements, as they use the same ones and reckon alike
+_LEAST_BYTES = _BUDGET // 64  # of one agreement: no more than 64 are kept
+_BYTES_A_RANK = 512  # for what differs
 _CHANGES = 32  # listed in a history
 _DIGESTS = 2**61 - 1  # a prime
 
 
 class _Agreed(NamedTuple):
+    """``common`` to all ranks, and what is each one's own."""
+
     key: Hashable
     number: int
-    descriptions: Mapping[int, Mapping[str, str]]
+    common: dict[str, str]
+    own: dict[int, dict[str, str]]
 
 
 class Difference(NamedTuple):
@@ -33,33 +44,36 @@ class Difference(NamedTuple):
 
 
 class Agreements:
-    """One rank's list of what was agreed on, the last used first."""
+    """What one of ``ranks`` ranks has agreed on with the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
         self._made = 0
-        self._kept: list[_Agreed] = []
+        self._bytes = ranks * _BYTES_A_RANK
+        self._kept: BoundedCache[int, _Agreed] = BoundedCache(_BUDGET)
 
     def use(self, key: Hashable) -> int:
         """The number of the agreement on ``key``; 0 where there is none."""
-        found = next((agreed for agreed in self._kept if agreed.key == key), None)
-        if found is None:
-            return 0
-        self._keep(found)
-        return found.number
+        found = next((agreed.number for agreed in self._kept.values() if agreed.key == key), 0)
+        self._kept.get(found)
+        return found
 
     def add(self, key: Hashable, descriptions: Mapping[int, Mapping[str, str]]) -> int:
         """A new agreement; its number, from 1. ``descriptions``: what each rank entered with."""
         self._made += 1
-        self._keep(_Agreed(key, self._made, descriptions))
+        one = next(iter(descriptions.values()), {})
+        common = {name: value for name, value in one.items() if name not in _DIFFERING}
+        own = {
+            rank: {name: value for name, value in each.items() if name in _DIFFERING}
+            for rank, each in descriptions.items()
+        }
+        size = self._bytes + sum(len(name) + len(value) for name, value in common.items())
+        self._kept.put(self._made, _Agreed(key, self._made, common, own), max(size, _LEAST_BYTES))
         return self._made
-
-    def _keep(self, first: _Agreed) -> None:
-        """The list is replaced, not altered: the guard's threads read it."""
-        self._kept = [first, *(agreed for agreed in self._kept if agreed is not first)][:_KEPT]
 
     def description(self, number: int, rank: int) -> Mapping[str, str] | None:
         """What ``rank`` entered with when agreement ``number`` was made; None if that is not known any more."""
-        return next((a.descriptions.get(rank) for a in self._kept if a.number == number), None)
+        agreed = self._kept.entries.get(number)
+        return None if agreed is None or rank not in agreed.own else {**agreed.common, **agreed.own[rank]}
 
 
 def changed(changes: tuple[int, ...], step: int, number: int) -> tuple[int, ...]:

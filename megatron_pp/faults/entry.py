@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron_pp.faults.agreement import Agreements, in_force
+from megatron_pp.faults.agreement import RECEIVES, SENDS, Agreements, in_force
 from megatron_pp.faults.agreement import difference as first_difference
 from megatron_pp.faults.records import ENTERING, Entry, Progress
-
-SENDS = "shape sent towards the last stage"
-RECEIVES = "shape received from the stage before"
 
 
 class Mismatch(NamedTuple):

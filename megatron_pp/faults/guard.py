@@ -94,7 +94,7 @@ class FaultGuard:
         self._link = Link(board, pace, self._tracker.observe, self._tracker.at_rest, clock)
         self._watch = Watch(self)
         self._entered_with: Hashable = None
-        self._agreements = Agreements()
+        self._agreements = Agreements(size)
         self.agreement = 0
         self._over: str | None = None
         self._raised: BaseException | None = None  # by this rank, and dealt with
@@ -136,7 +136,7 @@ class FaultGuard:
         self.verdict = None
         self._over = None
         self._entered_with = None
-        self._agreements = Agreements()
+        self._agreements = Agreements(self.size)
         self.agreement = 0
         self._tracker.forget()
         self._link.forget()

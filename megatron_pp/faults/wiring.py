@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_pp.faults import nccl_settings
 from megatron_pp.faults.abort import abort_all_groups
+from megatron_pp.faults.agreement import RECEIVES, SENDS
 from megatron_pp.faults.diagnosis import Source
-from megatron_pp.faults.entry import RECEIVES, SENDS
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.plan.spec import PlanSpec
 
@@ -22,7 +22,7 @@ _DEFAULT_TIMEOUT = 600.0
 _PATIENCE = 10  # times p2p_timeout, for one operation of a rank whose process lives
 
 # What only the rank itself is concerned by, or what follows from the rest.
-_PRIVATE_FIELDS = frozenset({"release_after", "lookahead", "grad_sync", "param_sync"})
+_PRIVATE_FIELDS = frozenset({"release_after", "lookahead", "grad_sync", "param_sync", "split_backward"})
 
 
 class NoGuard:

@@ -117,9 +117,7 @@ class TransformerEngineParts:
         if self.fp8 is None:
             return nullcontext()
         if hasattr(self.te, "autocast"):  # the name since 2.9
-            return self.te.autocast(
-                enabled=True, recipe=self.fp8.recipe, amax_reduction_group=self.fp8.group
-            )
+            return self.te.autocast(enabled=True, recipe=self.fp8.recipe, amax_reduction_group=self.fp8.group)
         return self.te.fp8_autocast(enabled=True, fp8_recipe=self.fp8.recipe, fp8_group=self.fp8.group)
 
     def checkpointed(self, block: nn.Module, hidden: Tensor, rotary: RotaryEmbedding) -> Tensor:

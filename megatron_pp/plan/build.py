@@ -2,44 +2,74 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import replace
 
+from megatron_pp.bounded_cache import BoundedCache
+from megatron_pp.plan.files import ExchangeError
+from megatron_pp.plan.instruction import each
 from megatron_pp.plan.lower import lowered
-from megatron_pp.plan.orders import Family, Shape
+from megatron_pp.plan.orders import Family, Order, Shape
+from megatron_pp.plan.orders.family import Announce
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import Verdict, verify
+from megatron_pp.plan.whole import with_whole_backwards
+
+_PLANS: BoundedCache[PlanSpec, tuple[Plan, Verdict]] = BoundedCache(256 << 20, least=2)  # training and evaluation
+_INSTRUCTION = 136  # bytes of an instruction and the pointer to it
 
 
-@lru_cache(maxsize=64)
-def build_plan(spec: PlanSpec) -> Plan:
+def build_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     """The plan of ``spec``, verified. The same spec gives the same object.
 
     Raises PlanError for an unknown schedule, a number of chunks the schedule can not have, or a plan that ``verify``
-    refuses.
+    refuses. ``announce`` is given a sentence where a search for the plan takes long.
     """
-    return verified_plan(spec)[0]
+    return verified_plan(spec, announce)[0]
 
 
-@lru_cache(maxsize=64)
-def verified_plan(spec: PlanSpec) -> tuple[Plan, Verdict]:
+def verified_plan(spec: PlanSpec, announce: Announce | None = None) -> tuple[Plan, Verdict]:
     """The plan and what ``verify`` found: the peaks of memory on every rank."""
-    plan = lowered_plan(spec)
-    return plan, verify(plan)
+    found = _PLANS.get(spec)
+    if found is None:
+        plan = lowered_plan(spec, announce)
+        found = _PLANS.put(spec, (plan, verify(plan)), _size(plan))
+    return found
 
 
-def lowered_plan(spec: PlanSpec) -> Plan:
+def forget_plans() -> None:
+    """Empty the cache."""
+    _PLANS.clear()
+
+
+def _size(plan: Plan) -> int:
+    return _INSTRUCTION * sum(1 for program in (*plan.programs, *plan.orders) for _ in each(program))
+
+
+def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     """The plan of ``spec`` before it is verified."""
+    if not spec.split_backward:
+        return with_whole_backwards(lowered_plan(replace(spec, split_backward=True), announce))
     family = family_of(spec)
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
     shape = Shape(spec.pipeline_size, spec.num_chunks, spec.num_microbatches, spec.effective_group_size)
-    orders = family.orders(shape) if family.search is None else family.search(spec)
+    orders = family.orders(shape) if family.search is None else family.search(spec, announce)
     programs = family.programs(spec) if family.programs is not None else None
     if programs is None:
-        return lowered(spec, placement, orders, family.remark(shape))
+        return _lowered(family, spec, placement, orders, family.remark(shape))
     placed = tuple(placement.place(rank, order) for rank, order in enumerate(orders))
     return Plan(spec, placement, programs, placed, family.remark(shape))
+
+
+def _lowered(family: Family, spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str) -> Plan:
+    try:
+        return lowered(spec, placement, orders, remark)
+    except PlanError as error:
+        if not family.digest:
+            raise
+        raise ExchangeError(f"{family.name}: {error}") from error
 
 
 def family_of(spec: PlanSpec) -> Family:

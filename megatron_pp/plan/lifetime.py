@@ -92,6 +92,7 @@ class _Walk:
         self.rank = rank
         self.program = plan.timed(rank)
         self.forward_only = spec.forward_only
+        self.optional = W_LEFT | W_RAN if spec.split_backward and not spec.forward_only else 0
         self.microbatches = spec.num_microbatches
         self.chunks = spec.num_chunks
         self.last_stage = plan.placement.num_stages - 1
@@ -128,7 +129,7 @@ class _Walk:
         self._check_site(at)
         needs, adds, _ = rule
         required = self.required[at.stage]
-        if adds & ~(required | (0 if self.forward_only else W_LEFT | W_RAN)):
+        if adds & ~(required | self.optional):
             raise self._error(at, f"stage {at.stage} has no such step in this plan")
         missing = needs & (required | B_RAN | W_LEFT) & ~facts
         if missing:

@@ -42,6 +42,7 @@ from megatron_pp.plan.instruction import (
     Instruction,
     batch,
 )
+from megatron_pp.plan.order_check import check_orders
 from megatron_pp.plan.pairs import pair_up
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import BATCHED, ONE_WAY, OVERLAP, Plan, PlanSpec
@@ -68,8 +69,9 @@ class _Post:
 def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str = "") -> Plan:
     """The plan of ``orders``, which need not be placed, with a full program per rank; not verified.
 
-    Raises PlanError where the orders cannot run at all.
+    Raises PlanError where the orders are not complete or cannot run.
     """
+    check_orders(orders, placement, spec.num_microbatches, spec.forward_only)
     placed = [placement.place(rank, order) for rank, order in enumerate(orders)]
     run = [[at for at in order if at.op == FORWARD] for order in placed] if spec.forward_only else placed
     if spec.overlap_pairs and not spec.forward_only:

@@ -15,6 +15,7 @@ from megatron_pp.plan.instruction import POST_OF, Instruction
 from megatron_pp.plan.queues import DATA, SHAPE, End, Entry, QueueMachine
 from megatron_pp.plan.spec import Plan, PlanError
 
+
 def check_rendezvous(plan: Plan) -> None:
     """Raises PlanError where the plan can hang or a receive would get another message than it is meant for, with the
     cycle in words.

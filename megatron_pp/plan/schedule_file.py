@@ -93,5 +93,6 @@ class _FilePlan:
             measured=spec.measured,
             digest=spec.digest,
             group_size=spec.group_size,
+            split_backward=spec.split_backward,
         )
         return self.plan.programs if mine == spec else None

@@ -52,6 +52,7 @@ class PlanSpec:
     measured          times and memory that the schedules "auto" and "auto_v" plan for; see ``measured.py``
     overlap_pairs     a forward right before a full backward of another microbatch is a pair, to be run as one
     digest            of the schedule file's content; empty for a named family
+    split_backward    whether the model can put weight gradients off; where not, the plan has no W (``whole.py``)
     """
 
     schedule: str
@@ -70,6 +71,7 @@ class PlanSpec:
     overlap_pairs: bool = False
     measured: Measured | None = None
     digest: str = ""
+    split_backward: bool = True
 
     def __post_init__(self) -> None:
         _one_of("lowering policy", self.policy, POLICIES)
@@ -113,8 +115,7 @@ class Plan:
     remark: str = ""
 
     def timed(self, rank: int) -> tuple[Instruction, ...]:
-        """``rank``'s program as its times are recorded and simulated: with the two halves of each pair by themselves.
-        """
+        """``rank``'s program as its times are recorded and simulated: with the two halves of each pair by themselves."""
         return tuple(without_pairs(self.programs[rank]))
 
     def __str__(self) -> str:

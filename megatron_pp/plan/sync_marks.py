@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 from megatron_pp.plan.instruction import (
     BACKWARD_OPS,
+    COMPUTE_OPS,
     ENABLE_GRAD_SYNC,
     FORWARD,
     GRAD_SYNC,
     GRADIENT_OPS,
     NONE,
+    PAIR,
     PARAM_SYNC,
     SYNC_OPS,
     WEIGHT_GRAD,
@@ -82,13 +84,28 @@ def _sync(op: str, chunk: int, stages: dict[int, int]) -> Instruction:
 
 
 def _enable_at(spec: PlanSpec, order: Sequence[Instruction], completing: int) -> int:
-    """Right before the completing entry; without a pipeline before the last forward, so that wrappers which prepare in
-    forward see it.
+    """Right before the completing entry; without a pipeline before the forward of the last backward, where it stands
+    right before that, so that wrappers which prepare in forward see it (``prepares_in_forward``).
     """
     alone = spec.pipeline_size == 1 and spec.num_chunks == 1
     if alone and completing > 0 and order[completing - 1].op == FORWARD:
         return completing - 1
     return completing
+
+
+def prepares_in_forward(plan: Plan, rank: int) -> bool:
+    """Whether wrappers that prepare for a reduction in forward do so in the right one: without a pipeline, where the
+    sync is enabled before the last forward.
+    """
+    if plan.spec.pipeline_size > 1 or plan.spec.num_chunks > 1:
+        return False
+    following = None
+    for at in reversed(plan.programs[rank]):
+        if at.op in COMPUTE_OPS:
+            following = at.op
+        elif at.op == ENABLE_GRAD_SYNC and following != WEIGHT_GRAD:
+            return following in (FORWARD, PAIR)
+    return True
 
 
 def check_syncs(plan: Plan, rank: int) -> None:
@@ -127,6 +144,7 @@ class _Check:
                 raise self._error(at, "it stands twice, or names no chunk of this rank")
             done.add(at.chunk)
             self._check_place(k, at)
+        self._check_kinds(seen[ENABLE_GRAD_SYNC], seen[GRAD_SYNC], early)
         synced = seen[ENABLE_GRAD_SYNC] | seen[GRAD_SYNC]
         if not self.spec.forward_only and synced != set(range(self.spec.num_chunks)):
             lost = sorted(set(range(self.spec.num_chunks)) - synced)
@@ -134,6 +152,21 @@ class _Check:
         if self.spec.param_sync and self.spec.num_chunks > 1 and seen[PARAM_SYNC] != set(range(self.spec.num_chunks)):
             lost = sorted(set(range(self.spec.num_chunks)) - seen[PARAM_SYNC])
             raise PlanError(f"rank {self.rank}: the parameters of chunk(s) {lost} are never synchronised")
+
+    def _check_kinds(self, enabled: set[int], explicit: set[int], early: set[int]) -> None:
+        """One kind of gradient sync a rank, and hooks in both places where gradients become complete."""
+        if explicit and (enabled or early):
+            raise PlanError(
+                f"rank {self.rank}: ENABLE_GRAD_SYNC{min(enabled | early)} and GRAD_SYNC{min(explicit)}: a rank "
+                "synchronises its gradients by hooks (ENABLE_GRAD_SYNC) or explicitly (GRAD_SYNC), not both"
+            )
+        for chunk in sorted(enabled - early):
+            if self.last_backward.get(chunk) != self.last.get(chunk):
+                last = self.program[self.last_backward[chunk]]
+                raise PlanError(
+                    f"rank {self.rank}: {last} ({last.name}): no ENABLE_GRAD_SYNC{chunk} stands before it: it is the "
+                    "chunk's last backward, which completes the gradients of layers that do not split theirs"
+                )
 
     def _following(self, k: int) -> int | None:
         """The backward or WEIGHT that comes next after instruction ``k``."""

@@ -39,6 +39,7 @@ from megatron_pp.plan.instruction import (
     pair,
 )
 from megatron_pp.plan.lower import lowered
+from megatron_pp.plan.order_check import check_orders
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.sync_marks import syncs_of
@@ -90,8 +91,9 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
 
 def write_torch_csv(plan: Plan, comms: bool = False) -> str:
     """The plan as PyTorch writes it. ``comms``: with sends and receives; without, the compute order, an empty cell for
-    each idle slot of the logical clock.
+    each idle slot of the logical clock. Raises PlanError for an order that cannot run.
     """
+    check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)
     rows = [_comms_row(program) for program in plan.programs] if comms else _compute_rows(plan)
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)

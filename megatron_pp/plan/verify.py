@@ -1,6 +1,6 @@
 """Accept or refuse a plan: completeness, buffer lifetime, memory (``lifetime.py``), rendezvous deadlock and crossing
-messages (``rendezvous.py``). What is refused is refused with the rank, the instruction and the cycle or the missing
-piece, in words."""
+messages (``rendezvous.py``), and whether it runs its own compute order (``order_check.py``). What is refused is refused
+with the rank, the instruction and the cycle or the missing piece, in words."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_pp.plan.activations import WEIGHT_SHARE, Shares, peak_activations
 from megatron_pp.plan.lifetime import RankPeaks, check_rank
+from megatron_pp.plan.order_check import check_programs
 from megatron_pp.plan.rendezvous import check_rendezvous
 from megatron_pp.plan.spec import Plan, PlanError
 
@@ -50,4 +51,5 @@ def verify(plan: Plan, deallocate: bool = True, weight_share: Shares = WEIGHT_SH
         raise PlanError(f"the plan has {len(plan.programs)} rank programs for a pipeline of {plan.spec.pipeline_size}")
     peaks = tuple(check_rank(plan, rank, deallocate) for rank in range(len(plan.programs)))
     check_rendezvous(plan)
+    check_programs(plan)
     return Verdict(peaks, peak_activations(plan, weight_share))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_pp.plan import instruction as ins
@@ -40,12 +40,14 @@ class TracedRun:
         """The plan that ``step`` executed. Raises ExchangeError where the ranks disagree."""
         records = [trace.plans[trace.steps[step].plan] for trace in self.ranks]
         first = records[0]
+        # Whether a backward is split is each rank's own matter.
+        spec = replace(first.spec, split_backward=any(record.spec.split_backward for record in records))
         for rank, record in enumerate(records):
-            if record.spec != first.spec or record.placement != first.placement:
+            if replace(record.spec, split_backward=spec.split_backward) != spec or record.placement != first.placement:
                 raise ExchangeError(f"step {step}: rank {rank} ran another plan than rank 0: {record.spec.describe()}")
         placement = Placement(first.placement, first.spec.pipeline_size, first.spec.num_chunks)
         programs = tuple(record.program for record in records)
-        return Plan(first.spec, placement, programs, compute_of(programs))
+        return Plan(spec, placement, programs, compute_of(programs))
 
     def message_bytes(self, step: int) -> float:
         """Size of one activation between stages; 0 where it was not known."""

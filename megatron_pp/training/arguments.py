@@ -108,9 +108,7 @@ class RunArguments:
     fp8: str | None = _setting(
         None, "compute layers in FP8, in this format; needs Transformer Engine", choices=("e4m3", "hybrid")
     )
-    fp8_recipe: str = _setting(
-        "delayed", "how FP8 is scaled", choices=("delayed", "tensorwise", "blockwise", "mxfp8")
-    )
+    fp8_recipe: str = _setting("delayed", "how FP8 is scaled", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))
     norm_impl: str = _setting(
         "auto",
         "whose layer norms; auto: fused ones where they can be imported on a GPU",

@@ -117,9 +117,7 @@ class NamedAdamW:
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
         # A rank may hold no matrix, or nothing at all, when stages are empty.
         self._adamw = (
-            self._adam.make([group for group in groups if group["params"]], betas, eps)
-            if self.parameters
-            else None
+            self._adam.make([group for group in groups if group["params"]], betas, eps) if self.parameters else None
         )
         for parameter in self.parameters.values():
             self._state(parameter).update(

@@ -12,7 +12,7 @@ from benchmarks.report import BenchmarkError, Plot, Report, Row
 from benchmarks.rounds import summary, timed_rounds
 from benchmarks.stages import AddWeight
 from benchmarks.stubbed import stubbed_group
-from megatron_pp.plan.build import build_plan, lowered_plan, verified_plan
+from megatron_pp.plan.build import forget_plans, lowered_plan, verified_plan
 from megatron_pp.plan.spec import OVERLAP, PlanSpec
 from megatron_pp.plan.verify import verify
 
@@ -66,8 +66,7 @@ def _row(text: str, rounds: int) -> Row:
         }
         seconds = timed_rounds(steps, rounds, clock=time.thread_time)
     each = {name: summary(times, 1e6 / work.virtual_microbatches)["median"] for name, times in seconds.items()}
-    verified_plan.cache_clear()
-    build_plan.cache_clear()
+    forget_plans()
     return {
         "P x V x M": text,
         "instructions": sum(len(program) for program in plan.programs),

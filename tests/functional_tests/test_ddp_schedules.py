@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
+from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.pipeline import toy_step
 from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.toy import (
@@ -25,6 +26,7 @@ from megatron_pp.testing.toy import (
     reference_run,
     toy_chunks,
     toy_config,
+    toy_forward_step,
 )
 from megatron_pp.weight_grad import split_weight_grad
 
@@ -86,9 +88,23 @@ class _Counted:
         self.fired[self.name] = self.fired.get(self.name, 0) + 1
 
 
-def _rank_main(rank: int, size: int, cases: list[tuple[str, int, bool]]) -> list[tuple[dict[str, Any], dict[str, int]]]:
+def _rank_main(rank: int, size: int, cases: list[tuple[str, int, bool]]) -> list[Any]:
     pipeline_group, replica_group = _groups(rank)
-    return [_run_case(rank, pipeline_group, replica_group, *case) for case in cases]
+    return [*(_run_case(rank, pipeline_group, replica_group, *case) for case in cases), _run_alone(rank)]
+
+
+def _run_alone(rank: int) -> dict[str, torch.Tensor]:
+    """No pipeline: every rank is a replica of the whole model, and its last two operations are backwards."""
+    config = toy_config(pipeline_schedule="gpipe")
+    [stage] = toy_chunks(Placement("loop", 1, 1), 0, config)
+    data = _data(rank, 3)
+    get_forward_backward_func(1)(
+        forward_step_func=toy_forward_step,
+        data_iterator=data.iterator(),
+        model=DistributedDataParallel(stage),
+        num_microbatches=3,
+    )
+    return {name: grad.clone() for name, grad in gradients_of({0: stage}).items()}
 
 
 def _run_case(rank: int, pipeline_group: Any, replica_group: Any, name: str, chunks: int, convert: bool) -> Any:
@@ -135,6 +151,14 @@ def test_gradients_are_the_mean_over_the_replicas(results: list[Any], case: int)
             torch.testing.assert_close(grad, expected[key], rtol=1e-6, atol=1e-7)
             seen.add(key)
     assert seen == set(expected)
+
+
+def test_without_a_pipeline_too(results: list[Any]) -> None:
+    each = [reference_run(1, _data(replica, 3)).grads for replica in range(PIPELINE * REPLICAS)]
+    for of_rank in results:
+        for key, grad in of_rank[-1].items():
+            expected = torch.stack([grads[key] for grads in each]).mean(0)
+            torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("case", [i for i, c in enumerate(CASES) if c[2]], ids=[c[0] for c in CASES if c[2]])

@@ -154,8 +154,10 @@ def test_bad_pytorch_files_are_refused_in_one_line(damage, message):
 
 def test_an_order_that_can_not_run_is_refused():
     swapped = torch_text("gpipe").replace("0F0", "x").replace("0B0", "0F0").replace("x", "0B0")
-    with pytest.raises(PlanError, match=r"rank . can not run"):
+    with pytest.raises(PlanError, match=r"rank 0: B0\.0 .* F0\.0 has to come before it"):
         parse_plan(swapped)
+    with pytest.raises(PlanError, match=r"rank . can not run"):
+        parse_plan("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
 
 
 def edited(**changes):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp.plan.build import build_plan
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.build import build_plan, lowered_plan
 from megatron_pp.plan.orders import SCHEDULES, Shape
 from megatron_pp.plan.orders.v import v_half_offsets, v_pattern
 from megatron_pp.plan.placement import Placement
@@ -19,6 +20,10 @@ from megatron_pp.plan.sim.search import SearchResult, peak_memory
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import BATCHED, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
+from megatron_pp.schedules import StepCall
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.threads import ThreadGroup
+from megatron_pp.testing.toy import toy_chunks, toy_config, toy_forward_step
 
 
 def search(
@@ -177,3 +182,37 @@ class _Slots:
 
     def slot(self, rank: int, op: str, chunk: int, mb: int) -> float:
         return 3 * mb + (rank if op == "F" else 4 - rank)
+
+
+# -- what is said ---
+
+
+def test_a_long_search_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, said = PlanSpec("auto", 2, 1, 14), list[str]()  # more than 6 P microbatches: one search within another
+    lowered_plan(spec, said.append)
+    assert said == []
+    monkeypatch.setattr("megatron_pp.plan.sim.search._PATIENCE", -1.0)
+    lowered_plan(spec, said.append)
+    assert len(said) == 1
+    assert "schedule auto: the search for the best order of P=2, V=1, M=14 takes more than" in said[0]
+
+
+def test_the_first_rank_of_the_job_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("megatron_pp.schedules.say_once", said.append)
+    network = MemoryNetwork(3)
+    for rank in range(3):
+        config = toy_config()
+        call = StepCall(
+            chunked=False,
+            alone=False,
+            forward_step_func=toy_forward_step,
+            data_iterator=None,
+            model=toy_chunks(Placement("loop", 3, 1), rank, config)[0],
+            num_microbatches=2,
+            seq_length=4,
+            micro_batch_size=1,
+            p2p_communicator=P2PCommunicator(ThreadGroup(rank, 3), config, network.transport(rank)),
+        )
+        call._announce(f"rank {rank}")
+    assert said == ["rank 0"]

@@ -20,6 +20,7 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.pairs import overlap_pairs
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.schedules import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads, run_rank, toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
@@ -30,6 +31,7 @@ from megatron_pp.testing.toy import (
     reference_run,
     toy_chunks,
     toy_config,
+    toy_forward_step,
 )
 from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
 
@@ -260,6 +262,35 @@ def _forward_twice(forward_call: HalfCall, backward_call: HalfCall) -> None:
 def test_a_function_that_does_not_run_each_half_once_is_an_error(function: Any, message: str) -> None:
     with pytest.raises(ScheduleInputError, match=message):
         run_in_threads(2, 2, ToyData(5), pipeline_schedule="dualpipe_v", overlapped_forward_backward=function, **OVERLAP)
+
+
+# -- models that do not split ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [OVERLAP, {"batch_p2p_comm": True}])
+def test_ranks_with_and_without_a_converted_model_run_one_schedule(policy: dict[str, bool]) -> None:
+    converted: list[Any] = []
+
+    def convert_the_first(chunks: Any) -> None:
+        if not converted:
+            converted.append(chunks)
+            split_weight_grad(chunks)
+
+    data = ToyData(7)
+    result = run_in_threads(3, 2, data, prepare=convert_the_first, pipeline_schedule="zb_v", **policy)
+    assert result.difference(reference_run(6, data)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "converted", "split"), [("zb_h1", False, False), ("zb_h1", True, True), ("1f1b", False, True)]
+)
+def test_a_model_that_does_not_split_gets_a_plan_without_w(name: str, converted: bool, split: bool) -> None:
+    config = toy_config(pipeline_schedule=name)
+    chunks = toy_chunks(Placement("loop", 1, 1), 0, config)
+    if converted:
+        split_weight_grad(chunks)
+    arguments = {"forward_step_func": toy_forward_step, "data_iterator": None, "model": chunks[0]}
+    assert StepCall(chunked=False, alone=True, num_microbatches=2, **arguments).spec.split_backward is split
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from megatron_pp.plan.files import ExchangeError
 from megatron_pp.plan.instruction import COMPUTE_OPS
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.verify import verify
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import toy_step
+from megatron_pp.testing.pipeline import run_in_threads, toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
 from megatron_pp.trace import Tracer, chosen_steps, message_bytes, observers
@@ -30,6 +31,7 @@ from megatron_pp.tracing.files import read_rank_trace
 from megatron_pp.tracing.run import load_run
 from megatron_pp.training.errors import ArgumentError
 from megatron_pp.training.timeline import check_trace_steps
+from megatron_pp.weight_grad import split_weight_grad
 
 HOUR = 3_600_000_000_000  # nanoseconds
 
@@ -64,6 +66,22 @@ def test_nothing_is_recorded_unless_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(2, 3, None)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("converted", [0, 1])
+def test_ranks_with_and_without_a_model_that_splits_are_one_run(tmp_path, converted):
+    ranks = iter(range(2))
+
+    def prepare(chunks):
+        if next(ranks) == converted:
+            split_weight_grad(chunks)
+
+    traced = {"trace_dir": str(tmp_path / "t"), "trace_steps": "1", "overlap_p2p_comm": True}
+    run_in_threads(2, 1, ToyData(4), prepare=prepare, pipeline_schedule="zb_h1", **traced)
+    run = load_run(tmp_path / "t")
+    verify(run.plan(1))
+    assert sum("W0.0" in str(program) for program in run.plan(1).programs) == 1
+    assert analyse(run, 1)
 
 
 @pytest.mark.parametrize(("num_chunks", "overlap"), [(1, True), (1, False), (2, True), (2, False)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_pp.plan.orders.family import Family, Order, Shape
+from megatron_pp.plan.orders.family import Announce, Family, Order, Shape
 from megatron_pp.plan.sim.search import SearchResult, search
 from megatron_pp.plan.spec import PlanSpec
 
@@ -22,12 +22,12 @@ class AutoOrders:
     families: tuple[Family, ...]
     placement: str
 
-    def result(self, spec: PlanSpec) -> SearchResult:
+    def result(self, spec: PlanSpec, announce: Announce | None = None) -> SearchResult:
         """What was found, next to the named families. Raises PlanError where nothing keeps to the memory limit."""
-        return search(spec, self.families, self.placement)
+        return search(spec, self.families, self.placement, announce)
 
-    def of_spec(self, spec: PlanSpec) -> list[Order]:
-        return [list(order) for order in self.result(spec).best.plan.orders]
+    def of_spec(self, spec: PlanSpec, announce: Announce | None = None) -> list[Order]:
+        return [list(order) for order in self.result(spec, announce).best.plan.orders]
 
     def of_shape(self, shape: Shape) -> list[Order]:
         """With equal times, free transfers, and 1F1B's memory as the limit."""

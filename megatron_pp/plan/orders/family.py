@@ -12,6 +12,7 @@ from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.spec import PlanSpec
 
 Order = list[Instruction]
+Announce = Callable[[str], None]  # takes a sentence for the log
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Family:
     splits_weight  whether the orders have I and W (backward split into input and weight gradients)
     source         where the rule comes from
     summary        one line for people who choose
-    search         for families that search: PlanSpec -> orders, for its measured times and memory; ``orders`` is then
-                   the search with default values
+    search         for families that search: PlanSpec -> orders, for its measured times and memory, announced where it
+                   takes long; ``orders`` is then the search with default values
     remark         Shape -> a sentence where the orders are not the family's own but a substitute; empty otherwise
     programs       for families from files: PlanSpec -> the file's whole programs, None where they are lowered otherwise
     digest         of the file that the orders come from; empty where they come from a rule
@@ -53,7 +54,7 @@ class Family:
     placement: str = LOOP
     chunks: int | None = None
     splits_weight: bool = False
-    search: Callable[[PlanSpec], list[Order]] | None = None
+    search: Callable[[PlanSpec, Announce | None], list[Order]] | None = None
     remark: Callable[[Shape], str] = _no_remark
     programs: Callable[[PlanSpec], tuple[tuple[Instruction, ...], ...] | None] | None = None
     digest: str = ""

@@ -10,6 +10,7 @@ named one under the limit.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from megatron_pp.plan.activations import kept_timeline
 from megatron_pp.plan.dataflow import RESULT_OF
 from megatron_pp.plan.instruction import FORWARD
 from megatron_pp.plan.lower import lowered
-from megatron_pp.plan.orders.family import Family, Shape
+from megatron_pp.plan.orders.family import Announce, Family, Shape
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.sim.greedy import ROUNDING, UNKNOWN, MemoryModel, Order, Rules, Scheduled, Slots, schedule
 from megatron_pp.plan.sim.measured import Measured
@@ -27,6 +28,7 @@ from megatron_pp.plan.verify import verify
 
 _FINALISTS = 6  # searched orders that are lowered and simulated
 _ROUNDS = 2  # times that the best results become patterns in turn
+_PATIENCE = 5.0  # seconds of a search that nobody needs to hear of
 _PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first: the steady state repeats itself
 
 
@@ -91,13 +93,17 @@ def _places(order: Order) -> dict[tuple[str, int, int], float]:
     return {(RESULT_OF[at.op], at.chunk, at.mb): float(i) for i, at in enumerate(compute)}
 
 
-def search(spec: PlanSpec, families: Iterable[Family], placement_kind: str) -> SearchResult:
+def search(
+    spec: PlanSpec, families: Iterable[Family], placement_kind: str, announce: Announce | None = None
+) -> SearchResult:
     """The best plan for ``spec`` (lowered as it says) among ``families`` and what grows out of them, on one placement.
 
     ``spec.measured`` holds times and memory; without it F = B = W = 1 and the limit is 1F1B's memory. Raises PlanError
-    where nothing keeps to the memory limit, with the least that any candidate needs.
+    where nothing keeps to the memory limit, with the least that any candidate needs. A search of more than 5 s is
+    announced, once.
     """
-    return _Search(spec, Placement(placement_kind, spec.pipeline_size, spec.num_chunks), families).run()
+    placement = Placement(placement_kind, spec.pipeline_size, spec.num_chunks)
+    return _Search(spec, placement, families, _Patience(announce, spec)).run()
 
 
 def default_measured(placement: Placement) -> Measured:
@@ -112,10 +118,31 @@ def peak_memory(order: Order, stages: Sequence[int], memory: MemoryModel) -> flo
     return max(kept_timeline(order, stages, memory.forward, memory.weight), default=0.0)
 
 
+class _Patience:
+    """Announces, once, a search that takes long."""
+
+    def __init__(self, announce: Announce | None, spec: PlanSpec) -> None:
+        self._announce = announce
+        self._spec = spec
+        self._until = time.monotonic() + _PATIENCE
+
+    def look(self) -> None:
+        """Called between candidates."""
+        spec = self._spec
+        if self._announce is not None and time.monotonic() > self._until:
+            announce, self._announce = self._announce, None
+            announce(
+                f"schedule {spec.schedule}: the search for the best order of P={spec.pipeline_size}, "
+                f"V={spec.num_chunks}, M={spec.num_microbatches} takes more than {_PATIENCE:g} s; every rank "
+                "searches once and keeps the plan"
+            )
+
+
 class _Search:
-    def __init__(self, spec: PlanSpec, placement: Placement, families: Iterable[Family]) -> None:
+    def __init__(self, spec: PlanSpec, placement: Placement, families: Iterable[Family], patience: _Patience) -> None:
         self.spec = spec
         self.placement = placement
+        self.patience = patience
         self.shape = Shape(spec.pipeline_size, spec.num_chunks, spec.num_microbatches, spec.effective_group_size)
         self.families = [family for family in families if family.chunks in (None, spec.num_chunks)]
         self.measured = spec.measured or default_measured(placement)
@@ -168,6 +195,7 @@ class _Search:
         return max(bounds) * (1 + ROUNDING)
 
     def _candidate(self, name: str, orders: Sequence[Order]) -> Candidate:
+        self.patience.look()
         plan = lowered(self.spec, self.placement, orders)
         makespan = simulate(plan, self.costs, self.measured.network()).makespan
         peaks = tuple(peak_memory(o, self.placement.stages[r], self.memory) for r, o in enumerate(orders))
@@ -181,7 +209,8 @@ class _Search:
         patterns = _patterns(self._seeds(named))
         pilot_size = _PILOT * self.spec.pipeline_size
         if self.spec.num_microbatches > pilot_size:
-            pilot = _Search(replace(self.spec, num_microbatches=pilot_size), self.placement, self.families)
+            smaller = replace(self.spec, num_microbatches=pilot_size)
+            pilot = _Search(smaller, self.placement, self.families, self.patience)
             first = _patterns(pilot._seeds(pilot._named_orders()))
             promising = {(t.seed, t.rules) for t in _shortest(pilot._trials(first, self._rules()))}
             return _shortest(
@@ -204,6 +233,7 @@ class _Search:
         """Every rule on every pattern; those that get stuck under the memory limit are left out."""
         for name, pattern in patterns:
             for rule in rules:
+                self.patience.look()
                 result = schedule(
                     self.placement,
                     self.spec.num_microbatches,

@@ -1,0 +1,59 @@
+"""A cache that is bounded in bytes. A leaf: imports nothing from the package, and not torch."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class BoundedCache(Generic[Key, Value]):
+    """What was used longest ago is forgotten once the entries' sizes, as their makers estimate them, exceed ``budget``
+    bytes; the last ``least`` entries stay whatever their size.
+
+    ``entries`` may be looked up directly, which does not count as use.
+    """
+
+    def __init__(self, budget: int, least: int = 1) -> None:
+        self.entries: OrderedDict[Key, Value] = OrderedDict()
+        self._budget = budget
+        self._least = least
+        self._sizes: dict[Key, int] = {}
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Key) -> Value | None:
+        """The entry, which counts as used now."""
+        with self._lock:
+            if key not in self.entries:
+                return None
+            self.entries.move_to_end(key)
+            return self.entries[key]
+
+    def values(self) -> list[Value]:
+        """All entries, oldest first."""
+        with self._lock:
+            return list(self.entries.values())
+
+    def put(self, key: Key, value: Value, size: int) -> Value:
+        """Keep ``value`` of ``size`` bytes; returns what is kept, which is another thread's where that was first."""
+        with self._lock:
+            if key in self.entries:
+                return self.entries[key]
+            self.entries[key] = value
+            self._sizes[key] = size
+            self._used += size
+            while self._used > self._budget and len(self.entries) > self._least:
+                oldest = next(iter(self.entries))
+                del self.entries[oldest]
+                self._used -= self._sizes.pop(oldest)
+            return value
+
+    def clear(self) -> None:
+        with self._lock:
+            self.entries.clear()
+            self._sizes.clear()
+            self._used = 0

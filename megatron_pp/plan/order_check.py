@@ -1,0 +1,84 @@
+"""Compute orders, checked before anything is built on them: they may come from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from megatron_pp.plan.instruction import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    SINGLE_COMPUTE_OPS,
+    WEIGHT_GRAD,
+    Instruction,
+    instruction,
+    without_pairs,
+)
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.spec import Plan, PlanError
+
+_AFTER = {BACKWARD: FORWARD, INPUT_GRAD: FORWARD, WEIGHT_GRAD: INPUT_GRAD}
+_Operation = tuple[str, int, int]  # op, chunk, microbatch
+
+
+def check_orders(
+    orders: Sequence[Sequence[Instruction]], placement: Placement, num_microbatches: int, forward_only: bool
+) -> None:
+    """Every rank runs F of each (chunk, microbatch) once and after it B, or I and then W; where ``forward_only``,
+    forwards alone will do. Raises PlanError with the rank, the operation, and what would be right.
+    """
+    if len(orders) != placement.pipeline_size:
+        raise PlanError(f"there are orders of {len(orders)} ranks; the pipeline has {placement.pipeline_size}")
+    trains = not forward_only or any(at.op != FORWARD for order in orders for at in order)
+    for rank, order in enumerate(orders):
+        _check_order(rank, order, placement.num_chunks, num_microbatches, trains)
+
+
+def _check_order(rank: int, order: Sequence[Instruction], chunks: int, microbatches: int, trains: bool) -> None:
+    seen: set[_Operation] = set()
+    for at in without_pairs(order):
+        if at.op not in SINGLE_COMPUTE_OPS:
+            raise _error(rank, at, "an order holds compute alone: F, B, I and W")
+        if not (0 <= at.chunk < chunks and 0 <= at.mb < microbatches):
+            raise _error(rank, at, f"chunks are 0..{chunks - 1}, microbatches 0..{microbatches - 1}")
+        if (at.op, at.chunk, at.mb) in seen:
+            raise _error(rank, at, "it stands twice in the order")
+        before = _AFTER.get(at.op)
+        if before is not None and (before, at.chunk, at.mb) not in seen:
+            raise _error(rank, at, f"{before}{at.chunk}.{at.mb} has to come before it")
+        seen.add((at.op, at.chunk, at.mb))
+    for chunk in range(chunks):
+        for mb in range(microbatches):
+            _check_cell(rank, {op for op in SINGLE_COMPUTE_OPS if (op, chunk, mb) in seen}, chunk, mb, trains)
+
+
+def _check_cell(rank: int, ops: set[str], chunk: int, mb: int, trains: bool) -> None:
+    """What an order has of one (chunk, microbatch)."""
+    split = INPUT_GRAD in ops
+    if split and BACKWARD in ops:
+        raise _error(
+            rank, instruction(BACKWARD, chunk, mb), f"I{chunk}.{mb} is there too: a backward is whole or split"
+        )
+    needed = (FORWARD, *((INPUT_GRAD, WEIGHT_GRAD) if split else (BACKWARD,))) if trains else (FORWARD,)
+    missing = next((op for op in needed if op not in ops), None)
+    if missing is not None:
+        raise _error(rank, instruction(missing, chunk, mb), "the order lacks it")
+
+
+def check_programs(plan: Plan) -> None:
+    """Raises PlanError where a program's compute is not the plan's order; a plan may come without orders."""
+    if not plan.orders:
+        return
+    spec = plan.spec
+    check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only)
+    for rank, (order, program) in enumerate(zip(plan.orders, plan.programs, strict=True)):
+        wanted = [at for at in without_pairs(order) if at.op == FORWARD or not spec.forward_only]
+        found = [at for at in without_pairs(program) if at.op in SINGLE_COMPUTE_OPS]
+        if wanted != found:
+            one, other = next((a, b) for a, b in zip_longest(wanted, found, fillvalue="nothing more") if a != b)
+            raise PlanError(f"rank {rank}: the plan's order has {one} where its program runs {other}")
+
+
+def _error(rank: int, at: Instruction, why: str) -> PlanError:
+    return PlanError(f"rank {rank}: {at} ({at.name}): {why}")
