@@ -8,7 +8,7 @@ import stat
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
 
-_LARGEST_TEXT = 1 << 30  # bytes
+_LARGEST_TEXT = 1 << 28  # bytes
 
 
 def open_plain(path: Path, flags: int = os.O_RDONLY) -> BufferedRandom | BufferedReader:

@@ -70,4 +70,5 @@ def end_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = environment.get(LAUNCHER, "")
     if launcher.isdecimal() and this_process().host and state_of(process_of(int(launcher))) not in (ALIVE, STOPPED):
+        print(f"train.py: process {launcher}, its launcher, has ended", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -270,7 +270,7 @@ def test_a_damaged_checkpoint(name: str, data: st.DataObject, checkpoint: Path, 
     _only(CheckpointError, lambda: _load(folder))
 
 
-@examples(200)
+@examples(100)
 @given(data=st.data())
 def test_a_forged_description(data: st.DataObject, checkpoint: Path, tmp_path: Path) -> None:
     """Its CRC-32 is right; what it says is not."""

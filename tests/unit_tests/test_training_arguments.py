@@ -25,6 +25,7 @@ from megatron_pp.training.errors import (
     CheckpointError,
     CheckpointLayoutError,
     DataPathError,
+    NoCheckpointError,
     TextTooShortError,
 )
 from megatron_pp.training.flags import add_flags, values_of
@@ -200,8 +201,8 @@ BAD_INPUT = {
     "missing data": ("--data /no/such/path", DataPathError, "/no/such/path does not exist"),
     "short text": ("--max-data-bytes 2000", TextTooShortError, "training text of 1900 bytes is too short"),
     "short validation": ("--max-data-bytes 20000", TextTooShortError, "validation text of 1000 bytes is too short"),
-    "no run": ("--resume /no/such/run", CheckpointError, "no run at /no/such/run"),
-    "a name too long": (f"--resume {'x' * 5000}", CheckpointError, "no run at"),
+    "no run": ("--resume /no/such/run", NoCheckpointError, "no run at /no/such/run"),
+    "a name too long": (f"--resume {'x' * 5000}", NoCheckpointError, "no run at"),
     "two folders": ("--resume a --run-dir b", ArgumentError, "both given"),
     "folder in a file": ("--run-dir /dev/null/run", ArgumentError, "no writable folder"),
     "no Transformer Engine": (

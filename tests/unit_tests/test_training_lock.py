@@ -79,5 +79,6 @@ def test_a_process_whose_launcher_has_ended_before_it_could_ask_ends_too() -> No
     for launcher in (gone.pid, os.getpid()):
         environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", LAUNCHER: str(launcher)}
         done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, timeout=60)
-        outcomes[launcher] = (done.returncode, done.stdout.strip())
-    assert outcomes == {gone.pid: (-signal.SIGKILL, ""), os.getpid(): (0, "it lives")}
+        outcomes[launcher] = (done.returncode, (done.stdout + done.stderr).strip())
+    told = f"train.py: process {gone.pid}, its launcher, has ended"
+    assert outcomes == {gone.pid: (-signal.SIGKILL, told), os.getpid(): (0, "it lives")}
