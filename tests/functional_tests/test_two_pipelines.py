@@ -26,15 +26,9 @@ LARGE = GLOO_DETACHED_BYTES // (4 * HIDDEN * 2) + 1  # sequence length of a mess
 APART = 0.3  # seconds between the first steps of the two pipelines on one rank
 
 
-class Data(ToyData):
+def data_of(pipeline: int, step: int, microbatches: int) -> ToyData:
     """Each step of each pipeline has microbatches of its own."""
-
-    def __init__(self, pipeline: int, step: int, microbatches: int) -> None:
-        super().__init__(microbatches, seq_length=LARGE)
-        object.__setattr__(self, "first", 1000 * pipeline + 100 * step)
-
-    def microbatch(self, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().microbatch(self.first + mb)  # type: ignore[attr-defined]
+    return ToyData(microbatches, seq_length=LARGE, first=1000 * pipeline + 100 * step)
 
 
 Pipeline = tuple[int, int, dict[str, Any]]  # chunks, microbatches, config fields
@@ -47,9 +41,8 @@ def _steps(rank: int, size: int, number: int, group: dist.ProcessGroup, pipeline
     chunks, microbatches, fields = pipeline
     config = toy_config(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, **fields)
     communicator = communicator_for(group, config)
-    return [
-        run_rank(rank, size, chunks, Data(number, step, microbatches), config, communicator) for step in range(STEPS)
-    ]
+    data = (data_of(number, step, microbatches) for step in range(STEPS))
+    return [run_rank(rank, size, chunks, each, config, communicator) for each in data]
 
 
 def in_threads(rank: int, size: int, pipelines: list[Pipeline]) -> list[list[ToyResult]]:
@@ -89,7 +82,7 @@ def test_numbers_are_those_of_one_process(size: int, pipelines: list[Pipeline], 
     per_rank = run_processes(main, size, (pipelines,), timeout=60.0, start_method="forkserver")
     for number, (chunks, microbatches, _) in enumerate(pipelines):
         for step in range(STEPS):
-            expected = reference_run(size * chunks, Data(number, step, microbatches))
+            expected = reference_run(size * chunks, data_of(number, step, microbatches))
             got = merged([results[number][step] for results in per_rank])
             assert got.difference(expected) == 0.0, (number, step)
 
