@@ -134,6 +134,9 @@ class ModelParallelConfig:
     compute_timeout: float | None = setting(
         None, "seconds that one operation of a rank that gives signs of life may take; None: ten times p2p_timeout"
     )
+    step_number: int | Callable[[], int] | None = setting(
+        None, "the program's number of the step, or a function that returns it; ranks compare theirs", cli=False
+    )
     warm_up_p2p: bool = setting(True, "connect neighbours when the communicator is made, not within the first step")
     p2p_debug: bool = setting_from_env(
         "MEGATRON_PP_P2P_DEBUG", read_flag, "check shapes, dtypes and order of every transfer (slow)"

@@ -239,6 +239,13 @@ def _checked(rule: Callable[..., _Result], *args: Any) -> _Result:
         raise ScheduleInputError(f"config.{error}") from error
 
 
+def given_step_number(config: Any) -> int | None:
+    """``config.step_number``, called if it is a function; None where there is none. Raises ScheduleInputError."""
+    given = getattr(config, "step_number", None)
+    number = given() if callable(given) else given
+    return None if number is None else _whole_number("config.step_number", number, at_least=0)
+
+
 def check_communicator(varies_for_communicator: bool, config: Any) -> None:
     """Raises ScheduleInputError where a communicator of the caller's sends shapes ahead of tensors and the config says
     that shapes are fixed, or the other way round."""

@@ -118,6 +118,11 @@ class MegatronCall(StepCall):
         super().begin()
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
 
+    def step_number(self) -> int | None:
+        """Where the config gives none, the iteration of Megatron's own training loop."""
+        given = super().step_number()
+        return self.megatron.current_iteration() if given is None else given
+
     def make_steps(self, plan: Plan) -> MegatronSteps:
         return MegatronSteps(self.megatron, self, self.step_options(plan))
 

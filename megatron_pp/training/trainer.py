@@ -180,6 +180,7 @@ class Trainer:
         """One optimizer step, after which all ranks know whether any was asked to stop."""
         start = time.perf_counter()
         with self._watched("the training step"):
+            self.config.step_number = self.steps_done + 1
             result = self.runner.run(self.texts.training, self.steps_done, forward_only=False)
             with self._watched("the norm of the gradient"):
                 norm = float(self.clipper.clip())

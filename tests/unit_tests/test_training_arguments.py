@@ -87,7 +87,7 @@ def test_help_names_every_flag_and_its_default() -> None:
 def test_every_schedule_and_communication_option_is_a_flag() -> None:
     flags = make_parser().format_help()
     assert "--overlap-pairs" in flags  # in the place of a function
-    hooks = {"timers", "grad_scale_func", "finalize_model_grads_func", "overlapped_forward_backward"} | {
+    hooks = {"timers", "grad_scale_func", "finalize_model_grads_func", "overlapped_forward_backward", "step_number"} | {
         f"{kind}_func" for kind in ("no_sync", "grad_sync", "param_sync")
     }
     without = hooks | {
