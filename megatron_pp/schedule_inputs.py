@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from megatron_pp import parallel_state
 from megatron_pp.config_checks import ConfigError, whole_number
 from megatron_pp.config_rules import lowering_policy
@@ -73,7 +75,7 @@ def step_inputs(
     """Check and order the arguments. ``chunked``: the schedule takes lists of model chunks and data iterators.
 
     Raises ScheduleInputError for a missing list, chunks and iterators that differ in number, a number of chunks other
-    than the config's virtual pipeline size, or a microbatch count below 1.
+    than the config's virtual pipeline size, a microbatch count below 1, or training where gradients are disabled.
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     if chunked and not isinstance(model, (list, tuple)):
@@ -110,6 +112,8 @@ def step_inputs(
             "they must be equal"
         )
     num_microbatches = _whole_number("num_microbatches", num_microbatches)
+    if not forward_only:
+        _check_grad_mode()
     if not callable(forward_step_func):
         raise ScheduleInputError(f"forward_step_func is a {type(forward_step_func).__name__}; it must be callable")
     return StepInputs(
@@ -122,6 +126,15 @@ def step_inputs(
         collect_non_loss_data,
         first_val_step,
     )
+
+
+def _check_grad_mode() -> None:
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+        raise ScheduleInputError(
+            f"a training step was called under {mode}, where no gradient is computed; call it outside of that, or with "
+            "forward_only=True"
+        )
 
 
 class WantedPlan(NamedTuple):
@@ -315,7 +328,7 @@ def say_if_slow(spec: PlanSpec) -> None:
         grouped = spec.num_chunks if spec.schedule == INTERLEAVED else 1
         verdict = _verdict(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size)
         if not verdict.full_speed:
-            _say_once(verdict.sentence)
+            say_once(verdict.sentence)
 
 
 @lru_cache(maxsize=128)
@@ -326,16 +339,17 @@ def _verdict(num_microbatches: int, pipeline_size: int, num_chunks: int, group_s
 def say_what_is_off(plan: Plan, is_converted: bool) -> None:
     """Say, once each, where the plan is not quite what its schedule's name promises."""
     if plan.remark:
-        _say_once(plan.remark)
+        say_once(plan.remark)
     family = find_family(plan.spec.schedule)
     if not is_converted and family.splits_weight:
-        _say_once(
+        say_once(
             f"schedule {family.name} splits backwards, but the model does all of each at once: convert its chunks with "
             "megatron_pp.weight_grad.split_weight_grad"
         )
 
 
-def _say_once(sentence: str) -> None:
+def say_once(sentence: str) -> None:
+    """A warning in the log of ``megatron_pp``, once per process."""
     with _SPEAKING:  # ranks may be threads of one process
         _say(sentence)
 
