@@ -25,10 +25,10 @@ _CustomFunction = torch._C._FunctionBase
 
 def backward_root(output: Any) -> Any:
     """Where the backward of ``output`` starts, without its data: a GradientEdge, None where it needs no gradient, a
-    list for a list. The graph must be that of an enabled grad mode.
+    list for a list. Of what it gave itself: the same. Gradients must be enabled.
     """
     if not isinstance(output, torch.Tensor):
-        return [backward_root(item) for item in output] if isinstance(output, (list, tuple)) else None
+        return _root_of_no_tensor(output)
     if not output.requires_grad:
         return None
     node: Any = output.grad_fn
@@ -36,6 +36,12 @@ def backward_root(output: Any) -> Any:
         # Of a leaf and of a custom Function, the Python object does not keep the graph alive; a view's node does.
         return GradientEdge(output.view_as(output).grad_fn, 0)  # type: ignore[arg-type]
     return GradientEdge(node, output.output_nr)
+
+
+def _root_of_no_tensor(output: Any) -> Any:
+    if isinstance(output, GradientEdge):  # which is a tuple, too
+        return output
+    return [backward_root(item) for item in output] if isinstance(output, (list, tuple)) else None
 
 
 def freed_alias(output: Any) -> Any:

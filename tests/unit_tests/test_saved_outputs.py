@@ -276,6 +276,13 @@ def test_what_needs_no_gradient_leaves_nothing() -> None:
     assert backward_root([plain, None]) == [None, None]
 
 
+def test_what_is_left_stays_what_it_is() -> None:
+    output = torch.ones(3, requires_grad=True) * 2
+    for keep in (backward_root, freed_alias):
+        root = keep(output)
+        assert keep(root) is root
+
+
 def test_a_leaf_keeps_its_data() -> None:
     leaf = torch.ones(3, requires_grad=True)
     accumulate((backward_root(leaf),), (torch.full((3,), 2.0),))
