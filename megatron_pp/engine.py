@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_pp.errors import P2PShapeError
-from megatron_pp.output_lifetime import deallocate_output_tensor, viewless
 from megatron_pp.overlap import HalfCall, PairRunner
 from megatron_pp.p2p_core import P2PCore, Receive, Send, is_single_shape
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.pairs import is_pair
 from megatron_pp.plan.spec import Plan
+from megatron_pp.schedule_inputs import say_once
 from megatron_pp.steps import Activation, Steps
 from megatron_pp.sync_hooks import SyncHooks
 from megatron_pp.transport import ACT, GRAD
@@ -163,7 +163,7 @@ class PlanExecutor:
             usual = single and output.shape == self._sent_shape
             if not usual and around.act_to is not None and self._sent_shapes:
                 self._check_shapes(key, output)
-            self.outputs[key] = viewless(output) if single else _map(viewless, output)
+            self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
         elif not self.forward_only:
             self.outputs[key] = output
 
@@ -185,15 +185,31 @@ class PlanExecutor:
     def _backward(self, key: Key) -> None:
         given, output = self.inputs.pop(key, None), self.outputs.pop(key)
         output_grad = self.output_grads.pop(key, None)
+        if output_grad is None and self._around[key[0]].chunk_after is not None:
+            output = None  # the next chunk, on this rank, had no use for it
         if self.weights is None:
             grad = self.steps.backward(key[0], key[1], given, output, output_grad)
         else:
             with self.weights.backward(*key, split=key in self.split):
                 grad = self.steps.backward(key[0], key[1], given, output, output_grad)
         if given is not None:
-            self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else _filled(grad, given)
+            self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else self._to_give(grad, given, key)
         if self._sync_open:
             self._close_sync()
+
+    def _to_give(self, grad: Activation, given: Activation, key: Key) -> Activation:
+        """Input gradients of which some are None. This rank's chunks pass None on, as in one process; another rank has
+        posted a receive, and gets zeros.
+        """
+        if self._around[key[0]].grad_to is None:
+            return grad
+        if not _is_any_there(grad):
+            stage = self.plan.placement.stages[self.rank][key[0]]
+            say_once(
+                f"stage {stage} makes no use of its input: the rank of the stage before gets gradients of zero, where "
+                "one process would leave them None, so that its optimizer may still decay weights or move by momentum"
+            )
+        return _filled(grad, given)
 
     def _weight(self, key: Key) -> None:
         if self.weights is not None:  # else B did all of it
@@ -259,10 +275,14 @@ class PlanExecutor:
     def _wait_then_deallocate(self, handle: WaitHandle, key: Key) -> None:
         """The one place where an output's data is given back: once its send is done, not before (Megatron-LM#4047)."""
         handle.wait()
+        self._drop_data(key)
+
+    def _drop_data(self, key: Key) -> None:
+        """Keep of an output what its backward needs. Its data stays only where something else needs it."""
         if self.forward_only:
             del self.outputs[key]
-        else:  # the backward may have used the output up already
-            deallocate_output_tensor(self.outputs.get(key), self.deallocate)
+        elif self.deallocate and key in self.outputs:  # the backward may have used the output up already
+            self.outputs[key] = self.steps.backward_root(self.outputs[key])
 
     def _send_grad(self, key: Key) -> None:
         self.grad_sends[key] = self.communicator.post_send(self.input_grads[key], self._around[key[0]].grad_to, GRAD)  # type: ignore[arg-type]
@@ -315,18 +335,23 @@ class PlanExecutor:
     # -- hand-offs between two chunks of this rank -----------------------------------------------------------
 
     def _hand_act(self, key: Key) -> None:
-        source = (self._around[key[0]].chunk_before, key[1])
-        output = self.outputs[source] if not self.forward_only else self.outputs.pop(source)  # type: ignore[index, arg-type]
-        self.inputs[key] = _map(self._fresh_leaf, output)
-        if not self.forward_only:
-            deallocate_output_tensor(output, self.deallocate)
+        source: Key = (self._around[key[0]].chunk_before, key[1])  # type: ignore[assignment]
+        self.inputs[key] = _map(self._fresh_leaf, self.outputs[source])
+        self._drop_data(source)
 
     def _fresh_leaf(self, output: torch.Tensor) -> torch.Tensor:
         leaf = output.detach()
         return leaf if self.forward_only else leaf.requires_grad_()
 
     def _hand_grad(self, key: Key) -> None:
-        self.output_grads[key] = self.input_grads.pop((self._around[key[0]].chunk_after, key[1]))  # type: ignore[arg-type]
+        grads = self.input_grads.pop((self._around[key[0]].chunk_after, key[1]))  # type: ignore[arg-type]
+        if not isinstance(grads, list):
+            self.output_grads[key] = grads
+        elif _is_any_there(grads):
+            used = [(output, grad) for output, grad in zip(self.outputs[key], grads, strict=True) if grad is not None]
+            self.outputs[key], self.output_grads[key] = map(list, zip(*used, strict=True))
+        else:
+            self.output_grads[key] = None
 
     # -- data-parallel hooks ---------------------------------------------------------------------------------
 
@@ -409,6 +434,10 @@ def _filled(grad: Activation, given: Activation) -> Activation:
     if isinstance(given, (list, tuple)):
         return [torch.zeros_like(x) if g is None else g for g, x in zip(grad, given, strict=True)]
     return torch.zeros_like(given) if grad is None else grad
+
+
+def _is_any_there(grad: Activation) -> bool:
+    return any(g is not None for g in grad) if isinstance(grad, list) else grad is not None
 
 
 def _told(shapes: list[list[int]]) -> str:

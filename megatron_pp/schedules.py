@@ -1,7 +1,7 @@
 """The entry points that a Megatron user calls. Each is short: check the arguments, choose a plan, run it.
 
 Signatures and semantics are Megatron-core's. One engine (``engine.py``) runs every schedule; it waits on a send's
-handle before ``deallocate_output_tensor``, in one place.
+handle before it gives an output's data back, in one place.
 """
 
 from __future__ import annotations
