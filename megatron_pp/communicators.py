@@ -6,6 +6,7 @@ made per group and config and found again; it goes when the group does.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,13 +34,17 @@ _FIELDS = (
 # Process groups are process-wide, and so is what hangs on them. A communicator holds its group, so that weak keys
 # alone would not let go of a destroyed one.
 _KEPT: WeakKeyDictionary[Any, dict[tuple[Any, ...], P2PCommunicator]] = WeakKeyDictionary()
+# Threads may run a pipeline each. Never held while a communicator is made: that may wait for other ranks, whose threads
+# come in another order.
+_LOCK = threading.Lock()
 
 
 def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
     """The communicator of ``pp_group`` for the communication fields of ``config``; made on first use, which on NCCL is
-    collective."""
+    collective. Threads may call it at once, each for a group of its own."""
     _forget_destroyed_groups()
-    kept = _KEPT.setdefault(pp_group, {})
+    with _LOCK:
+        kept = _KEPT.setdefault(pp_group, {})
     key = tuple(getattr(config, field, None) for field in _FIELDS)
     found = kept.get(key)
     if any(c.closed for c in kept.values()):
@@ -58,14 +63,19 @@ def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
 def close_communicators() -> None:
     """End the threads of all communicators, and forget them. For the end of a program, or before process groups are
     destroyed."""
-    for communicators in _KEPT.values():
-        _close(communicators.values())
-    _KEPT.clear()
+    with _LOCK:
+        all_kept = list(_KEPT.values())
+        _KEPT.clear()
+    for kept in all_kept:
+        _close(kept.values())
 
 
 def _forget_destroyed_groups() -> None:
-    for group in [g for g, kept in _KEPT.items() if any(c.group_is_gone() for c in kept.values())]:
-        _close(_KEPT.pop(group).values())
+    with _LOCK:
+        gone = [group for group, kept in _KEPT.items() if any(c.group_is_gone() for c in list(kept.values()))]
+        forgotten = [_KEPT.pop(group) for group in gone]
+    for kept in forgotten:
+        _close(kept.values())
 
 
 def _close(communicators: Iterable[P2PCommunicator]) -> None:

@@ -110,7 +110,7 @@ class ModelParallelConfig:
     overlap_p2p_comm_warmup_flush: bool = setting(False, "overlap in warm-up and flush too; needs overlap_p2p_comm")
     batch_p2p_comm: bool | None = setting(None, "group sends and receives into one call; None: unless overlap_p2p_comm")
     batch_p2p_sync: bool = setting(False, "synchronize the device after each grouped call, as old PyTorch needed")
-    deallocate_pipeline_outputs: bool = setting(True, "free an output's data once it has been sent")
+    deallocate_pipeline_outputs: bool = setting(True, "free an output's data once sent, unless its graph needs it")
     defer_embedding_wgrad_compute: bool = setting(False, "leave the output layer's weight gradients for the flush")
     wgrad_deferral_limit: int = setting(0, "microbatches whose output weight gradients are left; 0: all")
 
@@ -133,6 +133,9 @@ class ModelParallelConfig:
     p2p_timeout: float = setting(600.0, "seconds until a transfer without answer is an error")
     compute_timeout: float | None = setting(
         None, "seconds that one operation of a rank that gives signs of life may take; None: ten times p2p_timeout"
+    )
+    step_number: int | Callable[[], int] | None = setting(
+        None, "the program's number of the step, or a function that returns it; ranks compare theirs", cli=False
     )
     warm_up_p2p: bool = setting(True, "connect neighbours when the communicator is made, not within the first step")
     p2p_debug: bool = setting_from_env(

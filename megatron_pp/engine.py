@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_pp.errors import P2PShapeError
-from megatron_pp.output_lifetime import deallocate_output_tensor, viewless
 from megatron_pp.overlap import PairRunner
 from megatron_pp.p2p_core import P2PCore, Receive, Send, is_single_shape
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan
+from megatron_pp.schedule_inputs import say_once
 from megatron_pp.steps import Activation, Steps
 from megatron_pp.sync_hooks import SyncHooks
 from megatron_pp.transport import ACT, GRAD
@@ -144,7 +144,7 @@ class PlanExecutor:
         unusual = self._sent_shapes and not (single and output.shape == self._sent_shape)
         if unusual and self.placement.crosses_ranks(at.stage):
             self._check_shapes(at, output)
-        self.outputs[key] = viewless(output) if single else _map(viewless, output)
+        self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
 
     def _check_shapes(self, at: Instruction, output: Activation) -> None:
         """The receiver has buffers of the agreed shapes: where more comes, gloo ends its process, and where less comes
@@ -166,15 +166,31 @@ class PlanExecutor:
         key = at[1:3]
         given, output = self.inputs.pop(key, None), self.outputs.pop(key)
         output_grad = self.output_grads.pop(key, None)
+        if output_grad is None and at.stage != self.last_stage:
+            output = None  # the next stage, on this rank, does not use it
         if self.weights is None:
             grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
         else:
             with self.weights.backward(at.chunk, at.mb, split=at.op == ins.INPUT_GRAD):
                 grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
         if given is not None:
-            self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else _filled(grad, given)
+            self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else self._to_give(grad, given, at)
         if self._sync_open:
             self._close_sync()
+
+    def _to_give(self, grad: Activation, given: Activation, at: Instruction) -> Activation:
+        """Input gradients of which some are None. This rank's chunks pass None on, as in one process; another rank has
+        posted a receive, and gets zeros.
+        """
+        if not self.placement.crosses_ranks(at.stage - 1):
+            return grad
+        if not _is_any_there(grad):
+            say_once(
+                f"stage {at.stage} makes no use of its input: the rank of the stage before gets gradients of zero, "
+                "where one process would leave them None, so that its optimizer may still decay weights or move by "
+                "momentum"
+            )
+        return _filled(grad, given)
 
     def _weight_grad(self, at: Instruction) -> None:
         if self.weights is not None:  # else the backward did all of it
@@ -254,10 +270,15 @@ class PlanExecutor:
         handle.wait()
         if at.op == ins.FREE_B:
             del self.input_grads[at[1:3]]
-        elif self.forward_only:
-            del self.outputs[at[1:3]]
-        else:  # the backward may have used the output up already
-            deallocate_output_tensor(self.outputs.get(at[1:3]), self.deallocate)
+        else:
+            self._drop_data(at[1:3])
+
+    def _drop_data(self, key: Key) -> None:
+        """Keep of an output what its backward needs. Its data stays only where something else needs it."""
+        if self.forward_only:
+            del self.outputs[key]
+        elif self.deallocate and key in self.outputs:  # the backward may have used the output up already
+            self.outputs[key] = self.steps.backward_root(self.outputs[key])
 
     def _settle(self, most: int) -> None:
         """Finish deferred sends, oldest first: those that are done, and those beyond ``most``."""
@@ -268,17 +289,23 @@ class PlanExecutor:
 
     def _hand_f(self, at: Instruction) -> None:
         source = (at.stage - 1, at.mb)
-        output = self.outputs[source] if not self.forward_only else self.outputs.pop(source)
-        self.inputs[at[1:3]] = _map(self._fresh_leaf, output)
-        if not self.forward_only:
-            deallocate_output_tensor(output, self.deallocate)
+        self.inputs[at[1:3]] = _map(self._fresh_leaf, self.outputs[source])
+        self._drop_data(source)
 
     def _fresh_leaf(self, output: torch.Tensor) -> torch.Tensor:
         leaf = output.detach()
         return leaf if self.forward_only else leaf.requires_grad_()
 
     def _hand_b(self, at: Instruction) -> None:
-        self.output_grads[at[1:3]] = self.input_grads.pop((at.stage + 1, at.mb))
+        key = at[1:3]
+        grads = self.input_grads.pop((at.stage + 1, at.mb))
+        if not isinstance(grads, list):
+            self.output_grads[key] = grads
+        elif _is_any_there(grads):
+            used = [(output, grad) for output, grad in zip(self.outputs[key], grads, strict=True) if grad is not None]
+            self.outputs[key], self.output_grads[key] = map(list, zip(*used, strict=True))
+        else:
+            self.output_grads[key] = None
 
     # -- data-parallel hooks ---------------------------------------------------------------------------------
 
@@ -338,6 +365,10 @@ def _filled(grad: Activation, given: Activation) -> Activation:
     if isinstance(given, (list, tuple)):
         return [torch.zeros_like(x) if g is None else g for g, x in zip(grad, given, strict=True)]
     return torch.zeros_like(given) if grad is None else grad
+
+
+def _is_any_there(grad: Activation) -> bool:
+    return any(g is not None for g in grad) if isinstance(grad, list) else grad is not None
 
 
 def _shown(shapes: list[list[int]]) -> str:

@@ -55,6 +55,9 @@ class NamedSteps:
         """Backward through the tensors of the dict; gradients in the order of the names."""
         return self.steps.backward(chunk, mb, input_tensor, output, output_grad)
 
+    def backward_root(self, output: Activation) -> Any:
+        return self.steps.backward_root(output)
+
     def _in_order(self, output: Any, chunk: int) -> list[Any]:
         assert self.sent is not None
         if not isinstance(output, Mapping) or set(output) != set(self.sent):

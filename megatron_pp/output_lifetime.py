@@ -1,9 +1,12 @@
 """Giving an output's memory back while its graph is still needed, and running backward through what is left of it.
 
-Once a stage's output has been sent, only its ``grad_fn`` is of use. Swapping its storage for one element frees the
-activation without touching the graph (Megatron-LM's deallocate_pipeline_outputs). Freeing it while a send still reads
-it is the race of Megatron-LM#4047; the engine releases only after it has waited on the send's handle, and the handle
-owns the bytes besides.
+Once a stage's output has been sent, only its place in the graph is of use. The engine keeps that (``backward_root``)
+and drops the tensor. Its data goes with it, unless something else needs it: an operation of the same graph that saved
+it, a hook that reads it, the user. To swap the data under the tensor, as Megatron-LM's deallocate_pipeline_outputs
+does, takes it away from those as well, and the gradients are silently wrong.
+
+Freeing an output while a send still reads it is the race of Megatron-LM#4047; the engine releases only after it has
+waited on the send's handle, and the handle owns the bytes besides.
 """
 
 from __future__ import annotations
@@ -14,6 +17,46 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
+
+Root = torch.Tensor | GradientEdge
+_CustomFunction = torch._C._FunctionBase
+
+
+def backward_root(output: Any) -> Any:
+    """Where the backward of ``output`` starts, without its data: a GradientEdge, None where it needs no gradient, a
+    list for a list. Of what it gave itself: the same. Gradients must be enabled.
+    """
+    if not isinstance(output, torch.Tensor):
+        return _root_of_no_tensor(output)
+    if not output.requires_grad:
+        return None
+    node: Any = output.grad_fn
+    if node is None or isinstance(node, _CustomFunction):
+        # Of a leaf and of a custom Function, the Python object does not keep the graph alive; a view's node does.
+        return GradientEdge(output.view_as(output).grad_fn, 0)  # type: ignore[arg-type]
+    return GradientEdge(node, output.output_nr)
+
+
+def _root_of_no_tensor(output: Any) -> Any:
+    if isinstance(output, GradientEdge):  # which is a tuple, too
+        return output
+    return [backward_root(item) for item in output] if isinstance(output, (list, tuple)) else None
+
+
+def freed_alias(output: Any) -> Any:
+    """A tensor of one element with the graph of ``output``: a ``backward_root`` for callers that need a tensor.
+
+    It is no view, which would keep its base. A list for a list; what is no tensor, or has one element already, is
+    returned as it is.
+    """
+    if isinstance(output, (list, tuple)):
+        return [freed_alias(item) for item in output]
+    if not isinstance(output, torch.Tensor) or output.numel() == 1:
+        return output
+    alias: torch.Tensor = torch.ops.aten._unsafe_view.default(output, output.shape)
+    alias.data = _one_element(output.dtype, output.device)
+    return alias
 
 
 def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
@@ -22,6 +65,9 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
     ``out`` is a tensor of any shape and dtype, a list, tuple or dict of such (each is deallocated), or None (nothing
     happens). Views are accepted. Nothing happens unless ``deallocate_pipeline_outputs``. Raises TypeError for
     anything else.
+
+    Megatron-LM's function, for callers who know that nothing else holds ``out``: an operation that saved it, or a hook
+    that reads it, finds the one element. The engine uses ``backward_root`` instead.
     """
     if out is None or not deallocate_pipeline_outputs:
         return
@@ -53,55 +99,26 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
     run_backward([output], [grad_output])
 
 
-def run_backward(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-    """Backward from ``outputs`` with ``grads``, accumulating into leaves.
+def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor | None]) -> None:
+    """Backward from ``roots`` (outputs, deallocated or not, or edges) with ``grads``, accumulating into leaves.
 
     Calls the autograd engine itself: ``torch.autograd.backward`` insists that an output and its gradient have one
-    shape, which a deallocated output has not. Raises ValueError where a gradient is None and the output has more than
-    one element.
+    shape, which a deallocated output has not. Raises ValueError where a gradient is None and the output is not known
+    to have one element.
     """
     filled = []
-    for output, grad in zip(outputs, grads, strict=True):
+    for root, grad in zip(roots, grads, strict=True):
         if grad is None:
-            if output.numel() != 1:
-                raise ValueError(
-                    f"an output of shape {tuple(output.shape)} needs a gradient; only a scalar's may be left out"
-                )
-            grad = torch.ones_like(output, memory_format=torch.preserve_format)
+            if not isinstance(root, torch.Tensor) or root.numel() != 1:
+                shape = f" of shape {tuple(root.shape)}" if isinstance(root, torch.Tensor) else ""
+                raise ValueError(f"an output{shape} needs a gradient; only a scalar's may be left out")
+            grad = torch.ones_like(root, memory_format=torch.preserve_format)
         filled.append(grad)
-    accumulate(tuple(outputs), tuple(filled))
+    accumulate(tuple(roots), tuple(filled))
 
 
-def accumulate(outputs: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...]) -> None:
-    """As ``run_backward``, where every output has a gradient."""
+def accumulate(roots: tuple[Root, ...], grads: tuple[torch.Tensor, ...]) -> None:
+    """As ``run_backward``, where every root has a gradient."""
     Variable._execution_engine.run_backward(
-        outputs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
+        roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
-
-
-class _Own(torch.autograd.Function):
-    """The same bytes, one step on in the graph, as a tensor of its own: neither a view nor a leaf."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((1,), device=tensor.device, dtype=tensor.dtype)
-        out.data = tensor.data
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
-def viewless(output: Any) -> Any:
-    """``output`` itself, or, where deallocating it would do harm or no good, another tensor with its bytes and graph.
-
-    A view holds its base, and the base the whole storage: deallocating the view alone would give nothing back
-    (Megatron-LM#6483). A leaf is not the stage's work: it is what the stage was given (a stage without layers), a
-    parameter or a tensor of the user's, and must keep its data. What is no tensor is returned as it is.
-    """
-    if not isinstance(output, torch.Tensor):
-        return output
-    if output.is_leaf and not output.requires_grad:
-        return output.detach()
-    return _Own.apply(output) if output.is_leaf or output._base is not None else output

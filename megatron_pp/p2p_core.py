@@ -1,9 +1,9 @@
 """The small core of point-to-point communication that the engine uses: post a send, post a receive, post a batch;
 each returns a WaitHandle.
 
-A send goes out on a detached alias of the tensor, and the handle keeps the alias: deallocation swaps the storage
-under the tensor, the alias still holds the old one, and it goes when the send is done. PyTorch's own reference is to
-the tensor *object*, whose storage is swapped along (pytorch#148590), so it does not protect; another object does.
+A send goes out on a detached alias of the tensor, and the handle keeps the alias: where the tensor is dropped, or
+``deallocate_output_tensor`` swaps its storage, the alias still holds the bytes until the send is done. PyTorch's own
+reference is to the tensor *object*, whose storage is swapped along (pytorch#148590), so it does not protect.
 """
 
 from __future__ import annotations

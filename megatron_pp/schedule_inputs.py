@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from megatron_pp import parallel_state
 from megatron_pp.config_checks import ConfigError, whole_number
 from megatron_pp.config_rules import lowering_policy
@@ -73,7 +75,7 @@ def step_inputs(
     """Check and order the arguments. ``chunked``: the schedule takes lists of model chunks and data iterators.
 
     Raises ScheduleInputError for a missing list, chunks and iterators that differ in number, a number of chunks other
-    than the config's virtual pipeline size, or a microbatch count below 1.
+    than the config's virtual pipeline size, a microbatch count below 1, or training where gradients are disabled.
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     if chunked and not isinstance(model, (list, tuple)):
@@ -110,6 +112,8 @@ def step_inputs(
             "they must be equal"
         )
     num_microbatches = _whole_number("num_microbatches", num_microbatches)
+    if not forward_only:
+        _check_grad_mode()
     if not callable(forward_step_func):
         raise ScheduleInputError(f"forward_step_func is a {type(forward_step_func).__name__}; it must be callable")
     return StepInputs(
@@ -122,6 +126,15 @@ def step_inputs(
         collect_non_loss_data,
         first_val_step,
     )
+
+
+def _check_grad_mode() -> None:
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+        raise ScheduleInputError(
+            f"a training step was called under {mode}, where no gradient is computed; call it outside of that, or with "
+            "forward_only=True"
+        )
 
 
 class WantedPlan(NamedTuple):
@@ -239,6 +252,13 @@ def _checked(rule: Callable[..., _Result], *args: Any) -> _Result:
         raise ScheduleInputError(f"config.{error}") from error
 
 
+def given_step_number(config: Any) -> int | None:
+    """``config.step_number``, called if it is a function; None where there is none. Raises ScheduleInputError."""
+    given = getattr(config, "step_number", None)
+    number = given() if callable(given) else given
+    return None if number is None else _whole_number("config.step_number", number, at_least=0)
+
+
 def check_communicator(varies_for_communicator: bool, config: Any) -> None:
     """Raises ScheduleInputError where a communicator of the caller's sends shapes ahead of tensors and the config says
     that shapes are fixed, or the other way round."""
@@ -339,7 +359,7 @@ def say_what_is_off(plan: Plan, is_converted: bool) -> None:
 
 
 def say_once(sentence: str) -> None:
-    """A warning in the log, once per process."""
+    """A warning in the log of ``megatron_pp``, once per process."""
     with _SPEAKING:  # ranks may be threads of one process
         _say(sentence)
 

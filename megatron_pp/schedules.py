@@ -1,7 +1,7 @@
 """The entry points that a Megatron user calls. Each is short: check the arguments, choose a plan, run it.
 
 Signatures and semantics are Megatron-core's. One engine (``engine.py``) runs every schedule; it waits on a send's
-handle before ``deallocate_output_tensor``, in one place.
+handle before it gives an output's data back, in one place.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron_pp.schedule_inputs import (
     check_keywords,
     checkpoint_flags,
     default_pipeline_group,
+    given_step_number,
     group_sizes,
     plan_spec,
     say_if_slow,
@@ -242,6 +243,7 @@ class StepCall:
             chunked,
         )
         self.config = self.inputs.config
+        self.number = self.step_number()
         # Which steps are traced: traced steps begin with messages that all ranks have to take part in.
         self.traced = f"steps {trace_steps(self.config)}" if trace_folder(self.config) else _NOT_TRACED
         self.alone = alone
@@ -293,7 +295,7 @@ class StepCall:
         if self.communicator.wire is not None:
             self.communicator.wire.source = executor
         agreed = (self.spec, self.shapes, self.traced, self.communicator.dtype, self.communicator.wire is not None)
-        with guarded(self.communicator, self.config, executor, agreed, self.describe) as guard:
+        with guarded(self.communicator, self.config, executor, agreed, self.describe, self.number) as guard:
             received = message_bytes(self.shapes.receive, self.communicator.dtype)
             self.communicator.prepare(plan.placement.rank_edges, received, size)
             if recording is not None:
@@ -310,6 +312,10 @@ class StepCall:
         described = describe_step(self.spec, self.shapes, self.communicator.dtype)
         checked = str(self.communicator.wire is not None)
         return {"p2p_debug": checked, **described, "tracing (trace_dir, trace_steps)": self.traced}
+
+    def step_number(self) -> int | None:
+        """The program's own number of this step, which all ranks compare; None where it gives none."""
+        return given_step_number(self.config)
 
     def begin(self) -> None:
         """Before the first instruction."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.output_lifetime import accumulate, run_backward
+from megatron_pp.output_lifetime import accumulate, backward_root, run_backward
 from megatron_pp.wrapped import wrapped_attribute, wrapped_attributes
 
 Activation = Any  # a tensor, a list of tensors, or None at an end of the pipeline
@@ -30,9 +31,13 @@ class Steps(Protocol):
     def backward(
         self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
     ) -> Activation:
-        """Backward through what ``forward`` returned; returns the gradient of ``input_tensor`` (None where it has
-        none).
+        """Backward through what ``forward`` returned, or ``backward_root`` of it; returns the gradient of
+        ``input_tensor`` (None where it has none).
         """
+        ...
+
+    def backward_root(self, output: Activation) -> Any:
+        """What ``backward`` needs of ``output`` once it has been sent, without its data."""
         ...
 
 
@@ -101,39 +106,49 @@ def scaled_loss(
 def backward_through(
     input_tensor: Activation, output: Activation, output_grad: Activation, grad_scale_func: Callable[[Any], Any] | None
 ) -> Activation:
-    """Run backward from ``output`` (a tensor or list, possibly deallocated) and return the gradient(s) of
-    ``input_tensor``.
+    """Run backward from ``output`` (a tensor, possibly deallocated, its ``backward_root``, or a list of them) and
+    return the gradient(s) of ``input_tensor``.
 
     On the last stage ``output_grad`` is None, and the loss is first scaled by ``grad_scale_func``. Outputs that need
-    no gradient are skipped; an input that received none gives None.
+    no gradient are skipped, and all where ``output`` is None; an input that received none gives None.
     """
     lists = isinstance(input_tensor, (list, tuple)) or isinstance(output_grad, (list, tuple))
-    if isinstance(output, torch.Tensor) and not lists:  # the usual case, on the hot path
+    if isinstance(output, (GradientEdge, torch.Tensor)) and not lists:  # the usual case, on the hot path
         _backward_through_one(output, output_grad, grad_scale_func)
         return None if input_tensor is None else input_tensor.grad
-    outputs = list(output) if isinstance(output, (list, tuple)) else [output]
-    grads = list(output_grad) if isinstance(output_grad, (list, tuple)) else [output_grad] * len(outputs)
-    if grads[0] is None and grad_scale_func is not None:
-        outputs[0] = grad_scale_func(outputs[0])
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if isinstance(o, torch.Tensor) and o.requires_grad]
-    if pairs:
-        run_backward([o for o, _ in pairs], [g for _, g in pairs])
+    if output is not None:
+        _backward_through_several(output, output_grad, grad_scale_func)
     if isinstance(input_tensor, (list, tuple)):
         return [None if x is None else x.grad for x in input_tensor]
     return None if input_tensor is None else input_tensor.grad
 
 
 def _backward_through_one(
-    output: torch.Tensor, output_grad: torch.Tensor | None, grad_scale_func: Callable[[Any], Any] | None
+    output: Any, output_grad: torch.Tensor | None, grad_scale_func: Callable[[Any], Any] | None
 ) -> None:
-    if output_grad is None and grad_scale_func is not None:
-        output = grad_scale_func(output)
-    if not output.requires_grad:
+    if output_grad is not None:
+        if type(output) is GradientEdge or output.requires_grad:
+            accumulate((output,), (output_grad,))
         return
-    if output_grad is None:
-        run_backward((output,), (None,))
-    else:
-        accumulate((output,), (output_grad,))
+    loss = output if grad_scale_func is None else grad_scale_func(output)
+    if loss.requires_grad:
+        run_backward((loss,), (None,))
+
+
+def _backward_through_several(
+    output: Any, output_grad: Activation, grad_scale_func: Callable[[Any], Any] | None
+) -> None:
+    outputs = list(output) if isinstance(output, (list, tuple)) and not isinstance(output, GradientEdge) else [output]
+    grads = list(output_grad) if isinstance(output_grad, (list, tuple)) else [output_grad] * len(outputs)
+    if grads[0] is None and grad_scale_func is not None:
+        outputs[0] = grad_scale_func(outputs[0])
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if _needs_gradient(o)]
+    if pairs:
+        run_backward([o for o, _ in pairs], [g for _, g in pairs])
+
+
+def _needs_gradient(output: Any) -> bool:
+    return output.requires_grad if isinstance(output, torch.Tensor) else isinstance(output, GradientEdge)
 
 
 @dataclass
@@ -159,6 +174,8 @@ _CHUNK_METHODS = ("set_input_tensor", "set_is_first_microbatch", "set_current_mi
 
 class ModelSteps:
     """Runs a user's ``forward_step_func`` on this rank's model chunks. ``record`` holds the losses afterwards."""
+
+    backward_root = staticmethod(backward_root)
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from megatron_pp.channel_groups import Channel, ChannelGroups, Key
 from megatron_pp.errors import P2PError
 from megatron_pp.faults.abort import abort_groups
 from megatron_pp.gloo_threads import LARGE_BYTES, ChannelThreads
+from megatron_pp.group_name import name_of
 from megatron_pp.plan.sim.costs import GLOO_DETACHED_BYTES
 
 ACT = "A"
@@ -115,6 +116,8 @@ class ProcessGroupTransport:
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
         )
+        # Of the pipeline on the job's store. Here, as construction is the one place where all members are on NCCL.
+        self.name = name_of(group, self.backend, self.device)
         self._base_tags = _TAGS if one_way else dict.fromkeys(CHANNEL_KINDS, _SHARED_TAG)
         self._tags = dict(self._base_tags)
         self._agreement = 0
@@ -223,11 +226,6 @@ class ProcessGroupTransport:
     def store(self) -> dist.Store:
         """The store of the job; see ``megatron_pp.faults``."""
         return dist.distributed_c10d._get_default_store()
-
-    @property
-    def name(self) -> str:
-        """The global ranks of the pipeline, in order."""
-        return "-".join(map(str, dist.get_process_group_ranks(self.group)))
 
 
 def backend_of(group: dist.ProcessGroup) -> str:

@@ -3,11 +3,16 @@
 
     0            every rank has done all its steps
     128 + signal a signal (Ctrl-C, SIGTERM) to this launcher or to a rank: the ranks have finished their step and saved
-    2            a rank has said in a line what is wrong with its input
+    2            bad input: flags, data, a folder, a checkpoint of another layout
+    3            the run or checkpoint to resume is damaged or of another version
+    4            a checkpoint could not be written
+    5            another run is working in the run's folder
     1            any other failure
 
+A rank has said in a line what led to 2, 3, 4 or 5. When this launcher ends, however it ends, its ranks end too (Linux).
+
 With ``--max-restarts`` all but 0 and a signal to the launcher start the ranks again, which then continue their run.
-See megatron_pp/training/program.py for the ranks' own exit codes.
+See megatron_pp/training/program.py for the ranks' own exit codes, which are the same.
 """
 
 import os
@@ -19,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main, parse_args
 
-PASSED_ON = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+PASSED_ON = (2, 3, 4, 5, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 # Seconds that the first of several nodes stays after a failure: it holds the store, in which the ranks of the others
 # read what has failed.
@@ -27,6 +32,9 @@ FAREWELL = 8.0
 
 # c10d's client of a store that is gone writes a page of stack for each call; the ranks say it in a sentence.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+# The ranks end with this process: see megatron_pp/training/lock.py.
+os.environ["MEGATRON_PP_LAUNCHER"] = str(os.getpid())
 
 # How long they may take, in seconds, before they are killed. Older releases of torch do not read it and wait for 30.
 os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")

@@ -25,7 +25,8 @@
 #   OMP_NUM_THREADS     threads of a rank                 default: 1
 #   MEGATRON_PP_PYTHON, MEGATRON_PP_VENV                  see scripts/setup_env.sh
 #
-# Exit codes are those of scripts/launch.py: 0 done, 128 + signal, 2 bad input, 1 any other failure. See docs/multinode.md.
+# Exit codes are those of scripts/launch.py: 0 done, 128 + signal, 2 bad input, 3 damaged run to resume, 4 a checkpoint
+# not written, 5 another run in the folder, 1 any other failure. See docs/multinode.md.
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"

@@ -1,9 +1,9 @@
 """The keys in the store through which the ranks of a job tell each other where they are and what failed.
 
-Any object with torch's Store methods ``set``, ``get``, ``check`` and ``add`` will do (TCPStore, PrefixStore,
-HashStore, FileStore). A call on a TCPStore blocks while another thread's ``get`` or ``wait`` on the same client does,
-so the board has a client of its own; it never asks for a key before ``check`` has found it, since ``get`` on a missing
-key waits for it.
+Any object with torch's Store methods ``set``, ``get``, ``check``, ``add`` and ``compare_set`` will do (TCPStore,
+PrefixStore, HashStore, FileStore). A call on a TCPStore blocks while another thread's ``get`` or ``wait`` on the same
+client does, so the board has a client of its own; it never asks for a key before ``check`` has found it, since ``get``
+on a missing key waits for it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ class Board:
     """One rank's access. All methods talk to the store and may block as long as its network does: call them from the
     link's thread.
 
-    pipeline      name of the pipeline group, the same on its members and different from other groups'
+    pipeline      name of the pipeline group, the same on its members and different from other groups', also from those
+                  over the same ranks
     rank, size    within the pipeline group
     global_rank   number of this rank in the whole job
     members       the pipeline's ranks, as numbers in the whole job
 
     Failures are visible in the whole job, not only in the pipeline: tensor- and data-parallel partners of a failed
     pipeline would hang as well. The epoch keeps what is left in the store from before a re-initialisation out of
-    sight. It counts how often this pipeline's board was made, not how many boards a rank has made: a rank may be in
-    more pipelines than its partners, one after the other, but all members of a pipeline have made it equally often.
+    sight. It counts how often boards over these ranks were made, not how many boards a rank has made: a rank may be in
+    more pipelines than its partners, one after the other. Ranks that run several pipelines over the same ranks in
+    threads may make their boards in different orders; so the first member to make one says which epoch it belongs to.
     """
 
     def __init__(
@@ -43,13 +45,17 @@ class Board:
         self.rank = rank
         self.size = size
         self.global_rank = global_rank
-        self.members = frozenset(members)
+        self.members = tuple(members)
         self._batched = bool(getattr(self.store, "has_extended_api", bool)())
         self.renew()
 
     def renew(self) -> None:
         """Begin a new epoch: forget what was told before. Every rank of the job has to."""
-        self.epoch = self.store.add(f"{_ROOT}/made/{self.pipeline}/{self.global_rank}", 1)
+        ranks = "-".join(map(str, self.members)) or self.pipeline
+        made = self.store.add(f"{_ROOT}/made over {ranks}/{self.global_rank}", 1)
+        nth = self.store.add(f"{_ROOT}/made {self.pipeline}/{self.global_rank}", 1)
+        self._life = f"{_ROOT}/life {nth} of {self.pipeline}"
+        self.epoch = int(self.store.compare_set(f"{self._life}/epoch", "", str(made)))
         self._before = self.store.add(self._job("tickets"), 0)
         self._known: dict[str, set[int]] = {}
 
@@ -108,7 +114,7 @@ class Board:
         return f"{_ROOT}/{self.epoch}/{name}"
 
     def _own(self, what: str, rank: int) -> str:
-        return f"{_ROOT}/{self.epoch}/{self.pipeline}/{what}/{rank}"
+        return f"{self._life}/{what}/{rank}"
 
 
 def private_client(store: Any) -> Any:

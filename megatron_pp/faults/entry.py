@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megatron_pp.faults.agreement import RECEIVES, SENDS, Agreements, in_force
 from megatron_pp.faults.agreement import difference as first_difference
 from megatron_pp.faults.records import ENTERING, Entry, Progress
+from megatron_pp.faults.step_number import MOVE, NUMBER, shown
 
 
 class Mismatch(NamedTuple):
@@ -48,6 +49,8 @@ def find_mismatch(
             theirs = entry.description
             if without_new and known is not None and agreements is not None:
                 theirs = dict(agreements.description(in_force(known.history, step), rank) or theirs)
+            if without_new and known is not None:
+                theirs = {**theirs, NUMBER: _number_in(known, step)}
             found = _difference(own_rank, mine.description, rank, theirs)
             if found is not None:
                 return found
@@ -55,29 +58,40 @@ def find_mismatch(
 
 
 def find_parting(
-    own_rank: int, history: tuple[int, ...], progress: Mapping[int, Progress], agreements: Agreements
+    own_rank: int, own: Progress, progress: Mapping[int, Progress], agreements: Agreements
 ) -> Mismatch | None:
     """Ranks that came back to different agreements in one step: each was agreed on by all before, so that nobody asked
     again."""
     for rank, seen in sorted(progress.items()):
-        parting = first_difference(history, seen.history)
+        parting = first_difference(own.history, seen.history)
         if parting is None:
             continue
         if not parting.mine:
             return Mismatch(f"the plans of the steps before {parting.step}", {own_rank: "one", rank: "another"})
         mine = agreements.description(parting.mine, own_rank)
         theirs = agreements.description(parting.theirs, rank)
-        found = None if mine is None or theirs is None else _difference(own_rank, mine, rank, theirs)
+        found = None
+        if mine is not None and theirs is not None:
+            mine = {**mine, NUMBER: _number_in(own, parting.step)}
+            theirs = {**theirs, NUMBER: _number_in(seen, parting.step)}
+            found = _difference(own_rank, mine, rank, theirs)
         values = {own_rank: f"that of agreement {parting.mine}", rank: f"that of agreement {parting.theirs}"}
         return found or Mismatch(f"the plan of step {parting.step}", values)
     return None
 
 
+def _number_in(at: Progress, step: int) -> str:
+    """The program's number of ``step``, counted in calls; "" where the rank has told of another one since."""
+    return at.number if at.step == step else ""
+
+
 def _difference(one: int, mine: Mapping[str, str], other: int, theirs: Mapping[str, str]) -> Mismatch | None:
     for name in [*mine, *(n for n in theirs if n not in mine)]:
-        if name in (SENDS, RECEIVES):
+        if name in (SENDS, RECEIVES, NUMBER):
             continue
         a, b = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if a != b and name == MOVE:
+            return Mismatch(name, {one: shown(a, mine.get(NUMBER)), other: shown(b, theirs.get(NUMBER))})
         if a != b:
             return Mismatch(name, {one: a, other: b})
     for source, target, sends, receives in ((one, other, mine, theirs), (other, one, theirs, mine)):

@@ -32,6 +32,7 @@ from megatron_pp.faults.judge import Own, judge
 from megatron_pp.faults.link import Link, Pace
 from megatron_pp.faults.liveness import state_of
 from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, Progress
+from megatron_pp.faults.step_number import MOVE, NUMBER, StepNumber
 from megatron_pp.faults.tracker import Outside, Tracker
 from megatron_pp.faults.verdict import error_of, first_line, is_consequence, tail_of, type_name
 from megatron_pp.faults.watch import Watch
@@ -95,6 +96,7 @@ class FaultGuard:
         self._watch = Watch(self)
         self._entered_with: Hashable = None
         self._agreements = Agreements(size)
+        self._number = StepNumber()
         self.agreement = 0
         self._over: str | None = None
         self._raised: BaseException | None = None  # by this rank, and dealt with
@@ -103,15 +105,18 @@ class FaultGuard:
 
     # -- what the engine calls -----------------------------------------------------------------------------------------
 
-    def step(self, source: Source, key: Hashable = None, describe: Describe | None = None) -> Step:
+    def step(
+        self, source: Source, key: Hashable = None, describe: Describe | None = None, number: int | None = None
+    ) -> Step:
         """A context manager around one step. ``source`` tells the position. Where ``key`` is new, ``describe()``
         (field name -> value) is compared among all ranks before the step begins; where it changed to one that was
-        agreed on before, the ranks find out during the step whether all have changed to the same.
+        agreed on before, the ranks find out during the step whether all have changed to the same. How the program's
+        ``number`` of the step follows on the last one's is part of the key.
 
         Raises, entering or leaving: PipelinePeerError, PipelineStallError, PipelineMismatchError,
         CommunicatorClosedError after a failure. An error of this rank's own is raised as it is.
         """
-        return Step(self, source, key, describe)
+        return Step(self, source, key, describe, number=number)
 
     def watch(self, what: str) -> Step:
         """A context manager around ``what`` a program does between steps together with other ranks, such as an
@@ -137,6 +142,7 @@ class FaultGuard:
         self._over = None
         self._entered_with = None
         self._agreements = Agreements(self.size)
+        self._number = StepNumber()
         self.agreement = 0
         self._tracker.forget()
         self._link.forget()
@@ -150,12 +156,17 @@ class FaultGuard:
                 f"pipeline rank {self.rank}: this communicator can not be used any more: {self._over}"
             )
 
-    def enter(self, source: Source, key: Hashable, describe: Describe | None, phase: str = "") -> None:
+    def enter(
+        self, source: Source, key: Hashable, describe: Describe | None, phase: str = "", number: int | None = None
+    ) -> None:
         """See ``step``."""
         self._main = threading.get_ident()
+        move = self._number.move(number)
+        key = (key, move)
         changed = describe is not None and key != self._entered_with
         known = self._agreements.use(key) if changed else 0
-        self._tracker.begin(source, entering=changed and not known, phase=phase, agreement=known)
+        told = "" if number is None else str(number)
+        self._tracker.begin(source, changed and not known, phase, known, told)
         self._link.wake()
         self._watch.wake()
         if describe is None or not changed:
@@ -163,7 +174,8 @@ class FaultGuard:
         if known:
             self._link.asked_from = self._tracker.step
         else:
-            known = self._agreements.add(key, self._check_entry(dict(describe())))
+            description = {MOVE: move, NUMBER: told, **describe()}  # first: ranks in different steps differ in more
+            known = self._agreements.add(key, self._check_entry(description))
             self._tracker.agreed(known)
         self.agreement = known
         self._entered_with = key
@@ -271,7 +283,7 @@ class FaultGuard:
             return None
         with self._link.lock:
             others = self._steps_of_others()
-        found = find_parting(self.rank, here.history, others, self._agreements)
+        found = find_parting(self.rank, here, others, self._agreements)
         if found is not None:
             return self._disagreement(found)
         since = last_change(here.history)
@@ -371,22 +383,29 @@ class FaultGuard:
 class Step:
     """One step under a guard, or something else that is watched; a context manager."""
 
-    __slots__ = ("_describe", "_guard", "_key", "_phase", "_source")
+    __slots__ = ("_describe", "_guard", "_key", "_number", "_phase", "_source")
 
     def __init__(
-        self, guard: FaultGuard, source: Source, key: Hashable, describe: Describe | None, phase: str = ""
+        self,
+        guard: FaultGuard,
+        source: Source,
+        key: Hashable,
+        describe: Describe | None,
+        phase: str = "",
+        number: int | None = None,
     ) -> None:
         self._guard = guard
         self._source = source
         self._key = key
         self._describe = describe
         self._phase = phase
+        self._number = number
 
     def __enter__(self) -> FaultGuard:
         guard = self._guard
         guard.check_open()
         try:
-            guard.enter(self._source, self._key, self._describe, self._phase)
+            guard.enter(self._source, self._key, self._describe, self._phase, self._number)
         except BaseException as error:
             guard.leave(error)
             raise

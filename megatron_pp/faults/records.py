@@ -49,6 +49,7 @@ class Progress:
     idle      seconds since it moved, at the time of writing and by its own clock
     beat      grows with every record, so that a reader sees that the writer lives
     history   which of the agreements between the ranks it used in which step; see ``agreement.py``
+    number    the program's number of the step, as text; see ``step_number.py``
     """
 
     step: int
@@ -59,6 +60,7 @@ class Progress:
     beat: int = 0
     process: Process = dataclasses.field(default_factory=Process)
     history: tuple[int, ...] = ()
+    number: str = ""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class Tracker:
     source  what this rank executes; None outside steps
     phase   what it does where it follows no plan, in words
     failed  which transfer of this rank has failed, and how, while the reason is being looked for; else ""
+    number  the program's number of the step, as text
     """
 
     def __init__(self, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,6 +35,7 @@ class Tracker:
         self.step = 0
         self.phase = ""
         self.failed = ""
+        self.number = ""
         self.process = this_process()
         self._clock = clock
         self._entering = False
@@ -43,7 +45,9 @@ class Tracker:
         self._moved_at = 0.0
         self._done: tuple[int, tuple[int, ...]] = (0, ())  # steps, and changes up to the last of them
 
-    def begin(self, source: Source, entering: bool = False, phase: str = "", agreement: int = 0) -> None:
+    def begin(
+        self, source: Source, entering: bool = False, phase: str = "", agreement: int = 0, number: str = ""
+    ) -> None:
         """A step begins, or with ``phase`` something else, in which steps may be. ``entering``: plans are compared
         first. ``agreement``: that of an earlier comparison which this step comes back to, 0 where it goes on with the
         last step's. Assigning ``source`` is what the other threads see, so it comes last: nobody may be told of this
@@ -54,6 +58,7 @@ class Tracker:
         self._entering = entering
         if agreement:
             self._changes = changed(self._changes, self.step + 1, agreement)
+        self.number = number
         self.step += source.plan is not None
         self.phase = phase
         self.failed = ""
@@ -96,7 +101,8 @@ class Tracker:
         state = ENTERING if here[3] else IN_STEP
         known_upto = here[0] - here[3]
         idle = round(now - self._moved_at, 3)
-        return Progress(here[0], state, here[1], text, idle, 0, self.process, (known_upto, *self._changes))
+        history = (known_upto, *self._changes)
+        return Progress(here[0], state, here[1], text, idle, 0, self.process, history, self.number)
 
     def at_rest(self) -> Progress:
         """What this rank has done, outside a step; or, as the next one may have begun since it was seen there, before

@@ -39,6 +39,7 @@ def guarded(
     source: Source,
     key: Hashable,
     describe: Callable[[], Mapping[str, str]],
+    number: int | None = None,
 ) -> Iterator[FaultGuard | NoGuard]:
     """One step of ``communicator`` under its guard; see ``FaultGuard.step``. Within it the guard keeps time for all
     transfers."""
@@ -46,7 +47,7 @@ def guarded(
     if isinstance(guard, NoGuard):
         yield guard
         return
-    with guard.step(source, key, describe):
+    with guard.step(source, key, describe, number):
         use_agreement = getattr(communicator.transport, "use_agreement", None)
         if use_agreement is not None:
             use_agreement(guard.agreement)

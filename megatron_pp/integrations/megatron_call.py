@@ -8,7 +8,7 @@ import torch
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.output_lifetime import deallocate_output_tensor
+from megatron_pp.output_lifetime import freed_alias
 from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
@@ -72,10 +72,9 @@ class MegatronSteps:
         self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
     ) -> Activation:
         """Megatron's `backward_step`; the gradient of `input_tensor`."""
-        if output_grad is not None:
-            # Megatron insists that an output is freed by now. Where its send is still on its way, the handle owns
-            # the bytes.
-            deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+        if output_grad is not None and self.config.deallocate_pipeline_outputs:
+            # Megatron insists that an output has one element by now, also where its send is still on its way.
+            output = self.backward_root(output)
         return self.schedules.backward_step(
             input_tensor=input_tensor,
             output_tensor=output,
@@ -83,6 +82,10 @@ class MegatronSteps:
             config=self.config,
             **self.more_for_backward,
         )
+
+    def backward_root(self, output: Activation) -> Any:
+        """A tensor, as Megatron's `backward_step` starts from one."""
+        return freed_alias(output)
 
 
 class MegatronCall(StepCall):
@@ -117,6 +120,11 @@ class MegatronCall(StepCall):
             )
         super().begin()
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
+
+    def step_number(self) -> int | None:
+        """Where the config gives none, the iteration of Megatron's own training loop."""
+        given = super().step_number()
+        return self.megatron.current_iteration() if given is None else given
 
     def make_steps(self, plan: Plan) -> MegatronSteps:
         return MegatronSteps(self.megatron, self, self.step_options(plan))

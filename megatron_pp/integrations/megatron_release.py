@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -59,6 +60,12 @@ class Megatron:
         if self.row.joint_group:
             groups.tp_dp_cp = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return groups
+
+    def current_iteration(self) -> int | None:
+        """The iteration that `megatron.training` is in; None in a program of another kind, or a release without it."""
+        loop = sys.modules.get("megatron.training.global_vars")
+        iteration = getattr(getattr(loop, "_GLOBAL_ARGS", None), "curr_iteration", None)
+        return iteration if type(iteration) is int else None
 
     def reset_offload(self, config: Any, forward_only: bool, groups: Any) -> None:
         """Forget the fine-grained activation offload of this step, when this release does so (Megatron-LM#3739)."""

@@ -39,7 +39,7 @@ class ToyBlock(torch.nn.Module):
 @dataclass(frozen=True)
 class ToyData:
     """Inputs and targets of M microbatches; [sequence, microbatch, hidden], float32. With ``variable`` each has a
-    sequence length of its own.
+    sequence length of its own. ``first`` numbers the first one; steps with other numbers have other contents.
     """
 
     num_microbatches: int
@@ -47,9 +47,10 @@ class ToyData:
     micro_batch_size: int = 2
     variable: bool = False
     hidden: int = HIDDEN
+    first: int = 0
 
     def microbatch(self, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(7 + mb)
+        generator = torch.Generator().manual_seed(7 + self.first + mb)
         length = self.seq_length + (mb % 3 if self.variable else 0)
         shape = (length, self.micro_batch_size, self.hidden)
         return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)

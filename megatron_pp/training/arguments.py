@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,8 +18,8 @@ from megatron_pp.overlap import in_turn, on_two_streams
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.schedule_file import find_family, names_a_file
 from megatron_pp.plan.spec import PlanError, PlanSpec
-from megatron_pp.training.checkpoint import write_atomically
-from megatron_pp.training.errors import ArgumentError, CheckpointError
+from megatron_pp.training.errors import ArgumentError, CheckpointError, NoCheckpointError
+from megatron_pp.training.files import read_text, write_atomically
 from megatron_pp.training.flags import add_flags, values_of
 from megatron_pp.training.grid import grid_sizes
 from megatron_pp.training.timeline import check_trace_steps
@@ -233,11 +234,12 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def find_run(path: Path) -> Path:
-    """The run's folder, given it or something in it. Raises CheckpointError if there is none."""
-    for folder in (path, *path.resolve().parents[:2]):
-        if (folder / ARGUMENTS).is_file():
+    """The run's folder, given it or something in it. Raises NoCheckpointError if there is none."""
+    # os.path: a link to itself, or a name that no file can have, is no run.
+    for folder in (path, *Path(os.path.realpath(path)).parents[:2]):
+        if os.path.isfile(folder / ARGUMENTS):
             return folder
-    raise CheckpointError(
+    raise NoCheckpointError(
         f"there is no run at {path}; give a folder that --run-dir or runs/ holds, with {ARGUMENTS} in it"
     )
 
@@ -302,7 +304,7 @@ def _check_plan(config: TransformerConfig, num_microbatches: int) -> None:
 
 def _saved_arguments(folder: Path) -> dict[str, dict[str, Any]]:
     try:
-        saved = json.loads((folder / ARGUMENTS).read_text())
+        saved = json.loads(read_text(folder / ARGUMENTS))
         known = {"run": RunArguments, "config": TransformerConfig}
         return {
             part: {f.name: saved[part][f.name] for f in fields(cls) if f.name in saved[part]}

@@ -26,8 +26,16 @@ class TextTooShortError(TrainingError, ValueError):
     """The text does not fill one global batch."""
 
 
+class RunInUseError(TrainingError):
+    """Another run works in the run's folder."""
+
+
 class CheckpointError(TrainingError):
-    """A checkpoint is missing, incomplete or damaged."""
+    """A checkpoint is incomplete, damaged, or of another version."""
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no run, or no checkpoint, where one was to be."""
 
 
 class BrokenOffError(TrainingError):

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from os import environ
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_pp.training.errors import ArgumentError
+from megatron_pp.training.errors import ArgumentError, TrainingError
 
 _PATIENCE = timedelta(minutes=10)  # between the first process that comes and the last
 _POLL = 0.02  # seconds
@@ -67,6 +67,22 @@ def agreed_place(store: Any, rank: int, world_size: int) -> str:
     return place
 
 
+def on_all_ranks(action: Callable[[], Any]) -> tuple[list[Any], list[Exception]]:
+    """Run ``action`` on every rank. Collective.
+
+    Returns:
+        What it gave on each rank, and the failures (TrainingError, OSError), in the order of ranks; the same on all.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except (TrainingError, OSError) as error:
+        failure = error
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (result, failure))
+    return [result for result, _ in outcomes], [failure for _, failure in outcomes if failure is not None]
+
+
 def check_same_flags(flags: Mapping[str, Any]) -> None:
     """Refuse processes that were started with different flags, as on two machines by hand. Collective.
 
@@ -76,8 +92,7 @@ def check_same_flags(flags: Mapping[str, Any]) -> None:
     Raises:
         ArgumentError: on every rank, naming the first flag that differs and both values.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, dict(flags))
+    everyone, _ = on_all_ranks(lambda: dict(flags))
     for rank, others in enumerate(everyone):
         for name in sorted(everyone[0].keys() | others.keys()):
             first, other = everyone[0].get(name), others.get(name)

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from megatron_pp.training.errors import CheckpointError
+from megatron_pp.training.files import open_plain, write_atomically
 
 METRICS = "metrics.jsonl"
 PLOT = "loss.png"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``, in order, up to a line that is none: a last one, cut short, for one."""
+    """The records of a ``metrics.jsonl``, in order, up to a line that is none: a last one, cut short, for one.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     records: list[dict[str, Any]] = []
-    for line in path.read_text(errors="replace").splitlines():
+    try:
+        with open_plain(path) as file:
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -34,10 +47,8 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, from_step: int) -> None:
-        kept = [record for record in read_metrics(path) if record["step"] <= from_step] if path.exists() else []
-        replacement = path.with_name(f".{path.name}.new")
-        replacement.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        replacement.replace(path)
+        kept = [record for record in read_metrics(path) if record["step"] <= from_step] if os.path.lexists(path) else []
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = open(path, "a", buffering=1)  # noqa: SIM115  (closed by close)
 
     def write(self, **record: Any) -> None:

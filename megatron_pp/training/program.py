@@ -6,10 +6,10 @@ import hashlib
 import logging
 import math
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,16 +20,26 @@ from megatron_pp.config_checks import ConfigError
 from megatron_pp.errors import PipelineError, ScheduleInputError
 from megatron_pp.plan.spec import PlanError
 from megatron_pp.training.arguments import RunArguments, make_config, parse_arguments
-from megatron_pp.training.checkpoint import Checkpoint, CheckpointWriter
+from megatron_pp.training.checkpoint import CheckpointWriter
 from megatron_pp.training.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
-from megatron_pp.training.errors import BrokenOffError, TrainingError
+from megatron_pp.training.description import Checkpoint
+from megatron_pp.training.errors import (
+    BrokenOffError,
+    CheckpointError,
+    CheckpointLayoutError,
+    CheckpointWriteError,
+    NoCheckpointError,
+    RunInUseError,
+    TrainingError,
+)
 from megatron_pp.training.grid import Process, choose_device, join_grid, joined
 from megatron_pp.training.interrupt import StoppedAtOnceError, StopRequest
 from megatron_pp.training.libraries import choose_libraries
+from megatron_pp.training.lock import end_with_launcher
 from megatron_pp.training.meeting import check_same_flags
 from megatron_pp.training.metrics import METRICS, PLOT, Recorder, plot_losses
 from megatron_pp.training.model import build_model, splits_backward
-from megatron_pp.training.restart import agree_on_start, find_start, remember, this_agent
+from megatron_pp.training.restart import agreed_start, find_start, remember, this_agent
 from megatron_pp.training.timeline import merge, switch_on
 from megatron_pp.training.trainer import Outcome, Texts, Trainer
 
@@ -37,23 +47,38 @@ VALIDATION_SEED = 0
 """Every run validates on the same samples, whatever its own seed."""
 
 
+EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
+    (CheckpointWriteError, 4),
+    (RunInUseError, 5),
+    (PipelineError, 1),
+    (BrokenOffError, 1),
+    (CheckpointLayoutError, 2),
+    (NoCheckpointError, 2),
+    (CheckpointError, 3),
+    (TrainingError, 2),
+    (ConfigError, 2),
+    (ScheduleInputError, 2),
+    (PlanError, 2),
+)
+"""The first kind that an error is of has its exit code. All of these are told in one line."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the program.
 
     Returns the exit code: 0 when all steps are done; 128 + the signal's number where one, to any rank, ended the run
-    early, with a checkpoint; 2 after bad input, which is told in one line; 1 after any other failure. A checkpoint that
-    can not be written and a loss that is no number are told in one line too, and so is another rank's failure, as the
-    stack of a rank that only waited says nothing.
+    early, with a checkpoint; that of ``EXIT_CODES`` after an error named there; 1 after any other failure. Another
+    rank's failure is told in one line too, as the stack of a rank that only waited says nothing.
     """
+    end_with_launcher()
     try:
         outcome = train(argv)
-    except (PipelineError, BrokenOffError) as error:
-        return _told(error, 1)
-    except (TrainingError, ConfigError, ScheduleInputError, PlanError) as error:
-        return _told(error, 2)
     except StoppedAtOnceError as stop:
         return _told(stop, 128 + stop.number)
-    except Exception:
+    except Exception as error:
+        for kind, code in EXIT_CODES:
+            if isinstance(error, kind):
+                return _told(error, code)
         traceback.print_exc()
         return 1
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
@@ -64,7 +89,7 @@ def end_process(code: int) -> NoReturn:
 
     After a failure without taking leave: the destructors of an aborted process group may wait for peers.
     """
-    if code in (1, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+    if code != 0:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -92,9 +117,9 @@ def train(argv: Sequence[str]) -> Outcome:
     device = choose_device(run.device, process)
     libraries = choose_libraries(run, config, device, splits_backward(config))
     logging.basicConfig(level=logging.WARNING if process.rank == 0 else logging.ERROR, format="%(message)s")
-    with joined(process, device):
+    with joined(process, device), ExitStack() as opened:
         check_same_flags({**vars(run), **arguments.config})
-        start, agents = agree_on_start(run, layout)
+        start, agents = opened.enter_context(agreed_start(run, layout))
         folder, checkpoint = start.folder, start.checkpoint
         grid = join_grid(config)
         model = build_model(run, config, grid, device, libraries)
@@ -104,7 +129,6 @@ def train(argv: Sequence[str]) -> Outcome:
         if run.trace is not None:
             switch_on(chunks[0].config, run.trace, folder, checkpoint.step if checkpoint else 0)
         if process.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
             remember(start, agents)
             arguments.save(folder)
         recorder = _make_recorder(run, folder, checkpoint, process.rank)

@@ -12,7 +12,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ import torch.distributed as dist
 
 from megatron_pp.faults.liveness import process_of
 from megatron_pp.training.arguments import ARGUMENTS, RunArguments, find_run
-from megatron_pp.training.checkpoint import Checkpoint, check_layout, find_checkpoint, newest_name, write_atomically
-from megatron_pp.training.errors import ArgumentError, TrainingError
+from megatron_pp.training.checkpoint import check_layout, find_checkpoint, newest_name
+from megatron_pp.training.description import Checkpoint
+from megatron_pp.training.errors import ArgumentError
+from megatron_pp.training.files import read_text, write_atomically
+from megatron_pp.training.lock import lock_folder
+from megatron_pp.training.meeting import on_all_ranks
 
 LAUNCH = "launch.json"
 RUNS = Path("runs")
@@ -79,7 +84,10 @@ def find_start(run: RunArguments, layout: dict[str, Any], agents: Sequence[str],
         ArgumentError: the folder holds another run, or cannot be written.
         CheckpointError: there is no checkpoint to continue from, or it is of another layout.
     """
-    folder = _folder(run, agents)
+    return _start_in(_folder(run, agents), run, layout, agents, alone)
+
+
+def _start_in(folder: Path, run: RunArguments, layout: dict[str, Any], agents: Sequence[str], alone: bool) -> Start:
     launch = _read_launch(folder)
     if launch is not None and set(launch.agents) & set(agents):
         return _second_start(folder, launch, layout)
@@ -91,27 +99,23 @@ def find_start(run: RunArguments, layout: dict[str, Any], agents: Sequence[str],
     return Start(folder)
 
 
-def agree_on_start(run: RunArguments, layout: dict[str, Any]) -> tuple[Start, list[str]]:
-    """Rank 0's :func:`find_start`, and all agents. Collective over the default group.
+@contextmanager
+def agreed_start(run: RunArguments, layout: dict[str, Any]) -> Iterator[tuple[Start, list[str]]]:
+    """Rank 0's :func:`find_start`, and all agents; the run's folder is locked meanwhile. Collective.
 
     Rank 0's, since what the others see of a shared folder may be older, and clocks differ, after which new folders are
     named.
 
     Raises:
         ArgumentError, CheckpointError: as ``find_start``, on every rank.
+        RunInUseError: another run works in the folder; on every rank.
     """
-    agents: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(agents, this_agent())
-    told: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            told[0] = find_start(run, layout, agents)
-        except TrainingError as error:
-            told[0] = error
-    dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], TrainingError):
-        raise told[0]
-    return told[0], agents
+    agents, _ = on_all_ranks(this_agent)
+    first = dist.get_rank() == 0
+    with ExitStack() as locks:
+        start = _agreed(lambda: _begin(run, layout, agents, locks) if first else None)
+        _agreed(lambda: None if first else _follow(start.folder, locks))
+        yield start, agents
 
 
 def remember(start: Start, agents: Sequence[str]) -> None:
@@ -124,6 +128,24 @@ def remember(start: Start, agents: Sequence[str]) -> None:
         former.newest_then if former else newest_name(start.folder / "checkpoints"),
     )
     write_atomically(start.folder / LAUNCH, json.dumps(vars(launch), indent=1) + "\n")
+
+
+def _begin(run: RunArguments, layout: dict[str, Any], agents: Sequence[str], locks: ExitStack) -> Start:
+    folder = _folder(run, agents)
+    locks.enter_context(lock_folder(folder, first=True))
+    return _start_in(folder, run, layout, agents, alone=True)
+
+
+def _follow(folder: Path, locks: ExitStack) -> None:
+    locks.enter_context(lock_folder(folder, first=False))
+
+
+def _agreed(action: Callable[[], Any]) -> Any:
+    """What ``action`` gave on rank 0; the first failure of any rank is raised on all."""
+    results, failures = on_all_ranks(action)
+    if failures:
+        raise failures[0]
+    return results[0]
 
 
 def _second_start(folder: Path, launch: Launch, layout: dict[str, Any]) -> Start:
@@ -172,9 +194,9 @@ def _checked(checkpoint: Checkpoint, layout: dict[str, Any]) -> Checkpoint:
 def _read_launch(folder: Path) -> Launch | None:
     """None where there is none. One that cannot be read is none: the run is then not continued by itself."""
     try:
-        content = json.loads((folder / LAUNCH).read_text())
+        content = json.loads(read_text(folder / LAUNCH))
         launch = Launch(content["agents"], content["began_with"], content["newest_then"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     named = all(isinstance(value, str | None) for value in (launch.began_with, launch.newest_then))
     listed = isinstance(launch.agents, list) and all(isinstance(agent, str) and agent for agent in launch.agents)

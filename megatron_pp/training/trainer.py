@@ -18,14 +18,9 @@ from megatron_pp.config import TransformerConfig
 from megatron_pp.faults.wiring import watched
 from megatron_pp.models.gpt import GPTStage
 from megatron_pp.training.arguments import RunArguments
-from megatron_pp.training.checkpoint import (
-    Checkpoint,
-    CheckpointWriter,
-    load_tensors,
-    restore_rng,
-    rng_tensors,
-)
+from megatron_pp.training.checkpoint import CheckpointWriter, load_tensors, restore_rng, rng_tensors
 from megatron_pp.training.data import SampleOrder
+from megatron_pp.training.description import Checkpoint
 from megatron_pp.training.errors import NonFiniteLossError
 from megatron_pp.training.gradients import GradientClipper, GradientFinalizer
 from megatron_pp.training.grid import GridMember
@@ -135,19 +130,19 @@ class Trainer:
         """Continue from ``checkpoint``. Collective.
 
         Raises:
-            CheckpointError: its tensors cannot be read.
+            CheckpointError: its notes or its tensors cannot be used.
         """
+        before, after = (checkpoint.note(f"validation_{when}", float, int) for when in ("before", "after"))
+        validated_at, text = checkpoint.note("validated_at", int), checkpoint.note("text", str)
         tensors = self._state()
         with self._watched("loading a checkpoint"):
             load_tensors(checkpoint, tensors)
         restore_rng(tensors, self.rank, self.device)
         self.steps_done = checkpoint.step
-        self.validation_before = checkpoint.progress["validation_before"]
-        self.validation_after = checkpoint.progress["validation_after"]
-        self.validated_at = checkpoint.progress["validated_at"]
+        self.validation_before, self.validation_after, self.validated_at = before, after, validated_at
         self.saved, self._saved_at = checkpoint.path, checkpoint.step
         self.recorder.say(f"continuing from {checkpoint.path}")
-        if checkpoint.progress["text"] != self.texts.digest:
+        if text != self.texts.digest:
             self.recorder.say("the text is not the one that this run began with")
 
     def train(self) -> Outcome:
@@ -185,6 +180,7 @@ class Trainer:
         """One optimizer step, after which all ranks know whether any was asked to stop."""
         start = time.perf_counter()
         with self._watched("the training step"):
+            self.config.step_number = self.steps_done + 1
             result = self.runner.run(self.texts.training, self.steps_done, forward_only=False)
             with self._watched("the norm of the gradient"):
                 norm = float(self.clipper.clip())

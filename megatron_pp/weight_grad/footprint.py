@@ -1,7 +1,7 @@
 """How much memory a stage really keeps of one microbatch: until its backward, and after a split backward until its W.
 
-The two numbers are what ``megatron_pp.plan.sim.measured.Measured`` calls ``activation`` and ``weight_activation``, and
-their ratio is the weight share of ``megatron_pp.plan.activations``.
+``forward`` and ``weight`` are what ``megatron_pp.plan.sim.measured.Measured`` calls ``activation`` and
+``weight_activation``, and their ratio is the weight share of ``megatron_pp.plan.activations``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_pp.output_lifetime import accumulate, backward_root
 from megatron_pp.weight_grad.store import WeightGradStore
 
 
@@ -22,12 +23,15 @@ from megatron_pp.weight_grad.store import WeightGradStore
 class Footprint:
     """Bytes that one microbatch of a stage keeps, its input and output included and parameters and their gradients not.
 
-    forward  between its forward and its backward
+    forward  between its forward and the release of its output
     weight   between its input-gradient backward and its W
+    sent     between the release of its output and its backward: less than ``forward`` by the output, unless the
+             stage's own graph has saved that
     """
 
     forward: int
     weight: int
+    sent: int
 
     @property
     def share(self) -> float:
@@ -75,8 +79,8 @@ class LiveStorages(TorchDispatchMode):
 def measure_footprint(
     store: WeightGradStore, chunks: Sequence[nn.Module], chunk: int, forward: Callable[[], tuple[Any, Tensor]]
 ) -> Footprint:
-    """Run forward, input-gradient backward and W of one microbatch of ``chunks[chunk]``, and measure what lives after
-    each.
+    """Run forward, release of the output, input-gradient backward and W of one microbatch of ``chunks[chunk]``, and
+    measure what lives after each but the last.
 
     ``store`` is what ``split_weight_grad(chunks)`` returned. ``forward()`` runs the chunk and returns (its input, its
     output); the output's gradient is zero, so the parameters' gradients stay what they were (zero where they were
@@ -89,12 +93,16 @@ def measure_footprint(
             storages.see(given)
         del given
         after_forward = storages.bytes_besides(own)
-        with store.backward(chunk, 0, split=True):
-            torch.autograd.backward([output], [torch.zeros_like(output)])
+        grad = torch.zeros_like(output)
+        root = backward_root(output)
         del output
+        after_release = storages.bytes_besides([*own, grad])
+        with store.backward(chunk, 0, split=True):
+            accumulate((root,), (grad,))
+        del root, grad
         after_backward = storages.bytes_besides([*own, *_gradients(chunks)])
         store.run(chunk, 0)
-    return Footprint(after_forward, after_backward)
+    return Footprint(after_forward, after_backward, after_release)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

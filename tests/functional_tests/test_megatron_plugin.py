@@ -28,6 +28,7 @@ JOBS = {
     "impossible_arguments_are_errors": PAIR,
     "own_groups_and_communicator_are_taken": SINGLE,
     "checkpointed_microbatches": PAIR,
+    "outputs_that_a_hook_reads_keep_their_data": PAIR,
 }
 
 
@@ -68,6 +69,11 @@ def test_given_groups_give_losses_on_the_last_stage_only(outcomes: dict[str, Out
     first, last = outcomes["own_groups_and_communicator_are_taken"].facts
     assert first == []
     assert len(last) == SINGLE.microbatches
+
+
+def test_outputs_that_a_hook_reads_have_gradients(outcomes: dict[str, Outcome]) -> None:
+    for largest in outcomes["outputs_that_a_hook_reads_keep_their_data"].facts:
+        assert min(largest) > 0.0
 
 
 def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[str, Outcome]) -> None:

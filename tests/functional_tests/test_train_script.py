@@ -10,11 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from megatron_pp.faults.liveness import ALIVE, STOPPED, process_of, state_of
+from megatron_pp.training.checkpoint import find_checkpoint, read_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTY = Path(__file__).with_name("faulty_train.py")
@@ -136,20 +140,11 @@ def losses(folder: Path, name: str = "loss") -> list[float]:
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:
     """All tensors of a checkpoint, read by one process."""
-    import torch.distributed.checkpoint as dcp
-
-    from megatron_pp.training.safe_reader import SafeFileSystemReader
-
-    reader = SafeFileSystemReader(checkpoint)
-    kept: dict[str, Any] = {name: _empty(entry) for name, entry in reader.read_metadata().state_dict_metadata.items()}
-    dcp.load(kept, storage_reader=reader, no_dist=True)
+    found = find_checkpoint(checkpoint)
+    dtypes = {str(dtype): dtype for dtype in (torch.float32, torch.uint8)}
+    kept = {name: torch.empty(saved.shape, dtype=dtypes[saved.dtype]) for name, saved in found.tensors.items()}
+    read_tensors(found, kept)
     return kept
-
-
-def _empty(entry: Any) -> Any:
-    import torch
-
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
 # Tests that look at the same run go to the same worker, where there are several.
@@ -189,7 +184,6 @@ def test_a_run_leaves_metrics_a_plot_and_checkpoints(trained: Path) -> None:
 
 
 @shared_run
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process reads what two have written
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(trained: Path) -> None:
     """Losses, gradient norms, weights, optimizer and random states; dropout is on."""
     expected, kept = numbers(trained), tensors_of(trained / "checkpoints" / "step-00000008")
@@ -258,6 +252,44 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
         assert process.returncode == 128 + signal.SIGTERM, output  # it is not done
     assert "stopped by SIGTERM to another rank after step" in output
     assert "Traceback" not in output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's own means; and finds the ranks in /proc")
+def test_a_run_is_alone_in_its_folder_and_ends_with_its_launcher(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    resume = [str(ROOT / "scripts" / "train.py"), "--resume", str(folder)]
+    endless = [*SMALL, *INTERLEAVED, "--train-steps", "100000", "--save-interval", "2", "--eval-interval", "0"]
+    command = launched(2, str(ROOT / "scripts" / "train.py"), *endless, "--run-dir", str(folder))
+    ranks: list[int] = []
+    with started(command, tmp_path) as process:
+        try:
+            for line in process.stdout:
+                if line.startswith("step 3/"):
+                    break
+            ranks = ranks_of(process.pid)
+            assert len(ranks) == 2
+            code, output = run(launched(2, *resume), tmp_path)
+            assert code == 5, output
+            assert f"RunInUseError: the run's folder {folder} is in use: its run was started by process" in output
+            process.kill()
+            wait_for_end(ranks)
+        finally:
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+    saved = find_checkpoint(folder).step
+    output = run_well(launched(2, *resume, "--train-steps", str(saved + 2)), tmp_path)
+    assert f"continuing from {folder}/checkpoints/step-{saved:08d}" in output
+
+
+def wait_for_end(processes: Sequence[int]) -> None:
+    """Until the processes have ended; they are waited for by whoever is their parent then."""
+    deadline = time.monotonic() + 60
+    left = list(processes)
+    while left:
+        assert time.monotonic() < deadline, f"processes {left} train on without their launcher"
+        time.sleep(0.05)
+        left = [pid for pid in left if state_of(process_of(pid)) in (ALIVE, STOPPED)]
 
 
 @shared_run

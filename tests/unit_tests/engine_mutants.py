@@ -21,21 +21,15 @@ class ReleaseBeforeWait(PlanExecutor):
     """The output's memory is given back, then its send is waited for: Megatron-LM#4047."""
 
     def _wait_then_deallocate(self, handle: WaitHandle, key: Key) -> None:
-        self._give_back(key)
+        self._drop_data(key)
         handle.wait()
-
-    def _give_back(self, key: Key) -> None:
-        if self.forward_only:
-            del self.outputs[key]
-        else:
-            deallocate_output_tensor(self.outputs.get(key), self.deallocate)
 
 
 class NeverWaits(ReleaseBeforeWait):
     """The handle of an output's send is dropped unwaited."""
 
     def _wait_then_deallocate(self, handle: WaitHandle, key: Key) -> None:
-        self._give_back(key)
+        self._drop_data(key)
 
 
 class NoWaitInWarmup(ReleaseBeforeWait):
@@ -45,7 +39,7 @@ class NoWaitInWarmup(ReleaseBeforeWait):
         ran = self.program[: self.position]
         if any(at.op == ins.BACKWARD for at in ran):
             handle.wait()
-        self._give_back(key)
+        self._drop_data(key)
 
 
 class WaitsOnPreviousMicrobatch(PlanExecutor):
@@ -122,7 +116,7 @@ class DeallocatesWhatItDefers(PlanExecutor):
 
     def _release(self, handle: WaitHandle, finish: Callable[[WaitHandle, Key], None], key: Key) -> None:
         if self.max_deferred and not handle.is_completed() and finish == self._wait_then_deallocate:
-            deallocate_output_tensor(self.outputs.get(key), self.deallocate)
+            self._drop_data(key)
         super()._release(handle, finish, key)
 
 

@@ -158,6 +158,19 @@ def test_after_its_backward_the_toy_stage_keeps_its_linear_layers_input_and_outp
     assert measure_footprint(store, [block], 0, forward).weight == 2 * (3 * 2 * HIDDEN) * FLOAT
 
 
+@pytest.mark.parametrize(("ends_in", "comes_back"), [(lambda y: y * 2.0, True), (torch.tanh, False)])
+def test_an_output_comes_back_when_sent_unless_the_graph_has_saved_it(ends_in: Any, comes_back: bool) -> None:
+    block = ToyBlock(0)
+    store = split_weight_grad(block)
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        given = torch.ones(3, 2, HIDDEN, requires_grad=True)
+        return given, ends_in(block(given))
+
+    footprint = measure_footprint(store, [block], 0, forward)
+    assert footprint.forward - footprint.sent == comes_back * (3 * 2 * HIDDEN) * FLOAT
+
+
 class _Weigher:
     """Bytes that live after each operation of a run."""
 

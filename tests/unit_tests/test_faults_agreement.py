@@ -103,7 +103,7 @@ def test_a_rank_that_came_back_to_an_old_plan_is_compared_by_that_plan() -> None
 def test_what_differs_is_named_although_nobody_told_it_anew() -> None:
     mine = (5, 0, 1, 1, 2, 2)
     there = {1: Progress(5, IN_STEP, history=mine), 2: Progress(5, IN_STEP, history=(*mine, 5, 1))}
-    found = find_parting(0, mine, there, _agreements())
+    found = find_parting(0, Progress(5, IN_STEP, history=mine), there, _agreements())
     assert found is not None
     assert (found.field, found.values) == ("num_microbatches (M)", {0: "6", 2: "4"})
 

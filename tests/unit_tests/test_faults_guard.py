@@ -310,6 +310,9 @@ class _LooksTooEarly:
     def add(self, key: str, amount: int) -> int:
         return int(self._store.add(key, amount))
 
+    def compare_set(self, key: str, expected: str, value: str) -> Any:
+        return self._store.compare_set(key, expected, value)
+
     def get(self, key: str) -> Any:
         return self._store.get(key)
 

@@ -20,11 +20,11 @@ TIMEOUT = 4.0
 
 
 class Member:
-    """Global rank ``me`` of the pipeline of ``ranks``."""
+    """Global rank ``me`` of the pipeline of ``ranks``; ``group`` tells several over the same ranks apart."""
 
-    def __init__(self, store: Any, ranks: tuple[int, ...], me: int) -> None:
+    def __init__(self, store: Any, ranks: tuple[int, ...], me: int, group: str = "") -> None:
         self.aborted = threading.Event()
-        name = "-".join(map(str, ranks))
+        name = "-".join(map(str, ranks)) + group
         self.guard = FaultGuard(
             store, name, ranks.index(me), len(ranks), TIMEOUT, self.aborted.set, global_rank=me, members=ranks
         )
@@ -128,4 +128,17 @@ def test_a_failure_while_others_wait_in_the_next_pipeline_reaches_them() -> None
     assert isinstance(raised[0], PipelinePeerError)
     assert "of pipeline 0-1 raised ValueError" in str(raised[0])
     for member in (waiting, failing):
+        member.close()
+
+
+def test_two_pipelines_over_the_same_ranks_that_are_made_in_different_orders() -> None:
+    """As threads make them. A failure in one reaches its other member, and is none of the other pipeline."""
+    store = dist.HashStore()
+    made = {me: {name: Member(store, (0, 1), me, name) for name in order} for me, order in ((0, "ab"), (1, "ba"))}
+    steps = (made[1]["a"].step, made[0]["b"].step, made[1]["b"].step)
+    raised = _together(lambda: _raise_in(made[0]["a"], ValueError("in a")), *steps)
+    assert isinstance(raised[0], ValueError)
+    assert isinstance(raised[1], PipelinePeerError)
+    assert raised[2:] == [None, None]
+    for member in (*made[0].values(), *made[1].values()):
         member.close()

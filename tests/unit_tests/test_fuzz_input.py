@@ -6,7 +6,6 @@ RecursionError, a hang, or code that a file brings along.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -36,9 +35,10 @@ from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_l
 from megatron_pp.tracing.run import load_run
 from megatron_pp.training.arguments import parse_arguments
 from megatron_pp.training.checkpoint import CheckpointWriter, check_layout, find_checkpoint, load_tensors
+from megatron_pp.training.description import DESCRIPTION
 from megatron_pp.training.errors import CheckpointError, TrainingError
 from megatron_pp.training.metrics import MetricsFile, read_metrics
-from megatron_pp.training.safe_reader import load_index
+from tests.forged import sealed
 from tests.mutation import DEEP, mutated_bytes, mutated_json, mutated_text
 
 _ASKED = int(os.environ.get("MEGATRON_PP_FUZZ", "0"))
@@ -256,7 +256,7 @@ def test_the_checkpoint_that_is_mutated_is_loaded(checkpoint: Path) -> None:
     _load(checkpoint)
 
 
-@pytest.mark.parametrize("name", ["latest", "description.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["latest", "description.json", "rank-00000.bin"])
 @examples(60)
 @given(data=st.data())
 def test_a_damaged_checkpoint(name: str, data: st.DataObject, checkpoint: Path, tmp_path: Path) -> None:
@@ -270,10 +270,16 @@ def test_a_damaged_checkpoint(name: str, data: st.DataObject, checkpoint: Path, 
     _only(CheckpointError, lambda: _load(folder))
 
 
-@examples(60)
-@given(st.binary())
-def test_any_bytes_as_a_checkpoints_index(data: bytes) -> None:
-    _only(CheckpointError, lambda: load_index(io.BytesIO(data)))
+@examples(100)
+@given(data=st.data())
+def test_a_forged_description(data: st.DataObject, checkpoint: Path, tmp_path: Path) -> None:
+    """Its CRC-32 is right; what it says is not."""
+    folder = _copy(checkpoint, tmp_path)
+    (path,) = folder.rglob(DESCRIPTION)
+    content = json.loads(path.read_text())
+    del content["crc32"]
+    path.write_bytes(sealed(data.draw(mutated_json(content))))
+    _only(CheckpointError, lambda: _load(folder))
 
 
 SAVED = {"run": {"steps": 4, "data": ["a"], "seed": 1}, "config": {"num_layers": 4, "hidden_size": 8}}

@@ -82,3 +82,16 @@ def test_a_newer_release_with_an_unknown_signature_is_left_as_it_is() -> None:
     with pytest.raises(UnknownMegatronError, match=r"0\.99\.0: backward_step asks for 'graph'"):
         megatron_core.install()
     assert schedules.get_forward_backward_func is original
+
+
+def test_the_number_of_the_step_is_that_of_megatrons_training_loop() -> None:
+    stand_in("0.14.0")
+    megatron = megatron_release.load_megatron()
+    assert megatron.current_iteration() is None  # megatron.training is not in use
+    loop: Any = types.ModuleType("megatron.training.global_vars")
+    sys.modules[loop.__name__] = loop
+    for arguments in (None, types.SimpleNamespace()):  # too early; a release that does not have it
+        loop._GLOBAL_ARGS = arguments
+        assert megatron.current_iteration() is None
+    loop._GLOBAL_ARGS = types.SimpleNamespace(curr_iteration=7)
+    assert megatron.current_iteration() == 7

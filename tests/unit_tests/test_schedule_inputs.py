@@ -250,6 +250,21 @@ def test_what_only_communication_needs_is_not_asked_of_a_rank_alone() -> None:
     assert len(reports) == 4
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_training_without_gradients_is_refused(mode: Any, chunks: int) -> None:
+    with mode():
+        sentence = refused(chunks, 0, {})
+        with pytest.raises(AssertionError, match="was posted"):
+            call(chunks, forward_only=True)
+    assert sentence.startswith(f"a training step was called under torch.{mode.__name__}(), where no gradient is comp")
+
+
+def test_training_on_inference_tensors_is_refused() -> None:
+    with torch.inference_mode(), torch.enable_grad():
+        assert refused(1, 0, {}).startswith("a training step was called under torch.inference_mode()")
+
+
 def test_numpy_whole_numbers_are_whole_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     with pytest.raises(AssertionError, match="was posted"):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_pp import schedule_inputs
 from megatron_pp.errors import P2PTypeError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.stage import PipelineStage
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import run_in_threads, toy_step
+from megatron_pp.testing.pipeline import placement_of, run_in_threads, toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import (
     HIDDEN,
@@ -25,6 +27,7 @@ from megatron_pp.testing.toy import (
     toy_config,
     toy_loss,
 )
+from megatron_pp.weight_grad import split_weight_grad
 
 DATA = ToyData(5)
 POLICIES = [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {}]
@@ -189,25 +192,79 @@ class Constant(ToyBlock):
         return torch.full_like(x, 0.5) if self.stage == 2 else super().forward(x)
 
 
-@every_policy
-@pytest.mark.parametrize("block", [Detaching, Ignoring, Constant])
-@pytest.mark.parametrize(("size", "chunks"), [(4, 1), (2, 2), (1, 4)])
-def test_the_stage_before_one_that_uses_no_input_gets_zeros(
-    size: int, chunks: int, block: Callable[[int], Any], policy: dict[str, Any]
+class DetachedLast(ToyBlock):
+    """The last of four stages trains alone."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.detach() if self.stage == 3 else x)
+
+
+CUT_AT = {Detaching: 2, Ignoring: 2, Constant: 2, DetachedLast: 3}
+
+
+@pytest.mark.parametrize("policy", [{"overlap_p2p_comm": True}, {}], ids=["overlap", "plain"])
+@pytest.mark.parametrize("block", CUT_AT)
+@pytest.mark.parametrize(("size", "chunks", "schedule"), [(4, 1, None), (2, 2, None), (1, 4, None), (2, 2, "zb_v")])
+def test_stages_before_one_that_uses_no_input(
+    size: int, chunks: int, schedule: str | None, block: Callable[[int], Any], policy: dict[str, Any]
 ) -> None:
-    """In one process those gradients do not exist; in a pipeline the stage before waits for them."""
+    """Their gradients are None, as in one process, where the stage is on the same rank, or all between are. Another
+    rank waits for a message, and cannot know: it gets zeros.
+    """
     expected = reference_run(size * chunks, DATA, block=block)
-    result = run_in_threads(size, chunks, DATA, block=block, **policy)
+    result = run_in_threads(
+        *(size, chunks, DATA),
+        block=block,
+        prepare=split_weight_grad if schedule else None,
+        pipeline_schedule=schedule,
+        **policy,
+    )
     assert result.losses == expected.losses
+    stages = {int(name[0]) for name in expected.grads}
+    assert stages == set(range(CUT_AT[block], 4)) - ({2} if block is Constant else set())
+    placement = placement_of(toy_config(pipeline_schedule=schedule), size, chunks)
+    zeros = set()
+    for stage in range(CUT_AT[block] - 1, -1, -1):
+        if stage + 1 in zeros or placement.homes[stage][0] != placement.homes[stage + 1][0]:
+            zeros.add(stage)
+    assert {int(name[0]) for name in result.grads} == stages | zeros
     for name, grad in result.grads.items():
-        if name.startswith(("0.", "1.")):
-            assert name not in expected.grads
-            assert torch.equal(grad, torch.zeros_like(grad)), name
-        else:
-            assert torch.equal(grad, expected.grads[name]), name
-    assert {name for name in result.grads if name[0] in "01"} == {
-        f"{s}.{p}" for s in "01" for p in dict(ToyBlock(0).named_parameters())
-    }
+        assert torch.equal(grad, expected.grads.get(name, torch.zeros_like(grad))), name
+
+
+def test_it_is_said_once_that_zeros_are_sent(caplog: pytest.LogCaptureFixture) -> None:
+    schedule_inputs._say.cache_clear()
+    with caplog.at_level(logging.WARNING, "megatron_pp"):
+        for _ in range(2):
+            run_in_threads(4, 1, DATA, block=DetachedLast)
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["stage 3 makes no use of its input"]
+
+
+class UsesOneOfTwo(torch.nn.Module):
+    """Stages on one rank that give each other lists; the last uses the first of the two, or the second."""
+
+    def __init__(self, stage: int, used: int) -> None:
+        super().__init__()
+        self.one, self.two = ToyBlock(2 * stage), ToyBlock(2 * stage + 1)
+        self.stage, self.used = stage, used
+
+    def forward(self, given: Any) -> Any:
+        a, b = (given, given) if isinstance(given, torch.Tensor) else given
+        if self.stage == 2:
+            return self.one(a) if self.used == 0 else self.two(b)
+        return [self.one(a), self.two(b)]
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_of_two_tensors_for_another_chunk_of_the_rank_one_is_not_used(used: int) -> None:
+    def block(stage: int) -> UsesOneOfTwo:
+        return UsesOneOfTwo(stage, used)
+
+    assert run_in_threads(1, 3, DATA, block=block).difference(reference_run(3, DATA, block=block)) == 0.0
 
 
 # -- several tensors between stages -----------------------------------------------------------------------------------

@@ -18,12 +18,13 @@ from megatron_pp.config_checks import ConfigError, LayoutError, ScheduleError, W
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.spec import PlanError, PlanSpec
 from megatron_pp.training.arguments import Arguments, RunArguments, make_config, make_parser, parse_arguments
-from megatron_pp.training.checkpoint import DESCRIPTION, FORMAT
+from megatron_pp.training.description import Checkpoint, write_description
 from megatron_pp.training.errors import (
     ArgumentError,
     CheckpointError,
     CheckpointLayoutError,
     DataPathError,
+    NoCheckpointError,
     TextTooShortError,
 )
 from megatron_pp.training.flags import add_flags, values_of
@@ -86,7 +87,7 @@ def test_help_names_every_flag_and_its_default() -> None:
 def test_every_schedule_and_communication_option_is_a_flag() -> None:
     flags = make_parser().format_help()
     assert "--overlap-pairs" in flags  # in the place of a function
-    hooks = {"timers", "grad_scale_func", "finalize_model_grads_func", "overlapped_forward_backward"} | {
+    hooks = {"timers", "grad_scale_func", "finalize_model_grads_func", "overlapped_forward_backward", "step_number"} | {
         f"{kind}_func" for kind in ("no_sync", "grad_sync", "param_sync")
     }
     without = hooks | {
@@ -200,7 +201,8 @@ BAD_INPUT = {
     "missing data": ("--data /no/such/path", DataPathError, "/no/such/path does not exist"),
     "short text": ("--max-data-bytes 2000", TextTooShortError, "training text of 1900 bytes is too short"),
     "short validation": ("--max-data-bytes 20000", TextTooShortError, "validation text of 1000 bytes is too short"),
-    "no run": ("--resume /no/such/run", CheckpointError, "no run at /no/such/run"),
+    "no run": ("--resume /no/such/run", NoCheckpointError, "no run at /no/such/run"),
+    "a name too long": (f"--resume {'x' * 5000}", NoCheckpointError, "no run at"),
     "two folders": ("--resume a --run-dir b", ArgumentError, "both given"),
     "folder in a file": ("--run-dir /dev/null/run", ArgumentError, "no writable folder"),
     "no Transformer Engine": (
@@ -275,8 +277,7 @@ def save_run(folder: Path, arguments: Arguments) -> Path:
     checkpoint = folder / "checkpoints" / "step-00000003"
     checkpoint.mkdir(parents=True)
     layout = _layout(arguments.run, make_config(arguments, 2))
-    description = {"format": FORMAT, "step": 3, "layout": layout, "progress": {}}
-    (checkpoint / DESCRIPTION).write_text(json.dumps(description))
+    write_description(Checkpoint(checkpoint, checkpoint.name, 3, layout, {}, {}))
     (folder / "checkpoints" / "latest").write_text("step-00000003\n")
     arguments.save(folder)
     return checkpoint

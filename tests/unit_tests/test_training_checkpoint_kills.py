@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp.training.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, load_tensors
+from megatron_pp.training.checkpoint import CheckpointWriter, find_checkpoint, read_tensors
+from megatron_pp.training.description import Checkpoint
 
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 LAYOUT = {"pipeline_model_parallel_size": 1}
@@ -81,7 +82,7 @@ class Killer:
 def loaded_step(checkpoint: Checkpoint) -> int:
     """The step of a checkpoint, all of whose content has to be of that step."""
     kept = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
-    load_tensors(checkpoint, kept)
+    read_tensors(checkpoint, kept)
     for name, tensor in tensors(checkpoint.step).items():
         assert kept[name].equal(tensor), name
     assert checkpoint.progress == {"step": checkpoint.step}
@@ -106,5 +107,5 @@ def test_a_kill_at_any_moment_of_saving_leaves_a_loadable_checkpoint(tmp_path: P
         assert find_checkpoint(folder).step == 3
         assert len([path for path in folder.iterdir() if path.name.startswith(".")]) == 0
     assert found == sorted(found)
-    assert len(found) > 25
+    assert len(found) > 20
     assert set(found) == {1, 2}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_pp import parallel_state
 from megatron_pp.training.checkpoint import find_checkpoint
 from megatron_pp.training.errors import BrokenOffError, CheckpointWriteError, NonFiniteLossError
+from megatron_pp.training.lock import lock_folder
 from megatron_pp.training.metrics import METRICS, read_metrics
 from megatron_pp.training.program import main, train
 
@@ -93,6 +94,38 @@ def test_what_breaks_a_run_off_is_no_bad_input(tmp_path: Path, capsys: pytest.Ca
     assert len(told) == 1
     assert told[0].startswith("train.py: NonFiniteLossError: step ")
     assert issubclass(CheckpointWriteError, BrokenOffError)
+
+
+def test_each_kind_of_failure_has_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, new = tmp_path / "run", "--train-steps 0"
+    resume = ["--resume", str(folder)]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "checkpoints").write_text("in the way")
+    codes = [code_of(resume), code_of([*flags(tmp_path / "none", new), "--data", str(tmp_path / "nothing")])]
+    codes += [code_of(flags(tmp_path / "full", new)), code_of(flags(folder, new))]
+    with lock_folder(folder, first=True):
+        codes += [code_of(resume), code_of([*resume, "--hidden-size", "16"])]
+    (tensors,) = folder.rglob("rank-*.bin")
+    tensors.write_bytes(b"")
+    codes += [code_of(resume)]
+    assert codes == [2, 2, 4, 0, 5, 2, 3]
+    assert [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()] == [
+        "NoCheckpointError",
+        "DataPathError",
+        "CheckpointWriteError",
+        "RunInUseError",
+        "CheckpointLayoutError",
+        "CheckpointError",
+    ]
+
+
+def code_of(command: list[str]) -> int:
+    """The exit code; what a process would leave behind is put away."""
+    code = main(command)
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
 
 
 def test_no_steps_leave_the_untrained_model(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron_pp.testing.processes import run_processes
 from megatron_pp.training import restart
 from megatron_pp.training.arguments import ARGUMENTS, RunArguments
-from megatron_pp.training.checkpoint import DESCRIPTION, FORMAT, LATEST
+from megatron_pp.training.checkpoint import LATEST
+from megatron_pp.training.description import Checkpoint, write_description
 from megatron_pp.training.errors import ArgumentError
 from megatron_pp.training.meeting import agreed_place, check_same_flags
 from megatron_pp.training.restart import LAUNCH, Start, find_start, remember, this_agent
@@ -31,7 +32,7 @@ def make_run(folder: Path) -> RunArguments:
 def make_checkpoint(folder: Path, name: str, step: int) -> Path:
     path = folder / "checkpoints" / name
     path.mkdir(parents=True)
-    (path / DESCRIPTION).write_text(json.dumps({"format": FORMAT, "step": step, "layout": LAYOUT, "progress": {}}))
+    write_description(Checkpoint(path, name, step, LAYOUT, {}, {}))
     (folder / "checkpoints" / LATEST).write_text(name + "\n")
     return path
 

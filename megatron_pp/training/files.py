@@ -1,0 +1,65 @@
+"""Files of a run, which may come from elsewhere: only plain files are read; what is written is whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import BufferedRandom, BufferedReader
+from pathlib import Path
+
+_LARGEST_TEXT = 1 << 28  # bytes
+
+
+def open_plain(path: Path, flags: int = os.O_RDONLY) -> BufferedRandom | BufferedReader:
+    """Open a plain file: for reading, or also for writing with ``os.O_RDWR`` among ``flags``.
+
+    Raises:
+        OSError: it is a link, a FIFO, a device or a folder (none of which is followed or waited for), or not there.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+            raise _not_plain(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_plain(path)
+    return open(descriptor, "r+b") if flags & os.O_RDWR else open(descriptor, "rb")
+
+
+def read_text(path: Path) -> str:
+    """The text of a plain file. Raises OSError as :func:`open_plain` does, ValueError if it is no UTF-8."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > _LARGEST_TEXT:
+            raise OSError(errno.EFBIG, f"larger than {_LARGEST_TEXT} bytes", str(path))
+        return file.read().decode()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` so that a reader, or a crash, sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)  # left by a crash, or a link to a file of somebody else's
+    try:
+        with open(temporary, "x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the disk has what was made, renamed and removed in ``folder``."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _not_plain(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "not a plain file; put one in its place", str(path))
