@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from megatron_pp.weight_grad.linear import EmbeddingParameters, LinearParameters, split_embedding, split_linear
 from megatron_pp.weight_grad.megatron_linear import TensorParallelCall, split_tensor_parallel_linear
 from megatron_pp.weight_grad.store import WeightGradStore
-from megatron_pp.weight_grad.tap import parameter_behind, tapped
+from megatron_pp.weight_grad.tap import parameter_behind
 
 MARK = "_weight_grad_split"
 _MEGATRON_LAYERS = "megatron.core.tensor_parallel.layers"
@@ -28,6 +29,7 @@ class SplitState(NamedTuple):
     """What a converted layer carries, under the attribute ``MARK``."""
 
     store: WeightGradStore
+    name: str
     original: Any  # the class that it had
     fusion: bool
     kernels: Any
@@ -66,9 +68,10 @@ class TappedParameter:
             raise AttributeError(f"{type(layer).__name__!r} object has no attribute {self.name!r}")
         parameter = parameters[self.name]
         state = state_of(layer)
-        if parameter is None or not parameter.requires_grad or not state.active:
+        if parameter is None or not state.active:
             return parameter
-        return tapped(parameter, state.store)
+        tap = state.store.tap_of(parameter)
+        return parameter if tap is None else tap
 
 
 def state_of(layer: Any) -> SplitState:
@@ -129,20 +132,54 @@ def _bare(original: Any) -> nn.Module:
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:  # named as torch names it
     state = state_of(layer)
-    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    trainable = any(p is not None and p.requires_grad for p in (weight, bias))
-    if weight is None or not trainable or input.dim() < 2 or not state.active:
-        return state.original.forward(layer, input)
-    return split_linear(input, LinearParameters(state.store, weight, bias, state.fusion, state.kernels))
+    if state.active:
+        weight, bias = (layer._parameters.get(name) for name in ("weight", "bias"))
+        weight_tap = _tap_to_split(state, weight)
+        bias_tap = bias if bias is None or not bias.requires_grad else _tap_to_split(state, bias)
+        if weight_tap is not None and (bias is None) == (bias_tap is None) and _splits(state, input, weight_tap):
+            parameters = LinearParameters(state.store, state.name, weight, bias, state.fusion, state.kernels)  # type: ignore[arg-type]
+            return split_linear(input, parameters, weight_tap, bias_tap)
+    return state.original.forward(layer, input)
 
 
 def _embedding_forward(layer: nn.Embedding, input: Tensor) -> Tensor:
     state = state_of(layer)
-    weight = layer._parameters["weight"]
-    if weight is None or not weight.requires_grad or not state.active:
-        return state.original.forward(layer, input)
-    parameters = EmbeddingParameters(state.store, weight, layer.padding_idx, layer.scale_grad_by_freq)
-    return split_embedding(input, parameters)
+    if state.active:
+        weight = layer._parameters.get("weight")
+        tap = _tap_to_split(state, weight)
+        if tap is not None and _splits(state, input, tap):
+            parameters = EmbeddingParameters(
+                state.store,
+                state.name,
+                weight,  # type: ignore[arg-type]
+                layer.padding_idx,
+                layer.scale_grad_by_freq,
+            )
+            return split_embedding(input, parameters, tap)
+    return state.original.forward(layer, input)
+
+
+def _tap_to_split(state: SplitState, parameter: Tensor | None) -> Tensor | None:
+    """The tap of a parameter that is trained; None where there is none, and autograd has its gradient in B."""
+    if parameter is None or not parameter.requires_grad:
+        return None
+    tap = state.store.tap_of(parameter)
+    if tap is None:
+        state.store.keep_whole(state.name, "its weight is no parameter that the model had when the step began")
+    return tap
+
+
+def _splits(state: SplitState, input: Tensor, weight: Tensor) -> bool:
+    """Whether autograd's formulas, as the split forms have them, are those of this call."""
+    if input.dim() < 2 and input.is_floating_point():
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        state.store.keep_whole(state.name, "it is called within vmap or another transform of torch.func")
+        return False
+    if input.layout is not torch.strided or weight.is_complex():
+        state.store.keep_whole(state.name, "its tensors are complex, sparse or nested")
+        return False
+    return True
 
 
 def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -156,12 +193,13 @@ def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args
     bias = kwargs.get("bias")
     parameters = LinearParameters(
         state.store,
+        state.name,
         parameter,
         None if bias is None else parameter_behind(bias),
         call.gradient_accumulation_fusion,
         state.kernels,
     )
-    return split_tensor_parallel_linear(input, parameters, call)
+    return split_tensor_parallel_linear(input, parameters, call, weight, bias)
 
 
 _OVERRIDES: dict[Kind, dict[str, Callable[..., Any]]] = {
