@@ -19,9 +19,7 @@ def add_silently(parameter: Tensor, grad: Tensor, owned: bool) -> None:
 
     ``owned`` says that no one else holds ``grad``, so that it may become ``.grad`` itself.
     """
-    if not parameter.requires_grad:  # it was frozen after its forward: autograd drops its gradient then
-        return
-    grad = _through_tensor_hooks(parameter, grad)
+    grad = through_tensor_hooks(parameter, grad)
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         main_grad.add_(grad)
@@ -41,9 +39,10 @@ def add_and_fire(parameter: Tensor, grad: Tensor | None, owned: bool) -> None:
 
     Where there is a ``main_grad``, hooks get Megatron's signal ``grad_added_to_main_grad`` and a zero gradient.
     """
-    if not parameter.requires_grad:
-        return
-    if getattr(parameter, "main_grad", None) is not None:
+    if not parameter.requires_grad:  # frozen since its backward: autograd would call no hook
+        if grad is not None:
+            add_silently(parameter, grad, owned)
+    elif getattr(parameter, "main_grad", None) is not None:
         if grad is not None:
             add_silently(parameter, grad, owned)
         _fire_for_main_grad(parameter)
@@ -77,7 +76,7 @@ def _zeros_like(parameter: Tensor) -> Tensor:
     return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
-def _through_tensor_hooks(parameter: Tensor, grad: Tensor) -> Tensor:
+def through_tensor_hooks(parameter: Tensor, grad: Tensor) -> Tensor:
     """What ``parameter.register_hook`` hooks make of the gradient."""
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(grad)

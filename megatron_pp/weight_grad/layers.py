@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +67,8 @@ class TappedParameter:
         if self.name not in parameters:
             raise AttributeError(f"{type(layer).__name__!r} object has no attribute {self.name!r}")
         parameter = parameters[self.name]
-        state = state_of(layer)
-        if parameter is None or not state.active:
-            return parameter
-        tap = state.store.tap_of(parameter)
+        store = state_of(layer).store
+        tap = store.tap_of(parameter) if store.armed else None
         return parameter if tap is None else tap
 
 
@@ -132,13 +130,14 @@ def _bare(original: Any) -> nn.Module:
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:  # named as torch names it
     state = state_of(layer)
-    if state.active:
-        weight, bias = (layer._parameters.get(name) for name in ("weight", "bias"))
-        weight_tap = _tap_to_split(state, weight)
-        bias_tap = bias if bias is None or not bias.requires_grad else _tap_to_split(state, bias)
-        if weight_tap is not None and (bias is None) == (bias_tap is None) and _splits(state, input, weight_tap):
-            parameters = LinearParameters(state.store, state.name, weight, bias, state.fusion, state.kernels)  # type: ignore[arg-type]
-            return split_linear(input, parameters, weight_tap, bias_tap)
+    if state.active and input.dim() > 1:
+        weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+        trained = bias if bias is not None and bias.requires_grad else None
+        weight_tap, bias_tap = state.store.tap_of(weight), bias if trained is None else state.store.tap_of(bias)
+        if weight is not None and (bias is None or bias_tap is not None):
+            layer_now = LinearParameters(state.store, state.name, weight, trained, state.fusion, state.kernels)
+            if _splits(layer_now, input, weight_tap):
+                return split_linear(input, layer_now, cast(Tensor, weight_tap), bias_tap)
     return state.original.forward(layer, input)
 
 
@@ -146,40 +145,31 @@ def _embedding_forward(layer: nn.Embedding, input: Tensor) -> Tensor:
     state = state_of(layer)
     if state.active:
         weight = layer._parameters.get("weight")
-        tap = _tap_to_split(state, weight)
-        if tap is not None and _splits(state, input, tap):
-            parameters = EmbeddingParameters(
-                state.store,
-                state.name,
-                weight,  # type: ignore[arg-type]
-                layer.padding_idx,
-                layer.scale_grad_by_freq,
-            )
-            return split_embedding(input, parameters, tap)
+        tap = state.store.tap_of(weight)
+        if weight is not None:
+            form = layer.padding_idx, layer.scale_grad_by_freq
+            layer_now = EmbeddingParameters(state.store, state.name, weight, *form)
+            if _splits(layer_now, input, tap):
+                return split_embedding(input, layer_now, cast(Tensor, tap))
     return state.original.forward(layer, input)
 
 
-def _tap_to_split(state: SplitState, parameter: Tensor | None) -> Tensor | None:
-    """The tap of a parameter that is trained; None where there is none, and autograd has its gradient in B."""
-    if parameter is None or not parameter.requires_grad:
-        return None
-    tap = state.store.tap_of(parameter)
-    if tap is None:
-        state.store.keep_whole(state.name, "its weight is no parameter that the model had when the step began")
-    return tap
-
-
-def _splits(state: SplitState, input: Tensor, weight: Tensor) -> bool:
-    """Whether autograd's formulas, as the split forms have them, are those of this call."""
-    if input.dim() < 2 and input.is_floating_point():
+def _splits(layer: LinearParameters | EmbeddingParameters, input: Tensor, tap: Tensor | None) -> bool:
+    """Whether the split form is right for this call: the layer's weight is trained, and autograd's formulas are those
+    that it has. Else autograd does it, and all of its backward is in B.
+    """
+    if not layer.weight.requires_grad:
         return False
+    why = ""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        state.store.keep_whole(state.name, "it is called within vmap or another transform of torch.func")
-        return False
-    if input.layout is not torch.strided or weight.is_complex():
-        state.store.keep_whole(state.name, "its tensors are complex, sparse or nested")
-        return False
-    return True
+        why = "it is called within vmap or another transform of torch.func"
+    elif tap is None:
+        why = "its weight is none that the model had when the step began"
+    elif input.layout is not torch.strided or layer.weight.is_complex():
+        why = "its tensors are complex, sparse or nested"
+    if why:
+        layer.store.keep_whole(layer, why)
+    return not why
 
 
 def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -195,7 +185,7 @@ def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args
         state.store,
         state.name,
         parameter,
-        None if bias is None else parameter_behind(bias),
+        None if bias is None or not bias.requires_grad else parameter_behind(bias),
         call.gradient_accumulation_fusion,
         state.kernels,
     )

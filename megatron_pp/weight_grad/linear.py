@@ -18,7 +18,7 @@ from megatron_pp.weight_grad.store import WeightGradStore
 
 
 class LinearParameters(NamedTuple):
-    """Weight [out, in], which is trainable, and bias [out] or None of a linear layer.
+    """Weight [out, in] of a linear layer, which is trained, and its bias [out] where that is trained too.
 
     fusion   add weight gradients into ``main_grad`` by one kernel (Megatron's gradient_accumulation_fusion)
     kernels  apex's kernels, or None
@@ -33,8 +33,7 @@ class LinearParameters(NamedTuple):
 
     @property
     def trained(self) -> tuple[Tensor, ...]:
-        bias = self.bias
-        return (self.weight,) if bias is None or not bias.requires_grad else (self.weight, bias)
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 class LinearForm(NamedTuple):
@@ -65,7 +64,10 @@ class DeferredLinear:
     form: LinearForm
     layer_input: Tensor
     grad_output: Tensor
-    parameters: tuple[Tensor, ...]
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self.layer.trained
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
@@ -77,15 +79,14 @@ class DeferredLinear:
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         layer, grad_output = self.layer, self.grad_output
-        weight, flat_grad = layer.weight, grad_output.flatten(0, -2)
+        weight, bias, flat_grad = layer.weight, layer.bias, grad_output.flatten(0, -2)
         main_grad = getattr(weight, "main_grad", None) if layer.fusion else None
         if main_grad is not None:
             add_weight_grad(layer.kernels, self.layer_input, flat_grad, main_grad)
             yield weight, None
         else:
             yield weight, self._cast(self._weight_grad(flat_grad), weight)
-        if len(self.parameters) == 2:
-            bias = self.parameters[1]
+        if bias is not None:
             grad = flat_grad.sum(0) if self.form.flat else grad_output.sum(tuple(range(grad_output.dim() - 1)))
             yield bias, self._cast(grad, bias)
 
@@ -122,26 +123,29 @@ class _SplitLinear(torch.autograd.Function):
         layer: LinearParameters,
         widen: bool,
     ) -> Tensor:
-        ctx.layer, ctx.form, ctx.whole = layer, LinearForm.of(layer_input, weight, widen), False
+        ctx.layer, ctx.form = layer, LinearForm.of(layer_input, weight, widen)
         ctx.set_materialize_grads(False)
-        # As autograd, which lets a weight be changed in place where no input gradient needs it.
-        ctx.save_for_backward(layer_input, weight if ctx.needs_input_grad[0] else None)
+        # As autograd: a weight may be changed in place where no input gradient needs it, and be assigned other data.
+        saved = (weight, weight.detach()) if ctx.needs_input_grad[0] else (None, None)
+        ctx.save_for_backward(layer_input, *saved)
         return F.linear(layer_input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
             return (None,) * 6
-        layer_input, weight = ctx.saved_tensors
-        layer, shape, whole = ctx.layer, layer_input.shape, stays_whole(ctx)
-        if not torch.is_grad_enabled():  # its graph would keep the stage's input and the gradient of that until W
-            layer_input = layer_input.detach()
+        layer_input, weight, weight_data = ctx.saved_tensors
+        layer, shape = ctx.layer, layer_input.shape
+        if torch.is_grad_enabled():
+            layer.store.keep_whole(layer, "its gradient is differentiated again")
+        else:  # the input's graph would keep the stage's input and the gradient of that until W
+            layer_input, weight = layer_input.detach(), weight_data
         flat_input, grad_input = layer_input.flatten(0, -2), None
         if weight is not None:
             grad_input = _input_grad(flat_input, grad_output.flatten(0, -2), weight).reshape(shape)
-        deferred = DeferredLinear(layer, ctx.form, flat_input, grad_output, layer.trained)
+        deferred = DeferredLinear(layer, ctx.form, flat_input, grad_output)
         current = layer.store.running()
-        if current is None or whole or not current.puts_off:
+        if current is None or not current.puts_off(layer.weight):
             return grad_input, None, *gradients_now(deferred, fused=current is not None), None, None
         layer.store.leave(deferred)
         return grad_input, None, None, None, None, None
@@ -152,17 +156,6 @@ def _input_grad(flat_input: Tensor, flat_grad: Tensor, weight: Tensor) -> Tensor
     if flat_input.stride() == (1, flat_input.shape[0]):
         return weight.t().mm(flat_grad.t()).t()
     return flat_grad.mm(weight)
-
-
-def stays_whole(ctx: Any) -> bool:
-    """Whether the call that ``ctx`` is of has all of its backward at once: where its gradient is differentiated again,
-    which shows in the first backward.
-    """
-    if torch.is_grad_enabled() and not ctx.whole:
-        ctx.whole = True
-        ctx.layer.store.keep_whole(ctx.layer.name, "its gradient is differentiated again")
-    whole: bool = ctx.whole
-    return whole
 
 
 def split_linear(layer_input: Tensor, layer: LinearParameters, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -197,7 +190,10 @@ class DeferredEmbedding:
     layer: EmbeddingParameters
     indices: Tensor
     grad_output: Tensor
-    parameters: tuple[Tensor, ...]
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.layer.weight,)
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
@@ -222,7 +218,7 @@ class _SplitEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, anchor: Tensor, weight: Tensor, layer: EmbeddingParameters) -> Tensor:
-        ctx.layer, ctx.whole = layer, False
+        ctx.layer = layer
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
         return F.embedding(indices, weight, layer.padding_idx)
@@ -232,12 +228,14 @@ class _SplitEmbedding(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 4
         (indices,) = ctx.saved_tensors
-        deferred = DeferredEmbedding(ctx.layer, indices, grad_output, (ctx.layer.weight,))
-        whole, current = stays_whole(ctx), ctx.layer.store.running()
-        if current is None or whole or not current.puts_off:
+        layer, store = ctx.layer, ctx.layer.store
+        if torch.is_grad_enabled():
+            store.keep_whole(layer, "its gradient is differentiated again")
+        deferred, current = DeferredEmbedding(layer, indices, grad_output), store.running()
+        if current is None or not current.puts_off(layer.weight):
             ((_, grad),) = deferred.compute()
             return None, None, grad, None
-        ctx.layer.store.leave(deferred)
+        store.leave(deferred)
         return None, None, None, None
 
 

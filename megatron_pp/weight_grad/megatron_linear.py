@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_pp.weight_grad.linear import DeferredLinear, LinearForm, LinearParameters, gradients_now
 
-
 _FORM = LinearForm(weight_in_rows=True, flat=True)
 
 
@@ -51,7 +50,10 @@ class DeferredTensorParallelLinear:
     call: TensorParallelCall
     layer_input: Tensor
     grad_output: Tensor
-    parameters: tuple[Tensor, ...]
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self.layer.trained
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
@@ -66,7 +68,7 @@ class DeferredTensorParallelLinear:
 
     def gathered(self) -> DeferredLinear:
         whole = _gathered(self.layer_input, self.call.tp_group) if self.call.sequence_parallel else self.layer_input
-        return DeferredLinear(self.layer, _FORM, whole.flatten(0, -2), self.grad_output, self.parameters)
+        return DeferredLinear(self.layer, _FORM, whole.flatten(0, -2), self.grad_output)
 
 
 class _SplitTensorParallelLinear(torch.autograd.Function):
@@ -88,7 +90,7 @@ class _SplitTensorParallelLinear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         layer_input, weight = ctx.saved_tensors
         call: TensorParallelCall = ctx.call
         grad_input = grad_output.matmul(weight) if ctx.needs_input_grad[0] else None
@@ -99,9 +101,9 @@ class _SplitTensorParallelLinear(torch.autograd.Function):
         elif grad_input is not None and call.allreduce_dgrad:
             pending = dist.all_reduce(grad_input, group=call.tp_group, async_op=True)
         layer, current = ctx.layer, ctx.layer.store.running()
-        deferred = DeferredTensorParallelLinear(layer, call, layer_input.detach(), grad_output, layer.trained)
+        deferred = DeferredTensorParallelLinear(layer, call, layer_input.detach(), grad_output)
         weight_grad = bias_grad = None
-        if current is not None and current.puts_off:
+        if current is not None and current.puts_off(layer.weight):
             layer.store.leave(deferred)
         else:
             weight_grad, bias_grad = gradients_now(deferred.gathered(), fused=current is not None)

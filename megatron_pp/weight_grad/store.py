@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_pp.weight_grad.casts import Casts
 from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
-from megatron_pp.weight_grad.tap import follow, new_tap, parameter_behind, take_grad
+from megatron_pp.weight_grad.tap import accumulates, follow, new_tap, parameter_behind, take_grad
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,16 @@ class Deferred(Protocol):
         ...
 
 
+class SplitLayer(Protocol):
+    """A layer that puts off its weight gradient."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weight(self) -> Tensor: ...
+
+
 class External(Protocol):
     """A layer that keeps its own queue of weight gradients (Transformer Engine's)."""
 
@@ -104,17 +114,26 @@ class _Backward:
     key: Key
     split: bool
     final: bool  # whether this (chunk, microbatch) completes the chunk's gradients
-    puts_off: bool  # to W, or to its own end: where it is the last, hooks never fire inside of autograd's run
+    whole: dict[int, Tensor]  # by id: parameters whose gradients are autograd's business
     task: int = -1  # autograd's run that is known to be a part of this B
-    left: set[int] = field(default_factory=set)  # ids of the parameters whose gradients wait
+    left: set[int] = field(default_factory=set)  # ids of parameters whose gradients wait
+
+    def puts_off(self, weight: Tensor) -> bool:
+        """Whether the gradients of a layer wait: for W, or for the end of this B where it is the last, so that hooks
+        never fire inside of autograd's run.
+        """
+        return (self.split or self.final) and id(weight) not in self.whole
 
 
 class Waiting(NamedTuple):
-    """``deferred``, which autograd's run ``task`` left when the tensors that it keeps had ``versions``."""
+    """``deferred``, which autograd's run ``task`` left when the tensors that it keeps had ``versions``. Autograd drops
+    gradients of parameters that are ``frozen`` by then.
+    """
 
     task: int
     deferred: Deferred
     versions: int
+    frozen: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -163,7 +182,8 @@ class WeightGradStore:
         self.timers: Callable[..., Any] | None = None  # Megatron's timers: "weight-compute" runs around every W
         self.casts = Casts()
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
-        self._kept_whole: set[tuple[str, str]] = set()
+        self._whole: dict[int, Tensor] = {}
+        self._said: set[tuple[str, str]] = set()
         self._taps: dict[int, Tensor] = {}  # by the parameter's id
         self._layers: list[tuple[nn.Module, int]] = []
         self._chunks_of: dict[Tensor, set[int]] = {}
@@ -240,12 +260,13 @@ class WeightGradStore:
             raise WeightGradError(f"backward of chunk {chunk}, microbatch {mb} ran twice")
         before = [layer.waiting() if layer.chunk == chunk else 0 for layer in self._externals]
         self._queues[key] = deque()
-        final = self._last.get(chunk) == mb
-        self._current = _Backward(key, split, final, puts_off=split or final)
+        self.casts.clear()
+        self._current = _Backward(key, split, self._last.get(chunk) == mb, self._whole)
         try:
             yield
         finally:
             self._current = None
+            self.casts.clear()
         self._external_runs[key] = [
             _ExternalRun(layer, layer.waiting() - count)
             for layer, count in zip(self._externals, before, strict=True)
@@ -285,19 +306,21 @@ class WeightGradStore:
 
     # -- what layers leave -----------------------------------------------------------------------------------------
 
-    def tap_of(self, parameter: Tensor) -> Tensor | None:
-        """The tap of a parameter that is trained in this step; None for any other tensor."""
+    def tap_of(self, parameter: Tensor | None) -> Tensor | None:
+        """The tap of a parameter that is trained in this step; None for anything else."""
         tap = self._taps.get(id(parameter))
-        if tap is None or not parameter.requires_grad:
+        if tap is None or parameter is None or not parameter.requires_grad:
             return None
         follow(tap, parameter)
         return tap
 
-    def keep_whole(self, name: str, reason: str) -> None:
-        """Log, once, that a layer that splits does all of its backward in B for some calls."""
-        if (name, reason) not in self._kept_whole:
-            self._kept_whole.add((name, reason))
-            logger.warning("layer %s computes its weight gradient in B, not in W: %s", name, reason)
+    def keep_whole(self, layer: SplitLayer, reason: str) -> None:
+        """Leave all gradients of a layer's weight to autograd from now on, and log it once."""
+        if id(layer.weight) in self._taps:
+            self._whole[id(layer.weight)] = layer.weight
+        if (layer.name, reason) not in self._said:
+            self._said.add((layer.name, reason))
+            logger.warning("layer %s computes its weight gradient in B, not in W: %s", layer.name, reason)
 
     def running(self) -> _Backward | None:
         """The B that the running backward is a part of; None in ``autograd.grad``, be it within a B."""
@@ -306,17 +329,18 @@ class WeightGradStore:
             return None
         task = torch._C._current_graph_task_id()
         if task != current.task:
-            if not torch._C._will_engine_execute_node(self._anchor_node):
+            if not accumulates(self._anchor_node):
                 return None
             current.task = task
         return current
 
     def leave(self, deferred: Deferred) -> None:
         """Called in a layer's backward, where ``running()`` puts off: run ``deferred`` later."""
-        current = self._current
+        current, parameters = self._current, deferred.parameters
         assert current is not None
-        self._queues[current.key].append(Waiting(current.task, deferred, _versions(deferred)))
-        current.left.update(map(id, deferred.parameters))
+        frozen = tuple(id(p) for p in parameters if not p.requires_grad)
+        self._queues[current.key].append(Waiting(current.task, deferred, _versions(deferred), frozen))
+        current.left.update(map(id, parameters))
 
     def arrive(self, tap: Tensor) -> None:
         """Called when autograd has finished a tap's gradient. It has none where layers left all of it, or wrote it to
@@ -329,6 +353,8 @@ class WeightGradStore:
             return
         if current is None:
             raise WeightGradError("a converted layer's backward ran outside of store.backward(chunk, mb)")
+        if not parameter.requires_grad:  # it was frozen after its forward: autograd drops its gradient then
+            return
         self._touched[parameter] = None
         if current.final or id(parameter) in current.left:
             task, ready = torch._C._current_graph_task_id(), _Ready(parameter, grad)
@@ -344,7 +370,7 @@ class WeightGradStore:
         to_come = Counter((waiting.task, id(p)) for waiting in queue for p in waiting.deferred.parameters)
         sums: dict[tuple[int, int], dict[torch.dtype, Tensor]] = {}  # autocast adds up in the lower precision first
         while queue:
-            task, deferred, versions = queue.popleft()
+            task, deferred, versions, frozen = queue.popleft()
             if _versions(deferred) != versions:
                 raise WeightGradError(
                     f"the input of layer {deferred.name}, or the gradient of its output, was changed in place between "
@@ -353,6 +379,10 @@ class WeightGradStore:
             for parameter, grad in deferred.compute():
                 key = (task, id(parameter))
                 to_come[key] -= 1
+                if id(parameter) in frozen:
+                    grad = None
+                elif grad is not None and grad.dtype is not parameter.dtype and not to_come[key] and key not in sums:
+                    grad = grad.to(parameter.dtype)
                 if grad is not None and (to_come[key] or key in sums):
                     of_dtypes = sums.setdefault(key, {})
                     so_far = of_dtypes.get(grad.dtype)
@@ -390,9 +420,10 @@ class WeightGradStore:
             for parameter in layer._parameters.values():
                 if parameter is not None:
                     self._chunks_of.setdefault(parameter, set()).add(chunk)
-        for parameter in self._chunks_of:
-            if parameter.requires_grad:
-                self._taps[id(parameter)] = new_tap(parameter, self.arrive)
+        self._whole = {key: weight for key, weight in self._whole.items() if weight in self._chunks_of}
+        for known in self._chunks_of:
+            if known.requires_grad:
+                self._taps[id(known)] = new_tap(known, self.arrive)
 
     def _reset(self) -> None:
         self.armed = False
