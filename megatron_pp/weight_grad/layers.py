@@ -134,9 +134,9 @@ def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:  # named as torc
         weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
         trained = bias if bias is not None and bias.requires_grad else None
         weight_tap, bias_tap = state.store.tap_of(weight), bias if trained is None else state.store.tap_of(bias)
-        if weight is not None and (bias is None or bias_tap is not None):
+        if weight is not None:
             layer_now = LinearParameters(state.store, state.name, weight, trained, state.fusion, state.kernels)
-            if _splits(layer_now, input, weight_tap):
+            if _splits(layer_now, input, None if bias is not None and bias_tap is None else weight_tap):
                 return split_linear(input, layer_now, cast(Tensor, weight_tap), bias_tap)
     return state.original.forward(layer, input)
 

@@ -311,7 +311,8 @@ class WeightGradStore:
         tap = self._taps.get(id(parameter))
         if tap is None or parameter is None or not parameter.requires_grad:
             return None
-        follow(tap, parameter)
+        if tap.data_ptr() != parameter.data_ptr():
+            follow(tap, parameter)
         return tap
 
     def keep_whole(self, layer: SplitLayer, reason: str) -> None:
@@ -338,9 +339,12 @@ class WeightGradStore:
         """Called in a layer's backward, where ``running()`` puts off: run ``deferred`` later."""
         current, parameters = self._current, deferred.parameters
         assert current is not None
-        frozen = tuple(id(p) for p in parameters if not p.requires_grad)
+        frozen: tuple[int, ...] = ()
+        for parameter in parameters:
+            current.left.add(id(parameter))
+            if not parameter.requires_grad:
+                frozen = (*frozen, id(parameter))
         self._queues[current.key].append(Waiting(current.task, deferred, _versions(deferred), frozen))
-        current.left.update(map(id, parameters))
 
     def arrive(self, tap: Tensor) -> None:
         """Called when autograd has finished a tap's gradient. It has none where layers left all of it, or wrote it to
@@ -440,7 +444,10 @@ class WeightGradStore:
 
 def _versions(deferred: Deferred) -> int:
     """Grows with every change in place of what ``deferred`` keeps."""
-    return sum(tensor._version for tensor in deferred.kept)
+    versions = 0
+    for tensor in deferred.kept:
+        versions += tensor._version
+    return versions
 
 
 def _total(of_dtypes: dict[torch.dtype, Tensor], parameter: Tensor) -> Tensor:

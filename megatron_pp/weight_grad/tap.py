@@ -66,7 +66,7 @@ def take_grad(tap: Tensor) -> Tensor | None:
 
 def follow(tap: Tensor, parameter: Tensor) -> None:
     """Give the tap the parameter's data where somebody has assigned ``parameter.data``."""
-    if isinstance(tap, nn.Parameter) and tap.data_ptr() != parameter.data_ptr():
+    if isinstance(tap, nn.Parameter):
         _assign_data(tap, parameter.data)
 
 

@@ -538,3 +538,60 @@ REGIONS: dict[str, Regions] = {
 def test_under_autocast_too(kind: type[Habit]) -> None:
     for name, region in REGIONS.items():
         assert compare(kind, [True, False, True], region) == [], name
+
+
+# -- what is logged, and what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Forces, "its gradient is differentiated again"),
+        (FunctionalCallAlone, "its weight is none that the model had when the step began"),
+        (Vmap, "it is called within vmap or another transform of torch.func"),
+        (Complex, "its tensors are complex, sparse or nested"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_layer_that_stays_whole_is_named_once(
+    kind: type[Habit], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = new(kind)
+    step(model, split_weight_grad(model), [True] * 3, nullcontext, hooks=False)
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count(f"layer one computes its weight gradient in B, not in W: {reason}") == 1
+
+
+def test_an_ordinary_model_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = new(Habit)
+    step(model, split_weight_grad(model), [True] * 3, nullcontext, hooks=False)
+    assert caplog.records == []
+
+
+def test_an_input_changed_between_b_and_w_is_an_error_that_names_the_layer() -> None:
+    model = new(Habit)
+    store = split_weight_grad(model)
+    x = model.batch(0)
+    store.begin_step({0: 0})
+    loss = model(x).sum()
+    with store.backward(0, 0):
+        loss.backward()
+    x.mul_(2)
+    with pytest.raises(WeightGradError, match="input of layer one, or the gradient"):
+        store.run(0, 0)
+
+
+def test_a_hook_that_fires_without_a_gradient_calls_no_tensor_hook() -> None:
+    model = new(Habit)
+    store, calls, fired = split_weight_grad(model), [], []
+    model.two.weight.register_hook(lambda grad: calls.append(grad) or grad + 1)
+    model.two.weight.register_post_accumulate_grad_hook(lambda p: fired.append(p.grad.clone()))
+    with store.step({0: 1}):
+        for mb, part in enumerate((model, model.one)):  # the last microbatch does not use it
+            loss = part(model.batch(mb)).sum()
+            with store.backward(0, mb):
+                loss.backward()
+            store.run(0, mb)
+    assert len(calls) == 1
+    assert len(fired) == 1
+    assert torch.equal(fired[0], calls[0] + 1)
