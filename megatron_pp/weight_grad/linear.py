@@ -57,7 +57,7 @@ class LinearForm(NamedTuple):
 @dataclass(slots=True)
 class DeferredLinear:
     """Weight and bias gradients of one call of a linear layer: keeps its input, [tokens, in], and its output's
-    gradient, [..., out].
+    gradient, [tokens, out] where the form is flat, else [..., out].
     """
 
     layer: LinearParameters
@@ -79,7 +79,8 @@ class DeferredLinear:
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         layer, grad_output = self.layer, self.grad_output
-        weight, bias, flat_grad = layer.weight, layer.bias, grad_output.flatten(0, -2)
+        weight, bias = layer.weight, layer.bias
+        flat_grad = grad_output if self.form.flat else grad_output.flatten(0, -2)
         main_grad = getattr(weight, "main_grad", None) if layer.fusion else None
         if main_grad is not None:
             add_weight_grad(layer.kernels, self.layer_input, flat_grad, main_grad)
@@ -140,10 +141,10 @@ class _SplitLinear(torch.autograd.Function):
             layer.store.keep_whole(layer, "its gradient is differentiated again")
         else:  # the input's graph would keep the stage's input and the gradient of that until W
             layer_input, weight = layer_input.detach(), weight_data
-        flat_input, grad_input = layer_input.flatten(0, -2), None
+        flat_input, flat_grad, grad_input = layer_input.flatten(0, -2), grad_output.flatten(0, -2), None
         if weight is not None:
-            grad_input = _input_grad(flat_input, grad_output.flatten(0, -2), weight).reshape(shape)
-        deferred = DeferredLinear(layer, ctx.form, flat_input, grad_output)
+            grad_input = _input_grad(flat_input, flat_grad, weight).reshape(shape)
+        deferred = DeferredLinear(layer, ctx.form, flat_input, flat_grad if ctx.form.flat else grad_output)
         current = layer.store.running()
         if current is None or not current.puts_off(layer.weight):
             return grad_input, None, *gradients_now(deferred, fused=current is not None), None, None

@@ -68,7 +68,7 @@ class DeferredTensorParallelLinear:
 
     def gathered(self) -> DeferredLinear:
         whole = _gathered(self.layer_input, self.call.tp_group) if self.call.sequence_parallel else self.layer_input
-        return DeferredLinear(self.layer, _FORM, whole.flatten(0, -2), self.grad_output)
+        return DeferredLinear(self.layer, _FORM, whole.flatten(0, -2), self.grad_output.flatten(0, -2))
 
 
 class _SplitTensorParallelLinear(torch.autograd.Function):
