@@ -65,7 +65,7 @@ class Transfer:
         work, post = self._work, self._post
         self._work = self._post = None
         try:
-            (work if post is None else post()).wait()
+            (work if post is None else post()).wait(*self._threads.limit)
         except BaseException as error:  # for the one who waits
             self._error = error
         del work, post  # they hold the tensor
@@ -95,9 +95,13 @@ Queue = SimpleQueue[Transfer | None]
 
 
 class ChannelThreads:
-    """The threads of one rank's channels. One thread at a time may wait; ``interrupt`` may be called from any."""
+    """The threads of one rank's channels. One thread at a time may wait; ``interrupt`` may be called from any.
+
+    ``limit``: the timeout of each transfer, if it is not that of its process group.
+    """
 
     def __init__(self) -> None:
+        self.limit: tuple[timedelta, ...] = ()
         self._why: str | None = None
         self._queues: dict[Hashable, Queue] = {}
         self._threads: list[threading.Thread] = []

@@ -74,10 +74,16 @@ class Transport(Protocol):
         """Post all requests as one grouped call; one work per request, or one for all."""
         ...
 
-    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
+    def prepare(
+        self,
+        edges: Iterable[tuple[int, int]],
+        received_bytes: float = 0,
+        sent_bytes: float = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
         """Make ready the channels along which activations travel (source, destination) and gradients travel back.
         Collective over the group. ``received_bytes``, ``sent_bytes``: sizes of the activations that this rank receives
-        and sends, 0 where not known.
+        and sends, 0 where not known. ``timeout``: for each channel; by default the process group's.
         """
         ...
 
@@ -153,7 +159,7 @@ class ProcessGroupTransport:
             work = group.recv([tensor], end, self._tags[channel])
         except RuntimeError as error:
             self._post_failed(error, f"receive on channel {channel} from rank {peer}")
-        if self._threads is None or (not self._large and tensor.nbytes < LARGE_BYTES):
+        if self._threads is None or (own is None and not self._large and tensor.nbytes < LARGE_BYTES):
             return work
         self._large = True
         return self._threads.follow(("receives", channel, "from", peer), work)
@@ -177,7 +183,13 @@ class ProcessGroupTransport:
             raise error
         raise P2PTransferError(f"pipeline rank {self.rank}, {what}: it cannot be posted: {error}") from error
 
-    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
+    def prepare(
+        self,
+        edges: Iterable[tuple[int, int]],
+        received_bytes: float = 0,
+        sent_bytes: float = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
         if not self.one_way:
             return
         if self.backend != "nccl":  # both ends of an edge know the same size: one of what it sends, the other receives
@@ -189,14 +201,19 @@ class ProcessGroupTransport:
         if all(key in self._channels for key in keys if self.rank in key[:2]):
             return
         if self._groups is None:
-            timeout = self.group._get_backend(self.device).options._timeout
-            self._groups = ChannelGroups(self.backend, self.store, self.name, self.rank, timeout)
+            self._groups = ChannelGroups(self.backend, self.store, self.name, self.rank, self._group_timeout())
+            if self._threads is not None:
+                self._threads.limit = (self._group_timeout(),)
             self._channels = self._groups.channels
             # torch does not know these groups: they are closed with the transport, or when the program ends.
             self._close_groups = weakref.finalize(self, self._groups.close)
-        made = self._groups.make(keys)
+        made = self._groups.make(keys, timeout or self._group_timeout())
         if self.warm_up and self.backend == "nccl":
             self._warm_up(made)
+
+    def _group_timeout(self) -> timedelta:
+        timeout: timedelta = self.group._get_backend(self.device).options._timeout
+        return timeout
 
     def _warm_up(self, keys: Iterable[tuple[int, int, str]]) -> None:
         """One small message through each new channel: the communicators exist before the first step needs them."""
@@ -283,7 +300,13 @@ class SoloTransport:
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         raise P2PError("a pipeline of one rank has no one to exchange a batch with")
 
-    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
+    def prepare(
+        self,
+        edges: Iterable[tuple[int, int]],
+        received_bytes: float = 0,
+        sent_bytes: float = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
         pass
 
     def global_rank(self, rank: int) -> int:
