@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError
+from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError, P2PTransferError
 
 _POLL = 0.002  # seconds
 logger = logging.getLogger("megatron_pp")
@@ -39,7 +39,11 @@ class Channel(NamedTuple):
 
 
 class ChannelGroups:
-    """The one-way channels of pipeline rank ``rank``. ``name``: of the pipeline on ``store``, which all ranks share."""
+    """The one-way channels of pipeline rank ``rank``. ``name``: of the pipeline on ``store``, which all ranks share.
+
+    ``timeout``: of the groups on NCCL. Those on gloo have the time that was given to make them, which cannot be changed
+    afterwards; so their transfers are waited for with a timeout of their own.
+    """
 
     def __init__(self, backend: str, store: dist.Store, name: str, rank: int, timeout: timedelta) -> None:
         self.backend = backend
@@ -50,42 +54,54 @@ class ChannelGroups:
         self.aborted = False
         self.channels: dict[Key, Channel] = {}
 
-    def make(self, keys: Iterable[Key]) -> list[Key]:
+    def make(self, keys: Iterable[Key], patience: timedelta) -> list[Key]:
         """Make those of ``keys`` that this rank is an end of and that are not there yet; returns them. Both ends call
-        it: a channel's creation waits for the other end. ``keys`` must come in one order on all ranks.
+        it: a channel's creation waits for the other end, for as long as ``patience``. ``keys`` must come in one order
+        on all ranks.
         """
         made = [key for key in keys if self.rank in key[:2] and key not in self.channels]
         for key in made:
-            self.channels[key] = self._make(key)
+            self.channels[key] = self._make(key, patience)
         return made
 
-    def _make(self, key: Key) -> Channel:
+    def _make(self, key: Key, patience: timedelta) -> Channel:
         source, target, kind = key
         end = 0 if self.rank == source else 1
         where = f"megatron_pp/channels/{self.name}/{source}-{target}-{kind}"
         # The nth time that this end makes the channel meets the nth time of the other end: nothing stale is met.
         nth = self.store.add(f"{where}/made by {end}", 1)
         store = dist.PrefixStore(f"{where}/{nth}", self.store)
-        self._await_other_end(store, end, key)
-        if self.backend == "nccl":
-            group = _nccl(store, end, self.timeout, f"pp_{kind}_{source}_{target}")
-        else:
-            group = _gloo(store, end, self.timeout)
+        self._meet_other_end(store, end, key, patience)
+        try:
+            if self.backend == "nccl":
+                group = _nccl(store, end, self.timeout, f"pp_{kind}_{source}_{target}")
+            else:
+                group = _gloo(store, end, patience)
+        except RuntimeError as error:
+            raise P2PTransferError(
+                f"pipeline rank {self.rank}: channel {key} was not made within {patience.total_seconds():g} s "
+                f"(config.p2p_timeout), though its other end had begun to make it: {error}"
+            ) from error
         return Channel(group, 1 - end)
 
-    def _await_other_end(self, store: dist.Store, end: int, key: Key) -> None:
-        """gloo and NCCL wait for the other end where no one can wake them; so it is here before they are asked."""
-        store.set(f"end {end}", "here")
-        until = time.monotonic() + self.timeout.total_seconds()
-        while not store.check([f"end {1 - end}"]):
-            if self.aborted:
-                raise CommunicatorClosedError(f"pipeline rank {self.rank}: closed while channel {key} was being made")
-            if time.monotonic() > until:
-                raise P2PTimeoutError(
-                    f"pipeline rank {self.rank}: the other end of channel {key} has not begun to make it after "
-                    f"{self.timeout.total_seconds():g} s (the process group's timeout)"
-                )
-            time.sleep(_POLL)
+    def _meet_other_end(self, store: dist.Store, end: int, key: Key, patience: timedelta) -> None:
+        """gloo and NCCL wait for the other end where no one can wake them. So it has come before they are asked, and
+        has answered since this one came: it may have left while it waited."""
+        until = time.monotonic() + patience.total_seconds()
+        for word in ("came", "answered"):
+            store.set(f"end {end} {word}", "1")
+            while not store.check([f"end {1 - end} {word}"]):
+                if self.aborted:
+                    raise CommunicatorClosedError(
+                        f"pipeline rank {self.rank}: closed while channel {key} was being made"
+                    )
+                if time.monotonic() > until:
+                    missing = "has not begun to make it" if word == "came" else "began to make it and then left"
+                    raise P2PTimeoutError(
+                        f"pipeline rank {self.rank}: the other end of channel {key} {missing}, after "
+                        f"{patience.total_seconds():g} s (config.p2p_timeout)"
+                    )
+                time.sleep(_POLL)
 
     def close(self) -> None:
         """Give everything back, but for communicators that were aborted: those are gone already."""

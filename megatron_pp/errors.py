@@ -71,7 +71,12 @@ class P2PError(PipelineError):
     """Sending or receiving between two pipeline stages failed or was asked for wrongly."""
 
 
-class P2PTimeoutError(P2PError):
+class P2PTransferError(P2PError):
+    """A transfer failed: its connection is gone, or its peer. The reason is on another rank, which the fault guard
+    looks for."""
+
+
+class P2PTimeoutError(P2PTransferError):
     """A send or a receive did not complete in the time given to it."""
 
 
@@ -83,7 +88,7 @@ class P2PShapeError(P2PError, ValueError):
     """The shape of a tensor to send or receive is missing, malformed or not the one agreed."""
 
 
-class CommunicatorClosedError(P2PError):
+class CommunicatorClosedError(P2PTransferError):
     """The communicator was aborted or closed; make a new one (and process groups, if they were aborted with it)."""
 
 

@@ -65,7 +65,7 @@ class Transfer:
         work, post = self._work, self._post
         self._work = self._post = None
         try:
-            (work if post is None else post()).wait()
+            (work if post is None else post()).wait(*self._threads.limit)
         except BaseException as error:  # for the one who waits
             self._error = error
         del work, post  # they hold the tensor
@@ -95,9 +95,13 @@ Queue = SimpleQueue[Transfer | None]
 
 
 class ChannelThreads:
-    """The threads of one rank's channels. One thread at a time may wait; ``interrupt`` may be called from any."""
+    """The threads of one rank's channels. One thread at a time may wait; ``interrupt`` may be called from any.
+
+    ``limit``: the timeout of each transfer, if it is not that of its process group.
+    """
 
     def __init__(self) -> None:
+        self.limit: tuple[timedelta, ...] = ()
         self._why: str | None = None
         self._queues: dict[Hashable, Queue] = {}
         self._threads: list[threading.Thread] = []
@@ -148,20 +152,24 @@ class ChannelThreads:
             queue.put(None)
 
     def close(self) -> None:
-        """End the threads, when they have posted what they were given; call when no wait is going on. Says which
-        stay."""
-        self.interrupt("the communicator was closed")
-        until = time.monotonic() + _PATIENCE
-        for thread in self._threads:
-            if thread is not threading.current_thread():  # the garbage collector may call from any thread
-                thread.join(max(0.0, until - time.monotonic()))
-        stuck = [thread.name.removeprefix(_PREFIX) for thread in self._threads if thread.is_alive()]
+        """As ``end``; logs the threads that stay."""
+        stuck = self.end()
         if stuck:
             logger.warning(
                 "gloo can not end %d transfer(s) to or from a rank that failed; each holds its tensor, a thread and a "
                 "connection until the process group's timeout is over: %s",
                 len(stuck), "; ".join(stuck),
             )  # fmt: skip
+
+    def end(self) -> list[str]:
+        """End the threads, when they have posted what they were given; call when no wait is going on. Returns the
+        names of those that stay."""
+        self.interrupt("the communicator was closed")
+        until = time.monotonic() + _PATIENCE
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # the garbage collector may call from any thread
+                thread.join(max(0.0, until - time.monotonic()))
+        return [thread.name.removeprefix(_PREFIX) for thread in self._threads if thread.is_alive()]
 
     def _queue_of(self, channel: Hashable) -> Queue:
         queue = self._queues.get(channel)

@@ -69,7 +69,8 @@ class P2PCore:
         self.variable_shapes = self.shapes_vary or self.wire is not None
         # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
         seconds = getattr(config, "p2p_timeout", None)
-        self.timeout = None if transport.pollable or seconds is None else timedelta(seconds=seconds)
+        self.patience = None if seconds is None else timedelta(seconds=seconds)
+        self.timeout = None if transport.pollable else self.patience
         self.synchronize_batches = bool(getattr(config, "batch_p2p_sync", False)) and self.device.type == "cuda"
         self.pending: set[WaitHandle] = set()
         self.under_guard = False  # then the fault guard keeps time: a slow peer that is alive is no error
@@ -165,7 +166,7 @@ class P2PCore:
         ``received_bytes``, ``sent_bytes``: sizes of the activations that this rank receives and sends, 0 where not
         known.
         """
-        self.transport.prepare(edges, received_bytes, sent_bytes)
+        self.transport.prepare(edges, received_bytes, sent_bytes, self.patience)
 
     def prepare_for_config(self) -> None:
         """Make ready the channels that the config's own placement needs."""

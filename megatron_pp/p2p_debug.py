@@ -48,6 +48,10 @@ class WatchedExecutor(PlanExecutor):
     def _handlers(self) -> dict[str, Handler]:
         return {op: _Watched(handler, self) for op, handler in super()._handlers().items()}
 
+    def _backward(self, at: Instruction) -> None:
+        self.watch.consumed(at)
+        super()._backward(at)
+
     def _send_f(self, at: Instruction) -> None:
         sends = self._noted(at)
         super()._send_f(at)
@@ -108,7 +112,7 @@ class SendWatch:
     def look(self, now: Instruction) -> None:
         """After instruction ``now``: is the memory of all pending sends as it was? Poison what was given back."""
         for send in self.pending:
-            broken = send.broken(now)
+            broken = send.broken()
             if broken:
                 raise self._error(send, now, broken)
         for tensor in self.returned:
@@ -116,24 +120,37 @@ class SendWatch:
         self.returned.clear()
 
     def about_to_finish(self, sends: list[_PendingSend]) -> None:
-        """A RELEASE begins to wait for these sends: their memory must still be there."""
+        """A RELEASE begins to wait for these sends: their memory must still be there, unless a backward has used it
+        up."""
         for send in sends:
-            broken = send.broken(self.executor.instruction)
+            broken = send.broken() if send in self.pending else ""
             if broken:
                 raise self._error(send, self.executor.instruction, broken)
 
+    def consumed(self, at: Instruction) -> None:
+        """The backward ``at`` begins and uses its output up: the gradient that came back shows that its send is
+        done."""
+        done = [s for s in self.pending if s.at.op == ins.SEND_F and s.at[1:3] == at[1:3]]
+        self.about_to_finish(done)
+        self._compare(done)
+
     def finished(self, sends: list[_PendingSend]) -> None:
         """These sends are done; their memory has not been given back yet."""
-        now = self.executor.instruction
+        self.returned += self._compare([send for send in sends if send in self.pending])
+
+    def _compare(self, sends: list[_PendingSend]) -> list[torch.Tensor]:
+        """``sends`` are done: take their second sums. Returns aliases of their memory."""
+        now, aliases = self.executor.instruction, []
         for send in sends:
             self.pending.remove(send)
             there = send.bytes()
             if there is None:
                 raise self._error(send, now, "freed")
-            self.returned.append(there)
+            aliases.append(there)
             self.sums.append((send, now, checksum(there) == send.sum))
         if self.executor.communicator.device.type != "cuda":
             self.check_sums()
+        return aliases
 
     def check_sums(self) -> None:
         """Raise for the first send whose bytes were not the same when it was done. On CUDA, waits for the device."""
@@ -169,17 +186,9 @@ class _PendingSend:
         self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
         self._dtype, self._device = tensor.dtype, tensor.device
         self._version = tensor._version
-        self._consumed = False
 
-    def broken(self, now: Instruction) -> str:
-        """What was done to the memory, as a participle; empty where nothing was.
-
-        Its own backward may use an output up: the gradient that came back shows that the send is done.
-        """
-        if now.op in ins.BACKWARD_OPS and now[1:3] == self.at[1:3]:
-            self._consumed = self.at.op == ins.SEND_F
-        if self._consumed:
-            return ""
+    def broken(self) -> str:
+        """What was done to the memory, as a participle; empty where nothing was."""
         tensor = self._tensor()
         if tensor is None or self._storage.expired():
             return "freed"

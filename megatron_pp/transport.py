@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron_pp.at_exit import call_at_exit
 from megatron_pp.channel_groups import Channel, ChannelGroups, Key
-from megatron_pp.errors import P2PError
+from megatron_pp.errors import P2PError, P2PTransferError
 from megatron_pp.faults.abort import abort_groups
 from megatron_pp.gloo_threads import LARGE_BYTES, ChannelThreads
 from megatron_pp.group_name import name_of
@@ -74,10 +75,16 @@ class Transport(Protocol):
         """Post all requests as one grouped call; one work per request, or one for all."""
         ...
 
-    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
+    def prepare(
+        self,
+        edges: Iterable[tuple[int, int]],
+        received_bytes: float = 0,
+        sent_bytes: float = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
         """Make ready the channels along which activations travel (source, destination) and gradients travel back.
         Collective over the group. ``received_bytes``, ``sent_bytes``: sizes of the activations that this rank receives
-        and sends, 0 where not known.
+        and sends, 0 where not known. ``timeout``: for each channel; by default the process group's.
         """
         ...
 
@@ -129,25 +136,33 @@ class ProcessGroupTransport:
         if self.backend != "nccl":
             self._threads = ChannelThreads()
             weakref.finalize(self, self._threads.close)
+            call_at_exit(self.end)
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         own = self._channels.get((self.rank, peer, channel)) if self._channels else None
+        group, end = (self.group, peer) if own is None else own
         tag = self._tags[channel]
+        if self._threads is not None and own is not None:
+            self._large = self._large or tensor.nbytes >= LARGE_BYTES
+            return self._threads.post(("sends", channel, "to", peer), partial(group.send, [tensor], end, tag))
+        try:
+            work = group.send([tensor], end, tag)
+        except RuntimeError as error:
+            self._post_failed(error, f"send on channel {channel} to rank {peer}")
         if self._threads is None:
-            return self.group.send([tensor], peer, tag) if own is None else own.group.send([tensor], own.peer, tag)
-        name, large = ("sends", channel, "to", peer), tensor.nbytes >= LARGE_BYTES
+            return work
+        large = tensor.nbytes >= LARGE_BYTES
         self._large = self._large or large
-        if own is None:
-            return self._threads.follow(name, self.group.send([tensor], peer, tag), ahead=large)
-        return self._threads.post(name, partial(own.group.send, [tensor], own.peer, tag))
+        return self._threads.follow(("sends", channel, "to", peer), work, ahead=large)
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         own = self._channels.get((peer, self.rank, channel)) if self._channels else None
-        if own is None:
-            work = self.group.recv([tensor], peer, self._tags[channel])
-        else:
-            work = own.group.recv([tensor], own.peer, self._tags[channel])
-        if self._threads is None or (not self._large and tensor.nbytes < LARGE_BYTES):
+        group, end = (self.group, peer) if own is None else own
+        try:
+            work = group.recv([tensor], end, self._tags[channel])
+        except RuntimeError as error:
+            self._post_failed(error, f"receive on channel {channel} from rank {peer}")
+        if self._threads is None or (own is None and not self._large and tensor.nbytes < LARGE_BYTES):
             return work
         self._large = True
         return self._threads.follow(("receives", channel, "from", peer), work)
@@ -159,9 +174,25 @@ class ProcessGroupTransport:
             dist.P2POp(dist.isend if r.is_send else dist.irecv, r.tensor, self.global_rank(r.peer), self.group)
             for r in requests
         ]
-        return dist.batch_isend_irecv(ops)
+        try:
+            return dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            self._post_failed(error, f"batch of {len(ops)} sends and receives")
 
-    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
+    def _post_failed(self, error: RuntimeError, what: str) -> NoReturn:
+        """Raise ``error`` as the failure of a transfer; as it is where it says something else, such as out of
+        memory."""
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise error
+        raise P2PTransferError(f"pipeline rank {self.rank}, {what}: it cannot be posted: {error}") from error
+
+    def prepare(
+        self,
+        edges: Iterable[tuple[int, int]],
+        received_bytes: float = 0,
+        sent_bytes: float = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
         if not self.one_way:
             return
         if self.backend != "nccl":  # both ends of an edge know the same size: one of what it sends, the other receives
@@ -173,14 +204,19 @@ class ProcessGroupTransport:
         if all(key in self._channels for key in keys if self.rank in key[:2]):
             return
         if self._groups is None:
-            timeout = self.group._get_backend(self.device).options._timeout
-            self._groups = ChannelGroups(self.backend, self.store, self.name, self.rank, timeout)
+            self._groups = ChannelGroups(self.backend, self.store, self.name, self.rank, self._group_timeout())
+            if self._threads is not None:
+                self._threads.limit = (self._group_timeout(),)
             self._channels = self._groups.channels
             # torch does not know these groups: they are closed with the transport, or when the program ends.
             self._close_groups = weakref.finalize(self, self._groups.close)
-        made = self._groups.make(keys)
+        made = self._groups.make(keys, timeout or self._group_timeout())
         if self.warm_up and self.backend == "nccl":
             self._warm_up(made)
+
+    def _group_timeout(self) -> timedelta:
+        timeout: timedelta = self.group._get_backend(self.device).options._timeout
+        return timeout
 
     def _warm_up(self, keys: Iterable[tuple[int, int, str]]) -> None:
         """One small message through each new channel: the communicators exist before the first step needs them."""
@@ -217,6 +253,12 @@ class ProcessGroupTransport:
         if self._groups is not None:
             self._close_groups()
             self._groups = None
+
+    def end(self) -> None:
+        """The program ends. A transfer that is still on its way is broken off, which wakes its thread."""
+        if self._threads is not None and self._threads.end():
+            self.abort()
+            self._threads.end()
 
     def is_gone(self) -> bool:
         """Whether the process group was destroyed."""
@@ -256,7 +298,13 @@ class SoloTransport:
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         raise P2PError("a pipeline of one rank has no one to exchange a batch with")
 
-    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
+    def prepare(
+        self,
+        edges: Iterable[tuple[int, int]],
+        received_bytes: float = 0,
+        sent_bytes: float = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
         pass
 
     def global_rank(self, rank: int) -> int:

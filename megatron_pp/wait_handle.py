@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_pp.errors import CommunicatorClosedError, P2PError, P2PTimeoutError
+from megatron_pp.errors import CommunicatorClosedError, P2PError, P2PTimeoutError, P2PTransferError
 from megatron_pp.transport import Work
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class WaitHandle:
 
     def wait(self) -> None:
         """Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where the
-        communicator or its process group is gone, P2PError where the transfer failed."""
+        communicator or its process group is gone, P2PTransferError where the transfer failed."""
         works = self._works
         if works is None:
             if self._error is not None:
@@ -151,4 +151,4 @@ def _named(error: Exception, what: str, core: P2PCore) -> P2PError:
             f"{where}: not done after {seconds} s (config.p2p_timeout); the peer never posted its end, or is gone: "
             f"{text}"
         )
-    return P2PError(f"{where}: the transfer failed: {text}")
+    return P2PTransferError(f"{where}: the transfer failed: {text}")

@@ -31,10 +31,11 @@ from megatron_pp.faults.entry import Mismatch, arrived, find_mismatch, find_part
 from megatron_pp.faults.judge import Own, judge
 from megatron_pp.faults.link import Link, Pace
 from megatron_pp.faults.liveness import state_of
+from megatron_pp.faults.origin import is_consequence, is_raised_by_python, tail_of, text_of, type_name
 from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, Progress
 from megatron_pp.faults.step_number import MOVE, NUMBER, StepNumber
 from megatron_pp.faults.tracker import Outside, Tracker
-from megatron_pp.faults.verdict import error_of, first_line, is_consequence, tail_of, type_name
+from megatron_pp.faults.verdict import error_of, first_line
 from megatron_pp.faults.watch import Watch
 
 logger = logging.getLogger("megatron_pp")
@@ -222,7 +223,7 @@ class FaultGuard:
                     raise self._error()
             elif error is self._raised:
                 pass  # dealt with where it was raised, inside
-            elif is_consequence(error) or (self.verdict is not None and type(error) is RuntimeError):
+            elif is_consequence(error) or (self.verdict is not None and _may_be_of_an_aborted_group(error)):
                 raise self._reason_for(error) from error
             else:
                 self._raised = error
@@ -240,14 +241,14 @@ class FaultGuard:
             instruction=instruction,
             where=where,
             exception_type=type_name(error),
-            message=str(error),
+            message=text_of(error),
             traceback_tail=tail_of(error),
         )
 
     def _reason_for(self, error: BaseException) -> PipelineError:
         """A transfer failed: why? Somebody's record, a process that is gone, a rank that is silent; or the connection
         alone."""
-        reason = str(error).partition("\n")[0]
+        reason = text_of(error).partition("\n")[0]
         failed = f"a transfer of rank {self.rank} failed ({type_name(error)}: {reason})"
         self._tracker.failed = failed
         self._link.hurry(True)
@@ -378,6 +379,10 @@ class FaultGuard:
         text = stall_text(self.rank, plan, here, seen, self.size, why)
         instruction, where = self._tracker.place()
         return self._failure(STALL, message=text, instruction=instruction, where=where, suspects=suspects)
+
+
+def _may_be_of_an_aborted_group(error: BaseException) -> bool:
+    return type(error) is RuntimeError and not is_raised_by_python(error)
 
 
 class Step:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_pp.at_exit import call_at_exit
 from megatron_pp.faults.board import Board
 from megatron_pp.faults.records import DONE, Entry, Failure, Progress, RecordError
 from megatron_pp.faults.view import View
@@ -99,7 +99,7 @@ class Link:
             self._hurry = True
             self._start()
             self.lock.notify_all()
-            return self.lock.wait_for(lambda: record not in self._outbox, seconds)
+            return self.lock.wait_for(lambda: self._closed or record not in self._outbox, seconds)
 
     def hurry(self, on: bool) -> None:
         """Look at everything often: somebody waits for it."""
@@ -130,8 +130,7 @@ class Link:
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=self._run, daemon=True, name=f"megatron_pp link {self.board.rank}")
             self._thread.start()
-            # A thread that comes back from a call on the store when the interpreter is gone ends the process badly.
-            weakref.finalize(self, _close, weakref.ref(self))
+            call_at_exit(self.close)
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -229,10 +228,3 @@ class Link:
                 view.note_progress(progress, self._clock())
             if entries is not None:
                 view.entries = entries
-
-
-def _close(link: weakref.ref[Link]) -> None:
-    """At the end of the program."""
-    alive = link()
-    if alive is not None:
-        alive.close()

@@ -108,7 +108,7 @@ Record = TypeVar("Record", Progress, Entry, Failure)
 
 def encode(record: Progress | Entry | Failure) -> str:
     """The record as JSON; long texts are cut in the middle."""
-    return json.dumps({name: _cut(value) for name, value in asdict(record).items()})
+    return json.dumps({name: cut(value) if isinstance(value, str) else value for name, value in asdict(record).items()})
 
 
 def decode(kind: type[Record], data: bytes | str) -> Record:
@@ -162,8 +162,7 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _cut(value: Any) -> Any:
-    if isinstance(value, str) and len(value) > MAX_TEXT:
-        half = MAX_TEXT // 2
-        return f"{value[:half]} [...] {value[-half:]}"
-    return value
+def cut(text: str) -> str:
+    """``text``, without its middle where it is long."""
+    half = MAX_TEXT // 2
+    return f"{text[:half]} [...] {text[-half:]}" if len(text) > MAX_TEXT else text

@@ -1,19 +1,8 @@
-"""From an exception to a record of it, and from a record to the error that other ranks raise."""
+"""From the record of a failure to the error that other ranks raise."""
 
 from __future__ import annotations
 
-import traceback
-
-from megatron_pp.errors import (
-    P2PError,
-    P2PShapeError,
-    P2PTypeError,
-    PipelineError,
-    PipelineMismatchError,
-    PipelinePeerError,
-    PipelineStallError,
-    WireMismatchError,
-)
+from megatron_pp.errors import PipelineError, PipelineMismatchError, PipelinePeerError, PipelineStallError
 from megatron_pp.faults.records import EXCEPTION, MISMATCH, STALL, Failure
 
 
@@ -46,42 +35,6 @@ def first_line(failure: Failure | None) -> str:
         return "an error ended its last step"
     text = f"{failure.exception_type}: {failure.message}" if failure.kind == EXCEPTION else failure.message
     return f"rank {failure.rank}: {text.splitlines()[0] if text else failure.kind}"
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether ``error`` says that a transfer failed, rather than why: the reason is to be looked for elsewhere."""
-    if isinstance(error, P2PError):
-        return not isinstance(error, (P2PTypeError, P2PShapeError, WireMismatchError))
-    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
-        return True
-    return type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_A_LOST_CONNECTION)
-
-
-# What gloo and NCCL write where a connection ends; from collectives that a user's model runs, for one.
-_SIGNS_OF_A_LOST_CONNECTION = (
-    "Connection closed by peer",
-    "pair closure",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-    "Read error",
-    "NCCL communicator was aborted",
-    "NCCL error",
-)
-
-
-def type_name(error: BaseException) -> str:
-    """The exception's class as a traceback shows it."""
-    kind = type(error)
-    return (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
-
-
-def tail_of(error: BaseException) -> str:
-    """The last lines of the exception's traceback."""
-    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
-    return "\n".join(lines[-12:])
 
 
 def _peer_message(failure: Failure, own_pipeline: str) -> str:

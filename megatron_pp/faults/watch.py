@@ -7,12 +7,15 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from megatron_pp.at_exit import call_at_exit
+
 if TYPE_CHECKING:
     from megatron_pp.faults.guard import FaultGuard
 
 # Seconds.
 _BEFORE_ESCALATION = 2.0  # that a rank is given to leave its step after its communicator was aborted
 _BEFORE_SHOWING_STACK = 5.0
+_BEFORE_LEFT_BEHIND = 5.0  # longer than it takes to report a failure and to abort the communicator
 
 
 class Watch:
@@ -29,6 +32,7 @@ class Watch:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name=f"megatron_pp watch {self._guard.rank}")
             self._thread.start()
+            call_at_exit(self.close)
         if not self._wake.is_set():
             self._wake.set()
 
@@ -36,8 +40,10 @@ class Watch:
         """End the thread."""
         self._closed = True
         self._wake.set()
+        with self._guard._link.lock:
+            self._guard._link.lock.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(2.0)
+            self._thread.join(_BEFORE_LEFT_BEHIND)
 
     def _run(self) -> None:
         guard = self._guard

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+from megatron_pp.at_exit import call_if_alive
 from megatron_pp.faults import nccl_settings
 from megatron_pp.faults.abort import abort_all_groups
 from megatron_pp.faults.agreement import RECEIVES, SENDS
@@ -114,15 +115,9 @@ def _make_guard(transport: Any, store: Any) -> FaultGuard:
         transport.rank,
         transport.size,
         _DEFAULT_TIMEOUT,
-        lambda: _call(abort),
+        lambda: call_if_alive(abort),
         escalate=abort_all_groups if hasattr(transport, "group") else None,
         global_rank=transport.global_rank(transport.rank),
         world_size=dist.get_world_size() if real else transport.size,
         members=[transport.global_rank(rank) for rank in range(transport.size)],
     )
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    alive = method()
-    if alive is not None:
-        alive()

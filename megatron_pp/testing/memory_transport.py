@@ -170,7 +170,13 @@ class MemoryTransport:
         ]
         return [self.network.post(self.rank, (self.rank, "batch"), ends)]
 
-    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
+    def prepare(
+        self,
+        edges: Iterable[tuple[int, int]],
+        received_bytes: float = 0,
+        sent_bytes: float = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
         pass
 
     def global_rank(self, rank: int) -> int:

@@ -44,10 +44,10 @@ def split_weight_grad(
         _check(chunk)
     for number, chunk in enumerate(chunks):
         fusion = _fusion(chunk) if gradient_accumulation_fusion is None else gradient_accumulation_fusion
-        for layer in _layers_with_parameters(chunk):
+        for name, layer in _layers_with_parameters(chunk):
             store.own(layer, number)
             if not is_converted(layer):  # a layer may be in several chunks
-                counts[_convert_layer(layer, number, store, fusion)] += 1
+                counts[_convert_layer(layer, name, number, store, fusion)] += 1
     for chunk in chunks:
         object.__setattr__(chunk, _STORE, store)
     store.report = SplitReport(**counts)
@@ -92,17 +92,18 @@ def _find_store(chunk: Any) -> WeightGradStore | None:
     return found
 
 
-def _convert_layer(layer: nn.Module, chunk: int, store: WeightGradStore, fusion: bool) -> str:
+def _convert_layer(layer: nn.Module, name: str, chunk: int, store: WeightGradStore, fusion: bool) -> str:
     if delays_weight_grad(layer):
         store.own_external(DelayedLayer(layer, chunk))
         return "delayed"
     kind = kind_of(layer)
-    convert(layer, SplitState(store, type(layer), fusion, fused_kernels() if fusion else None))
+    convert(layer, SplitState(store, name, type(layer), fusion, fused_kernels() if fusion else None))
     return "split" if kind.splits else "whole"
 
 
-def _layers_with_parameters(chunk: nn.Module) -> Iterator[nn.Module]:
-    return (layer for layer in list(chunk.modules()) if any(p is not None for p in layer._parameters.values()))
+def _layers_with_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    layers = ((name or type(layer).__name__, layer) for name, layer in list(chunk.named_modules()))
+    return ((name, layer) for name, layer in layers if any(p is not None for p in layer._parameters.values()))
 
 
 def _check(chunk: nn.Module) -> None:

@@ -7,6 +7,8 @@ gradient; all gradients before it are added in silence, by the same addition tha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ def add_silently(parameter: Tensor, grad: Tensor, owned: bool) -> None:
 
     ``owned`` says that no one else holds ``grad``, so that it may become ``.grad`` itself.
     """
-    grad = _through_tensor_hooks(parameter, grad)
+    grad = through_tensor_hooks(parameter, grad)
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         main_grad.add_(grad)
@@ -25,7 +27,8 @@ def add_silently(parameter: Tensor, grad: Tensor, owned: bool) -> None:
     if grad.dtype != parameter.dtype:
         grad, owned = grad.to(parameter.dtype), True
     if parameter.grad is None:
-        parameter.grad = grad if owned and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
+        like = owned and (grad.is_sparse or grad.stride() == parameter.stride())
+        parameter.grad = grad if like else torch.empty_like(parameter).copy_(grad)
     else:
         parameter.grad.add_(grad)
 
@@ -36,22 +39,36 @@ def add_and_fire(parameter: Tensor, grad: Tensor | None, owned: bool) -> None:
 
     Where there is a ``main_grad``, hooks get Megatron's signal ``grad_added_to_main_grad`` and a zero gradient.
     """
-    if getattr(parameter, "main_grad", None) is not None:
+    if not parameter.requires_grad:  # frozen since its backward: autograd would call no hook
+        if grad is not None:
+            add_silently(parameter, grad, owned)
+    elif getattr(parameter, "main_grad", None) is not None:
         if grad is not None:
             add_silently(parameter, grad, owned)
         _fire_for_main_grad(parameter)
-        return
-    if grad is None:
-        grad = _zeros_like(parameter)
-    torch.autograd.backward([parameter], [grad.to(parameter.dtype)])
+    elif grad is None:
+        _fire_with_zeros(parameter)
+    else:
+        torch.autograd.backward([parameter], [grad.to(parameter.dtype)])
 
 
 def _fire_for_main_grad(parameter: Tensor) -> None:
     had_grad = parameter.grad is not None
     parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    torch.autograd.backward([parameter], [_zeros_like(parameter)])
+    _fire_with_zeros(parameter)
     if not had_grad:
         parameter.grad = None
+
+
+def _fire_with_zeros(parameter: Tensor) -> None:
+    """Let accumulation hooks fire without a gradient. Tensor hooks, which have seen every gradient, stay out of it."""
+    hooks: dict[int, Any] = parameter._backward_hooks or {}
+    aside = dict(hooks)
+    hooks.clear()
+    try:
+        torch.autograd.backward([parameter], [_zeros_like(parameter)])
+    finally:
+        hooks.update(aside)
 
 
 def _zeros_like(parameter: Tensor) -> Tensor:
@@ -59,7 +76,7 @@ def _zeros_like(parameter: Tensor) -> Tensor:
     return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
-def _through_tensor_hooks(parameter: Tensor, grad: Tensor) -> Tensor:
+def through_tensor_hooks(parameter: Tensor, grad: Tensor) -> Tensor:
     """What ``parameter.register_hook`` hooks make of the gradient."""
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(grad)

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from megatron_pp.weight_grad.linear import EmbeddingParameters, LinearParameters, split_embedding, split_linear
 from megatron_pp.weight_grad.megatron_linear import TensorParallelCall, split_tensor_parallel_linear
 from megatron_pp.weight_grad.store import WeightGradStore
-from megatron_pp.weight_grad.tap import parameter_behind, tapped
+from megatron_pp.weight_grad.tap import parameter_behind
 
 MARK = "_weight_grad_split"
 _MEGATRON_LAYERS = "megatron.core.tensor_parallel.layers"
@@ -28,6 +29,7 @@ class SplitState(NamedTuple):
     """What a converted layer carries, under the attribute ``MARK``."""
 
     store: WeightGradStore
+    name: str
     original: Any  # the class that it had
     fusion: bool
     kernels: Any
@@ -65,10 +67,9 @@ class TappedParameter:
         if self.name not in parameters:
             raise AttributeError(f"{type(layer).__name__!r} object has no attribute {self.name!r}")
         parameter = parameters[self.name]
-        state = state_of(layer)
-        if parameter is None or not parameter.requires_grad or not state.active:
-            return parameter
-        return tapped(parameter, state.store)
+        store = state_of(layer).store
+        tap = store.tap_of(parameter) if store.armed else None
+        return parameter if tap is None else tap
 
 
 def state_of(layer: Any) -> SplitState:
@@ -129,20 +130,46 @@ def _bare(original: Any) -> nn.Module:
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:  # named as torch names it
     state = state_of(layer)
-    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    trainable = any(p is not None and p.requires_grad for p in (weight, bias))
-    if weight is None or not trainable or input.dim() < 2 or not state.active:
-        return state.original.forward(layer, input)
-    return split_linear(input, LinearParameters(state.store, weight, bias, state.fusion, state.kernels))
+    if state.active and input.dim() > 1:
+        weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+        trained = bias if bias is not None and bias.requires_grad else None
+        weight_tap, bias_tap = state.store.tap_of(weight), bias if trained is None else state.store.tap_of(bias)
+        if weight is not None:
+            layer_now = LinearParameters(state.store, state.name, weight, trained, state.fusion, state.kernels)
+            if _splits(layer_now, input, None if bias is not None and bias_tap is None else weight_tap):
+                return split_linear(input, layer_now, cast(Tensor, weight_tap), bias_tap)
+    return state.original.forward(layer, input)
 
 
 def _embedding_forward(layer: nn.Embedding, input: Tensor) -> Tensor:
     state = state_of(layer)
-    weight = layer._parameters["weight"]
-    if weight is None or not weight.requires_grad or not state.active:
-        return state.original.forward(layer, input)
-    parameters = EmbeddingParameters(state.store, weight, layer.padding_idx, layer.scale_grad_by_freq)
-    return split_embedding(input, parameters)
+    if state.active:
+        weight = layer._parameters.get("weight")
+        tap = state.store.tap_of(weight)
+        if weight is not None:
+            form = layer.padding_idx, layer.scale_grad_by_freq
+            layer_now = EmbeddingParameters(state.store, state.name, weight, *form)
+            if _splits(layer_now, input, tap):
+                return split_embedding(input, layer_now, cast(Tensor, tap))
+    return state.original.forward(layer, input)
+
+
+def _splits(layer: LinearParameters | EmbeddingParameters, input: Tensor, tap: Tensor | None) -> bool:
+    """Whether the split form is right for this call: the layer's weight is trained, and autograd's formulas are those
+    that it has. Else autograd does it, and all of its backward is in B.
+    """
+    if not layer.weight.requires_grad:
+        return False
+    why = ""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        why = "it is called within vmap or another transform of torch.func"
+    elif tap is None:
+        why = "its weight is none that the model had when the step began"
+    elif input.layout is not torch.strided or layer.weight.is_complex():
+        why = "its tensors are complex, sparse or nested"
+    if why:
+        layer.store.keep_whole(layer, why)
+    return not why
 
 
 def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -156,12 +183,13 @@ def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args
     bias = kwargs.get("bias")
     parameters = LinearParameters(
         state.store,
+        state.name,
         parameter,
-        None if bias is None else parameter_behind(bias),
+        None if bias is None or not bias.requires_grad else parameter_behind(bias),
         call.gradient_accumulation_fusion,
         state.kernels,
     )
-    return split_tensor_parallel_linear(input, parameters, call)
+    return split_tensor_parallel_linear(input, parameters, call, weight, bias)
 
 
 _OVERRIDES: dict[Kind, dict[str, Callable[..., Any]]] = {

@@ -1,10 +1,13 @@
-"""Linear layers and embeddings whose weight gradient can be put off."""
+"""Linear layers and embeddings whose weight gradient can be put off.
+
+Their formulas are those of autograd, for every layout: the same calls give the same bits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,104 +17,174 @@ from megatron_pp.weight_grad.fused import add_weight_grad
 from megatron_pp.weight_grad.store import WeightGradStore
 
 
-@dataclass(frozen=True)
-class LinearParameters:
-    """Weight [out, in] and bias [out] or None of a linear layer, out of autograd's sight.
+class LinearParameters(NamedTuple):
+    """Weight [out, in] of a linear layer, which is trained, and its bias [out] where that is trained too.
 
     fusion   add weight gradients into ``main_grad`` by one kernel (Megatron's gradient_accumulation_fusion)
     kernels  apex's kernels, or None
     """
 
     store: WeightGradStore
+    name: str
     weight: Tensor
     bias: Tensor | None
     fusion: bool = False
     kernels: Any = None
 
+    @property
+    def trained(self) -> tuple[Tensor, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-@dataclass(frozen=True)
+
+class LinearForm(NamedTuple):
+    """What decides by which calls autograd computes a linear layer's gradients.
+
+    weight_in_rows  the weight's rows are contiguous, as they are unless somebody transposed it
+    flat            the bias was added to [tokens, out], not to an output of more dimensions
+    widen           each call's gradient is cast to the parameter's dtype before it is added to others
+    """
+
+    weight_in_rows: bool
+    flat: bool
+    widen: bool = False
+
+    @classmethod
+    def of(cls, layer_input: Tensor, weight: Tensor, widen: bool) -> LinearForm:
+        flat = layer_input.dim() == 2 or layer_input.is_contiguous()
+        return cls(weight.stride() == (weight.shape[1], 1), flat, widen)
+
+
+@dataclass(slots=True)
 class DeferredLinear:
-    """Weight and bias gradients of one call of a linear layer: keeps its input and output gradient, [tokens, in] and
-    [tokens, out].
+    """Weight and bias gradients of one call of a linear layer: keeps its input, [tokens, in], and its output's
+    gradient, [tokens, out] where the form is flat, else [..., out].
     """
 
     layer: LinearParameters
+    form: LinearForm
     layer_input: Tensor
     grad_output: Tensor
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        both = (self.layer.weight, self.layer.bias)
-        return tuple(p for p in both if p is not None and p.requires_grad)
+        return self.layer.trained
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
         return self.layer_input, self.grad_output
 
+    @property
+    def name(self) -> str:
+        return self.layer.name
+
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        layer, layer_input, grad_output = self.layer, self.layer_input, self.grad_output
+        layer, grad_output = self.layer, self.grad_output
         weight, bias = layer.weight, layer.bias
-        if weight.requires_grad:
-            main_grad = getattr(weight, "main_grad", None)
-            if layer.fusion and main_grad is not None:
-                add_weight_grad(layer.kernels, layer_input, grad_output, main_grad)
-                yield weight, None
-            else:
-                yield weight, grad_output.t().mm(layer_input)  # autograd's own call, to the same bits
-        if bias is not None and bias.requires_grad:
-            yield bias, grad_output.sum(0)
+        flat_grad = grad_output if self.form.flat else grad_output.flatten(0, -2)
+        main_grad = getattr(weight, "main_grad", None) if layer.fusion else None
+        if main_grad is not None:
+            add_weight_grad(layer.kernels, self.layer_input, flat_grad, main_grad)
+            yield weight, None
+        else:
+            yield weight, self._cast(self._weight_grad(flat_grad), weight)
+        if bias is not None:
+            grad = flat_grad.sum(0) if self.form.flat else grad_output.sum(tuple(range(grad_output.dim() - 1)))
+            yield bias, self._cast(grad, bias)
+
+    def _weight_grad(self, flat_grad: Tensor) -> Tensor:
+        """Autograd's own calls, to the same bits."""
+        if self.form.weight_in_rows:
+            return flat_grad.t().mm(self.layer_input)
+        return self.layer_input.t().mm(flat_grad).t()
+
+    def _cast(self, grad: Tensor, parameter: Tensor) -> Tensor:
+        return grad.to(parameter.dtype) if self.form.widen else grad
+
+
+def gradients_now(deferred: DeferredLinear, fused: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias gradient for autograd; ``fused``: the weight's may go into ``main_grad`` instead."""
+    if not fused:
+        deferred = replace(deferred, layer=deferred.layer._replace(fusion=False))
+    grads = [grad for _, grad in deferred.compute()]
+    return grads[0], grads[1] if len(grads) == 2 else None
 
 
 class _SplitLinear(torch.autograd.Function):
-    """Linear layer: backward gives the input gradient and leaves the rest with the store."""
+    """Linear layer: the backward of a B gives the input gradient and leaves the rest with the store. Every other
+    backward gives all, and can be differentiated again.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, layer_input: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearParameters
+        ctx: Any,
+        layer_input: Tensor,
+        anchor: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: LinearParameters,
+        widen: bool,
     ) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(layer_input, weight)
+        ctx.layer, ctx.form = layer, LinearForm.of(layer_input, weight, widen)
+        ctx.set_materialize_grads(False)
+        # As autograd: a weight may be changed in place where no input gradient needs it, and be assigned other data.
+        saved = (weight, weight.detach()) if ctx.needs_input_grad[0] else (None, None)
+        ctx.save_for_backward(layer_input, *saved)
         return F.linear(layer_input, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        layer_input, weight = ctx.saved_tensors
-        flat_grad = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_input = None
-        if ctx.needs_input_grad[0]:
-            grad_input = flat_grad.mm(weight).view(layer_input.shape)
-        # Detached: its graph would keep the stage's input and the gradient of that alive until W.
-        flat_input = layer_input.detach().reshape(-1, layer_input.shape[-1])
-        ctx.layer.store.leave(DeferredLinear(ctx.layer, flat_input, flat_grad))
-        return grad_input, None, None, None, None
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return (None,) * 6
+        layer_input, weight, weight_data = ctx.saved_tensors
+        layer, shape = ctx.layer, layer_input.shape
+        if torch.is_grad_enabled():
+            layer.store.keep_whole(layer, "its gradient is differentiated again")
+        else:  # the input's graph would keep the stage's input and the gradient of that until W
+            layer_input, weight = layer_input.detach(), weight_data
+        flat_input, flat_grad, grad_input = layer_input.flatten(0, -2), grad_output.flatten(0, -2), None
+        if weight is not None:
+            grad_input = _input_grad(flat_input, flat_grad, weight).reshape(shape)
+        deferred = DeferredLinear(layer, ctx.form, flat_input, flat_grad if ctx.form.flat else grad_output)
+        current = layer.store.running()
+        if current is None or not current.puts_off(layer.weight):
+            return grad_input, None, *gradients_now(deferred, fused=current is not None), None, None
+        layer.store.leave(deferred)
+        return grad_input, None, None, None, None, None
 
 
-def split_linear(layer_input: Tensor, layer: LinearParameters) -> Tensor:
-    """``F.linear`` of an input of at least two dimensions [..., in], under autocast too."""
-    # Casts stay in autograd's graph for the input; the weight's gradient is cast back where it is added.
-    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+def _input_grad(flat_input: Tensor, flat_grad: Tensor, weight: Tensor) -> Tensor:
+    """Autograd's own calls, to the same bits."""
+    if flat_input.stride() == (1, flat_input.shape[0]):
+        return weight.t().mm(flat_grad.t()).t()
+    return flat_grad.mm(weight)
+
+
+def split_linear(layer_input: Tensor, layer: LinearParameters, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` of an input of at least two dimensions [..., in], under autocast too. ``weight`` and ``bias`` are
+    the taps of the layer's parameters, or parameters that are not trained.
+    """
     device = layer_input.device.type
+    widen = False
     if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        layer_input, weight = layer_input.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-        with torch.autocast(device, enabled=False):
-            return _SplitLinear.apply(layer_input, layer.store.anchor, weight, bias, layer)
-    return _SplitLinear.apply(layer_input, layer.store.anchor, weight, bias, layer)
+        dtype, casts = torch.get_autocast_dtype(device), layer.store.casts
+        layer_input, weight = casts.cast(layer_input, dtype), casts.cast(weight, dtype)
+        bias = None if bias is None else casts.cast(bias, dtype)
+        widen = not torch.is_autocast_cache_enabled()
+    result: Tensor = _SplitLinear.apply(layer_input, layer.store.anchor, weight, bias, layer, widen)
+    return result
 
 
-@dataclass(frozen=True)
-class EmbeddingParameters:
+class EmbeddingParameters(NamedTuple):
     """Weight [rows, width] of an embedding, and how its gradient is made."""
 
     store: WeightGradStore
+    name: str
     weight: Tensor
     padding_idx: int | None
     scale_grad_by_freq: bool
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DeferredEmbedding:
     """The weight gradient of one look-up: keeps the indices and the output gradient."""
 
@@ -126,6 +199,10 @@ class DeferredEmbedding:
     @property
     def kept(self) -> tuple[Tensor, ...]:
         return self.indices, self.grad_output
+
+    @property
+    def name(self) -> str:
+        return self.layer.name
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         layer = self.layer
@@ -143,17 +220,27 @@ class _SplitEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, anchor: Tensor, weight: Tensor, layer: EmbeddingParameters) -> Tensor:
         ctx.layer = layer
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
         return F.embedding(indices, weight, layer.padding_idx)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return (None,) * 4
         (indices,) = ctx.saved_tensors
-        ctx.layer.store.leave(DeferredEmbedding(ctx.layer, indices, grad_output))
+        layer, store = ctx.layer, ctx.layer.store
+        if torch.is_grad_enabled():
+            store.keep_whole(layer, "its gradient is differentiated again")
+        deferred, current = DeferredEmbedding(layer, indices, grad_output), store.running()
+        if current is None or not current.puts_off(layer.weight):
+            ((_, grad),) = deferred.compute()
+            return None, None, grad, None
+        store.leave(deferred)
         return None, None, None, None
 
 
-def split_embedding(indices: Tensor, layer: EmbeddingParameters) -> Tensor:
-    """``F.embedding`` without max_norm or sparse gradients."""
-    return _SplitEmbedding.apply(indices, layer.store.anchor, layer.weight.detach(), layer)
+def split_embedding(indices: Tensor, layer: EmbeddingParameters, weight: Tensor) -> Tensor:
+    """``F.embedding`` without max_norm or sparse gradients; ``weight`` is the tap of the layer's."""
+    result: Tensor = _SplitEmbedding.apply(indices, layer.store.anchor, weight, layer)
+    return result

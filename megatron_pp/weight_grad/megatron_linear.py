@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pp.weight_grad.linear import DeferredLinear, LinearParameters
+from megatron_pp.weight_grad.linear import DeferredLinear, LinearForm, LinearParameters, gradients_now
+
+_FORM = LinearForm(weight_in_rows=True, flat=True)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class TensorParallelCall:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DeferredTensorParallelLinear:
     """Weight and bias gradients of one call; ``layer_input`` is this rank's part of a split sequence."""
 
@@ -51,15 +53,22 @@ class DeferredTensorParallelLinear:
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        return DeferredLinear(self.layer, self.layer_input, self.grad_output).parameters
+        return self.layer.trained
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
         return self.layer_input, self.grad_output
 
+    @property
+    def name(self) -> str:
+        return self.layer.name
+
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        yield from self.gathered().compute()
+
+    def gathered(self) -> DeferredLinear:
         whole = _gathered(self.layer_input, self.call.tp_group) if self.call.sequence_parallel else self.layer_input
-        yield from DeferredLinear(self.layer, _rows(whole), _rows(self.grad_output)).compute()
+        return DeferredLinear(self.layer, _FORM, whole.flatten(0, -2), self.grad_output.flatten(0, -2))
 
 
 class _SplitTensorParallelLinear(torch.autograd.Function):
@@ -81,7 +90,7 @@ class _SplitTensorParallelLinear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         layer_input, weight = ctx.saved_tensors
         call: TensorParallelCall = ctx.call
         grad_input = grad_output.matmul(weight) if ctx.needs_input_grad[0] else None
@@ -91,18 +100,25 @@ class _SplitTensorParallelLinear(torch.autograd.Function):
             pending = dist.reduce_scatter_tensor(grad_input, whole.contiguous(), group=call.tp_group, async_op=True)
         elif grad_input is not None and call.allreduce_dgrad:
             pending = dist.all_reduce(grad_input, group=call.tp_group, async_op=True)
-        ctx.layer.store.leave(DeferredTensorParallelLinear(ctx.layer, call, layer_input.detach(), grad_output))
+        layer, current = ctx.layer, ctx.layer.store.running()
+        deferred = DeferredTensorParallelLinear(layer, call, layer_input.detach(), grad_output)
+        weight_grad = bias_grad = None
+        if current is not None and current.puts_off(layer.weight):
+            layer.store.leave(deferred)
+        else:
+            weight_grad, bias_grad = gradients_now(deferred.gathered(), fused=current is not None)
         if pending is not None:
             pending.wait()
-        return grad_input, None, None, None, None, None
+        return grad_input, None, weight_grad, bias_grad, None, None
 
 
-def split_tensor_parallel_linear(layer_input: Tensor, layer: LinearParameters, call: TensorParallelCall) -> Tensor:
+def split_tensor_parallel_linear(
+    layer_input: Tensor, layer: LinearParameters, call: TensorParallelCall, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     """What Megatron's ``_forward_impl`` computes: [sequence, batch, in / tp or in] -> [sequence, batch, out or out /
-    tp].
+    tp]. ``weight`` and ``bias`` are the taps of the layer's.
     """
-    bias = None if layer.bias is None else layer.bias.detach()
-    return _SplitTensorParallelLinear.apply(layer_input, layer.store.anchor, layer.weight.detach(), bias, layer, call)
+    return _SplitTensorParallelLinear.apply(layer_input, layer.store.anchor, weight, bias, layer, call)
 
 
 def _gathered(part: Tensor, group: Any) -> Tensor:
@@ -110,8 +126,3 @@ def _gathered(part: Tensor, group: Any) -> Tensor:
     whole = part.new_empty((part.shape[0] * dist.get_world_size(group), *part.shape[1:]))
     dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
     return whole
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """[tokens, width]."""
-    return tensor.reshape(-1, tensor.shape[-1])

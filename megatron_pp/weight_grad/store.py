@@ -1,23 +1,29 @@
 """The store of weight gradients that wait for their W, and the delivery of all gradients of a pipeline step.
 
 In a step (between ``begin_step`` and ``end_step``) the parameters of converted layers are not in the autograd graph
-themselves. Layers that can put off their weight gradient leave it here in their backward; gradients of all other
-parameters arrive through *taps* (``tap.py``). The store adds them up per parameter, in the order in which autograd
-would, and lets accumulation hooks fire once, with the last.
+themselves: *taps* (``tap.py``) stand for them. Layers that can put off their weight gradient leave it here in their
+backward; all other gradients arrive through the taps. The store adds up those of one backward per parameter, in the
+order in which autograd would, passes the sum to the parameter's hooks, and lets accumulation hooks fire once, with the
+last.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megatron_pp.weight_grad.casts import Casts
 from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
+from megatron_pp.weight_grad.tap import accumulates, follow, new_tap, parameter_behind, take_grad
+
+logger = logging.getLogger(__name__)
 
 Key = tuple[int, int]  # (chunk, microbatch)
 
@@ -59,11 +65,26 @@ class Deferred(Protocol):
         """The tensors that it keeps alive."""
         ...
 
+    @property
+    def name(self) -> str:
+        """The layer that left it."""
+        ...
+
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """(parameter, gradient) for each; None where it added the gradient to ``main_grad`` itself. Gradients are
         fresh tensors.
         """
         ...
+
+
+class SplitLayer(Protocol):
+    """A layer that puts off its weight gradient."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weight(self) -> Tensor: ...
 
 
 class External(Protocol):
@@ -93,7 +114,26 @@ class _Backward:
     key: Key
     split: bool
     final: bool  # whether this (chunk, microbatch) completes the chunk's gradients
-    tapped: dict[Tensor, Tensor] = field(default_factory=dict)
+    whole: dict[int, Tensor]  # by id: parameters whose gradients are autograd's business
+    task: int = -1  # autograd's run that is known to be a part of this B
+    left: set[int] = field(default_factory=set)  # ids of parameters whose gradients wait
+
+    def puts_off(self, weight: Tensor) -> bool:
+        """Whether the gradients of a layer wait: for W, or for the end of this B where it is the last, so that hooks
+        never fire inside of autograd's run.
+        """
+        return (self.split or self.final) and id(weight) not in self.whole
+
+
+class Waiting(NamedTuple):
+    """``deferred``, which autograd's run ``task`` left when the tensors that it keeps had ``versions``. Autograd drops
+    gradients of parameters that are ``frozen`` by then.
+    """
+
+    task: int
+    deferred: Deferred
+    versions: int
+    frozen: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +150,10 @@ class _Ready:
     @property
     def kept(self) -> tuple[Tensor, ...]:
         return (self.grad,)
+
+    @property
+    def name(self) -> str:
+        return "of a gradient that B computed"
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         yield self.parameter, self.grad
@@ -136,11 +180,15 @@ class WeightGradStore:
         self.anchor = torch.zeros((), requires_grad=True)  # gives outputs a graph where no input has one
         self.report = SplitReport()  # what the conversion did
         self.timers: Callable[..., Any] | None = None  # Megatron's timers: "weight-compute" runs around every W
+        self.casts = Casts()
+        self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
+        self._whole: dict[int, Tensor] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._taps: dict[int, Tensor] = {}  # by the parameter's id
         self._layers: list[tuple[nn.Module, int]] = []
         self._chunks_of: dict[Tensor, set[int]] = {}
-        self._uses: Counter[Tensor] = Counter()
         self._externals: list[External] = []
-        self._queues: dict[Key, deque[Deferred]] = {}
+        self._queues: dict[Key, deque[Waiting]] = {}
         self._external_runs: dict[Key, list[_ExternalRun]] = {}
         self._last: dict[int, int] = {}
         self._complete: set[int] = set()
@@ -212,12 +260,13 @@ class WeightGradStore:
             raise WeightGradError(f"backward of chunk {chunk}, microbatch {mb} ran twice")
         before = [layer.waiting() if layer.chunk == chunk else 0 for layer in self._externals]
         self._queues[key] = deque()
-        self._current = current = _Backward(key, split, self._last.get(chunk) == mb)
+        self.casts.clear()
+        self._current = _Backward(key, split, self._last.get(chunk) == mb, self._whole)
         try:
             yield
         finally:
             self._current = None
-        self._flush_taps(current)
+            self.casts.clear()
         self._external_runs[key] = [
             _ExternalRun(layer, layer.waiting() - count)
             for layer, count in zip(self._externals, before, strict=True)
@@ -252,66 +301,98 @@ class WeightGradStore:
         """Bytes that wait for the W of (chunk, mb), each storage counted once; without layers that keep their own
         queue.
         """
-        storages = [t.untyped_storage() for d in self._queues.get((chunk, mb), ()) for t in d.kept]
+        storages = [t.untyped_storage() for d in self._queues.get((chunk, mb), ()) for t in d.deferred.kept]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
     # -- what layers leave -----------------------------------------------------------------------------------------
 
-    def leave(self, deferred: Deferred) -> None:
-        """Called in a layer's backward: run ``deferred`` in W, or at once where the running B is a full one.
+    def tap_of(self, parameter: Tensor | None) -> Tensor | None:
+        """The tap of a parameter that is trained in this step; None for anything else."""
+        tap = self._taps.get(id(parameter))
+        if tap is None or parameter is None or not parameter.requires_grad:
+            return None
+        if tap.data_ptr() != parameter.data_ptr():
+            follow(tap, parameter)
+        return tap
 
-        A full B that is the chunk's last puts everything off to its own end, so that hooks never fire inside of
-        autograd's run; so does a parameter of several layers, whose gradients are added up first, as autograd does.
+    def keep_whole(self, layer: SplitLayer, reason: str) -> None:
+        """Leave all gradients of a layer's weight to autograd from now on, and log it once."""
+        if id(layer.weight) in self._taps:
+            self._whole[id(layer.weight)] = layer.weight
+        if (layer.name, reason) not in self._said:
+            self._said.add((layer.name, reason))
+            logger.warning("layer %s computes its weight gradient in B, not in W: %s", layer.name, reason)
+
+    def running(self) -> _Backward | None:
+        """The B that the running backward is a part of; None in ``autograd.grad``, be it within a B."""
+        current = self._current
+        if current is None or torch.is_grad_enabled():
+            return None
+        task = torch._C._current_graph_task_id()
+        if task != current.task:
+            if not accumulates(self._anchor_node):
+                return None
+            current.task = task
+        return current
+
+    def leave(self, deferred: Deferred) -> None:
+        """Called in a layer's backward, where ``running()`` puts off: run ``deferred`` later."""
+        current, parameters = self._current, deferred.parameters
+        assert current is not None
+        frozen: tuple[int, ...] = ()
+        for parameter in parameters:
+            current.left.add(id(parameter))
+            if not parameter.requires_grad:
+                frozen = (*frozen, id(parameter))
+        self._queues[current.key].append(Waiting(current.task, deferred, _versions(deferred), frozen))
+
+    def arrive(self, tap: Tensor) -> None:
+        """Called when autograd has finished a tap's gradient. It has none where layers left all of it, or wrote it to
+        ``main_grad`` themselves.
         """
-        current = self._running()
-        shared = any(self._uses[p] > 1 for p in deferred.parameters)
-        if current.split or current.final or shared:
-            self._queues[current.key].append(deferred)
+        parameter, grad, current = parameter_behind(tap), take_grad(tap), self._current
+        if grad is None:
+            if getattr(parameter, "main_grad", None) is not None:
+                self._touched[parameter] = None
+            return
+        if current is None:
+            raise WeightGradError("a converted layer's backward ran outside of store.backward(chunk, mb)")
+        if not parameter.requires_grad:  # it was frozen after its forward: autograd drops its gradient then
+            return
+        self._touched[parameter] = None
+        if current.final or id(parameter) in current.left:
+            task, ready = torch._C._current_graph_task_id(), _Ready(parameter, grad)
+            self._queues[current.key].append(Waiting(task, ready, _versions(ready)))
         else:
             with torch.no_grad():
-                self._work_off(deque([deferred]))
-
-    def arrive(self, parameter: Tensor, grad: Tensor | None) -> None:
-        """Called by a tap: autograd computed a gradient in B. None where the layer added it to ``main_grad`` itself."""
-        current = self._running()
-        self._touched[parameter] = None
-        if grad is None:
-            return
-        so_far = current.tapped.get(parameter)
-        current.tapped[parameter] = grad if so_far is None else so_far + grad
-
-    def _running(self) -> _Backward:
-        if self._current is None:
-            raise WeightGradError("a converted layer's backward ran outside of store.backward(chunk, mb)")
-        return self._current
+                add_silently(parameter, grad, owned=True)
 
     # -- delivery --------------------------------------------------------------------------------------------------
 
-    def _flush_taps(self, current: _Backward) -> None:
-        """Deliver what taps received in this B; what is still to be added up or comes last stands in line for W."""
-        queue = self._queues[current.key]
-        in_line = {p for deferred in queue for p in deferred.parameters} if current.tapped else set()
-        with torch.no_grad():
-            for parameter, grad in current.tapped.items():
-                if current.final or parameter in in_line:
-                    queue.append(_Ready(parameter, grad.clone()))
-                else:
-                    add_silently(parameter, grad, owned=False)
-
-    def _work_off(self, queue: deque[Deferred]) -> None:
-        """Run a queue. Several gradients of one parameter are added up before they reach it."""
-        to_come = Counter(p for deferred in queue for p in deferred.parameters)
-        sums: dict[Tensor, Tensor] = {}
+    def _work_off(self, queue: deque[Waiting]) -> None:
+        """Run a queue. Gradients that one run of autograd left for a parameter are added up before they reach it."""
+        to_come = Counter((waiting.task, id(p)) for waiting in queue for p in waiting.deferred.parameters)
+        sums: dict[tuple[int, int], dict[torch.dtype, Tensor]] = {}  # autocast adds up in the lower precision first
         while queue:
-            for parameter, grad in queue.popleft().compute():
-                to_come[parameter] -= 1
-                if grad is not None:
-                    so_far = sums.pop(parameter, None)
-                    grad = grad if so_far is None else so_far.add_(grad)
-                if to_come[parameter] == 0:
-                    self._deliver(parameter, grad)
-                elif grad is not None:
-                    sums[parameter] = grad
+            task, deferred, versions, frozen = queue.popleft()
+            if _versions(deferred) != versions:
+                raise WeightGradError(
+                    f"the input of layer {deferred.name}, or the gradient of its output, was changed in place between "
+                    "its B and its W, which still needs it"
+                )
+            for parameter, grad in deferred.compute():
+                key = (task, id(parameter))
+                to_come[key] -= 1
+                if id(parameter) in frozen:
+                    grad = None
+                elif grad is not None and grad.dtype is not parameter.dtype and not to_come[key] and key not in sums:
+                    grad = grad.to(parameter.dtype)
+                if grad is not None and (to_come[key] or key in sums):
+                    of_dtypes = sums.setdefault(key, {})
+                    so_far = of_dtypes.get(grad.dtype)
+                    of_dtypes[grad.dtype] = grad if so_far is None else so_far.add_(grad)
+                if to_come[key] == 0:
+                    self._deliver(parameter, _total(sums.pop(key), parameter) if key in sums else grad)
 
     def _deliver(self, parameter: Tensor, grad: Tensor | None) -> None:
         self._touched[parameter] = None
@@ -336,16 +417,17 @@ class WeightGradStore:
                 add_and_fire(parameter, None, owned=False)
 
     def _look_up_parameters(self) -> None:
-        """Which chunks have which parameter, and how many layers: anew for each step, since parameters may be
-        replaced.
-        """
+        """Which chunks have which parameter, and its tap: anew for each step, since parameters may be replaced."""
         self._chunks_of.clear()
-        self._uses.clear()
+        self._taps.clear()
         for layer, chunk in self._layers:
             for parameter in layer._parameters.values():
                 if parameter is not None:
                     self._chunks_of.setdefault(parameter, set()).add(chunk)
-                    self._uses[parameter] += 1
+        self._whole = {key: weight for key, weight in self._whole.items() if weight in self._chunks_of}
+        for known in self._chunks_of:
+            if known.requires_grad:
+                self._taps[id(known)] = new_tap(known, self.arrive)
 
     def _reset(self) -> None:
         self.armed = False
@@ -355,7 +437,23 @@ class WeightGradStore:
         self._complete.clear()
         self._touched.clear()
         self._fired.clear()
+        self._taps.clear()
+        self.casts.clear()
         self._current = None
+
+
+def _versions(deferred: Deferred) -> int:
+    """Grows with every change in place of what ``deferred`` keeps."""
+    versions = 0
+    for tensor in deferred.kept:
+        versions += tensor._version
+    return versions
+
+
+def _total(of_dtypes: dict[torch.dtype, Tensor], parameter: Tensor) -> Tensor:
+    """The sum of gradients of several dtypes, in the parameter's."""
+    first, *others = (grad.to(parameter.dtype) for grad in of_dtypes.values())
+    return sum(others, first)
 
 
 def _no_store() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -50,7 +51,13 @@ class StubTransport:
     def batch(self, requests: Sequence[P2PRequest]) -> list[StubWork]:
         return [self._work] * len(requests)
 
-    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None: ...
+    def prepare(
+        self,
+        edges: Iterable[tuple[int, int]],
+        received_bytes: float = 0,
+        sent_bytes: float = 0,
+        timeout: timedelta | None = None,
+    ) -> None: ...
 
     def global_rank(self, rank: int) -> int:
         return rank

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -50,7 +51,13 @@ class StillTransport:
     def batch(self, requests: Sequence[P2PRequest]) -> list[StillTransport]:
         return [self] * len(requests)
 
-    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None: ...
+    def prepare(
+        self,
+        edges: Iterable[tuple[int, int]],
+        received_bytes: float = 0,
+        sent_bytes: float = 0,
+        timeout: timedelta | None = None,
+    ) -> None: ...
 
     def global_rank(self, rank: int) -> int:
         return rank

@@ -22,7 +22,7 @@ from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run
 from megatron_pp.weight_grad import WeightGradError, WeightGradStore, split_weight_grad
 from megatron_pp.weight_grad.linear import DeferredLinear
-from megatron_pp.weight_grad.store import Deferred
+from megatron_pp.weight_grad.store import Deferred, Waiting
 from tests.unit_tests.race_support import exact_data, run_plan
 
 SIZE, MICROBATCHES = 2, 5
@@ -45,12 +45,12 @@ class WrongInput(WeightGradStore):
 
     before: torch.Tensor | None = None
 
-    def _work_off(self, queue: deque[Deferred]) -> None:
-        for k, deferred in enumerate(queue):
-            if isinstance(deferred, DeferredLinear):
-                mine = deferred.layer_input
+    def _work_off(self, queue: deque[Waiting]) -> None:
+        for waiting in queue:
+            if isinstance(waiting.deferred, DeferredLinear):
+                mine = waiting.deferred.layer_input
                 if self.before is not None:
-                    queue[k] = replace(deferred, layer_input=self.before)
+                    waiting.deferred.layer_input = self.before
                 self.before = mine
         super()._work_off(queue)
 
@@ -58,7 +58,7 @@ class WrongInput(WeightGradStore):
 class Twice(WeightGradStore):
     """W computes each weight gradient twice."""
 
-    def _work_off(self, queue: deque[Deferred]) -> None:
+    def _work_off(self, queue: deque[Waiting]) -> None:
         queue.extend(list(queue))
         super()._work_off(queue)
 
@@ -85,14 +85,15 @@ class AtOnceAndLater(WeightGradStore):
 
     def leave(self, deferred: Deferred) -> None:
         super().leave(deferred)
+        assert self._current is not None
         with torch.no_grad():
-            super()._work_off(deque([deferred]))
+            super()._work_off(deque([self._queues[self._current.key][-1]]))
 
 
 class LastInFirstOut(WeightGradStore):
     """W works off its queue from the wrong end, and forgets what B began with."""
 
-    def _work_off(self, queue: deque[Deferred]) -> None:
+    def _work_off(self, queue: deque[Waiting]) -> None:
         super()._work_off(deque(reversed(list(queue)[1:])))
 
 

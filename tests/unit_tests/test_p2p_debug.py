@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
 
 from megatron_pp.config import ModelParallelConfig
 from megatron_pp.engine import Key, PlanExecutor
-from megatron_pp.errors import PipelineError, SendBufferError
+from megatron_pp.errors import PipelineError, ScheduleInputError, SendBufferError
+from megatron_pp.overlap import HalfCall, in_turn
 from megatron_pp.p2p_core import P2PCore
 from megatron_pp.p2p_debug import WatchedExecutor, checksum, executor_for
 from megatron_pp.plan.build import build_plan
@@ -73,10 +76,11 @@ class WritesToOutput(PlanExecutor):
     """The model, or a hook, changes an output in place after it was sent."""
 
     through_data = False
+    microbatch = 3
 
     def _send_act(self, key: Key) -> None:
         super()._send_act(key)
-        if key[1] == 3:
+        if key[1] == self.microbatch:
             output = self.outputs[key].detach()
             (output.data if self.through_data else output).add_(1.0)
 
@@ -87,12 +91,32 @@ class WritesUnseen(WritesToOutput):
     through_data = True
 
 
+class WritesUnseenOnRankOne(WritesUnseen):
+    """The rank before the last, whose first backward comes before the RELEASE."""
+
+    microbatch = 0
+
+    def _send_act(self, key: Key) -> None:
+        if self.rank == 1:
+            super()._send_act(key)
+        else:
+            PlanExecutor._send_act(self, key)
+
+
 @pytest.mark.parametrize("mutant", [WritesToOutput, WritesUnseen])
 def test_a_write_in_flight_is_named(mutant: type[PlanExecutor]) -> None:
     with pytest.raises(SendBufferError, match="written to") as caught:
         run(SPECS["1f1b"], watched(mutant))
     assert (caught.value.posted_by, caught.value.microbatch) == ("SEND_F0.3", 3)
     assert caught.value.broken_by == ("SEND_F0.3" if mutant is WritesToOutput else "FREE_F0.3")
+
+
+def test_a_write_is_found_when_a_backward_uses_the_output_up() -> None:
+    """Before the RELEASE: what was sent is compared when its gradient has come back."""
+    spec = PlanSpec("1f1b", 3, 1, 8, overlap_pairs=True)
+    with pytest.raises(SendBufferError, match="written to") as caught:
+        run(spec, watched(WritesUnseenOnRankOne))
+    assert (caught.value.posted_by, caught.value.broken_by) == ("SEND_F0.0", "B0.0")
 
 
 def test_the_write_is_caught_by_nothing_else_before_it_has_done_harm() -> None:
@@ -119,6 +143,55 @@ def test_a_sound_engine_is_left_alone(schedule: str, policy: str) -> None:
             **FLAGS[policy],
         )
         assert result.difference(reference_run(3 * num_chunks, data, forward_only)) == 0.0
+
+
+def backward_first(forward_call: HalfCall, backward_call: HalfCall) -> None:
+    backward_call()
+    forward_call()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    schedule=st.sampled_from(sorted(set(SCHEDULES) - {"auto"})),
+    policy=st.sampled_from(sorted(FLAGS)),
+    pairs=st.sampled_from([None, in_turn, backward_first]),
+    size=st.integers(2, 4),
+    microbatches=st.integers(1, 9),
+    sends=st.integers(1, 4),
+    pollable=st.booleans(),
+    deallocate=st.booleans(),
+    seed=st.integers(0, 5),
+)
+def test_no_sound_run_is_reported(
+    schedule: str,
+    policy: str,
+    pairs: Any,
+    size: int,
+    microbatches: int,
+    sends: int,
+    pollable: bool,
+    deallocate: bool,
+    seed: int,
+) -> None:
+    """With overlapped pairs an output may be used up by its backward before its RELEASE."""
+    num_chunks = SCHEDULES[schedule].chunks or 1 + seed % 2
+    data = ToyData(microbatches)
+    fields = {"pipeline_schedule": schedule, "max_pending_sends": sends, **FLAGS[policy]}
+    network = PoisoningNetwork(size, seed=seed, pollable=pollable)
+    try:
+        result = run_in_threads(
+            size,
+            num_chunks,
+            data,
+            network=network,
+            overlapped_forward_backward=pairs,
+            deallocate_pipeline_outputs=deallocate,
+            p2p_debug=True,
+            **fields,
+        )
+    except ScheduleInputError:
+        reject()
+    assert result.difference(reference_run(size * num_chunks, data)) == 0.0
 
 
 def test_released_memory_is_poisoned_before_it_goes() -> None:

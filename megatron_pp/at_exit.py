@@ -1,0 +1,24 @@
+"""Ends the package's threads before the interpreter ends.
+
+A daemon thread that returns from one of torch's C++ calls while the interpreter finalises is ended by ``pthread_exit``
+(CPython up to 3.13). That unwinds the destructor in which pybind11 takes the interpreter lock back, so the process
+aborts: "terminate called without an active exception".
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+
+def call_at_exit(method: Callable[..., object]) -> None:
+    """Call the bound ``method`` when the program ends, unless its object is gone by then. Methods that are registered
+    last are called first."""
+    weakref.finalize(method.__self__, call_if_alive, weakref.WeakMethod(method))  # type: ignore[attr-defined]
+
+
+def call_if_alive(method: weakref.WeakMethod[Callable[[], object]]) -> None:
+    """Call ``method``, unless its object is gone."""
+    alive = method()
+    if alive is not None:
+        alive()

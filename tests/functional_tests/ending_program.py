@@ -1,0 +1,83 @@
+"""A program that ends while a thread of the package is inside a C++ call of torch: ending_program.py WHAT.
+
+abort      the guard's watch aborts the communicator
+transfer   a channel's thread follows a receive, whose sender is killed while the interpreter finalises
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch.distributed as dist
+
+from megatron_pp.communicators import communicator_for
+from megatron_pp.faults.board import Board
+from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.records import EXCEPTION, Failure
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.testing.toy import toy_config
+
+
+class Finalisation:
+    """Kills the peer and lasts a while: the thread comes back to an interpreter that is ending."""
+
+    def __init__(self) -> None:
+        self.peer = 0
+
+    def __del__(self) -> None:
+        if self.peer:
+            os.kill(self.peer, signal.SIGKILL)
+        time.sleep(1.0)
+
+
+finalisation = Finalisation()
+
+
+def abort() -> None:
+    """Slow, as one of many peers is."""
+    store, this = dist.HashStore(), threading.current_thread()
+    if this is not threading.main_thread():
+        called.set()
+        with suppress(dist.DistError):
+            store.wait(["never"], timedelta(seconds=0.7))
+
+
+called = threading.Event()
+
+
+def end_amid_abort() -> None:
+    store = dist.HashStore()
+    guard = FaultGuard(store, "p", 0, 2, 30.0, abort)
+    Board(store, "p", 1, 2, 1).announce(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad"))
+    with guard.step(SimpleNamespace(plan=build_plan(PlanSpec("1f1b", 2, 1, 4)), position=0)):
+        called.wait(20.0)
+        raise SystemExit(3)
+
+
+def end_amid_transfer() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        finalisation.peer = os.fork()
+        rank = int(finalisation.peer == 0)
+        store = dist.FileStore(f"{folder}/store", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+        if rank == 1:
+            signal.pause()
+        communicator_for(dist.group.WORLD, toy_config()).post_recv([1_000_000], 1, "A")
+        raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    {"abort": end_amid_abort, "transfer": end_amid_transfer}[sys.argv[1]]()

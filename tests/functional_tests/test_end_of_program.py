@@ -1,0 +1,19 @@
+"""A program ends with its own exit status, whatever the package's threads do at that moment: a daemon thread that comes
+back from C++ code of torch while the interpreter finalises would abort the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("ending_program.py")
+
+
+@pytest.mark.parametrize("what", ["abort", "transfer"])
+def test_the_process_is_not_aborted(what: str) -> None:
+    ended = subprocess.run([sys.executable, str(PROGRAM), what], capture_output=True, text=True, timeout=60.0)
+    assert "terminate called" not in ended.stderr
+    assert ended.returncode == 3, ended.stderr
