@@ -120,27 +120,30 @@ class SendWatch:
         self.returned.clear()
 
     def about_to_finish(self, sends: list[_PendingSend]) -> None:
-        """A RELEASE begins to wait for these sends: their memory must still be there, unless a backward has used it
-        up."""
-        for send in sends:
-            broken = send.broken() if send in self.pending else ""
-            if broken:
-                raise self._error(send, self.executor.instruction, broken)
+        """A FREE begins to wait for these sends: their memory must still be there, unless a backward has used it up."""
+        self._check(sends, self.executor.instruction)
 
     def consumed(self, at: Instruction) -> None:
         """The backward ``at`` begins and uses its output up: the gradient that came back shows that its send is
-        done."""
+        done.
+        """
         done = [s for s in self.pending if s.at.op == ins.SEND_F and s.at[1:3] == at[1:3]]
-        self.about_to_finish(done)
-        self._compare(done)
+        self._check(done, at)
+        self._compare(done, at)
 
     def finished(self, sends: list[_PendingSend]) -> None:
         """These sends are done; their memory has not been given back yet."""
-        self.returned += self._compare([send for send in sends if send in self.pending])
+        self.returned += self._compare([send for send in sends if send in self.pending], self.executor.instruction)
 
-    def _compare(self, sends: list[_PendingSend]) -> list[torch.Tensor]:
+    def _check(self, sends: list[_PendingSend], now: Instruction) -> None:
+        for send in sends:
+            broken = send.broken() if send in self.pending else ""
+            if broken:
+                raise self._error(send, now, broken)
+
+    def _compare(self, sends: list[_PendingSend], now: Instruction) -> list[torch.Tensor]:
         """``sends`` are done: take their second sums. Returns aliases of their memory."""
-        now, aliases = self.executor.instruction, []
+        aliases = []
         for send in sends:
             self.pending.remove(send)
             there = send.bytes()

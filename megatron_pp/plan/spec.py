@@ -115,7 +115,7 @@ class Plan:
     remark: str = ""
 
     def timed(self, rank: int) -> tuple[Instruction, ...]:
-        """``rank``'s program as its times are recorded and simulated: with the two halves of each pair by themselves."""
+        """``rank``'s program as its times are recorded and simulated: the halves of each pair by themselves."""
         return tuple(without_pairs(self.programs[rank]))
 
     def __str__(self) -> str:

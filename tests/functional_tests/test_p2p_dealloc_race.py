@@ -15,7 +15,8 @@ from megatron_pp.engine import PlanExecutor, Shapes
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.instruction import Instruction, instruction
+from megatron_pp.plan.dataflow import KIND_OF, MOVES
+from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
 from megatron_pp.testing.processes import RankFailedError, run_processes
@@ -127,10 +128,10 @@ def _blocking(program: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
         if at.op in ins.FREE_OPS or at.op in ins.RECV_OPS:
             continue
         if at.op in ins.WAIT_OPS:
-            out.append(instruction("R" + at.op[1], at.chunk, at.mb))
+            out.append(at._replace(op=ins.POST_OF[at.op]))
         out.append(at)
         if at.op in ins.SEND_OPS:
-            out.append(instruction("D" + at.op[1], at.chunk, at.mb))
+            out.append(at._replace(op=MOVES[KIND_OF[at.op]].free))
     return tuple(out)
 
 

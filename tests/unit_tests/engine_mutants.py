@@ -5,119 +5,135 @@ Each class overrides the one method that the fault sits in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron_pp.engine import Key, PlanExecutor
+from megatron_pp.engine import PlanExecutor
 from megatron_pp.output_lifetime import deallocate_output_tensor
 from megatron_pp.p2p_core import P2PCore, Receive, Send
 from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import Instruction
 from megatron_pp.wait_handle import Tensors, WaitHandle
 
 
 class ReleaseBeforeWait(PlanExecutor):
     """The output's memory is given back, then its send is waited for: Megatron-LM#4047."""
 
-    def _wait_then_deallocate(self, handle: WaitHandle, key: Key) -> None:
-        self._drop_data(key)
+    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+        if at.op == ins.FREE_B:
+            super()._wait_then_free(handle, at)
+        else:
+            self._drop_data(at[1:3])
+            self._wait_late(handle)
+
+    def _wait_late(self, handle: WaitHandle) -> None:
         handle.wait()
 
 
 class NeverWaits(ReleaseBeforeWait):
     """The handle of an output's send is dropped unwaited."""
 
-    def _wait_then_deallocate(self, handle: WaitHandle, key: Key) -> None:
-        self._drop_data(key)
+    def _wait_late(self, handle: WaitHandle) -> None:
+        pass
 
 
 class NoWaitInWarmup(ReleaseBeforeWait):
     """Sends are waited for only once a backward has run."""
 
-    def _wait_then_deallocate(self, handle: WaitHandle, key: Key) -> None:
+    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
         ran = self.program[: self.position]
-        if any(at.op == ins.BACKWARD for at in ran):
+        if at.op == ins.FREE_F and any(done.op in ins.BACKWARD_OPS for done in ran):
             handle.wait()
-        self._drop_data(key)
+        super()._wait_then_free(handle, at)
+
+    def _wait_late(self, handle: WaitHandle) -> None:
+        pass
 
 
 class WaitsOnPreviousMicrobatch(PlanExecutor):
-    """RELEASE waits on the handle of the send before."""
+    """FREE waits on the handle of the send before."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.kept: dict[int, WaitHandle] = {}
 
-    def _wait_then_deallocate(self, handle: WaitHandle, key: Key) -> None:
-        previous = self.kept.get(key[0])
-        self.kept[key[0]] = handle
-        super()._wait_then_deallocate(previous or _Done(), key)
+    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+        if at.op == ins.FREE_F:
+            previous, self.kept[at.stage] = self.kept.get(at.stage), handle
+            handle = previous or _Done()
+        super()._wait_then_free(handle, at)
 
 
 class WaitsOnAnotherHandle(PlanExecutor):
-    """RELEASE waits on any other pending handle: the one posted last on the other kind of channel."""
+    """FREE waits on any other pending handle: the one posted last on the other kind of channel."""
 
-    def _release_act(self, key: Key) -> None:
-        del self.act_sends[key]
-        others = list(self.grad_sends.values())
-        self._release(others[-1] if others else _Done(), self._wait_then_deallocate, key)
+    def _free(self, at: Instruction) -> None:
+        if at.op == ins.FREE_F:
+            others = list(self.sends[ins.SEND_B].values())
+            self.sends[ins.SEND_F][at[1:3]] = others[-1] if others else _Done()
+        super()._free(at)
 
 
 class DeallocatesTheNext(PlanExecutor):
-    """RELEASE waits on the right handle and gives back the output of the microbatch that follows, if there is one."""
+    """FREE waits on the right handle and gives back the output of the microbatch that follows, if there is one."""
 
-    def _wait_then_deallocate(self, handle: WaitHandle, key: Key) -> None:
+    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+        if at.op == ins.FREE_B:
+            super()._wait_then_free(handle, at)
+            return
         handle.wait()
-        following = (key[0], key[1] + 1)
-        deallocate_output_tensor(self.outputs.get(following), True)
+        deallocate_output_tensor(self.outputs.get((at.stage, at.mb + 1)), True)
 
 
 class DropsGradientInFlight(PlanExecutor):
     """The input gradient goes before its send is done."""
 
-    def _wait_then_drop(self, handle: WaitHandle, key: Key) -> None:
-        del self.input_grads[key]
-        handle.wait()
+    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+        if at.op == ins.FREE_B:
+            del self.input_grads[at[1:3]]
+            handle.wait()
+        else:
+            super()._wait_then_free(handle, at)
 
 
 class DropsGradientWhenPosted(PlanExecutor):
     """The input gradient goes as soon as its send is posted."""
 
-    def _send_grad(self, key: Key) -> None:
-        super()._send_grad(key)
-        self.input_grads[key] = None
+    def _send_b(self, at: Instruction) -> None:
+        super()._send_b(at)
+        self.input_grads[at[1:3]] = None
 
-    def _batch(self, members: Sequence[Any]) -> None:
-        super()._batch(members)
-        for at in members:
-            if at.op == ins.SEND_B:
-                self.input_grads[(at.chunk, at.mb)] = None
+    def _batch(self, at: Instruction) -> None:
+        super()._batch(at)
+        for one in at.members:
+            if one.op == ins.SEND_B:
+                self.input_grads[one[1:3]] = None
 
 
 class ReadsBeforeItArrived(PlanExecutor):
     """WAIT takes the buffer of a receive without waiting."""
 
-    def _wait_act(self, key: Key) -> None:
-        handle = self.act_receives.pop(key)
-        self.inputs[key] = handle.tensor
+    def _wait_f(self, at: Instruction) -> None:
+        self.inputs[at[1:3]] = self.receives[ins.RECV_F].pop(at[1:3]).tensor
 
 
 class ReadsGradientBeforeItArrived(PlanExecutor):
     """The same for gradients."""
 
-    def _wait_grad(self, key: Key) -> None:
-        handle = self.grad_receives.pop(key)
-        self.output_grads[key] = handle.tensor
+    def _wait_b(self, at: Instruction) -> None:
+        self.output_grads[at[1:3]] = self.receives[ins.RECV_B].pop(at[1:3]).tensor
 
 
 class DeallocatesWhatItDefers(PlanExecutor):
-    """Where the transport tells that a send is still on its way, the release is put off, but not the deallocation."""
+    """Where the transport knows that a send is still on its way, the release is put off, but not the deallocation."""
 
-    def _release(self, handle: WaitHandle, finish: Callable[[WaitHandle, Key], None], key: Key) -> None:
-        if self.max_deferred and not handle.is_completed() and finish == self._wait_then_deallocate:
-            self._drop_data(key)
-        super()._release(handle, finish, key)
+    def _free(self, at: Instruction) -> None:
+        handle = self.sends[ins.POST_OF[at.op]][at[1:3]]
+        if self.max_deferred and not handle.is_completed() and at.op == ins.FREE_F:
+            self._drop_data(at[1:3])
+        super()._free(at)
 
 
 class _Done:
@@ -157,7 +173,7 @@ def _disown(handle: WaitHandle) -> WaitHandle:
     return handle
 
 
-# Faults that the second wall (the handle owns the bytes) makes harmless, and those that it can not.
+# Faults that the second wall (the handle owns the bytes) makes harmless, and those that it cannot.
 EARLY_RELEASES: tuple[type[PlanExecutor], ...] = (
     ReleaseBeforeWait,
     NeverWaits,

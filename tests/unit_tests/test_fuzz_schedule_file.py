@@ -54,7 +54,11 @@ def damaged(draw: st.DrawFn, text: str) -> str:
         elif how == "value":
             words[k] = draw(st.sampled_from(_NUMBERS))
         elif how == "letters":
-            words[k] = re.sub(r"^[A-Z]+", draw(st.sampled_from(["F", "B", "W", "SEND_F", "ENABLE_GRAD_SYNC", "GRAD_SYNC", "HAND_F"])), words[k])
+            words[k] = re.sub(
+                r"^[A-Z]+",
+                draw(st.sampled_from(["F", "B", "W", "SEND_F", "ENABLE_GRAD_SYNC", "GRAD_SYNC", "HAND_F"])),
+                words[k],
+            )
         else:
             words = words[: k + 1]
         text = "".join(words)

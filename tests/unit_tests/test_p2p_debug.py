@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from megatron_pp.config import ModelParallelConfig
-from megatron_pp.engine import Key, PlanExecutor
+from megatron_pp.engine import PlanExecutor
 from megatron_pp.errors import PipelineError, ScheduleInputError, SendBufferError
 from megatron_pp.overlap import HalfCall, in_turn
 from megatron_pp.p2p_core import P2PCore
 from megatron_pp.p2p_debug import WatchedExecutor, checksum, executor_for
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.instruction import parse_instruction
+from megatron_pp.plan.instruction import POST_OF, Instruction, parse_instruction
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
 from megatron_pp.testing.hostile import LastMomentNetwork, PoisoningNetwork
@@ -69,7 +69,7 @@ def test_every_early_release_is_named(mutant: type[PlanExecutor], name: str) -> 
         assert part in str(error)
     at = parse_instruction(error.broken_by)
     if mutant.__name__ in ("ReleaseBeforeWait", "NeverWaits", "DropsGradientInFlight"):
-        assert (at.op, at.chunk, at.mb) == ("D" + posted.op[1], posted.chunk, posted.mb)
+        assert (POST_OF[at.op], at.chunk, at.mb) == (posted.op, posted.chunk, posted.mb)
 
 
 class WritesToOutput(PlanExecutor):
@@ -78,10 +78,10 @@ class WritesToOutput(PlanExecutor):
     through_data = False
     microbatch = 3
 
-    def _send_act(self, key: Key) -> None:
-        super()._send_act(key)
-        if key[1] == self.microbatch:
-            output = self.outputs[key].detach()
+    def _send_f(self, at: Instruction) -> None:
+        super()._send_f(at)
+        if at.mb == self.microbatch:
+            output = self.outputs[at[1:3]].detach()
             (output.data if self.through_data else output).add_(1.0)
 
 
@@ -96,11 +96,11 @@ class WritesUnseenOnRankOne(WritesUnseen):
 
     microbatch = 0
 
-    def _send_act(self, key: Key) -> None:
+    def _send_f(self, at: Instruction) -> None:
         if self.rank == 1:
-            super()._send_act(key)
+            super()._send_f(at)
         else:
-            PlanExecutor._send_act(self, key)
+            PlanExecutor._send_f(self, at)
 
 
 @pytest.mark.parametrize("mutant", [WritesToOutput, WritesUnseen])
@@ -199,8 +199,8 @@ def test_released_memory_is_poisoned_before_it_goes() -> None:
     aliases: list[tuple[torch.Tensor, float]] = []
 
     class KeepsAnAlias(WatchedExecutor):
-        def _release_act(self, key: Key) -> None:
-            super()._release_act(key)
+        def _free(self, at: Instruction) -> None:
+            super()._free(at)
             aliases.extend((there, float(there.flatten()[0])) for there in self.watch.returned)
 
     network_run = run(SPECS["1f1b"], KeepsAnAlias)

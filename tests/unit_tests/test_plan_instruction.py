@@ -107,7 +107,9 @@ def test_the_refusal_says_what_would_be_right() -> None:
         parse_instruction("F0")
 
 
-@pytest.mark.parametrize("line", ["F0.0 [SEND_F0.0", "F0.0 SEND_F0.0]", "F0.0 ] B0.0", "F0.0 [] B0.0", "[SEND_F0.0 [RECV_F0.1]]"])
+@pytest.mark.parametrize(
+    "line", ["F0.0 [SEND_F0.0", "F0.0 SEND_F0.0]", "F0.0 ] B0.0", "F0.0 [] B0.0", "[SEND_F0.0 [RECV_F0.1]]"]
+)
 def test_a_program_with_a_broken_batch_is_refused(line: str) -> None:
     with pytest.raises(InstructionError):
         parse_program(line)

@@ -26,16 +26,20 @@ def lines(*args: int | str, **fields: object) -> list[str]:
 def test_plain_by_hand() -> None:
     """Rank 1's first gradient is due when rank 0 has run F0.1: both are exchanged at that boundary, receives first."""
     assert lines("1f1b", 2, 1, 2, policy=PLAIN) == [
-        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 RECV_B0.0 SEND_F0.1 WAIT_B0.0 FREE_F0.1 B0.0 RECV_B0.1 WAIT_B0.1 ENABLE_GRAD_SYNC0 B0.1",
-        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 B0.0 SEND_B0.0 FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1 FREE_B0.1",
+        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 RECV_B0.0 SEND_F0.1 WAIT_B0.0 FREE_F0.1 B0.0 RECV_B0.1 WAIT_B0.1 "
+        "ENABLE_GRAD_SYNC0 B0.1",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 B0.0 SEND_B0.0 FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1 "
+        "FREE_B0.1",
     ]
 
 
 def test_batched_by_hand() -> None:
     """The same exchange, grouped."""
     assert lines("1f1b", 2, 1, 2, policy=BATCHED) == [
-        "F0.0 [SEND_F0.0] FREE_F0.0 F0.1 [RECV_B0.0 SEND_F0.1] WAIT_B0.0 FREE_F0.1 B0.0 [RECV_B0.1] WAIT_B0.1 ENABLE_GRAD_SYNC0 B0.1",
-        "[RECV_F0.0] WAIT_F0.0 F0.0 [RECV_F0.1] WAIT_F0.1 B0.0 [SEND_B0.0] FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 [SEND_B0.1] FREE_B0.1",
+        "F0.0 [SEND_F0.0] FREE_F0.0 F0.1 [RECV_B0.0 SEND_F0.1] WAIT_B0.0 FREE_F0.1 B0.0 [RECV_B0.1] WAIT_B0.1 "
+        "ENABLE_GRAD_SYNC0 B0.1",
+        "[RECV_F0.0] WAIT_F0.0 F0.0 [RECV_F0.1] WAIT_F0.1 B0.0 [SEND_B0.0] FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 "
+        "[SEND_B0.1] FREE_B0.1",
     ]
 
 
@@ -44,16 +48,20 @@ def test_overlap_by_hand() -> None:
     backward. Rank 0 idles before both of its backwards.
     """
     assert lines("1f1b", 2, 1, 2, policy=OVERLAP) == [
-        "F0.0 SEND_F0.0 F0.1 RECV_B0.0 SEND_F0.1 FREE_F0.0 WAIT_B0.0 B0.0 RECV_B0.1 FREE_F0.1 WAIT_B0.1 ENABLE_GRAD_SYNC0 B0.1",
-        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 B0.0 SEND_B0.0 WAIT_F0.1 F0.1 FREE_B0.0 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1 FREE_B0.1",
+        "F0.0 SEND_F0.0 F0.1 RECV_B0.0 SEND_F0.1 FREE_F0.0 WAIT_B0.0 B0.0 RECV_B0.1 FREE_F0.1 WAIT_B0.1 "
+        "ENABLE_GRAD_SYNC0 B0.1",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 B0.0 SEND_B0.0 WAIT_F0.1 F0.1 FREE_B0.0 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1 "
+        "FREE_B0.1",
     ]
 
 
 def test_overlap_with_shapes_ahead_by_hand() -> None:
     """A receive is complete only when its shape has come: it is waited where it is posted, and posted at its round."""
     assert lines("1f1b", 2, 1, 2, policy=OVERLAP, variable_shapes=True) == [
-        "F0.0 SEND_F0.0 F0.1 SEND_F0.1 RECV_B0.0 WAIT_B0.0 FREE_F0.0 B0.0 RECV_B0.1 WAIT_B0.1 FREE_F0.1 ENABLE_GRAD_SYNC0 B0.1",
-        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 B0.0 SEND_B0.0 F0.1 FREE_B0.0 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1 FREE_B0.1",
+        "F0.0 SEND_F0.0 F0.1 SEND_F0.1 RECV_B0.0 WAIT_B0.0 FREE_F0.0 B0.0 RECV_B0.1 WAIT_B0.1 FREE_F0.1 "
+        "ENABLE_GRAD_SYNC0 B0.1",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 B0.0 SEND_B0.0 F0.1 FREE_B0.0 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1 "
+        "FREE_B0.1",
     ]
 
 
@@ -71,7 +79,8 @@ def test_forward_only_by_hand() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_chunks_of_one_rank_hand_over_without_communication(policy: str) -> None:
     assert lines("breadth_first", 1, 2, 2, policy=policy) == [
-        "F0.0 F0.1 HAND_F1.0 F1.0 HAND_F1.1 F1.1 B1.0 ENABLE_GRAD_SYNC1 B1.1 HAND_B0.0 B0.0 HAND_B0.1 ENABLE_GRAD_SYNC0 B0.1"
+        "F0.0 F0.1 HAND_F1.0 F1.0 HAND_F1.1 F1.1 B1.0 ENABLE_GRAD_SYNC1 B1.1 HAND_B0.0 B0.0 HAND_B0.1 "
+        "ENABLE_GRAD_SYNC0 B0.1"
     ]
 
 
@@ -260,7 +269,7 @@ def test_receives_of_a_channel_are_posted_in_the_order_of_its_sends() -> None:
                 stage = plan.placement.stages[rank][at.chunk]
                 source, target = (stage, stage + step) if at.op in ins.SEND_OPS else (stage - step, stage)
                 queue = sent if at.op in ins.SEND_OPS else received
-                channel = (homes[source][0], homes[target][0], at.op[1])
+                channel = (homes[source][0], homes[target][0], KIND_OF[at.op])
                 queue.setdefault(channel, []).append((target, at.mb))
         assert sent == received
 

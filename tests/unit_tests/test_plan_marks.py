@@ -17,12 +17,13 @@ import pytest
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.instruction import (
     BACKWARD,
+    BACKWARD_OPS,
     ENABLE_GRAD_SYNC,
     GRAD_SYNC,
-    WEIGHT,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
     Instruction,
     instruction,
-    parse_program,
 )
 from megatron_pp.plan.lifetime import check_rank
 from megatron_pp.plan.orders import SCHEDULES
@@ -30,6 +31,7 @@ from megatron_pp.plan.serialize import format_plan, parse_plan
 from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
 from megatron_pp.plan.whole import with_whole_backwards
+from tests.plan_text import with_programs
 
 EXHAUSTIVE = os.environ.get("MEGATRON_PP_EXHAUSTIVE", "") == "1"
 GRAD_MARKS = (ENABLE_GRAD_SYNC, GRAD_SYNC)
@@ -41,7 +43,7 @@ class Reductions:
     one, those of the others in B."""
 
     def __init__(self, program: Sequence[Instruction], converted: bool, explicit: bool) -> None:
-        self.split = {(at.chunk, at.mb) for at in program if at.op == WEIGHT} if converted else set()
+        self.split = {(at.chunk, at.mb) for at in program if at.op == WEIGHT_GRAD} if converted else set()
         self.explicit = explicit
         self.reduced: dict[tuple[int, str, int], int] = {}  # (chunk, kind of layer, microbatch) -> times
         self.enabled = self.closes = False
@@ -55,16 +57,16 @@ class Reductions:
             self._reduce(at.chunk, "whole")
             self._reduce(at.chunk, "split")
             self.enabled = False
-        elif at.op in (BACKWARD, WEIGHT):
+        elif at.op in BACKWARD_OPS or at.op == WEIGHT_GRAD:
             self._complete(at)
             if self.closes:
                 self.enabled = self.closes = False
 
     def _complete(self, at: Instruction) -> None:
         puts_off = (at.chunk, at.mb) in self.split
-        if at.op == BACKWARD:
+        if at.op in BACKWARD_OPS:
             self._add(at, "whole")
-        if puts_off if at.op == WEIGHT else not puts_off:
+        if puts_off if at.op == WEIGHT_GRAD else not puts_off:
             self._add(at, "split")
 
     def _add(self, at: Instruction, kind: str) -> None:
@@ -139,13 +141,21 @@ def test_no_mutant_whose_gradients_are_not_reduced_once_is_accepted(schedule: st
 @pytest.mark.parametrize(
     ("program", "sync", "words"),
     [
-        ("F0.0 B0.0 W0.0 F0.1 B0.1 ENABLE_GRAD_SYNC0 W0.1", HOOKS, "rank 0: B0.1 .*no ENABLE_GRAD_SYNC0 stands before it"),
-        ("F0.0 B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 GRAD_SYNC0", EXPLICIT, "ENABLE_GRAD_SYNC0 and GRAD_SYNC0: a rank synchronises its gradients by hooks"),
+        (
+            "F0.0 I0.0 W0.0 F0.1 I0.1 ENABLE_GRAD_SYNC0 W0.1",
+            HOOKS,
+            "rank 0: B0.1 .*no ENABLE_GRAD_SYNC0 stands before it",
+        ),
+        (
+            "F0.0 B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 GRAD_SYNC0",
+            EXPLICIT,
+            "ENABLE_GRAD_SYNC0 and GRAD_SYNC0: a rank synchronises its gradients by hooks",
+        ),
     ],
 )
 def test_what_was_accepted_once(program: str, sync: str, words: str) -> None:
     plan = build_plan(PlanSpec("zb_h1", 1, 1, 2, grad_sync=sync))
-    mutant = replace(plan, programs=(tuple(parse_program(program)),), orders=())
+    mutant = replace(with_programs(plan, program), orders=())
     with pytest.raises(PlanError, match=words):
         verify(mutant)
 
@@ -156,10 +166,10 @@ def test_a_plan_without_w_communicates_as_the_one_with_it(schedule: str, policy:
     """Ranks whose models split backwards and ranks whose models do not run one schedule together."""
     spec = PlanSpec(schedule, 3, SCHEDULES[schedule].chunks or 2, 6, policy=policy)
     split, whole = build_plan(spec), build_plan(replace(spec, split_backward=False))
-    ignored = {WEIGHT, ENABLE_GRAD_SYNC}
+    ignored = {WEIGHT_GRAD, ENABLE_GRAD_SYNC, INPUT_GRAD, BACKWARD}
     for one, other in zip(split.programs, whole.programs, strict=True):
         assert [at for at in one if at.op not in ignored] == [at for at in other if at.op not in ignored]
-        assert not any(at.op == WEIGHT for at in other)
+        assert not any(at.op in (WEIGHT_GRAD, INPUT_GRAD) for at in other)
     verify(replace(split, programs=(split.programs[0], *whole.programs[1:]), orders=()))
 
 

@@ -84,8 +84,10 @@ Edit = Callable[[list[Instruction]], None]
 def plan_1f1b(**fields: object) -> Plan:
     """P=2, V=1, M=2, plain:
 
-    rank 0: F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 RECV_B0.0 WAIT_B0.0 FREE_F0.1 B0.0 RECV_B0.1 WAIT_B0.1 ENABLE_GRAD_SYNC0 B0.1
-    rank 1: RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 B0.0 SEND_B0.0 FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1 FREE_B0.1
+    rank 0: F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 RECV_B0.0 WAIT_B0.0 FREE_F0.1 B0.0 RECV_B0.1 WAIT_B0.1
+            ENABLE_GRAD_SYNC0 B0.1
+    rank 1: RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 B0.0 SEND_B0.0 FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1
+            FREE_B0.1
     """
     return lowered_plan(PlanSpec("1f1b", 2, 1, 2, policy="plain", **fields))  # type: ignore[arg-type]
 
@@ -131,24 +133,46 @@ def test_the_plan_that_is_edited_below_is_accepted() -> None:
     ("rank", "edit", "words"),
     [
         # Missing.
-        (0, drop("F0.1"), "rank 0: SEND_F0.1 (send of the activation of chunk 0, microbatch 1): it comes before its forward ran"),
-        (1, drop("B0.0"), "rank 1: SEND_B0.0 (send of the gradient of chunk 0, microbatch 0): it comes before its backward ran"),
+        (
+            0,
+            drop("F0.1"),
+            "rank 0: SEND_F0.1 (send of the activation of chunk 0, microbatch 1): it comes before its forward ran",
+        ),
+        (
+            1,
+            drop("B0.0"),
+            "rank 1: SEND_B0.0 (send of the gradient of chunk 0, microbatch 0): it comes before its backward ran",
+        ),
         (
             0,
             drop("B0.1"),
             "rank 0: at the end of the plan, of chunk 0, microbatch 1 it is not true that its backward ran",
         ),
-        (0, drop("SEND_F0.0"), "rank 0: FREE_F0.0 (release of the activation of chunk 0, microbatch 0): it comes before its output was sent"),
+        (
+            0,
+            drop("SEND_F0.0"),
+            "rank 0: FREE_F0.0 (release of the activation of chunk 0, microbatch 0): it comes before its output was "
+            "sent",
+        ),
         (0, drop("FREE_F0.1"), "of chunk 0, microbatch 1 it is not true that its output was released"),
         (1, drop("FREE_B0.1"), "of chunk 0, microbatch 1 it is not true that its input gradient was released"),
-        (1, drop("SEND_B0.1"), "rank 1: FREE_B0.1 (release of the gradient of chunk 0, microbatch 1): it comes before its input gradient"),
+        (
+            1,
+            drop("SEND_B0.1"),
+            "rank 1: FREE_B0.1 (release of the gradient of chunk 0, microbatch 1): it comes before its input gradient",
+        ),
         (
             1,
             drop("RECV_F0.0"),
-            "rank 1: WAIT_F0.0 (wait for the activation of chunk 0, microbatch 0): it comes before the receive of its input",
+            "rank 1: WAIT_F0.0 (wait for the activation of chunk 0, microbatch 0): it comes before the receive of "
+            "its input",
         ),
         (1, drop("WAIT_F0.1"), "rank 1: F0.1 (forward of chunk 0, microbatch 1): it comes before its input is there"),
-        (0, drop("WAIT_B0.0"), "rank 0: B0.0 (backward of chunk 0, microbatch 0): it comes before its output gradient is"),
+        (
+            0,
+            drop("WAIT_B0.0"),
+            "rank 0: B0.0 (backward of chunk 0, microbatch 0): it comes before its output gradient is",
+        ),
         # Twice.
         (
             0,
@@ -166,7 +190,11 @@ def test_the_plan_that_is_edited_below_is_accepted() -> None:
             move("SEND_F0.0", before="F0.0"),
             "rank 0: SEND_F0.0 (send of the activation of chunk 0, microbatch 0): it comes before its forward",
         ),
-        (0, move("FREE_F0.1", before="SEND_F0.1"), "rank 0: FREE_F0.1 (release of the activation of chunk 0, microbatch 1): it comes before its"),
+        (
+            0,
+            move("FREE_F0.1", before="SEND_F0.1"),
+            "rank 0: FREE_F0.1 (release of the activation of chunk 0, microbatch 1): it comes before its",
+        ),
         (
             1,
             move("B0.0", before="F0.0"),
@@ -175,9 +203,21 @@ def test_the_plan_that_is_edited_below_is_accepted() -> None:
         (0, move("B0.0", before="WAIT_B0.0"), "it comes before its output gradient is there"),
         (1, move("FREE_B0.0", before="SEND_B0.0"), "it comes before its input gradient was sent"),
         # What this stage does not have.
-        (0, add("RECV_F0.0", before="F0.0"), "rank 0: RECV_F0.0 (receive of the activation of chunk 0, microbatch 0): stage 0 has no such step"),
-        (1, add("SEND_F0.0", before="B0.0"), "rank 1: SEND_F0.0 (send of the activation of chunk 0, microbatch 0): stage 1 has no such step"),
-        (1, add("HAND_F0.1", before="F0.1"), "rank 1: HAND_F0.1 (hand-off of the activation of chunk 0, microbatch 1): "),
+        (
+            0,
+            add("RECV_F0.0", before="F0.0"),
+            "rank 0: RECV_F0.0 (receive of the activation of chunk 0, microbatch 0): stage 0 has no such step",
+        ),
+        (
+            1,
+            add("SEND_F0.0", before="B0.0"),
+            "rank 1: SEND_F0.0 (send of the activation of chunk 0, microbatch 0): stage 1 has no such step",
+        ),
+        (
+            1,
+            add("HAND_F0.1", before="F0.1"),
+            "rank 1: HAND_F0.1 (hand-off of the activation of chunk 0, microbatch 1): ",
+        ),
         (
             0,
             add("F1.0", before="F0.0"),
@@ -186,15 +226,30 @@ def test_the_plan_that_is_edited_below_is_accepted() -> None:
         (0, add("F0.2", before="B0.0"), "chunks are 0..0, microbatches 0..1"),
         # Marks.
         (0, drop("ENABLE_GRAD_SYNC0"), "rank 0: the gradients of chunk(s) [0] are never synchronised"),
-        (0, double("ENABLE_GRAD_SYNC0"), "rank 0: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): it stands twice, or names no chunk of this rank"),
-        (0, add("ENABLE_GRAD_SYNC1", before="B0.1"), "rank 0: ENABLE_GRAD_SYNC1 (start of gradient sync in the backward of chunk 1): it stands twice, or names no chunk of"),
+        (
+            0,
+            double("ENABLE_GRAD_SYNC0"),
+            "rank 0: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): it stands twice, or "
+            "names no chunk of this rank",
+        ),
+        (
+            0,
+            add("ENABLE_GRAD_SYNC1", before="B0.1"),
+            "rank 0: ENABLE_GRAD_SYNC1 (start of gradient sync in the backward of chunk 1): it stands twice, or "
+            "names no chunk of",
+        ),
         (
             1,
             move("ENABLE_GRAD_SYNC0", before="B0.0"),
-            "rank 1: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): the backward that follows is not the one",
+            "rank 1: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): the backward that "
+            "follows is not the one",
         ),
         (1, add("GRAD_SYNC0", before="SEND_B0.1"), "rank 1: GRAD_SYNC0 (gradient sync of chunk 0): "),
-        (0, add("PARAM_SYNC0", before="B0.0"), "rank 0: PARAM_SYNC0 (parameter sync of chunk 0): it comes after the chunk's first forward"),
+        (
+            0,
+            add("PARAM_SYNC0", before="B0.0"),
+            "rank 0: PARAM_SYNC0 (parameter sync of chunk 0): it comes after the chunk's first forward",
+        ),
     ],
 )
 def test_refuses_one_broken_instruction(rank: int, edit: Edit, words: str) -> None:
@@ -232,8 +287,10 @@ def test_refuses_explicit_syncs_in_the_wrong_place(rank: int, edit: Edit, words:
 
 def test_refuses_gradient_marks_in_evaluation() -> None:
     plan = plan_1f1b(forward_only=True)
-    assert "rank 0: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): a forward-only plan has no gradients" in refusal(
-        edited(plan, 0, lambda program: program.append(parse_instruction("ENABLE_GRAD_SYNC0")))
+    assert (
+        "rank 0: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): a forward-only plan has no "
+        "gradients"
+        in refusal(edited(plan, 0, lambda program: program.append(parse_instruction("ENABLE_GRAD_SYNC0"))))
     )
     assert "stage 0 has no such step" in refusal(
         edited(plan, 0, lambda program: program.append(parse_instruction("B0.0")))
@@ -265,8 +322,10 @@ def test_refuses_1f1b_whose_sends_are_waited_alone() -> None:
     """Each rank waits on its send before it posts the receive that the other one needs: the classic hang."""
     plan = with_programs(
         lowered_plan(PlanSpec("1f1b", 2, 1, 3)),
-        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 FREE_F0.1 RECV_B0.0 WAIT_B0.0 B0.0 F0.2 SEND_F0.2 FREE_F0.2 RECV_B0.1 WAIT_B0.1 B0.1 RECV_B0.2 WAIT_B0.2 ENABLE_GRAD_SYNC0 B0.2",
-        "RECV_F0.0 WAIT_F0.0 F0.0 B0.0 SEND_B0.0 FREE_B0.0 RECV_F0.1 WAIT_F0.1 F0.1 B0.1 SEND_B0.1 FREE_B0.1 RECV_F0.2 WAIT_F0.2 F0.2 ENABLE_GRAD_SYNC0 B0.2 SEND_B0.2 FREE_B0.2",
+        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 FREE_F0.1 RECV_B0.0 WAIT_B0.0 B0.0 F0.2 SEND_F0.2 FREE_F0.2 "
+        "RECV_B0.1 WAIT_B0.1 B0.1 RECV_B0.2 WAIT_B0.2 ENABLE_GRAD_SYNC0 B0.2",
+        "RECV_F0.0 WAIT_F0.0 F0.0 B0.0 SEND_B0.0 FREE_B0.0 RECV_F0.1 WAIT_F0.1 F0.1 B0.1 SEND_B0.1 FREE_B0.1 "
+        "RECV_F0.2 WAIT_F0.2 F0.2 ENABLE_GRAD_SYNC0 B0.2 SEND_B0.2 FREE_B0.2",
     )
     assert refusal(plan) == (
         "deadlock under rendezvous: rank 0 waits at FREE_F0.1 for rank 1 to post the receive that matches SEND_F0.1; "
@@ -278,11 +337,14 @@ def test_names_a_cycle_of_three_ranks() -> None:
     """Ranks 0, 1, 2 each wait for a message that the next one in the circle posts only after its own wait."""
     plan = lowered_plan(PlanSpec("interleaved_1f1b", 3, 2, 3, policy="plain", forward_only=True))
     programs = [
-        "F0.0 SEND_F0.0 RECV_F1.0 WAIT_F1.0 F1.0 SEND_F1.0 F0.1 SEND_F0.1 RECV_F1.1 WAIT_F1.1 F1.1 SEND_F1.1 F0.2 SEND_F0.2 RECV_F1.2 WAIT_F1.2 F1.2 SEND_F1.2 "
+        "F0.0 SEND_F0.0 RECV_F1.0 WAIT_F1.0 F1.0 SEND_F1.0 F0.1 SEND_F0.1 RECV_F1.1 WAIT_F1.1 F1.1 SEND_F1.1 F0.2 "
+        "SEND_F0.2 RECV_F1.2 WAIT_F1.2 F1.2 SEND_F1.2 "
         "FREE_F0.0 FREE_F1.0 FREE_F0.1 FREE_F1.1 FREE_F0.2 FREE_F1.2",
-        "RECV_F0.0 WAIT_F0.0 F0.0 SEND_F0.0 RECV_F0.1 WAIT_F0.1 F0.1 SEND_F0.1 RECV_F0.2 WAIT_F0.2 F0.2 SEND_F0.2 RECV_F1.0 WAIT_F1.0 F1.0 SEND_F1.0 RECV_F1.1 WAIT_F1.1 F1.1 "
+        "RECV_F0.0 WAIT_F0.0 F0.0 SEND_F0.0 RECV_F0.1 WAIT_F0.1 F0.1 SEND_F0.1 RECV_F0.2 WAIT_F0.2 F0.2 SEND_F0.2 "
+        "RECV_F1.0 WAIT_F1.0 F1.0 SEND_F1.0 RECV_F1.1 WAIT_F1.1 F1.1 "
         "SEND_F1.1 RECV_F1.2 WAIT_F1.2 F1.2 SEND_F1.2 FREE_F0.0 FREE_F0.1 FREE_F0.2 FREE_F1.0 FREE_F1.1 FREE_F1.2",
-        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 F0.1 SEND_F0.0 SEND_F0.1 RECV_F0.2 WAIT_F0.2 F0.2 SEND_F0.2 RECV_F1.0 WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 F1.1 "
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 F0.1 SEND_F0.0 SEND_F0.1 RECV_F0.2 WAIT_F0.2 F0.2 SEND_F0.2 "
+        "RECV_F1.0 WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 F1.1 "
         "RECV_F1.2 WAIT_F1.2 F1.2 FREE_F0.0 FREE_F0.1 FREE_F0.2",
     ]
     words = refusal(with_programs(plan, *programs))
@@ -313,7 +375,8 @@ def test_refuses_messages_that_cross_on_a_channel() -> None:
         "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 WAIT_F0.1 F0.1",
     )
     assert refusal(plan) == (
-        "rank 1: RECV_F0.0 (receive of the activation of chunk 0, microbatch 0) would receive what rank 0 sends with SEND_F0.1 (SEND_F of "
+        "rank 1: RECV_F0.0 (receive of the activation of chunk 0, microbatch 0) would receive what rank 0 sends with "
+        "SEND_F0.1 (SEND_F of "
         "chunk 0, microbatch 1): messages between them cross"
     )
 
@@ -322,11 +385,15 @@ def test_refuses_activations_and_gradients_that_cross_between_two_ranks() -> Non
     """With P=2 next and previous are the same peer: on one shared channel, order alone keeps messages apart."""
     plan = with_programs(
         lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 2, channels="shared", policy="plain", forward_only=True)),
-        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 RECV_F1.0 FREE_F0.1 WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 SEND_F1.0 FREE_F1.0 F1.1 SEND_F1.1 FREE_F1.1",
-        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 SEND_F0.0 WAIT_F0.1 FREE_F0.0 F0.1 SEND_F0.1 RECV_F1.0 FREE_F0.1 WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 F1.1",
+        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 RECV_F1.0 FREE_F0.1 WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 SEND_F1.0 "
+        "FREE_F1.0 F1.1 SEND_F1.1 FREE_F1.1",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 SEND_F0.0 WAIT_F0.1 FREE_F0.0 F0.1 SEND_F0.1 RECV_F1.0 FREE_F0.1 "
+        "WAIT_F1.0 F1.0 RECV_F1.1 WAIT_F1.1 F1.1",
     )
     verify(plan)
-    crossed = edited(plan, 1, lambda program: program.__setitem__(slice(0, 4), parse_program("RECV_F0.1 WAIT_F0.1 F0.1 RECV_F0.0")))
+    crossed = edited(
+        plan, 1, lambda program: program.__setitem__(slice(0, 4), parse_program("RECV_F0.1 WAIT_F0.1 F0.1 RECV_F0.0"))
+    )
     assert re.search(r"rank \d: ", refusal(crossed))
 
 
@@ -336,8 +403,10 @@ def test_refuses_a_batch_that_waits_for_a_later_one() -> None:
     verify(plan)
     greedy = with_programs(
         plan,
-        "F0.0 [SEND_F0.0 RECV_B0.0] FREE_F0.0 WAIT_B0.0 F0.1 [SEND_F0.1] FREE_F0.1 B0.0 [RECV_B0.1] WAIT_B0.1 ENABLE_GRAD_SYNC0 B0.1",
-        "[RECV_F0.0] WAIT_F0.0 F0.0 [RECV_F0.1] WAIT_F0.1 B0.0 [SEND_B0.0] FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 [SEND_B0.1] FREE_B0.1",
+        "F0.0 [SEND_F0.0 RECV_B0.0] FREE_F0.0 WAIT_B0.0 F0.1 [SEND_F0.1] FREE_F0.1 B0.0 [RECV_B0.1] WAIT_B0.1 "
+        "ENABLE_GRAD_SYNC0 B0.1",
+        "[RECV_F0.0] WAIT_F0.0 F0.0 [RECV_F0.1] WAIT_F0.1 B0.0 [SEND_B0.0] FREE_B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 "
+        "[SEND_B0.1] FREE_B0.1",
     )
     words = refusal(greedy)
     assert words == (
@@ -351,9 +420,13 @@ def test_refuses_shapes_that_are_read_too_late() -> None:
     can not be complete before it."""
     plan = lowered_plan(PlanSpec("gpipe", 2, 1, 2, variable_shapes=True, forward_only=True, policy="plain"))
     verify(plan)
-    late = with_programs(plan, "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 FREE_F0.1", "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 WAIT_F0.1 F0.1")
-    assert "rank 1: RECV_F0.1 (receive of the activation of chunk 0, microbatch 1) would receive what rank 0 sends with SEND_F0.0" in refusal(
-        late
+    late = with_programs(
+        plan, "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 FREE_F0.1", "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 WAIT_F0.1 F0.1"
+    )
+    assert (
+        "rank 1: RECV_F0.1 (receive of the activation of chunk 0, microbatch 1) would receive what rank 0 sends with "
+        "SEND_F0.0"
+        in refusal(late)
     )
 
 

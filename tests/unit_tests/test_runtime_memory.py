@@ -16,7 +16,7 @@ from megatron_pp.engine import PlanExecutor, Shapes
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.build import build_plan, verified_plan
 from megatron_pp.plan.instruction import Instruction
-from megatron_pp.plan.lifetime import memory_timeline
+from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.spec import POLICIES, PlanSpec
 from megatron_pp.steps import ModelSteps, StepOptions
 from megatron_pp.sync_hooks import SyncHooks
@@ -25,7 +25,6 @@ from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, toy_chunks, toy_config, toy_forward_step
 
 STATE = ("inputs", "outputs", "output_grads", "input_grads")
-HANDLES = ("act_receives", "grad_receives", "act_sends", "grad_sends")
 
 
 class Census:
@@ -47,14 +46,14 @@ class Census:
         for name in STATE:
             for tensor in getattr(self.executor, name).values():
                 self._see(tensor)
-        for name in HANDLES:
-            for handle in getattr(self.executor, name).values():
+        for handles in (*self.executor.receives.values(), *self.executor.sends.values()):
+            for handle in handles.values():
                 self._see(handle.tensor)
         self.counted.append(sum(not ref.expired() for ref in self.seen))
         self.outputs_with_data.append(
             sum(isinstance(t, torch.Tensor) and t.numel() > 1 for t in self.executor.outputs.values())
         )
-        self.pending.append(len(self.executor.act_sends) + len(self.executor.grad_sends))
+        self.pending.append(sum(map(len, self.executor.sends.values())))
 
     def _see(self, tensor: Any) -> None:
         if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:  # no losses, and no mere places in a graph
@@ -111,7 +110,7 @@ def test_live_storages_are_those_predicted(
     spec = PlanSpec(schedule, pipeline_size, num_chunks, num_microbatches, policy=policy, forward_only=forward_only)
     plan, verdict = verified_plan(spec)
     for rank, census in enumerate(run_counted(spec, deallocate)):
-        predicted = [memory.tensors for _, memory in memory_timeline(plan, rank, deallocate)]
+        predicted = list(tensors_timeline(plan, rank, deallocate))
         assert census.counted == predicted
         if deallocate:
             assert max(census.counted) == verdict.ranks[rank].tensors
@@ -143,5 +142,5 @@ def test_outputs_that_the_graph_has_saved_count_as_kept(sizes: tuple[int, int, i
     schedule = "1f1b" if sizes[1] == 1 else "interleaved_1f1b"
     spec = PlanSpec(schedule, *sizes, policy=policy)
     for rank, census in enumerate(run_counted(spec, True, EndsInTanh)):
-        kept = [memory.tensors for _, memory in memory_timeline(build_plan(spec), rank, deallocate=False)]
+        kept = list(tensors_timeline(build_plan(spec), rank, deallocate=False))
         assert census.counted == kept

@@ -261,7 +261,9 @@ def _forward_twice(forward_call: HalfCall, backward_call: HalfCall) -> None:
 )
 def test_a_function_that_does_not_run_each_half_once_is_an_error(function: Any, message: str) -> None:
     with pytest.raises(ScheduleInputError, match=message):
-        run_in_threads(2, 2, ToyData(5), pipeline_schedule="dualpipe_v", overlapped_forward_backward=function, **OVERLAP)
+        run_in_threads(
+            2, 2, ToyData(5), pipeline_schedule="dualpipe_v", overlapped_forward_backward=function, **OVERLAP
+        )
 
 
 # -- models that do not split ------------------------------------------------------------------------------------------

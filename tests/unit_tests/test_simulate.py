@@ -146,7 +146,10 @@ def test_opposite_directions_do_not_disturb_each_other():
 )
 def test_on_gloo_a_receive_is_heard_of_behind_the_data_the_other_way(first, gloo, size, there):
     """Two ranks, transfers of 2, F 0.5, B 1: rank 0's two sends leave from 1 to 5, rank 1's gradient is ready at 4."""
-    programs = (f"F0.0 F0.1 {first} WAIT_B0.0 FREE_F0.0 FREE_F0.1 B0.0", "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 B0.0 SEND_B0.0 WAIT_F0.1 FREE_B0.0")
+    programs = (
+        f"F0.0 F0.1 {first} WAIT_B0.0 FREE_F0.0 FREE_F0.1 B0.0",
+        "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 B0.0 SEND_B0.0 WAIT_F0.1 FREE_B0.0",
+    )
     plan = build_plan(PlanSpec("gpipe", 2, 1, 2))
     plan = with_programs(plan, *programs)
     network = Network(size, link=Link(bandwidth=size / 2), gloo=gloo)

@@ -94,8 +94,12 @@ def test_explicit_interleaved_by_hand() -> None:
 def test_parameters_are_gathered_ahead_by_hand() -> None:
     """P=2, V=3, M=2: chunks 0 and 1 up front, chunk 2 when chunk 1 starts on rank 0, which on rank 1 is one forward
     before it starts there."""
-    assert lines(2, 3, 2, param_sync=True, forward_only=False)[0].startswith("PARAM_SYNC0 PARAM_SYNC1 F0.0 F0.1 PARAM_SYNC2 F1.0 F1.1 F2.0")
-    assert lines(2, 3, 2, param_sync=True, forward_only=False)[1].startswith("PARAM_SYNC0 PARAM_SYNC1 F0.0 PARAM_SYNC2 F0.1 F1.0 F1.1 F2.0")
+    assert lines(2, 3, 2, param_sync=True, forward_only=False)[0].startswith(
+        "PARAM_SYNC0 PARAM_SYNC1 F0.0 F0.1 PARAM_SYNC2 F1.0 F1.1 F2.0"
+    )
+    assert lines(2, 3, 2, param_sync=True, forward_only=False)[1].startswith(
+        "PARAM_SYNC0 PARAM_SYNC1 F0.0 PARAM_SYNC2 F0.1 F1.0 F1.1 F2.0"
+    )
 
 
 def test_without_a_pipeline_by_hand() -> None:

@@ -156,7 +156,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank: ``static`` all the time, and ``after[i]`` in activations right after ``plan.timed(rank)[i]``."""
+    """Bytes of one rank: ``static`` all the time; ``after[i]`` in activations, right after ``plan.timed(rank)[i]``."""
 
     static: float
     after: Sequence[float]
