@@ -37,7 +37,7 @@ def test_right_messages_pass(policy: str, variable: bool, schedule: str, chunks:
     assert result.difference(reference_run(2 * chunks, data)) == 0.0
 
 
-def _swapped_on_rank_0(spec: PlanSpec) -> Plan:
+def _swapped_on_rank_0(spec: PlanSpec, announce: object = None) -> Plan:
     """A plan whose rank 0 sends the activation of microbatch 1 first, then that of microbatch 0."""
     plan = build_plan(spec)
     program = list(plan.programs[0])
