@@ -50,7 +50,7 @@ setup(
     # An open range: clusters bring their own torch. The scripts pin one in scripts/constraints.txt.
     install_requires=["torch>=2.6"],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megatron-pp = megatron_pp.cli:main"]},
+    entry_points={"console_scripts": ["megatron-pp = megatron_pp.cli.command_line:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3 :: Only",

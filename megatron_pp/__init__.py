@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from megatron_pp.config import ConfigError as ConfigError
-    from megatron_pp.config import ModelParallelConfig as ModelParallelConfig
-    from megatron_pp.config import TransformerConfig as TransformerConfig
+    from megatron_pp.config.model_config import ConfigError as ConfigError
+    from megatron_pp.config.model_config import ModelParallelConfig as ModelParallelConfig
+    from megatron_pp.config.model_config import TransformerConfig as TransformerConfig
     from megatron_pp.p2p_communication import P2PCommunicator as P2PCommunicator
+    from megatron_pp.runtime.stage import PipelineStage as PipelineStage
     from megatron_pp.schedules import get_forward_backward_func as get_forward_backward_func
-    from megatron_pp.stage import PipelineStage as PipelineStage
 
 _EXPORTS = {
-    "ConfigError": "megatron_pp.config",
-    "ModelParallelConfig": "megatron_pp.config",
-    "TransformerConfig": "megatron_pp.config",
+    "ConfigError": "megatron_pp.config.model_config",
+    "ModelParallelConfig": "megatron_pp.config.model_config",
+    "TransformerConfig": "megatron_pp.config.model_config",
     "P2PCommunicator": "megatron_pp.p2p_communication",
-    "PipelineStage": "megatron_pp.stage",
+    "PipelineStage": "megatron_pp.runtime.stage",
     "get_forward_backward_func": "megatron_pp.schedules",
 }
 

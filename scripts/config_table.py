@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_pp.config import TransformerConfig  # noqa: E402
+from megatron_pp.config.model_config import TransformerConfig  # noqa: E402
 
 README = ROOT / "README.md"
 START, END = "<!-- config table: made by scripts/config_table.py -->", "<!-- end of config table -->"

@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from benchmarks.engines import Work
 from benchmarks.overlap import VARIANTS, Setting, VariantStep
 from benchmarks.rounds import timed_rounds
 from benchmarks.sweep import Sweep
-
-from megatron_pp.engine import Key, PlanExecutor, Shapes
+from megatron_pp.comm.transport import ProcessGroupTransport
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import Plan, PlanSpec
-from megatron_pp.sync_hooks import SyncHooks
+from megatron_pp.runtime.executor import Key, PlanExecutor, Shapes
+from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_config
-from megatron_pp.transport import ProcessGroupTransport
 from tests.functional_tests.race_cases import run_cases
 
 LATE = 1.0  # seconds by which the receiver comes late in the check of the compute stream

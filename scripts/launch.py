@@ -12,7 +12,7 @@
 A rank has said in a line what led to 2, 3, 4 or 5. When this launcher ends, however it ends, its ranks end too (Linux).
 
 With ``--max-restarts`` all but 0 and a signal to the launcher start the ranks again, which then continue their run.
-See megatron_pp/training/program.py for the ranks' own exit codes, which are the same.
+See examples/gpt/program.py for the ranks' own exit codes, which are the same.
 """
 
 import os
@@ -33,7 +33,7 @@ FAREWELL = 8.0
 # c10d's client of a store that is gone writes a page of stack for each call; the ranks say it in a sentence.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# The ranks end with this process: see megatron_pp/training/lock.py.
+# The ranks end with this process: see examples/gpt/lock.py.
 os.environ["MEGATRON_PP_LAUNCHER"] = str(os.getpid())
 
 # How long they may take, in seconds, before they are killed. Older releases of torch do not read it and wait for 30.

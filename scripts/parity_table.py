@@ -18,8 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_cases import POLICIES, Case, Job, Model, Outcome
-from megatron_runner import parity_jobs, run_jobs
+from tests.megatron.cases import POLICIES, Case, Job, Model, Outcome
+from tests.megatron.runner import parity_jobs, run_jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = {"untied": Model(), "tied": Model(tied=True, position="learned_absolute")}

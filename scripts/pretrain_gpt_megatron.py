@@ -32,8 +32,7 @@ import torch.distributed as dist  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
-    import megatron_cpu_shim
-
+    from tests.megatron import cpu_shim as megatron_cpu_shim
     megatron_cpu_shim.redirect()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
@@ -51,8 +50,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
+from examples.gpt.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text  # noqa: E402
 from megatron_pp.integrations import megatron_core  # noqa: E402
-from megatron_pp.training.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text  # noqa: E402
 
 
 def parse_arguments() -> argparse.Namespace:

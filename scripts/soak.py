@@ -30,9 +30,9 @@ import torch
 
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
-from megatron_pp.testing.episode_checks import complaints, leaks, limit, seconds_to_detect
-from megatron_pp.testing.episodes import Episode, HungError, Pool, Report, Resources
-from megatron_pp.testing.fault_injection import DELAY, KILL, KINDS, SHAPE, Fault
+from tests.harness.fault_injection import DELAY, KILL, KINDS, SHAPE, Fault
+from tests.harness.fault_scenario_checks import complaints, leaks, limit, seconds_to_detect
+from tests.harness.fault_scenarios import Episode, HungError, Pool, Report, Resources
 
 ROOT = Path(__file__).resolve().parent.parent
 CHUNKS = {"1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}
@@ -349,7 +349,7 @@ def _brief(message: str) -> str:
     text = message
     for beginning_of_the_rest in (": injected fault", ": the output of", ", which last reported"):
         text = text.partition(beginning_of_the_rest)[0]
-    return text.replace("megatron_pp.testing.fault_injection.", "").replace("|", "/").replace("`", "'")
+    return text.replace("tests.harness.fault_injection.", "").replace("|", "/").replace("`", "'")
 
 
 def _totals(books: Books) -> list[str]:

@@ -10,6 +10,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # The checkout that this script lies in comes first, installed or not.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from megatron_pp.training.program import end_process, main
+    from examples.gpt.program import end_process, main
 
     end_process(main(sys.argv[1:]))

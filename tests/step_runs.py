@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import forward_backward_no_pipelining
-from megatron_pp.stage import PipelineStage
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks

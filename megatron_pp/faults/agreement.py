@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
-from megatron_pp.bounded_cache import BoundedCache
+from megatron_pp.plan.bounded_cache import BoundedCache
 
 SENDS = "shape sent towards the last stage"
 RECEIVES = "shape received from the stage before"

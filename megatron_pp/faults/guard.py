@@ -25,17 +25,17 @@ from typing import Any
 
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
 from megatron_pp.faults.agreement import Agreements, last_change
-from megatron_pp.faults.board import Board
+from megatron_pp.faults.consistency import Mismatch, arrived, find_mismatch, find_parting
 from megatron_pp.faults.diagnosis import Source, busy_ranks, stall_text, working_ranks
-from megatron_pp.faults.entry import Mismatch, arrived, find_mismatch, find_parting
-from megatron_pp.faults.judge import Own, judge
-from megatron_pp.faults.link import Link, Pace
+from megatron_pp.faults.heartbeat import Link, Pace
 from megatron_pp.faults.liveness import state_of
 from megatron_pp.faults.origin import is_consequence, is_raised_by_python, tail_of, text_of, type_name
 from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, Progress
+from megatron_pp.faults.report import error_of, first_line
+from megatron_pp.faults.stall_detector import Own, judge
 from megatron_pp.faults.step_number import MOVE, NUMBER, StepNumber
+from megatron_pp.faults.store import Board
 from megatron_pp.faults.tracker import Outside, Tracker
-from megatron_pp.faults.verdict import error_of, first_line
 from megatron_pp.faults.watch import Watch
 
 logger = logging.getLogger("megatron_pp")

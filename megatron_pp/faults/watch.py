@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from megatron_pp.at_exit import call_at_exit
+from megatron_pp.comm.at_exit import call_at_exit
 
 if TYPE_CHECKING:
     from megatron_pp.faults.guard import FaultGuard

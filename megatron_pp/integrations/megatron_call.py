@@ -8,13 +8,13 @@ import torch
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.output_lifetime import freed_alias
+from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
-from megatron_pp.schedules import StepCall
-from megatron_pp.steps import Activation, LossRecord, StepOptions
-from megatron_pp.wrapped import wrapped_attribute
+from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions
+from megatron_pp.runtime.deallocate import freed_alias
+from megatron_pp.runtime.step import StepCall
 
 
 class MegatronSteps:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.wrapped import wrapped_attribute
+from megatron_pp.module_attributes import wrapped_attribute
 
 
 def reason_not_served(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pp.bounded_cache import BoundedCache
+from megatron_pp.plan.bounded_cache import BoundedCache
 from megatron_pp.plan.files import ExchangeError
 from megatron_pp.plan.instruction import each
 from megatron_pp.plan.lower import lowered
@@ -15,7 +15,7 @@ from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import Verdict, verify
-from megatron_pp.plan.whole import with_whole_backwards
+from megatron_pp.plan.whole_backwards import with_whole_backwards
 
 _PLANS: BoundedCache[PlanSpec, tuple[Plan, Verdict]] = BoundedCache(256 << 20, least=2)  # training and evaluation
 _INSTRUCTION = 136  # bytes of an instruction and the pointer to it

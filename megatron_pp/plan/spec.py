@@ -52,7 +52,8 @@ class PlanSpec:
     measured          times and memory that the schedules "auto" and "auto_v" plan for; see ``measured.py``
     overlap_pairs     a forward right before a full backward of another microbatch is a pair, to be run as one
     digest            of the schedule file's content; empty for a named family
-    split_backward    whether the model can put weight gradients off; where not, the plan has no W (``whole.py``)
+    split_backward    whether the model can put weight gradients off; where not, the plan has no W
+    (``whole_backwards.py``)
     """
 
     schedule: str

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_pp.transport import P2PRequest
+from megatron_pp.comm.transport import P2PRequest
 
 Queue = tuple[object, ...]
 
@@ -144,7 +144,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """One rank's side of a MemoryNetwork; see ``megatron_pp.transport.Transport``."""
+    """One rank's side of a MemoryNetwork; see ``megatron_pp.comm.transport.Transport``."""
 
     pollable = False
     aborted = False  # the network knows, and says so

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import placement_kind
+from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
-from megatron_pp.stage import PipelineStage
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import (

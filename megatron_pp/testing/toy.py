@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_pp.plan.placement import Placement
-from megatron_pp.stage import PipelineStage
+from megatron_pp.runtime.stage import PipelineStage
 
 HIDDEN = 4
 

@@ -1,1 +1,3 @@
-"""Recorded runs: the files that ``megatron_pp.trace`` writes, merged, and compared with their plans. Without torch."""
+"""Recorded runs: the files that ``megatron_pp.tracing.recorder`` writes, merged, and compared with their plans. Without
+torch.
+"""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_pp.weight_grad.tap import assignments
+from megatron_pp.weight_grad.parameter_leaf import assignments
 
 
 class _Cast(NamedTuple):

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.weight_grad.fused import fused_kernels
 from megatron_pp.weight_grad.layers import SplitState, convert, is_converted, kind_of, restore
 from megatron_pp.weight_grad.store import SplitReport, WeightGradStore
 from megatron_pp.weight_grad.transformer_engine import DelayedLayer, delays_weight_grad
-from megatron_pp.wrapped import wrapped_attribute
 
 _STORE = "_weight_grad_store"
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_pp.output_lifetime import accumulate, backward_root
+from megatron_pp.runtime.deallocate import accumulate, backward_root
 from megatron_pp.weight_grad.store import WeightGradStore
 
 

@@ -18,8 +18,8 @@ from torch.autograd import forward_ad
 
 from megatron_pp.weight_grad.linear import EmbeddingParameters, LinearParameters, split_embedding, split_linear
 from megatron_pp.weight_grad.megatron_linear import TensorParallelCall, split_tensor_parallel_linear
+from megatron_pp.weight_grad.parameter_leaf import parameter_behind
 from megatron_pp.weight_grad.store import WeightGradStore
-from megatron_pp.weight_grad.tap import parameter_behind
 
 MARK = "_weight_grad_split"
 _MEGATRON_LAYERS = "megatron.core.tensor_parallel.layers"

@@ -1,10 +1,10 @@
 """The store of weight gradients that wait for their W, and the delivery of all gradients of a pipeline step.
 
 In a step (between ``begin_step`` and ``end_step``) the parameters of converted layers are not in the autograd graph
-themselves: *taps* (``tap.py``) stand for them. Layers that can put off their weight gradient leave it here in their
-backward; all other gradients arrive through the taps. The store adds up those of one backward per parameter, in the
-order in which autograd would, passes the sum to the parameter's hooks, and lets accumulation hooks fire once, with the
-last.
+themselves: *taps* (``parameter_leaf.py``) stand for them. Layers that can put off their weight gradient leave it here
+in their backward; all other gradients arrive through the taps. The store adds up those of one backward per parameter,
+in the order in which autograd would, passes the sum to the parameter's hooks, and lets accumulation hooks fire once,
+with the last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_pp.weight_grad.casts import Casts
 from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
-from megatron_pp.weight_grad.tap import accumulates, follow, new_tap, parameter_behind, take_grad
+from megatron_pp.weight_grad.parameter_leaf import accumulates, follow, new_tap, parameter_behind, take_grad
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_pp.training.checkpoint import CheckpointWriter
-from megatron_pp.training.data import SampleOrder
-from megatron_pp.training.optimizer import NamedAdamW
-from megatron_pp.training.program import VALIDATION_SEED, end_process, main
+from examples.gpt.checkpoint import CheckpointWriter
+from examples.gpt.data import SampleOrder
+from examples.gpt.optimizer import NamedAdamW
+from examples.gpt.program import VALIDATION_SEED, end_process, main
 
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 

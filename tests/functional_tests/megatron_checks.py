@@ -1,4 +1,4 @@
-"""Checks of the Megatron-core plug-in that run on ranks, inside the processes of scripts/megatron_runner.py.
+"""Checks of the Megatron-core plug-in that run on ranks, inside the processes of tests/megatron/runner.py.
 
 Each takes a case, asserts, and returns what the test wants to know of this rank.
 """
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import megatron_lab
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core import pipeline_parallel as megatron_pipeline_parallel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
-from megatron_cases import Case
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import megatron_core, megatron_release, megatron_versions
+from tests.megatron import lab as megatron_lab
+from tests.megatron.cases import Case
 
 
 def installed_release(case: Case) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_pp.testing.episode_checks import complaints, leaks
-from megatron_pp.testing.episodes import Episode, Pool, Report, Resources
-from megatron_pp.testing.fault_injection import BACKWARD, DATA, DELAY, EXCEPTION, KILL, MEMORY, SHAPE, STOP, Fault
+from tests.harness.fault_injection import BACKWARD, DATA, DELAY, EXCEPTION, KILL, MEMORY, SHAPE, STOP, Fault
+from tests.harness.fault_scenario_checks import complaints, leaks
+from tests.harness.fault_scenarios import Episode, Pool, Report, Resources
 
 SIZE = 3
 GROUP_TIMEOUT = 20.0

@@ -53,8 +53,8 @@ def _blocked(pipe: Connection, port: int, world: int, does: str, size: int) -> N
     """Waits, and is aborted after a while; tells how long that took and what was raised."""
     import torch
 
-    from megatron_pp.faults.abort import abort_groups
-    from megatron_pp.gloo_threads import ChannelThreads
+    from megatron_pp.comm.abort import abort_groups
+    from megatron_pp.comm.gloo import ChannelThreads
 
     group = _join(0, port, world)
     peer = world - 1

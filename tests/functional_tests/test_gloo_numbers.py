@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_pp.communicators import communicator_for
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.runtime.communicators import communicator_for
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.toy import ToyData, ToyResult, merged, reference_run, toy_config

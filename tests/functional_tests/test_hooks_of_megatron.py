@@ -15,8 +15,8 @@ import torch
 from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.threads import ThreadGroup
 from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
-from tests.hook_log import SHAPE, HookLog, logged_config, step_arguments
-from tests.unit_tests.test_sync_hooks import run_logged
+from tests.harness.hook_log import SHAPE, HookLog, logged_config, step_arguments
+from tests.unit_tests.runtime.test_gradient_hooks import run_logged
 
 pytestmark = needs_megatron
 
@@ -104,8 +104,7 @@ def run_megatron(schedules: Any, case: dict[str, Any], rank: int) -> list[str]:
 def megatron_process(rank: int, size: int, scripts: str) -> list[list[list[str]]]:
     """In a process of its own, since Megatron's calls to CUDA are redirected there."""
     sys.path.insert(0, scripts)
-    import megatron_cpu_shim
-
+    from tests.megatron import cpu_shim as megatron_cpu_shim
     megatron_cpu_shim.redirect()
     from megatron.core.pipeline_parallel import schedules
 

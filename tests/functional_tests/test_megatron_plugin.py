@@ -6,8 +6,8 @@ import pytest
 
 from tests.functional_tests.megatron_support import needs_megatron
 
-from megatron_cases import Case, Job, Model, Outcome  # isort: skip
-from megatron_runner import run_jobs  # isort: skip
+from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip
+from tests.megatron.runner import run_jobs  # isort: skip
 
 # One start serves all tests, on one worker.
 pytestmark = [needs_megatron, pytest.mark.xdist_group("megatron_plugin")]

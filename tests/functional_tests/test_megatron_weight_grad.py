@@ -12,8 +12,8 @@ import pytest
 
 from tests.functional_tests.megatron_support import assert_equal, needs_megatron
 
-from megatron_cases import Case, Job, Model, Outcome  # isort: skip
-from megatron_runner import parity_jobs, run_jobs  # isort: skip
+from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip
+from tests.megatron.runner import parity_jobs, run_jobs  # isort: skip
 
 # One start serves all tests, on one worker.
 pytestmark = [needs_megatron, pytest.mark.xdist_group("megatron_weight_grad")]

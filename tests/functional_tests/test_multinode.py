@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp.testing.namespaces import Cable, Host, two_hosts, why_not
 from tests.functional_tests.test_train_script import INTERLEAVED, SMALL, numbers
+from tests.harness.namespaces import Cable, Host, two_hosts, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 180.0

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_pp.engine import PlanExecutor, Shapes
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.build import build_plan
@@ -19,6 +18,7 @@ from megatron_pp.plan.dataflow import KIND_OF, MOVES
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
+from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.testing.processes import RankFailedError, run_processes
 from tests.functional_tests.race_cases import (
     KEEP_FREED_MEMORY_MAPPED,
@@ -142,8 +142,8 @@ def forced_plan() -> Plan:
 def run_forced(rank: int, size: int, timeout: float) -> None:
     import torch.distributed as dist
 
-    from megatron_pp.steps import ModelSteps, StepOptions
-    from megatron_pp.sync_hooks import SyncHooks
+    from megatron_pp.runtime.compute import ModelSteps, StepOptions
+    from megatron_pp.runtime.gradient_hooks import SyncHooks
     from megatron_pp.testing.toy import ToyData, toy_chunks, toy_config, toy_forward_step
 
     plan, config = forced_plan(), toy_config(p2p_timeout=timeout)

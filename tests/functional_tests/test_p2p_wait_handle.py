@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pp.comm.transport import ACT
 from megatron_pp.errors import P2PError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.processes import run_processes
-from megatron_pp.transport import ACT
 
 SHAPE = (6, 1, 4)
 

@@ -63,8 +63,7 @@ def parameters_of(function: Any) -> Parameters:
 def megatron_process(rank: int, size: int, scripts: str) -> dict[str, Any]:
     """Megatron's signatures, and some of its results, from a process in which its calls to CUDA are redirected."""
     sys.path.insert(0, scripts)
-    import megatron_cpu_shim
-
+    from tests.megatron import cpu_shim as megatron_cpu_shim
     megatron_cpu_shim.redirect()
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     p2p = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")

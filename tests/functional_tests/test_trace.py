@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_pp.cli import main
-from megatron_pp.faults.wiring import close_guard
+from megatron_pp.cli.command_line import main
+from megatron_pp.faults.attach import close_guard
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.placement import Placement
 from megatron_pp.testing.pipeline import toy_step

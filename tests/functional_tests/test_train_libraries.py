@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.functional_tests.test_train_schedules import TEXT
-from tests.unit_tests.standin_libraries import write
+from tests.harness.standin_libraries import write
 
 # One start serves all tests, on one worker.
 pytestmark = pytest.mark.xdist_group("train_libraries")
@@ -27,7 +27,8 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from megatron_pp.training import libraries, program
+from examples.gpt import libraries
+from examples.gpt import program
 
 runs = json.loads(sys.argv[1])
 

@@ -19,7 +19,7 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.testing.processes import run_processes
 from tests.functional_tests.test_train_script import SMALL, losses, numbers, run_well, train_sh
-from tests.plan_text import save_plan
+from tests.harness.plan_text import save_plan
 
 RANKS, STEPS, MICROBATCHES = 2, 2, 5
 SIZES = [*SMALL, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(STEPS), "--eval-interval", "0"]
@@ -43,7 +43,7 @@ def flags_of(name: str, folder: Path) -> list[str]:
 def _in_the_test_group(*_: Any) -> Iterator[None]:
     """Instead of a process group for each run: the one that the test's processes have."""
     from megatron_pp import parallel_state
-    from megatron_pp.communicators import close_communicators
+    from megatron_pp.runtime.communicators import close_communicators
 
     yield
     close_communicators()
@@ -51,7 +51,7 @@ def _in_the_test_group(*_: Any) -> Iterator[None]:
 
 
 def rank_main(rank: int, size: int, folder: Path, names: list[str]) -> None:
-    from megatron_pp.training import program
+    from examples.gpt import program
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     program.joined = _in_the_test_group  # type: ignore[assignment]

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from examples.gpt.checkpoint import find_checkpoint, read_tensors
 from megatron_pp.faults.liveness import ALIVE, STOPPED, process_of, state_of
-from megatron_pp.training.checkpoint import find_checkpoint, read_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTY = Path(__file__).with_name("faulty_train.py")

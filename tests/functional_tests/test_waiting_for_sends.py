@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp.gloo_threads import InterruptedTransferError
+from megatron_pp.comm.gloo import InterruptedTransferError
+from megatron_pp.comm.transport import ACT, ProcessGroupTransport
 from megatron_pp.testing.processes import run_processes
-from megatron_pp.transport import ACT, ProcessGroupTransport
 
 
 def rank_main(rank: int, size: int) -> float:

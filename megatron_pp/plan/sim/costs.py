@@ -112,7 +112,7 @@ class Link:
 
 GLOO_DETACHED_BYTES = 256 * 1024
 """On gloo, one-way channels for activations of at least this size get a connection of their own, and a thread that
-posts their sends: the hand-over costs tens of microseconds, posting costs milliseconds (``gloo_threads.py``)."""
+posts their sends: the hand-over costs tens of microseconds, posting costs milliseconds (``gloo.py``)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""Our engine, for `engines.make_step`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.engines import MakeStage, Step, Unavailable, Work, first_input, loss_of
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.build import family_of
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.runtime.stage import PipelineStage
+from megatron_pp.schedules import get_forward_backward_func
+from megatron_pp.weight_grad import split_weight_grad
+
+
+def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, transport: Any) -> Step:
+    spec = PlanSpec(work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches)
+    family = family_of(spec)
+    placement = Placement(family.placement, work.pipeline_size, work.num_chunks)
+    config = make_config(work)
+    chunks = [PipelineStage(make_stage(stage), config, c) for c, stage in enumerate(placement.stages[rank])]
+    if family.splits_weight and split_weight_grad(chunks).report.delayed < len(chunks):
+        raise Unavailable(f"{work.schedule} splits the backward, which these stages can not")
+    alone = work.pipeline_size == 1
+    communicator = None if alone else P2PCommunicator(group, config, *([transport] if transport is not None else []))
+    chunked = work.num_chunks > 1
+    function = get_forward_backward_func(work.pipeline_size, work.num_chunks if chunked else None)
+    x = first_input(work)
+
+    def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
+        return model(x), _loss
+
+    def step() -> None:
+        function(
+            forward_step_func=forward_step,
+            data_iterator=[None] * work.num_chunks if chunked else None,
+            model=chunks if chunked else chunks[0],
+            num_microbatches=work.num_microbatches,
+            seq_length=work.shape[0],
+            micro_batch_size=work.shape[1],
+            p2p_communicator=communicator,
+        )
+
+    return step
+
+
+def make_config(work: Work) -> SimpleNamespace:
+    return SimpleNamespace(
+        pipeline_dtype=torch.float32,
+        hidden_size=work.shape[2],
+        virtual_pipeline_model_parallel_size=work.num_chunks if work.num_chunks > 1 else None,
+        deallocate_pipeline_outputs=True,
+        overlap_p2p_comm=work.policy == "overlap",
+        batch_p2p_comm=work.policy == "batched",
+        pipeline_schedule=work.schedule,
+    )
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    return loss_of(output), {}

@@ -1,0 +1,290 @@
+"""What it costs to be safe: the same steps with outputs freed unsafely, waited for right after the send, and as ours.
+
+All three run one plan of compute and one communicator, in turns; they differ only in when an output's send is waited
+for and its memory given back:
+
+free at once  at the send, without waiting: the unsafe floor. The bytes go out of a copy, made within the compute's own
+              time, so that what is measured is well defined
+wait at once  right after the send is posted: what the merged fix of Megatron-LM#4047 does
+ours          some operations later, before its own backward at the latest
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.engines import Work, first_input, loss_of
+from benchmarks.memory import peak_bytes
+from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
+from benchmarks.report import Plot, Report, Row
+from benchmarks.rounds import slowest_rank, summary, tell_progress, timed_rounds
+from benchmarks.stages import TimedStage, sleep_until
+from benchmarks.sweep import Sweep, bound_seconds, told_settings, work_of
+from benchmarks.sweep import add_arguments as add_sweep_arguments
+from megatron_pp.comm.transport import ACT
+from megatron_pp.comm.wait_handle import WaitHandle
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.sim.costs import Link, Network, StageCosts
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.verify import verify
+from megatron_pp.runtime.compute import ModelSteps, StepOptions
+from megatron_pp.runtime.deallocate import deallocate_output_tensor
+from megatron_pp.runtime.executor import Key, PlanExecutor, Shapes
+from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.runtime.stage import PipelineStage
+
+HELP = "ours beside freeing without a wait and waiting right after the send, on a slow link (needs root)"
+FREE_AT_ONCE, WAIT_AT_ONCE, OURS = "free at once", "wait at once", "ours"
+VARIANTS = (FREE_AT_ONCE, WAIT_AT_ONCE, OURS)
+COLUMNS = (
+    *("P", "schedule", "MB", "transfer / F", "variant", "ms (min)", "ms (median)"),
+    *("of free at once", "exposed ms", "over bound", "in releases ms", "peak MB"),
+)
+NOTES = (
+    "Exposed: the median beyond the step of a simulation in which transfers take no time. Over bound: beyond that with "
+    "transfers as long as measured on the idle link, overlapped as far as the order of compute allows.",
+    "In releases: what the rank that waits longest spends per step in waiting for its outputs' sends and giving back "
+    "their memory. Peak: bytes of the CPU's allocator in a step of its own, the worst rank.",
+    "Wanted of ours: within 3% of free at once, and clearly less than wait at once where a transfer is shorter than a "
+    "forward.",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One table row's worth of work on every rank."""
+
+    work: Work
+    sweep: Sweep
+
+    @property
+    def spec(self) -> PlanSpec:
+        work = self.work
+        return PlanSpec(work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    schedules = ["interleaved_1f1b", "1f1b"]
+    add_sweep_arguments(
+        parser, pp=[2, 4], schedules=schedules, microbatches=6, forward_ms=200.0, rate_mbit=1000.0, timeout=600.0
+    )
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[16.0], help="of one activation; 16 to 64")
+
+
+def run(args: argparse.Namespace) -> Report:
+    sweep = Sweep.of(args)
+    rows: list[Row] = []
+    for size in args.pp:
+        settings = [
+            Setting(work_of(schedule, size, args.microbatches, megabytes * 2**20), sweep)
+            for schedule in args.schedules
+            for megabytes in args.megabytes
+        ]
+        per_rank = run_on_shaped_network(_rank, size, (settings,), args.rate_mbit, args.timeout)
+        for place, setting in enumerate(settings):
+            rows += _rows(setting, [rank[place] for rank in per_rank])
+    return Report(
+        "overlap",
+        "Step time with outputs freed without a wait, waited at once, and as ours, on a shaped link",
+        list(COLUMNS),
+        rows,
+        told_settings(args),
+        list(NOTES),
+        Plot("MB", "of free at once", ("variant",), ("P", "schedule"), target=1.03),
+    )
+
+
+def _rank(rank: int, size: int, settings: list[Setting]) -> list[dict[str, Any]]:
+    """For each setting: the transfer's own time, and of each variant seconds, seconds in releases, and peak bytes."""
+    import torch.distributed as dist
+
+    results = []
+    for setting in settings:
+        steps = {name: VariantStep(name, setting, rank, dist.group.WORLD) for name in VARIANTS}
+        transfer = transfer_seconds(rank, setting.work.message_bytes)
+        seconds = timed_rounds(steps, setting.sweep.rounds, 1, dist.barrier)
+        label = f"{setting.work.label()}, {setting.work.message_bytes / 2**20:g} MB, transfer {1e3 * transfer:.0f} ms"
+        tell_progress(rank, len(results) + 1, len(settings), label, seconds)
+        peaks = {}
+        for name, step in steps.items():
+            dist.barrier()
+            peaks[name] = peak_bytes(step)
+        in_releases = {name: step.in_releases / step.runs for name, step in steps.items()}
+        results.append({"transfer": transfer, "seconds": seconds, "peaks": peaks, "in releases": in_releases})
+    return results
+
+
+class VariantStep:
+    """One training step under one of the variants; call it."""
+
+    def __init__(
+        self,
+        variant: str,
+        setting: Setting,
+        rank: int,
+        group: Any,
+        transport: Any = None,
+        stages: tuple[Callable[..., Any], Callable[..., Any]] = (),  # type: ignore[assignment]
+    ) -> None:
+        """``stages``: what makes a stage from its forward's and backward's seconds, without and with copies."""
+        work, sweep = setting.work, setting.sweep
+        plan = build_plan(setting.spec)
+        self.plan = wait_at_once(plan) if variant == WAIT_AT_ONCE else plan
+        self.executor = FreesAtOnce if variant == FREE_AT_ONCE else PlanExecutor
+        make_stage = (stages or (TimedStage, CopyingStage))[variant == FREE_AT_ONCE]
+        self.config = SimpleNamespace(pipeline_dtype=torch.float32)
+        self.communicator = P2PCommunicator(group, self.config, transport)
+        self.communicator.prepare(plan.placement.rank_edges, work.message_bytes, work.message_bytes)
+        inner = [make_stage(sweep.forward, sweep.backward) for _ in range(work.num_chunks)]
+        self.chunks = [PipelineStage(module, self.config, chunk) for chunk, module in enumerate(inner)]
+        self.shape = work.shape
+        last = [plan.placement.is_last_stage(rank, chunk) for chunk in range(work.num_chunks)]
+        self.options = StepOptions(work.num_microbatches, last)
+        self.x = first_input(work).to(self.communicator.device)
+        self.losses: list[float] = []
+        self.in_releases = 0.0
+        self.runs = 0
+
+    def __call__(self) -> None:
+        """``losses`` are those of the step afterwards, on the last stage."""
+        releases = ReleaseTimer()
+        iterators = [None] * len(self.chunks)
+        steps = ModelSteps(self._forward_step, iterators, self.chunks, self.config, self.options)
+        hooks, shapes = SyncHooks(self.config, self.chunks), Shapes(self.shape, self.shape)
+        self.executor(self.plan, self.communicator, steps, hooks, shapes, observer=releases).run()
+        self.losses = [float(loss) for loss in steps.record.data]
+        self.in_releases += releases.seconds
+        self.runs += 1
+
+    def _forward_step(self, iterator: Any, model: Any) -> tuple[Any, Callable[[Any], Any]]:
+        return model(self.x), _loss
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = loss_of(output)
+    return loss, loss.detach()
+
+
+def wait_at_once(plan: Plan) -> Plan:
+    """``plan`` with the RELEASE of every output right after its SEND."""
+    programs = []
+    for program in plan.programs:
+        early: list[ins.Instruction] = []
+        for at in program:
+            if at.op != ins.FREE_F:
+                early.append(at)
+            if at.op == ins.SEND_F:
+                early.append(at._replace(op=ins.FREE_F))
+        programs.append(tuple(early))
+    changed = replace(plan, programs=tuple(programs))
+    verify(changed)
+    return changed
+
+
+class CopyingStage(TimedStage):
+    """A timed stage that keeps a copy of each output for sending, made within the forward's own time."""
+
+    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+        super().__init__(0.0, backward_seconds)
+        self.forward_seconds = forward_seconds
+        self.copies: deque[torch.Tensor] = deque()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        until = time.perf_counter() + self.forward_seconds
+        output = super().forward(x)
+        self.copies.append(output.detach().clone())
+        sleep_until(until)
+        return output
+
+
+class FreesAtOnce(PlanExecutor):
+    """Deallocates an output as soon as its send is posted; waits for no output's send before the end of the step."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.unwaited: list[WaitHandle] = []
+
+    def run(self) -> None:
+        super().run()
+        for handle in self.unwaited:
+            handle.wait()
+
+    def _forward(self, key: Key) -> None:
+        super()._forward(key)
+        if self._around[key[0]].act_to is None:
+            self._copies(key).clear()  # the last stage's, which nobody sends
+
+    def _send_act(self, key: Key) -> None:
+        copy = self._copies(key).popleft()
+        peer = self._around[key[0]].act_to
+        assert peer is not None
+        self.act_sends[key] = self.communicator.post_send(copy, peer, ACT)
+        deallocate_output_tensor(self.outputs[key], True)
+
+    def _release_act(self, key: Key) -> None:
+        self.unwaited.append(self.act_sends.pop(key))
+
+    def _copies(self, key: Key) -> deque[torch.Tensor]:
+        copies: deque[torch.Tensor] = self.steps.chunks[key[0]].inner.copies  # type: ignore[attr-defined]
+        return copies
+
+
+class ReleaseTimer:
+    """An observer of the engine: seconds in RELEASE of outputs."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def begin(self, at: ins.Instruction) -> None:
+        self._began = time.perf_counter()
+
+    def end(self, at: ins.Instruction) -> None:
+        if at.op == ins.FREE_F:
+            self.seconds += time.perf_counter() - self._began
+
+
+def _rows(setting: Setting, per_rank: list[dict[str, Any]]) -> list[Row]:
+    work, sweep = setting.work, setting.sweep
+    transfer = per_rank[0]["transfer"]
+    bound, ideal = bound_seconds(work, sweep, transfer), _without_transfers(setting)
+    seconds = slowest_rank([rank["seconds"] for rank in per_rank])
+    floor = summary(seconds[FREE_AT_ONCE], 1e3)["median"]
+    rows: list[Row] = []
+    for variant in VARIANTS:
+        times = summary(seconds[variant], 1e3)
+        rows.append(
+            {
+                "P": work.pipeline_size,
+                "schedule": work.schedule,
+                "MB": work.message_bytes / 2**20,
+                "transfer / F": transfer / sweep.forward,
+                "variant": variant,
+                "ms (min)": times["min"],
+                "ms (median)": times["median"],
+                "of free at once": times["median"] / floor,
+                "exposed ms": times["median"] - ideal * 1e3,
+                "over bound": times["median"] / (bound * 1e3),
+                "in releases ms": 1e3 * max(rank["in releases"][variant] for rank in per_rank),
+                "peak MB": max(rank["peaks"][variant] for rank in per_rank) / 2**20,
+                "all ms": [1e3 * s for s in seconds[variant]],
+            }
+        )
+    return rows
+
+
+def _without_transfers(setting: Setting) -> float:
+    """Seconds of the step where nothing needs time but compute."""
+    costs = StageCosts.uniform(setting.work.num_stages, setting.sweep.forward, setting.sweep.backward, 0.0)
+    return simulate(build_plan(setting.spec), costs, Network(0, link=Link(bandwidth=1e15))).makespan

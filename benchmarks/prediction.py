@@ -1,0 +1,100 @@
+"""The simulator's makespan beside the measured one: gloo on a shaped link, with compute of known length.
+
+Long compute and a slow link by default, so that a busy machine disturbs little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.engines import Work, make_step
+from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
+from benchmarks.report import Plot, Report, Row
+from benchmarks.rounds import summary, tell_progress, timed_rounds
+from benchmarks.sweep import Sweep, told_settings, work_of
+from benchmarks.sweep import add_arguments as add_sweep_arguments
+from megatron_pp.plan.sim.costs import Link, Network, StageCosts
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.spec import POLICIES
+from megatron_pp.tracing.recorder import DIRECTORY_VARIABLE, STEPS_VARIABLE
+from megatron_pp.tracing.run import load_run
+
+HELP = "the simulator's step time against the measured one, on a slow link (needs root)"
+_WARMUP = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    schedules = ["1f1b", "interleaved_1f1b"]
+    add_sweep_arguments(
+        parser, pp=[2, 4], schedules=schedules, microbatches=8, forward_ms=200.0, rate_mbit=100.0, timeout=500.0
+    )
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 1.0], help="transfer over forward")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+
+
+def run(args: argparse.Namespace) -> Report:
+    sweep = Sweep.of(args)
+    rows: list[Row] = []
+    for size in args.pp:
+        works = [
+            (ratio, replace(work_of(schedule, size, args.microbatches, sweep.message_bytes(ratio)), policy=policy))
+            for schedule in args.schedules
+            for policy in args.policies
+            for ratio in args.ratios
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            transfers = run_on_shaped_network(_rank, size, (works, sweep, folder), args.rate_mbit, args.timeout)[0]
+            rows += [
+                _row(ratio, work, sweep, transfers[k], Path(folder) / str(k)) for k, (ratio, work) in enumerate(works)
+            ]
+    return Report(
+        "prediction",
+        "The simulator's step time against the measured one, on a shaped link",
+        ["P", "schedule", "policy", "transfer / F", "predicted ms", "ms (min)", "ms (median)", "off by"],
+        rows,
+        told_settings(args),
+        [
+            "Predicted from the plan that ran, the length that compute was given, and the time of one transfer on the "
+            "idle link. Measured: the merged traces of all ranks. Off by: predicted over the median, less one.",
+            "Wanted: within 0.05.",
+        ],
+        Plot("transfer / F", "off by", ("policy",), ("P", "schedule"), target=0.0),
+    )
+
+
+def _rank(rank: int, size: int, works: list[tuple[float, Work]], sweep: Sweep, folder: str) -> list[float]:
+    """Runs every work with its traces in a folder of its own; returns the time of one transfer of each."""
+    import torch.distributed as dist
+
+    os.environ[STEPS_VARIABLE] = f"{_WARMUP + 1}-{_WARMUP + sweep.rounds}"
+    transfers = []
+    for k, (ratio, work) in enumerate(works):
+        os.environ[DIRECTORY_VARIABLE] = os.path.join(folder, str(k))
+        transfers.append(transfer_seconds(rank, work.message_bytes))
+        step = make_step("ours", work, rank, dist.group.WORLD, sweep.stage)
+        seconds = timed_rounds({"ours": step}, sweep.rounds, _WARMUP, dist.barrier)
+        tell_progress(rank, k + 1, len(works), f"{work.label()}, transfer / F {ratio:g}", seconds)
+    return transfers
+
+
+def _row(ratio: float, work: Work, sweep: Sweep, transfer: float, folder: Path) -> Row:
+    traced = load_run(folder)
+    times = summary([traced.measured(step).makespan for step in traced.steps])
+    costs = StageCosts.uniform(work.num_stages, sweep.forward * 1e3, sweep.backward * 1e3, 0.0)
+    link = Link(bandwidth=work.message_bytes / (transfer * 1e3))
+    network = Network(work.message_bytes, link=link, gloo=True)
+    predicted = simulate(traced.plan(traced.steps[0]), costs, network).makespan
+    return {
+        "P": work.pipeline_size,
+        "schedule": work.schedule,
+        "policy": work.policy,
+        "transfer / F": ratio,
+        "predicted ms": predicted,
+        "ms (min)": times["min"],
+        "ms (median)": times["median"],
+        "off by": predicted / times["median"] - 1.0,
+    }

@@ -1,0 +1,112 @@
+"""A rank alone in one process: sends and receives return at once, so that what is left is the engine itself.
+
+Two ways. "calls": the functions that an engine calls to send and receive (torch.distributed.isend, irecv and
+batch_isend_irecv for the peers, our Transport for us) do nothing. "group": torch's fake process group does nothing,
+and each engine's own way down to it is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp.comm.transport import P2PRequest
+
+STUBS = ("calls", "group")
+
+
+class StubWork:
+    """A transfer that is over."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class StubTransport:
+    """A ``Transport`` on which nothing travels: every operation is over when it is posted."""
+
+    pollable = False
+    aborted = False
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._work = StubWork()
+
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> StubWork:
+        return self._work
+
+    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> StubWork:
+        return self._work
+
+    def batch(self, requests: Sequence[P2PRequest]) -> list[StubWork]:
+        return [self._work] * len(requests)
+
+    def prepare(
+        self,
+        edges: Iterable[tuple[int, int]],
+        received_bytes: float = 0,
+        sent_bytes: float = 0,
+        timeout: timedelta | None = None,
+    ) -> None: ...
+
+    def global_rank(self, rank: int) -> int:
+        return rank
+
+    def abort(self) -> None: ...
+
+    def is_gone(self) -> bool:
+        return False
+
+
+@contextlib.contextmanager
+def stubbed_group(rank: int, size: int, stub: str) -> Iterator[tuple[Any, Any]]:
+    """(group, our transport) of ``rank`` in a world of ``size`` in which nothing travels."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    plain_recv = dist.recv
+    # torch's stages vote before their first step on whether their shapes are known; here all of them say yes.
+    dist.recv = lambda tensor, *args, **kwargs: tensor.fill_(1)  # type: ignore[assignment]
+    try:
+        with _stubbed_calls() if stub == "calls" else contextlib.nullcontext():
+            yield dist.group.WORLD, StubTransport(rank, size) if stub == "calls" else None
+    finally:
+        dist.recv = plain_recv
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _stubbed_calls() -> Iterator[None]:
+    work = StubWork()
+
+    def post(*args: Any, **kwargs: Any) -> StubWork:
+        return work
+
+    def send(*args: Any, **kwargs: Any) -> StubWork:
+        return work
+
+    def batch(operations: Sequence[Any]) -> list[StubWork]:
+        return [work]
+
+    kept = dist.isend, dist.irecv, dist.batch_isend_irecv
+    c10d: Any = dist.distributed_c10d
+    checked = c10d._check_op
+    replacements = {"isend": send, "irecv": post, "batch_isend_irecv": batch}
+    for name, function in replacements.items():
+        setattr(dist, name, function)
+    c10d._check_op = lambda op: None  # P2POp accepts the two originals alone
+    try:
+        yield
+    finally:
+        dist.isend, dist.irecv, dist.batch_isend_irecv = kept
+        c10d._check_op = checked

@@ -1,0 +1,74 @@
+"""What recording a trace costs: CPU time of a step with and without, transport stubbed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+
+from benchmarks.engines import Step, Work, make_step
+from benchmarks.overhead import settings
+from benchmarks.report import Report, Row
+from benchmarks.rounds import timed_rounds
+from benchmarks.stages import AddWeight
+from benchmarks.stubbed import stubbed_group
+from megatron_pp.tracing.recorder import DIRECTORY_VARIABLE, STEPS_VARIABLE
+
+HELP = "CPU time that recording a trace adds to a step"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=30, help="repeats, in turns (default 30)")
+    parser.add_argument("--microbatches", type=int, default=64)
+    parser.add_argument(
+        "--compute-ms", type=float, default=10.0, help="F+B of one microbatch and chunk, which the share is taken of"
+    )
+
+
+def run(args: argparse.Namespace) -> Report:
+    rows = [_row(work, rank, args) for work, rank in settings(args.microbatches) if work.pipeline_size > 1]
+    return Report(
+        "tracing",
+        "What recording a trace adds to a step",
+        ["setting", "off us", "on us", "added us", "share"],
+        rows,
+        {"microbatches": args.microbatches, "rounds": args.rounds, "compute ms": args.compute_ms},
+        [
+            "Medians of the CPU time of one rank's step, transport stubbed, model x + w on 8 floats, per virtual "
+            "microbatch (F+B); writing the step to the file is included. Share: of the compute time above.",
+            "Wanted: share at most 0.01.",
+        ],
+    )
+
+
+def _row(work: Work, rank: int, args: argparse.Namespace) -> Row:
+    with (
+        stubbed_group(rank, work.pipeline_size, "calls") as (group, transport),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        off = make_step("ours", work, rank, group, lambda stage: AddWeight(work.shape), transport)
+        on = _traced(make_step("ours", work, rank, group, lambda stage: AddWeight(work.shape), transport), folder)
+        steps = {"off": off, "on": on}
+        seconds = timed_rounds(steps, args.rounds, warmup=2, clock=time.thread_time)
+    each = {name: statistics.median(times) * 1e6 / work.virtual_microbatches for name, times in seconds.items()}
+    added = each["on"] - each["off"]
+    return {
+        "setting": work.label(),
+        "off us": each["off"],
+        "on us": each["on"],
+        "added us": added,
+        "share": added / (args.compute_ms * 1e3),
+    }
+
+
+def _traced(step: Step, folder: str) -> Step:
+    def run() -> None:
+        os.environ.update({DIRECTORY_VARIABLE: folder, STEPS_VARIABLE: "1-999999999"})
+        try:
+            step()
+        finally:
+            del os.environ[DIRECTORY_VARIABLE], os.environ[STEPS_VARIABLE]
+
+    return run

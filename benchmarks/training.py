@@ -1,0 +1,148 @@
+"""Tokens per second of whole training steps: Megatron-core's GPTModel under both engines, and our GPT."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import BenchmarkError, Report, Row
+
+HELP = "tokens/s of a real GPT: ours, and Megatron-core's GPTModel under our engine and under its own"
+SCRIPTS = Path(__file__).resolve().parent.parent
+POLICIES = {1: ("plain", "batched"), 2: ("overlap", "overlap+flush")}  # by number of chunks: what Megatron-core has
+OURS = "examples.gpt.gpt, scripts/train.py"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each, in turns; two more come before")
+    parser.add_argument("--timeout", type=float, default=400.0)
+
+
+def run(args: argparse.Namespace) -> Report:
+    rows = _megatron_rows(args)
+    rows.append(_our_gpt_row(args))
+    return Report(
+        "training",
+        "Whole training steps on this machine's cores: tokens per second",
+        ["model", "V", "policy", "engine", "tokens/s (median)", "step ms (median)", "step ms (min)"],
+        rows,
+        {k: v for k, v in vars(args).items() if isinstance(v, int)},
+        [
+            "GPTModel rows of one V and policy were run in turns in the same processes: only the schedule differs. "
+            "Vocabulary 256, fp32, Adam. Our GPT is another model of the same sizes and runs by itself: no comparison "
+            "of engines.",
+        ],
+    )
+
+
+def _megatron_rows(args: argparse.Namespace) -> list[Row]:
+    try:
+        import megatron.core  # noqa: F401
+    except ImportError as error:
+        raise BenchmarkError(f"Megatron-core is not importable: {error} (pip install megatron-core)") from error
+    from tests.megatron.cases import Case, Job, Model
+    from tests.megatron.runner import run_jobs
+
+    model = Model(
+        layers=args.layers, hidden=args.hidden, heads=args.heads, vocab=256, seq=args.seq, micro_batch=args.micro_batch
+    )
+    cases = [
+        Case(
+            model=model,
+            pp=args.pp,
+            vp=chunks if chunks > 1 else None,
+            microbatches=args.microbatches,
+            policy=policy,
+            # 0.16.1 frees before its sends are read when it overlaps; without, both engines keep the outputs.
+            deallocate=False,
+            steps=args.steps,
+            optimizer="adam",
+        )
+        for chunks, policies in POLICIES.items()
+        for policy in policies
+    ]
+    jobs = [Job(case, check="benchmarks.training:measure", deadline=args.timeout) for case in cases]
+    rows: list[Row] = []
+    for case, outcome in zip(cases, run_jobs(jobs, deadline=args.timeout * len(jobs)), strict=True):
+        if outcome.status != "ok":
+            rows.append({"model": "GPTModel", "V": case.vp or 1, "policy": case.policy, "engine": outcome.message})
+            continue
+        for engine in ("ours", "megatron"):
+            seconds = [max(times) for times in zip(*(fact[engine] for fact in outcome.facts), strict=True)]
+            rows.append({"engine": engine, **_row("GPTModel", case.vp or 1, case.policy, args, seconds)})
+    return rows
+
+
+def _row(model: str, chunks: int, policy: str, args: argparse.Namespace, seconds: list[float]) -> Row:
+    tokens = args.microbatches * args.micro_batch * args.seq
+    middle = statistics.median(seconds)
+    return {
+        "model": model,
+        "V": chunks,
+        "policy": policy,
+        "tokens/s (median)": tokens / middle,
+        "step ms (median)": middle * 1e3,
+        "step ms (min)": min(seconds) * 1e3,
+    }
+
+
+def measure(case: Any) -> dict[str, list[float]]:
+    """On each rank: seconds per step of either engine, in turns. A ``check`` of ``megatron_runner``."""
+    import torch.distributed as dist
+
+    from benchmarks.rounds import timed_rounds
+    from tests.megatron import lab as megatron_lab
+
+    runs = {name: megatron_lab.Run(replace(case, engine=name)) for name in ("ours", "megatron")}
+
+    def around(name: str) -> Any:
+        return megatron_lab.engine(replace(case, engine=name))
+
+    steps = {name: functools.partial(run.step, 0) for name, run in runs.items()}
+    return timed_rounds(steps, case.steps, 2, dist.barrier, around=around)
+
+
+def _our_gpt_row(args: argparse.Namespace) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        command = [sys.executable, str(SCRIPTS / "launch.py"), "--standalone", "--nproc-per-node", str(args.pp)]
+        command += [str(SCRIPTS / "train.py"), "--run-dir", str(run_dir)]
+        settings = {
+            "pipeline-model-parallel-size": args.pp,
+            "num-layers": args.layers,
+            "hidden-size": args.hidden,
+            "num-attention-heads": args.heads,
+            "seq-length": args.seq,
+            "micro-batch-size": args.micro_batch,
+            "num-microbatches": args.microbatches,
+            "train-steps": args.steps + 2,
+            "warmup-steps": 0,
+            "eval-interval": 0,
+            "save-interval": 0,
+            "device": "cpu",
+        }
+        for name, value in settings.items():
+            command += [f"--{name}", str(value)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, env=dict(os.environ))
+        if done.returncode != 0:
+            raise BenchmarkError(f"scripts/train.py failed: {done.stderr.strip().splitlines()[-1:]}")
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rates = [record["tokens_per_second"] for record in records if "tokens_per_second" in record][2:]
+    tokens = args.microbatches * args.micro_batch * args.seq
+    return {"engine": "ours", **_row(OURS, 1, "default", args, [tokens / rate for rate in rates])}

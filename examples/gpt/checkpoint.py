@@ -1,0 +1,316 @@
+"""Checkpoints that are whole or not there.
+
+    <folder>/latest                            one line: the name of the newest checkpoint
+    <folder>/step-00000100/description.json    step, layout, and for each tensor its place, shape, dtype and CRC-32
+    <folder>/step-00000100/rank-00000.bin      the bytes of the tensors that this rank has written, end to end
+
+A checkpoint is written under another name and gets its own only when all ranks have finished; ``latest`` moves after
+that. Whatever is killed in between, ``latest`` names a whole checkpoint. Several nodes need a folder they share.
+Nothing in a checkpoint can be run: it holds JSON and bare bytes, which are compared with their CRC-32 before use.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from examples.gpt.description import (
+    DESCRIPTION,
+    Checkpoint,
+    SavedTensor,
+    read_description,
+    write_description,
+)
+from examples.gpt.errors import (
+    CheckpointError,
+    CheckpointLayoutError,
+    CheckpointWriteError,
+    NoCheckpointError,
+)
+from examples.gpt.files import open_plain, read_text, sync_folder, write_atomically
+from examples.gpt.rendezvous_store import on_all_ranks
+
+LATEST = "latest"
+_NAME = re.compile(r"step-[0-9A-Za-z._-]{1,80}")
+_OUR_NAME = re.compile(r"step-\d{8,}(-\d+)?")
+_UNFINISHED_NAME = re.compile(rf"\.{_OUR_NAME.pattern}\.unfinished")
+_OUR_FILE = re.compile(rf"rank-\d{{5,}}\.bin|\.?{re.escape(DESCRIPTION)}(\.new)?")
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at ``path``: its own folder, a folder of checkpoints, or a run's folder. Reads JSON only.
+
+    Raises:
+        NoCheckpointError: there is none.
+        CheckpointError: its description cannot be used.
+    """
+    for folder in (path, path / "checkpoints"):
+        if os.path.lexists(folder / DESCRIPTION):
+            return _described(folder)
+        if os.path.lexists(folder / LATEST):
+            name = newest_name(folder)
+            if name is None:
+                raise CheckpointError(f"{folder / LATEST} names no checkpoint; {_advice(folder)}")
+            return _described(folder / name)
+    raise NoCheckpointError(
+        f"there is no checkpoint at {path}; give a run's folder, or one of its checkpoints/step-... folders"
+    )
+
+
+def newest_name(folder: Path) -> str | None:
+    """What ``latest`` in a folder of checkpoints names; ``None`` if there is none, or one that cannot be used."""
+    try:
+        name = read_text(folder / LATEST).strip()
+    except (OSError, ValueError):
+        return None
+    return name if _NAME.fullmatch(name) else None
+
+
+def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another layout.
+
+    Raises:
+        CheckpointLayoutError: naming each value that differs.
+    """
+    differences = [
+        f"{name} is {checkpoint.layout.get(name)} there and {layout.get(name)} here"
+        for name in sorted(layout.keys() | checkpoint.layout.keys())
+        if checkpoint.layout.get(name) != layout.get(name)
+    ]
+    if differences:
+        raise CheckpointLayoutError(
+            f"checkpoint {checkpoint.path} is of another layout: {'; '.join(differences)}; "
+            "give the values it was saved with"
+        )
+
+
+def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    """Fill ``tensors`` in place from a checkpoint. Collective: every rank calls it with its own names.
+
+    Raises:
+        CheckpointError: a tensor is missing or a file is damaged; on every rank.
+    """
+    _, failures = on_all_ranks(lambda: read_tensors(checkpoint, tensors))
+    if failures:
+        advice, _ = on_all_ranks(lambda: _advice(checkpoint.path.parent) if dist.get_rank() == 0 else "")
+        raise CheckpointError(f"checkpoint {checkpoint.path} cannot be loaded: {_joined(failures)}; {advice[0]}")
+
+
+def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    """Fill ``tensors`` in place from a checkpoint, each after its bytes were found to be what was saved.
+
+    Raises:
+        CheckpointError: one is not in it, is of another shape or dtype, or its file is damaged.
+    """
+    for name, tensor in tensors.items():
+        saved = checkpoint.tensors.get(name)
+        if saved is None:
+            raise CheckpointError(f"it holds no tensor {name}")
+        there, here = (saved.dtype, saved.shape, saved.size), (str(tensor.dtype), list(tensor.shape), tensor.nbytes)
+        if there != here:
+            raise CheckpointError(f"tensor {name} is (dtype, shape, bytes) {there!s:.120} there and {here} here")
+        data = _read_bytes(checkpoint, name, saved)
+        if data:
+            tensor.copy_(torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape))
+
+
+class CheckpointWriter:
+    """Writes a run's checkpoints into ``folder`` and removes old ones, but nothing that it has not written.
+
+    Args:
+        folder: made on the first save.
+        keep: how many of the newest checkpoints to keep, at least 1.
+        layout: see :class:`Checkpoint`.
+    """
+
+    def __init__(self, folder: Path, keep: int, layout: dict[str, Any]) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.layout = layout
+
+    def save(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> Path:
+        """Write a checkpoint. Collective: every rank of the default group calls it with its own tensors.
+
+        Args:
+            step: optimizer steps done.
+            tensors: equal names on several ranks must hold equal values (data-parallel replicas do).
+            progress: see :class:`Checkpoint`.
+
+        Returns:
+            The checkpoint's folder, the same on every rank.
+
+        Raises:
+            CheckpointWriteError: on every rank.
+        """
+        first = dist.get_rank() == 0
+        name = self._on_all_ranks(lambda: self._begin(step) if first else "")[0]
+        unfinished = self.folder / _unfinished(name)
+        try:
+            names = self._on_all_ranks(lambda: list(tensors))
+            parts = self._on_all_ranks(lambda: _write_tensors(unfinished, tensors, names))
+            saved = {name: entry for part in parts for name, entry in part.items()}
+            checkpoint = Checkpoint(unfinished, name, step, self.layout, progress, saved)
+            self._on_all_ranks(lambda: self._publish(checkpoint) if first else None)
+        except BaseException:
+            if first:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        return self.folder / name
+
+    def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
+        results, failures = on_all_ranks(action)
+        if failures:
+            raise CheckpointWriteError(f"a checkpoint in {self.folder} cannot be written: {_joined(failures)}")
+        return results
+
+    def _begin(self, step: int) -> str:
+        """Make an empty folder to write to, and choose the name to publish it under."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.iterdir():
+            if _UNFINISHED_NAME.fullmatch(path.name) and _holds_only_our_files(path):
+                shutil.rmtree(path)
+        name, repeat = f"step-{step:08d}", 1
+        # A run resumed from an earlier checkpoint comes by the same step again; what is there stays whole.
+        while os.path.lexists(self.folder / name) or os.path.lexists(self.folder / _unfinished(name)):
+            repeat += 1
+            name = f"step-{step:08d}-{repeat}"
+        (self.folder / _unfinished(name)).mkdir()
+        return name
+
+    def _publish(self, checkpoint: Checkpoint) -> None:
+        write_description(checkpoint)
+        sync_folder(checkpoint.path)
+        os.rename(checkpoint.path, self.folder / checkpoint.name)
+        sync_folder(self.folder)
+        write_atomically(self.folder / LATEST, checkpoint.name + "\n")
+        # Nothing that it has named before is removed until the disk has it.
+        sync_folder(self.folder)
+        self._remove_old(checkpoint.name)
+
+    def _remove_old(self, newest: str) -> None:
+        others = [path for path in _by_age(self.folder) if path.name != newest and _is_ours(path)]
+        for path in others[max(self.keep, 1) - 1 :]:
+            # Out of sight first: a removal that is cut short leaves no half checkpoint under a valid name.
+            doomed = path.with_name(_unfinished(path.name))
+            if not os.path.lexists(doomed):
+                os.rename(path, doomed)
+                shutil.rmtree(doomed)
+
+
+def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """The states of this rank's random generators, by name; for saving, and as the buffers for loading."""
+    states = {f"rng.rank{rank}.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"rng.rank{rank}.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_rng(states: dict[str, Tensor], rank: int, device: torch.device) -> None:
+    """Put back what :func:`rng_tensors` took."""
+    torch.set_rng_state(states[f"rng.rank{rank}.cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[f"rng.rank{rank}.cuda"], device)
+
+
+def _joined(failures: list[Exception]) -> str:
+    return "; ".join(sorted({str(failure) for failure in failures}))
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[list[str]]) -> dict[str, SavedTensor]:
+    """Write those of this rank's tensors that no rank before it has."""
+    rank = dist.get_rank()
+    elsewhere = {name for others in names[:rank] for name in others}
+    entries: dict[str, SavedTensor] = {}
+    offset = 0
+    with open(_file_of(folder, rank), "xb") as file:
+        for name, tensor in tensors.items():
+            if name in elsewhere:
+                continue
+            data = bytearray(tensor.nbytes)
+            if data:
+                torch.frombuffer(data, dtype=torch.uint8).copy_(tensor.detach().reshape(-1).view(torch.uint8))
+            file.write(data)
+            entries[name] = SavedTensor(
+                rank, offset, len(data), str(tensor.dtype), list(tensor.shape), zlib.crc32(data)
+            )
+            offset += len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return entries
+
+
+def _read_bytes(checkpoint: Checkpoint, name: str, saved: SavedTensor) -> bytearray:
+    """The bytes of a tensor. Raises CheckpointError, naming the file, if they are not what was saved."""
+    path = _file_of(checkpoint.path, saved.rank)
+    try:
+        with open_plain(path) as file:
+            if os.fstat(file.fileno()).st_size < saved.offset + saved.size:
+                raise CheckpointError(f"{path} is cut short: it ends before tensor {name} does")
+            data = bytearray(saved.size)
+            file.seek(saved.offset)
+            file.readinto(data)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if zlib.crc32(data) != saved.crc32:
+        raise CheckpointError(f"{path} is damaged: tensor {name} does not have the CRC-32 that it was saved with")
+    return data
+
+
+def _file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.bin"
+
+
+def _described(folder: Path) -> Checkpoint:
+    try:
+        return read_description(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_advice(folder.parent)}") from error
+
+
+def _advice(folder: Path) -> str:
+    """Which checkpoint of a folder to use instead of a damaged one. Reads them, newest first."""
+    for path in _by_age(folder):
+        try:
+            checkpoint = read_description(path)
+            for name, saved in checkpoint.tensors.items():
+                _read_bytes(checkpoint, name, saved)
+        except CheckpointError:
+            continue
+        return f"the newest whole checkpoint there is {path}: give that one"
+    return f"there is no whole checkpoint in {folder}: begin a new run"
+
+
+def _by_age(folder: Path) -> list[Path]:
+    """The folders in ``folder`` that are named and filled as checkpoints are, newest first; links are none."""
+    try:
+        paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and not path.is_symlink()]
+        dated = [((path / DESCRIPTION).stat().st_mtime_ns, path) for path in paths if (path / DESCRIPTION).is_file()]
+    except OSError:  # another run is removing one
+        return []
+    return [path for _, path in sorted(dated, reverse=True)]
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a checkpoint that was written here under this name, and nobody has put anything into it."""
+    try:
+        ours = _OUR_NAME.fullmatch(path.name) is not None and read_description(path).name == path.name
+    except CheckpointError:
+        return False
+    return ours and _holds_only_our_files(path)
+
+
+def _holds_only_our_files(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and all(_OUR_FILE.fullmatch(name) for name in os.listdir(path))
+
+
+def _unfinished(name: str) -> str:
+    return f".{name}.unfinished"

@@ -1,0 +1,7 @@
+"""The ``megatron-pp`` command, its subcommands one file each. None of them needs torch or a process group."""
+
+from __future__ import annotations
+
+from megatron_pp.cli.command_line import main
+
+__all__ = ["main"]

@@ -1,0 +1,65 @@
+"""``megatron-pp plan``: print a plan, or write it to a file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_pp.cli.errors import OK
+from megatron_pp.cli.plan_options import add_plan_options, single_plan
+from megatron_pp.plan.files import write_whole
+from megatron_pp.plan.instruction import COMPUTE_OPS, format_program
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.serialize import FORMATS, TORCH_CSV, format_plan
+from megatron_pp.plan.spec import Plan
+
+SUMMARY = "print a plan, one line per rank, or write it as JSON or PyTorch's CSV"
+EXAMPLES = """examples:
+  megatron-pp plan -s 1f1b -P 4 -M 8
+  megatron-pp plan -s interleaved_1f1b -P 4 -V 2 -M 8 --compute-only
+  megatron-pp plan -s zb_v -P 4 -M 8 --format torch-csv -o zbv.csv
+  megatron-pp plan --import pytorch_schedule.csv --format json -o plan.json
+  megatron-pp plan --list
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_options(parser)
+    parser.add_argument("--format", choices=("text", *FORMATS), help="default text, or what the name of -o ends in")
+    parser.add_argument("--compute-only", action="store_true", help="text without communication")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE instead of the terminal")
+    parser.add_argument("--list", action="store_true", help="the schedules there are")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    if args.list:
+        for family in SCHEDULES.values():
+            _say(console, f"{family.name:18} {family.summary} ({family.source})")
+        return OK
+    plan = single_plan(args)
+    form = args.format or (_form_of(args.output) if args.output else "text")
+    text = _as_text(plan, args.compute_only) if form in ("text", "txt", "") else format_plan(plan, form)
+    if args.output:
+        write_whole(args.output, text)
+    else:
+        console.file.write(text)
+    return OK
+
+
+def _form_of(file: str) -> str:
+    ending = Path(file).suffix.lstrip(".")
+    return TORCH_CSV if ending == "csv" else ending
+
+
+def _as_text(plan: Plan, compute_only: bool) -> str:
+    lines = [f"# {plan.spec.describe()}"]
+    for rank, program in enumerate(plan.programs):
+        shown = [i for i in program if not compute_only or i.op in COMPUTE_OPS]
+        lines.append(f"rank {rank}: {format_program(shown)}")
+    return "\n".join(lines) + "\n"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

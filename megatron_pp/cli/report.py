@@ -1,0 +1,46 @@
+"""``megatron-pp report``: what a traced run did, against what its plan promised."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_pp.cli.errors import OK
+from megatron_pp.cli.tables import print_table
+from megatron_pp.cli.trace_options import add_run_options
+from megatron_pp.plan.files import write_whole
+from megatron_pp.tracing.analysis import analyse
+from megatron_pp.tracing.report import listed, report_picture, report_sentences, report_tables
+from megatron_pp.tracing.run import load_run
+
+SUMMARY = "a traced run against its plan: bubble, exposed waits by cause, the slowest rank, overlap"
+EXAMPLES = """examples:
+  megatron-pp report traces/
+  megatron-pp report traces/ --step 10 -o step10.html
+  megatron-pp report traces/ --run 195a3f00c2b41 --rank 5
+
+record a run with config.trace_dir, or MEGATRON_PP_TRACE_DIR=traces; see docs/cli.md
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", help="where the traces lie")
+    add_run_options(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="the picture (default FOLDER/report.html); .png too")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    traced = load_run(args.folder, args.run_name, args.rank)
+    found = analyse(traced, args.step)
+    head = f"run {traced.name}: {found.measured.plan.spec.describe()}; steps recorded: {listed(traced.steps)}"
+    console.print(head, markup=False, highlight=False, soft_wrap=True)
+    for heading, names, rows in report_tables(found):
+        print_table(console, heading, names, rows)
+    for line in report_sentences(found):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    output = args.output or str(Path(args.folder) / "report.html")
+    write_whole(output, report_picture(found, traced, output))
+    console.print(f"wrote {output}", markup=False, highlight=False, soft_wrap=True)
+    return OK

@@ -1,0 +1,213 @@
+"""``megatron-pp simulate``: what a schedule will do, and which of several is best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from megatron_pp.cli.cost_options import (
+    MILLISECONDS,
+    add_cost_options,
+    add_model_options,
+    cost_profile,
+    cost_unit,
+    model_shape,
+    network,
+    number,
+)
+from megatron_pp.cli.errors import OK, REFUSED, UsageError
+from megatron_pp.cli.plan_options import (
+    add_plan_options,
+    listed_specs,
+    names_no_plan,
+    schedule_names,
+    verified_single_plan,
+)
+from megatron_pp.cli.tables import print_table
+from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
+from megatron_pp.draw.ticks import percent, short, size_label
+from megatron_pp.plan.activations import WEIGHT_SHARE, Shares
+from megatron_pp.plan.sim.compare import Candidate, CostProfile, compare
+from megatron_pp.plan.sim.costs import Network, StageCosts
+from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.sim.simulation import Simulation
+from megatron_pp.plan.spec import Plan
+from megatron_pp.tracing.analysis import Findings
+
+SUMMARY = "predict makespan, bubble, waits, memory and communication; compare schedules"
+EXAMPLES = """examples:
+  megatron-pp simulate -s 1f1b -P 4 -M 16 --forward-ms 10 --backward-ms 20 --p2p-ms 0.5
+  megatron-pp simulate -s zb_v -P 8 -M 32 --forward-ms 10 --backward-ms 10 --weight-ms 10 \\
+      --bandwidth 25 --layers 32 --hidden-size 4096 --seq-length 4096 --vocab-size 32000 --tensor-parallel 8
+  megatron-pp simulate --compare all -P 8 -V 1,2 -M 16,32 --forward-ms 10 --backward-ms 20 \\
+      --layers 32 --hidden-size 4096 --seq-length 4096 --memory-limit 40
+
+exit codes: 0 done, 1 the plan is refused or nothing fits, 2 wrong arguments
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_options(parser, several=True)
+    add_cost_options(parser)
+    add_model_options(parser)
+    add_from_trace_option(
+        parser, "compute times and transfers as measured there; the plan too, unless another is named"
+    )
+    parser.add_argument("--compare", metavar="A,B,C", help="rank these schedules (all: every one), per microbatch")
+    parser.add_argument("--memory-limit", type=number, metavar="GIB", help="leave out what needs more on any rank")
+    parser.add_argument(
+        "--weight-share",
+        type=number,
+        metavar="SHARE",
+        help="memory of a waiting weight gradient, as a share of its forward's; by default a transformer layer's, by "
+        "the model options where they are given",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    if args.compare is not None:
+        return _compare(args, console)
+    if args.memory_limit is not None:
+        raise UsageError("--memory-limit is for --compare")
+    traced = traced_findings(args)
+    plan = traced.measured.plan if traced is not None and names_no_plan(args) else verified_single_plan(args)
+    shape = model_shape(args)
+    result = simulate(plan, *costs_of(args, plan, traced, shape))
+    peaks = Peaks(
+        result.peak_activations(_weight_shares(args, plan, shape)), peak_bytes(plan, shape) if shape else None
+    )
+    unit = MILLISECONDS if traced else cost_unit(args)
+    if args.json:
+        console.file.write(json.dumps(_facts(result, peaks, unit), indent=1) + "\n")
+    else:
+        _show(result, peaks, unit, console)
+    return OK
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Of every rank: activations in units of one chunk's forward, and bytes (None without a model)."""
+
+    activations: tuple[float, ...]
+    bytes: tuple[float, ...] | None
+
+
+def _weight_shares(args: argparse.Namespace, plan: Plan, shape: ModelShape | None) -> Shares:
+    """As the option says, as the model's stages have it, or as a transformer layer has it."""
+    if args.weight_share is not None:
+        return float(args.weight_share)
+    stages = plan.placement.num_stages
+    return WEIGHT_SHARE if shape is None else [shape.weight_share(stage, stages) for stage in range(stages)]
+
+
+def costs_of(
+    args: argparse.Namespace, plan: Plan, traced: Findings | None, shape: ModelShape | None
+) -> tuple[StageCosts, Network]:
+    """What compute and transfers cost: as measured, or as the options say."""
+    stages = plan.placement.num_stages
+    if traced is not None:
+        return CostProfile.of(traced.costs).stages(stages), traced.network
+    profile = cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
+    return profile.stages(stages), network(args, shape, plan.spec.pipeline_size)
+
+
+def _show(result: Simulation, peaks: Peaks, unit: str, console: Console) -> None:
+    console.print(result.plan.spec.describe(), markup=False, highlight=False)
+    line = f"makespan {short(result.makespan)} {unit}, bubble {percent(result.bubble_share)}"
+    console.print(line, markup=False, highlight=False)
+    names = ["rank", f"busy {unit}", "idle", "peer late", "queued", "transfer", "release", "in flight", "kept"]
+    in_flight = result.peak_in_flight()
+    rows = []
+    for rank, waits in enumerate(result.waits):
+        numbers = (result.busy[rank], result.idle[rank], waits.peer_late, waits.queued, waits.transfer, waits.release)
+        rows.append([str(rank), *map(short, numbers), str(in_flight[rank]), short(peaks.activations[rank])])
+        if peaks.bytes:
+            rows[-1].append(size_label(peaks.bytes[rank]))
+    print_table(console, "Ranks", names + (["peak memory"] if peaks.bytes else []), rows)
+    links = [
+        [f"{a} to {b}", str(messages), size_label(size) if size else "-"]
+        for (a, b), (messages, size) in result.volume().items()
+    ]
+    print_table(console, "Links", ["link", "messages", "bytes"], links)
+
+
+def _facts(result: Simulation, peaks: Peaks, unit: str) -> dict[str, Any]:
+    return {
+        "plan": result.plan.spec.describe(),
+        "unit": unit,
+        "makespan": result.makespan,
+        "bubble_share": result.bubble_share,
+        "busy": list(result.busy),
+        "idle": list(result.idle),
+        "waits": [vars(w) for w in result.waits],
+        "peak_in_flight": list(result.peak_in_flight()),
+        "peak_activations": list(peaks.activations),
+        "peak_bytes": None if peaks.bytes is None else list(peaks.bytes),
+        "links": [
+            {"source": a, "target": b, "messages": messages, "bytes": size}
+            for (a, b), (messages, size) in result.volume().items()
+        ],
+    }
+
+
+def _compare(args: argparse.Namespace, console: Console) -> int:
+    if args.source is not None or args.schedule is not None:
+        raise UsageError("--compare names the schedules itself; leave --schedule and --import out")
+    specs = list(listed_specs(args, schedule_names(args.compare)))
+    shape = model_shape(args)
+    if args.memory_limit is not None and shape is None:
+        raise UsageError("--memory-limit needs the shape of the model: --layers, --hidden-size, --seq-length")
+    limit = None if args.memory_limit is None else args.memory_limit * 2**30
+    traced = traced_findings(args)
+    if traced is not None:
+        found = compare(specs, CostProfile.of(traced.costs), traced.network, shape, limit)
+    else:
+        found = compare(specs, _compared_profile(args), network(args, shape, args.pipeline_size or 4), shape, limit)
+    if args.json:
+        console.file.write(json.dumps([_candidate_facts(c) for c in found], indent=1) + "\n")
+    else:
+        _show_ranking(found, shape, MILLISECONDS if traced else cost_unit(args), console)
+    return OK if any(not c.refused for c in found) else REFUSED
+
+
+def _compared_profile(args: argparse.Namespace) -> CostProfile:
+    """Without costs, the whole model takes P slots for each of F, B and W, whatever V is."""
+    return cost_profile(args, args.pipeline_size or 4, 1)
+
+
+def _show_ranking(found: list[Candidate], shape: ModelShape | None, unit: str, console: Console) -> None:
+    names = ["schedule", "V", "M", f"{unit} per microbatch", "bubble", "in flight", "messages"]
+    rows = [
+        [c.spec.schedule, str(c.spec.num_chunks), str(c.spec.num_microbatches), short(c.per_microbatch)]
+        + [percent(c.bubble_share), str(c.peak_in_flight), str(c.messages)]
+        + ([size_label(c.peak_bytes or 0.0)] if shape else [])
+        for c in found
+        if not c.refused
+    ]
+    print_table(console, "Fastest first", names + (["peak memory"] if shape else []), rows)
+    refused = [
+        [f"{c.spec.schedule} V={c.spec.num_chunks} M={c.spec.num_microbatches}", c.refused] for c in found if c.refused
+    ]
+    print_table(console, "Not possible", ["schedule", "why"], refused)
+
+
+def _candidate_facts(c: Candidate) -> dict[str, Any]:
+    return {
+        "schedule": c.spec.schedule,
+        "num_chunks": c.spec.num_chunks,
+        "num_microbatches": c.spec.num_microbatches,
+        "refused": c.refused or None,
+        "makespan": c.makespan,
+        "per_microbatch": c.per_microbatch,
+        "bubble_share": c.bubble_share,
+        "peak_in_flight": c.peak_in_flight,
+        "peak_bytes": c.peak_bytes,
+        "messages": c.messages,
+        "sent_bytes": c.sent_bytes,
+    }

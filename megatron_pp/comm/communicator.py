@@ -1,0 +1,343 @@
+"""The small core of point-to-point communication that the engine uses: post a send, post a receive, post a batch;
+each returns a WaitHandle.
+
+A send goes out on a detached alias of the tensor, and the handle keeps the alias: where the tensor is dropped, or
+``deallocate_output_tensor`` swaps its storage, the alias still holds the bytes until the send is done. PyTorch's own
+reference is to the tensor *object*, whose storage is swapped along (pytorch#148590), so it does not protect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_pp.comm.transport import P2PRequest, Transport, Work
+from megatron_pp.comm.wait_handle import ShapedReceiveHandle, Tensors, WaitHandle
+from megatron_pp.comm.wire_check import STAMP_LENGTH, WireCheck
+from megatron_pp.config.model_config import option
+from megatron_pp.errors import CommunicatorClosedError, P2PShapeError, P2PTypeError
+from megatron_pp.plan.bounded_cache import BoundedCache
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.schedule_file import placement_kind
+
+Shape = Sequence[int]
+MAX_DIMENSIONS = 8
+_SEND, _RECEIVE, _BATCHED = "send", "receive", "batched send or receive"
+_HEADER_LENGTH = 1 + MAX_DIMENSIONS
+_TEMPLATES, _TEMPLATE = 1 << 20, 1 << 10  # bytes for templates of receive buffers, and of one, roughly
+
+
+class Send(NamedTuple):
+    """A send for ``post_batch``."""
+
+    value: Tensors
+    peer: int
+    channel: str
+
+
+class Receive(NamedTuple):
+    """A receive for ``post_batch``; ``shapes`` is one shape or a list of shapes."""
+
+    shapes: Any
+    peer: int
+    channel: str
+    requires_grad: bool = True
+
+
+class P2PCore:
+    """Posts sends and receives to peers of one pipeline group and keeps every handle that is not finished.
+
+    ``config`` is any object with Megatron's field names; read are ``pipeline_dtype``, ``variable_seq_lengths``,
+    ``p2p_timeout``, ``batch_p2p_sync``.
+    """
+
+    def __init__(self, transport: Transport, config: Any) -> None:
+        self.transport = transport
+        self.config = config
+        self.rank = transport.rank
+        self.size = transport.size
+        self.device = transport.device
+        self.dtype: torch.dtype | None = getattr(config, "pipeline_dtype", None)
+        self.shapes_vary = bool(
+            getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
+        )
+        # In debug mode a description travels ahead of each tensor, as a shape does where shapes vary.
+        self.wire = WireCheck(self.rank) if option(config, "p2p_debug") else None
+        self.variable_shapes = self.shapes_vary or self.wire is not None
+        # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
+        seconds = getattr(config, "p2p_timeout", None)
+        self.patience = None if seconds is None else timedelta(seconds=seconds)
+        self.timeout = None if transport.pollable else self.patience
+        self.synchronize_batches = bool(getattr(config, "batch_p2p_sync", False)) and self.device.type == "cuda"
+        self.pending: set[WaitHandle] = set()
+        self.under_guard = False  # then the fault guard keeps time: a slow peer that is alive is no error
+        self._closed = False
+        # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.
+        self._templates: BoundedCache[tuple[int, ...], torch.Tensor] = BoundedCache(_TEMPLATES)
+        self._single_shape: Any = ()  # the last shape that was seen to be one, not a list of them
+
+    # -- posting ---------------------------------------------------------------------------------------------
+
+    def post_send(self, value: Tensors, peer: int, channel: str) -> WaitHandle:
+        """Post the send of ``value`` (a tensor of dtype ``pipeline_dtype`` on the transport's device, or a list of
+        them); never blocks.
+
+        Tensors that are not contiguous are sent as contiguous copies. Raises P2PTypeError for a wrong dtype, device
+        or type, CommunicatorClosedError; nothing is posted then.
+        """
+        if isinstance(value, torch.Tensor) and not self.variable_shapes:  # the usual case, on the hot path
+            if self._closed or self.transport.aborted:
+                self._check_open()
+            if value.dtype is not self.dtype or value.device != self.device:
+                self._check_sendable(value)
+            alias = value.detach()
+            if not alias.is_contiguous():
+                alias = alias.contiguous()
+            return WaitHandle(self, (self.transport.isend(alias, peer, channel),), alias, None, _SEND, peer, channel)
+        works, held = [], []
+        for alias in self._aliases(value):
+            if self.variable_shapes:
+                header = self._header_of(alias)
+                held.append(header)
+                works.append(self.transport.isend(header, peer, channel))
+            held.append(alias)
+            works.append(self.transport.isend(alias, peer, channel))
+        return WaitHandle(self, tuple(works), held, None, _SEND, peer, channel)
+
+    def post_recv(self, shapes: Any, peer: int, channel: str, requires_grad: bool = True) -> WaitHandle:
+        """Allocate a buffer of ``shapes`` (one shape, or a list: then ``handle.tensor`` is a list) and post its
+        receive; never blocks.
+
+        With variable shapes only the number of shapes is looked at; the buffers are allocated in ``wait``.
+        """
+        if self._closed or self.transport.aborted:
+            self._check_open()
+        if self.variable_shapes:
+            count = None if _is_one(shapes) else len(shapes)
+            return ShapedReceiveHandle(self, peer, channel, count, requires_grad, _RECEIVE, shapes)
+        if shapes is not self._single_shape and is_single_shape(shapes):
+            self._single_shape = shapes
+        if shapes is self._single_shape:
+            tensor = self.allocate(shapes, requires_grad)
+            return WaitHandle(
+                self, (self.transport.irecv(tensor, peer, channel),), tensor, tensor, _RECEIVE, peer, channel
+            )
+        tensors = [self.allocate(shape, requires_grad) for shape in shapes]
+        works = tuple(self.transport.irecv(t, peer, channel) for t in tensors)
+        return WaitHandle(self, works, tensors, tensors, _RECEIVE, peer, channel)
+
+    def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
+        """Post all requests as one grouped call. Where shapes travel, their exchange is a grouped call of its own
+        before it, and waited.
+        """
+        shapes = self._exchange_headers(requests) if self.variable_shapes else None
+        posts: list[P2PRequest] = []
+        parts: list[tuple[int, int, object, Tensors | None]] = []
+        for k, request in enumerate(requests):
+            start = len(posts)
+            if isinstance(request, Send):
+                aliases = self._aliases(request.value)
+                posts += [P2PRequest(True, alias, request.peer, request.channel) for alias in aliases]
+                parts.append((start, len(posts), aliases, None))
+                continue
+            wanted = request.shapes if shapes is None else shapes[k]
+            single = is_single_shape(wanted)
+            tensors = [self.allocate(s, request.requires_grad) for s in ([wanted] if single else wanted)]
+            posts += [P2PRequest(False, t, request.peer, request.channel) for t in tensors]
+            held = tensors[0] if single else tensors
+            parts.append((start, len(posts), tensors, held))
+        works = self.transport.batch(posts)
+        handles = [
+            WaitHandle(self, _works_of(works, a, b), kept, tensor, _BATCHED, request.peer, request.channel)
+            for (a, b, kept, tensor), request in zip(parts, requests, strict=True)
+        ]
+        if self.synchronize_batches:
+            torch.cuda.synchronize(self.device)
+        return handles
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
+        """Make ready the channels for activations along ``edges`` (source, target) and gradients back. Collective.
+
+        ``received_bytes``, ``sent_bytes``: sizes of the activations that this rank receives and sends, 0 where not
+        known.
+        """
+        self.transport.prepare(edges, received_bytes, sent_bytes, self.patience)
+
+    def prepare_for_config(self) -> None:
+        """Make ready the channels that the config's own placement needs."""
+        self.prepare(default_edges(self.config, self.size))
+
+    def wait_all(self) -> None:
+        """Wait on every handle that is not finished, dropped ones included."""
+        for handle in list(self.pending):
+            handle.wait()
+
+    def abort(self) -> None:
+        """Make every blocked and later operation fail. For failures only: the process group is unusable afterwards."""
+        self._closed = True
+        self.transport.abort()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this communicator, or another one on the same transport, was aborted."""
+        return self._closed or self.transport.aborted
+
+    def group_is_gone(self) -> bool:
+        """Whether the process group under this communicator was destroyed."""
+        return self.transport.is_gone()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def allocate(self, shape: Shape, requires_grad: bool) -> torch.Tensor:
+        """A receive buffer of ``shape`` and ``pipeline_dtype``."""
+        if self.dtype is None:
+            self.require_dtype()
+        like = self._templates.entries.get(shape if type(shape) is tuple else tuple(shape))
+        if like is None:
+            like = torch.empty((), dtype=self.dtype, device=self.device).expand(shape)
+            self._templates.put(tuple(shape), like, _TEMPLATE)
+        buffer = torch.empty_like(like)
+        return buffer.requires_grad_() if requires_grad else buffer
+
+    def require_dtype(self) -> None:
+        """Raises P2PTypeError where ``pipeline_dtype`` is not set, without which nothing can be received."""
+        if self.dtype is None:
+            raise P2PTypeError(
+                "config.pipeline_dtype is None; to receive between stages it must be the dtype of the activations, "
+                "as in torch.bfloat16"
+            )
+
+    def _aliases(self, value: Tensors) -> tuple[torch.Tensor, ...]:
+        """Contiguous detached aliases of what is to be sent, checked before anything is posted."""
+        self._check_open()
+        tensors = value if isinstance(value, (list, tuple)) else (value,)
+        return tuple(self._alias(tensor) for tensor in tensors)
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._check_sendable(tensor)
+        return tensor.detach().contiguous()
+
+    def _check_sendable(self, tensor: Any) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise P2PTypeError(
+                f"a {type(tensor).__name__} can not be sent between stages; it must be a tensor or a list of tensors"
+            )
+        if tensor.dtype != self.dtype:
+            raise P2PTypeError(
+                f"a tensor of {tensor.dtype} can not be sent between stages: config.pipeline_dtype is {self.dtype}, "
+                "and the receiver expects that"
+            )
+        if tensor.device != self.device:
+            raise P2PTypeError(
+                f"a tensor on {tensor.device} can not be sent between stages: this communicator's tensors lie on "
+                f"{self.device}"
+            )
+        if self.variable_shapes and tensor.dim() > MAX_DIMENSIONS:
+            raise P2PShapeError(
+                f"a tensor of {tensor.dim()} dimensions can not be sent with variable_seq_lengths; at most "
+                f"{MAX_DIMENSIONS} are"
+            )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise CommunicatorClosedError(
+                f"pipeline rank {self.rank}: this communicator was closed after a failure; make a new one"
+            )
+
+    def post_header(self, peer: int, channel: str) -> tuple[torch.Tensor, Work]:
+        """Post the receive of one shape."""
+        header = self._empty_header()
+        return header, self.transport.irecv(header, peer, channel)
+
+    def _empty_header(self) -> torch.Tensor:
+        length = _HEADER_LENGTH if self.wire is None else _HEADER_LENGTH + STAMP_LENGTH
+        return torch.empty(length, dtype=torch.int64, device=self.device)
+
+    def _header_of(self, tensor: torch.Tensor, member: int = 0) -> torch.Tensor:
+        """Number of dimensions and the dimensions, as int64; in debug mode also what it is."""
+        padded = [tensor.dim(), *tensor.shape] + [0] * (MAX_DIMENSIONS - tensor.dim())
+        if self.wire is not None:
+            padded += self.wire.stamp(tensor.dtype, member)
+        return torch.tensor(padded, dtype=torch.int64, device=self.device)
+
+    def decode_header(
+        self, header: torch.Tensor, peer: int, what: str, expected: Any = None, member: int = 0
+    ) -> list[int]:
+        """The shape that a header tells. Raises P2PShapeError where it can not be one; in debug mode WireMismatchError
+        where the tensor is not the expected one (``expected``: its shape, None if unknown).
+        """
+        dims, *rest = header.tolist()
+        sizes = rest[:MAX_DIMENSIONS]
+        if not 0 <= dims <= MAX_DIMENSIONS or any(s < 0 for s in sizes[:dims]):
+            raise P2PShapeError(
+                f"{what}: a shape of {dims} dimensions {sizes} came; sender and receiver are not at the same message"
+            )
+        if self.wire is not None:
+            assert self.dtype is not None
+            stamp = self.wire.stamp(self.dtype, member)
+            self.wire.check(peer, rest[MAX_DIMENSIONS:], sizes[:dims], stamp, expected)
+        return sizes[:dims]
+
+    def _exchange_headers(self, requests: Sequence[Send | Receive]) -> dict[int, Any]:
+        """Send and receive the shapes of a batch; returns request index -> received shape (a list of one where a list
+        was asked for).
+        """
+        posts: list[P2PRequest] = []
+        headers: dict[int, list[torch.Tensor]] = {}
+        for k, request in enumerate(requests):
+            if isinstance(request, Send):
+                mine = [self._header_of(alias, k) for alias in self._aliases(request.value)]
+            else:
+                count = 1 if _is_one(request.shapes) else len(request.shapes)
+                mine = headers[k] = [self._empty_header() for _ in range(count)]
+            posts += [P2PRequest(isinstance(request, Send), header, request.peer, request.channel) for header in mine]
+        WaitHandle(self, tuple(self.transport.batch(posts)), posts, None, "exchange of shapes").wait()
+        shapes: dict[int, Any] = {}
+        for k, received in headers.items():
+            request = requests[k]
+            assert isinstance(request, Receive)
+            what = f"batched receive from rank {request.peer}"
+            told = [
+                self.decode_header(header, request.peer, what, nth_shape(request.shapes, n), k)
+                for n, header in enumerate(received)
+            ]
+            shapes[k] = told[0] if _is_one(request.shapes) else told
+        return shapes
+
+
+def _is_one(shapes: Any) -> bool:
+    """Whether one tensor is meant, not a list of them; with variable shapes None stands for one."""
+    return shapes is None or is_single_shape(shapes)
+
+
+def nth_shape(shapes: Any, n: int) -> Any:
+    """The shape of the ``n``-th tensor of a message; None where shapes are not known."""
+    return shapes if _is_one(shapes) else shapes[n]
+
+
+def is_single_shape(shapes: Any) -> bool:
+    """Whether ``shapes`` is one shape (a sequence of whole numbers) rather than a list of shapes."""
+    if not isinstance(shapes, (tuple, list)):  # torch.Size is a tuple
+        return False
+    for size in shapes:  # noqa: SIM110 (asked for every receive, and a generator costs more than the answer)
+        if not isinstance(size, int):
+            return False
+    return True
+
+
+def default_edges(config: Any, size: int) -> tuple[tuple[int, int], ...]:
+    """The rank pairs between which the config's schedule sends activations; Megatron's configs name none and place in
+    a loop.
+    """
+    chunks = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
+    return Placement(placement_kind(getattr(config, "pipeline_schedule", None)), size, chunks).rank_edges
+
+
+def _works_of(works: Sequence[Work], start: int, stop: int) -> tuple[Work, ...]:
+    """The works of requests start..stop; a grouped call may have given a single work for all."""
+    return tuple(works[start:stop]) if len(works) > 1 else tuple(works)

@@ -1,0 +1,154 @@
+"""Handles of posted sends and receives. A handle owns the bytes of its transfer until the transfer is done."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_pp.comm.transport import Work
+from megatron_pp.errors import CommunicatorClosedError, P2PError, P2PTimeoutError, P2PTransferError
+
+if TYPE_CHECKING:
+    from megatron_pp.comm.communicator import P2PCore
+
+Tensors = torch.Tensor | list[torch.Tensor]
+
+
+class WaitHandle:
+    """One posted message (a tensor or a list of tensors).
+
+    ``wait()`` returns when the transfer is done (on CUDA: makes the current stream wait for it, not the host);
+    waiting again is a no-op. Until then the handle, and the communicator that keeps it, hold the tensors, so that
+    dropping the handle or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a
+    send.
+    """
+
+    __slots__ = ("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "tensor")
+
+    def __init__(
+        self,
+        core: P2PCore,
+        works: tuple[Work, ...],
+        held: object,
+        tensor: Tensors | None,
+        kind: str,
+        peer: int = -1,
+        channel: str = "",
+    ) -> None:
+        self._core = core
+        self._works: tuple[Work, ...] | None = works
+        self._held = held
+        self._error: P2PError | None = None
+        self.tensor = tensor
+        self._kind = kind
+        self._peer = peer
+        self._channel = channel
+        core.pending.add(self)
+
+    @property
+    def what(self) -> str:
+        """In words, for errors."""
+        return self._kind if self._peer < 0 else f"{self._kind} on channel {self._channel}, with rank {self._peer}"
+
+    def wait(self) -> None:
+        """Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where the
+        communicator or its process group is gone, P2PTransferError where the transfer failed."""
+        works = self._works
+        if works is None:
+            if self._error is not None:
+                raise self._error
+            return
+        core = self._core
+        timeout = None if core.under_guard else core.timeout
+        try:
+            if not core.under_guard and core.transport.is_gone():
+                raise RuntimeError("the group is gone")  # gloo would wait for its timeout first
+            for work in works:
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)
+        except Exception as error:
+            self._works = None
+            self._error = _named(error, self.what, core)
+            raise self._error from error
+        self._works = None
+        self._held = None
+        core.pending.discard(self)
+
+    def is_completed(self) -> bool:
+        """Whether the transfer is known to be done. On gloo a small one is only known to be once it was waited."""
+        return self._works is None or all(work.is_completed() for work in self._works)
+
+
+class ShapedReceiveHandle(WaitHandle):
+    """A receive whose shapes travel ahead of it: ``wait()`` reads each shape, allocates its tensor, and receives it.
+
+    ``count`` is the number of tensors of the message, None for one that is not in a list.
+    """
+
+    __slots__ = ("_count", "_expected", "_requires_grad")
+
+    def __init__(
+        self,
+        core: P2PCore,
+        peer: int,
+        channel: str,
+        count: int | None,
+        requires_grad: bool,
+        kind: str,
+        expected: Any = None,
+    ) -> None:
+        header, work = core.post_header(peer, channel)
+        super().__init__(core, (work,), header, None, kind, peer, channel)
+        self._count = count
+        self._requires_grad = requires_grad
+        self._expected = expected
+
+    def wait(self) -> None:
+        if self.tensor is not None or self._works is None:
+            super().wait()
+            return
+        received = [self._receive_one(0)]
+        while len(received) < (self._count or 1):
+            header, work = self._core.post_header(self._peer, self._channel)
+            self._post_again(header, work)
+            received.append(self._receive_one(len(received)))
+        self.tensor = received[0] if self._count is None else received
+
+    def _receive_one(self, n: int) -> torch.Tensor:
+        header = self._held
+        assert isinstance(header, torch.Tensor)
+        super().wait()
+        expected = self._expected if self._count is None else self._expected[n]
+        shape = self._core.decode_header(header, self._peer, self.what, expected)
+        tensor = self._core.allocate(shape, self._requires_grad)
+        self._post_again(tensor, self._core.transport.irecv(tensor, self._peer, self._channel))
+        super().wait()
+        return tensor
+
+    def _post_again(self, held: torch.Tensor, work: Work) -> None:
+        self._held = held
+        self._works = (work,)
+        self._core.pending.add(self)
+
+
+def _named(error: Exception, what: str, core: P2PCore) -> P2PError:
+    """The error a user sees, for what the transport raised."""
+    if isinstance(error, P2PError):
+        return error
+    text = str(error)
+    where = f"pipeline rank {core.rank}, {what}"
+    if core.closed or core.group_is_gone():
+        return CommunicatorClosedError(
+            f"{where}: the communicator or its process group was closed before the transfer was waited for"
+        )
+    if "Timed out" in text or "timeout" in text.lower():
+        seconds = core.timeout.total_seconds() if isinstance(core.timeout, timedelta) else "the process group's"
+        return P2PTimeoutError(
+            f"{where}: not done after {seconds} s (config.p2p_timeout); the peer never posted its end, or is gone: "
+            f"{text}"
+        )
+    return P2PTransferError(f"{where}: the transfer failed: {text}")

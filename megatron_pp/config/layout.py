@@ -1,0 +1,194 @@
+"""Which stage holds which layers: every layer exactly once, or a named error. Never imports torch.
+
+Megatron dropped what did not divide: 30 layers over 4 ranks built 28 (NVIDIA/Megatron-LM#1304).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from megatron_pp.config.checks import LayoutError, whole_number
+from megatron_pp.config.layout_text import Layout, layers_per_stage
+from megatron_pp.plan.placement import LOOP, Placement
+
+_EXAMPLE_STAGES = 16  # a longer list makes an error unreadable
+
+
+def place_layers(
+    num_layers: int,
+    pipeline_size: int,
+    num_chunks: int = 1,
+    *,
+    layout: Layout | None = None,
+    num_layers_in_first_pipeline_stage: int | None = None,
+    num_layers_in_last_pipeline_stage: int | None = None,
+    account_for_embedding: bool = False,
+    account_for_loss: bool = False,
+    placement: str = LOOP,
+) -> list[list[int]]:
+    """Layer numbers (from 0) of each of the P * V stages, in model order.
+
+    layout                                one entry per stage (see megatron_pp.config.layout_text); excludes what
+    follows num_layers_in_first_pipeline_stage    layers of rank 0, all its chunks together, as in Megatron
+    num_layers_in_last_pipeline_stage     layers of rank P - 1, likewise account_for_embedding, _loss          the
+    embedding (the loss) counts as one layer of the first (last) stage placement                             which rank
+    holds which stage: "loop" or "v"
+
+    Raises LayoutError, with the nearest numbers that work, where a layer would be left over, placed twice, or a stage
+    between the first and the last would hold nothing.
+    """
+    whole_number("num_layers", num_layers, error=LayoutError)
+    place = Placement(placement, pipeline_size, num_chunks)
+    first, last = num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage
+    _check_one_way(layout, first, last, account_for_embedding or account_for_loss)
+    if layout is not None:
+        counts = _explicit_counts(layout, num_layers, place)
+    elif first is not None or last is not None:
+        counts = _counts_with_own_ends(num_layers, place, first, last)
+    else:
+        counts = _even_counts(num_layers, place, account_for_embedding, account_for_loss)
+    _check_no_empty_stage(counts)
+    return _number_layers(counts)
+
+
+def balanced_layout(num_layers: int, num_stages: int) -> list[int]:
+    """Layers per stage that differ by at most one; the longer stages come after the first, which has the embedding."""
+    least, left_over = divmod(num_layers, num_stages)
+    longer = {(1 + i) % num_stages for i in range(left_over)}
+    return [least + (stage in longer) for stage in range(num_stages)]
+
+
+def _check_one_way(layout: Layout | None, first: int | None, last: int | None, accounts: bool) -> None:
+    given = {
+        "pipeline_model_parallel_layout": layout is not None,
+        "num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage": (first, last) != (None, None),
+        "account_for_embedding_in_pipeline_split or account_for_loss_in_pipeline_split": accounts,
+    }
+    used = [name for name, is_used in given.items() if is_used]
+    if len(used) > 1:
+        raise LayoutError(f"{' and '.join(used)} are both set; each decides how layers are placed, so set one of them")
+
+
+def _explicit_counts(layout: Layout, num_layers: int, place: Placement) -> list[int]:
+    counts = layers_per_stage(layout)
+    if len(counts) != place.num_stages:
+        raise LayoutError(
+            f"pipeline_model_parallel_layout has {len(counts)} stages; {place.pipeline_size} pipeline ranks with "
+            f"{_chunks(place)} each have {place.num_stages}"
+        )
+    if sum(counts) != num_layers:
+        raise LayoutError(f"pipeline_model_parallel_layout places {sum(counts)} of num_layers {num_layers} layers")
+    return counts
+
+
+def _counts_with_own_ends(num_layers: int, place: Placement, first: int | None, last: int | None) -> list[int]:
+    """Megatron's rule: counts are per pipeline rank, and a rank's chunks share them evenly."""
+    size, chunks = place.pipeline_size, place.num_chunks
+    if size == 1:
+        raise LayoutError(
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need "
+            "pipeline_model_parallel_size of at least 2"
+        )
+    per_rank: list[int | None] = [None] * size
+    for name, rank, count in (("first", 0, first), ("last", size - 1, last)):
+        if count is not None:
+            _check_rank_count(f"num_layers_in_{name}_pipeline_stage", count, num_layers, chunks)
+            per_rank[rank] = count
+    at_ends = sum(count or 0 for count in per_rank)
+    each = _share_of_middle(num_layers, at_ends, per_rank.count(None), place)
+    ranks = [each if count is None else count for count in per_rank]
+    return [ranks[rank] // chunks for rank, _ in place.homes]
+
+
+def _share_of_middle(num_layers: int, at_ends: int, middle: int, place: Placement) -> int:
+    """Layers of each rank that was given no number of its own."""
+    left = num_layers - at_ends
+    if middle == 0:
+        if left:
+            raise LayoutError(
+                f"num_layers is {num_layers}, but the first and last pipeline stage are given {at_ends} together and "
+                f"there is no other; nearest num_layers: {at_ends}"
+            )
+        return 0
+    share = middle * place.num_chunks
+    if left < share or left % share:
+        problem = (
+            f"num_layers is {num_layers}; {at_ends} are given to the first or last pipeline stage, and what is left "
+            f"({left}) can not be shared evenly by {middle} rank(s) with {_chunks(place)} each"
+        )
+        _refuse_division(num_layers, place, lambda n: n > at_ends and (n - at_ends) % share == 0, problem)
+    return left // middle
+
+
+def _check_rank_count(name: str, count: int, num_layers: int, chunks: int) -> None:
+    whole_number(name, count, error=LayoutError)
+    if count % chunks:
+        nearest = _nearest(count, lambda n: n % chunks == 0)
+        raise LayoutError(f"{name} is {count}, which {chunks} chunks can not share evenly; nearest: {nearest}")
+    if count > num_layers:
+        raise LayoutError(f"{name} is {count}, more than num_layers {num_layers}")
+
+
+def _even_counts(num_layers: int, place: Placement, embedding: bool, loss: bool) -> list[int]:
+    """The same for every stage, where embedding and loss count as one layer each if so asked."""
+    extra = int(embedding) + int(loss)
+    stages = place.num_stages
+    if (num_layers + extra) % stages:
+        counted = " (with embedding and loss as asked)" if extra else ""
+        _refuse_division(
+            num_layers,
+            place,
+            lambda n: (n + extra) % stages == 0,
+            f"num_layers is {num_layers}, which{counted} does not divide over {place.pipeline_size} pipeline ranks "
+            f"with {_chunks(place)} each",
+        )
+    counts = [(num_layers + extra) // stages] * stages
+    counts[0] -= int(embedding)
+    counts[-1] -= int(loss)
+    if min(counts) < 0:
+        raise LayoutError(f"num_layers is {num_layers}: nothing is left beside embedding and loss on {stages} stage(s)")
+    return counts
+
+
+def _refuse_division(num_layers: int, place: Placement, works: Callable[[int], bool], problem: str) -> NoReturn:
+    raise LayoutError(f"{problem}; nearest num_layers: {_nearest(num_layers, works)}{_layout_hint(num_layers, place)}")
+
+
+def _layout_hint(num_layers: int, place: Placement) -> str:
+    if num_layers < place.num_stages or place.num_stages > _EXAMPLE_STAGES:
+        return ""
+    example = balanced_layout(num_layers, place.num_stages)
+    return f"; or place them yourself: pipeline_model_parallel_layout={example}"
+
+
+def _chunks(place: Placement) -> str:
+    return "1 chunk" if place.num_chunks == 1 else f"{place.num_chunks} chunks"
+
+
+def _nearest(value: int, works: Callable[[int], bool]) -> str:
+    """The closest values below and above that work, in words. ``works`` must hold for some larger value."""
+    below = next((n for n in range(value - 1, 0, -1) if works(n)), None)
+    above = value + 1
+    while not works(above):
+        above += 1
+    return str(above) if below is None else f"{below} or {above}"
+
+
+def _check_no_empty_stage(counts: list[int]) -> None:
+    """The first and last stage have embedding and loss to do; any other must have a layer."""
+    for stage in range(1, len(counts) - 1):
+        if counts[stage] == 0:
+            raise LayoutError(
+                f"stage {stage} of {len(counts)} would hold no layer; only the first and the last stage may, and "
+                f"{sum(counts)} layers fill at most {sum(counts) + 2} stages"
+            )
+
+
+def _number_layers(counts: list[int]) -> list[list[int]]:
+    placed: list[list[int]] = []
+    start = 0
+    for count in counts:
+        placed.append(list(range(start, start + count)))
+        start += count
+    return placed

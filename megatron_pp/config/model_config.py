@@ -1,0 +1,251 @@
+"""The configuration the schedules read: Megatron's field names, and ours.
+
+The engine takes any object with these field names, Megatron-core's own dataclasses among them; `option` gives our
+default where such an object has no such field. What is impossible raises a ConfigError when the object is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_pp.config import rules
+from megatron_pp.config.checks import (
+    ConfigError,
+    LayoutError,
+    MicrobatchCountError,
+    ScheduleError,
+    WorldSizeError,
+)
+from megatron_pp.config.fields import read_flag, read_text, setting, setting_from_env
+from megatron_pp.config.layout import place_layers
+from megatron_pp.config.layout_text import Layout
+from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count, legal_microbatch_counts
+from megatron_pp.plan.sim.measured import Measured
+
+__all__ = [
+    "ConfigError",
+    "LayoutError",
+    "MicrobatchCount",
+    "MicrobatchCountError",
+    "ModelParallelConfig",
+    "ScheduleError",
+    "TransformerConfig",
+    "WorldSizeError",
+    "explain_microbatch_count",
+    "legal_microbatch_counts",
+    "option",
+    "place_layers",
+]
+
+Config = TypeVar("Config", bound="ModelParallelConfig")
+
+
+@dataclass
+class ModelParallelConfig:
+    """What the schedules and the communication between stages read. Field names are Megatron-core's; the fields of the
+    sections marked "ours" exist here alone.
+
+    Fields left None are filled in as Megatron does: `microbatch_group_size_per_vp_stage` (P), `batch_p2p_comm` (not
+    `overlap_p2p_comm`), `autocast_dtype` (`params_dtype`). `replace` makes a changed copy in which they are worked out
+    anew.
+
+    Raises ConfigError or a subclass, with the value and the nearest legal one.
+    """
+
+    # Parallel sizes.
+    tensor_model_parallel_size: int = setting(1, "ranks that split each layer", section="parallel sizes")
+    pipeline_model_parallel_size: int = setting(1, "P, ranks that share the layers as a pipeline")
+    virtual_pipeline_model_parallel_size: int | None = setting(None, "V, model chunks per pipeline rank")
+    context_parallel_size: int = setting(1, "ranks that split the sequence")
+    data_parallel_size: int | None = setting(None, "replicas of the pipeline; None: what the world size leaves")
+    sequence_parallel: bool = setting(False, "split activations along the sequence over the tensor parallel ranks")
+
+    # Training.
+    params_dtype: torch.dtype = setting(torch.float32, "dtype of the parameters", section="training")
+    enable_autocast: bool = setting(False, "run the forward step inside torch.autocast")
+    autocast_dtype: torch.dtype | None = setting(None, "dtype of autocast; None: params_dtype")
+    calculate_per_token_loss: bool = setting(False, "loss functions return token counts, which divide the gradients")
+    num_microbatches_with_partial_activation_checkpoints: int | None = setting(
+        None, "microbatches in flight of which only some layers are recomputed; None: forward_step_func decides"
+    )
+    deterministic_mode: bool = setting(False, "prefer deterministic kernels")
+
+    # Hooks: callables, so never a flag.
+    timers: Callable[..., Any] | None = setting(None, "Megatron's timers", cli=False, section="hooks")
+    grad_scale_func: Callable[..., Any] | None = setting(None, "loss -> scaled loss", cli=False)
+    no_sync_func: Callable[..., AbstractContextManager[Any]] | list[Any] | None = setting(
+        None, "context manager(s) in which gradients stay local", cli=False
+    )
+    grad_sync_func: Callable[..., Any] | list[Any] | None = setting(
+        None, "start(s) reducing the gradients of these parameters", cli=False
+    )
+    param_sync_func: Callable[..., Any] | list[Any] | None = setting(
+        None, "start(s) gathering these parameters", cli=False
+    )
+    finalize_model_grads_func: Callable[..., Any] | None = setting(
+        None, "called once a step, after the last backward", cli=False
+    )
+    overlapped_forward_backward: Callable[..., Any] | None = setting(
+        None, "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.runtime.pairs)",
+        cli=False
+    )
+    barrier_with_L1_time: bool = setting(  # noqa: N815 (Megatron's name)
+        True, "level-1 timers start behind a barrier"
+    )
+
+    # Pipeline.
+    pipeline_dtype: torch.dtype | None = setting(
+        None, "dtype of what travels between stages; needed when P > 1", section="pipeline"
+    )
+    microbatch_group_size_per_vp_stage: int | None = setting(
+        None, "G, microbatches a chunk runs before the next chunk takes over; None: P"
+    )
+    variable_seq_lengths: bool = setting(False, "microbatches differ in shape, which is sent ahead of each")
+    overlap_p2p_comm: bool = setting(False, "send and receive while computing (the lowering policy 'overlap')")
+    overlap_p2p_comm_warmup_flush: bool = setting(False, "overlap in warm-up and flush too; needs overlap_p2p_comm")
+    batch_p2p_comm: bool | None = setting(None, "group sends and receives into one call; None: unless overlap_p2p_comm")
+    batch_p2p_sync: bool = setting(False, "synchronize the device after each grouped call, as old PyTorch needed")
+    deallocate_pipeline_outputs: bool = setting(True, "free an output's data once sent, unless its graph needs it")
+    defer_embedding_wgrad_compute: bool = setting(False, "leave the output layer's weight gradients for the flush")
+    wgrad_deferral_limit: int = setting(0, "microbatches whose output weight gradients are left; 0: all")
+
+    # Pipeline, ours.
+    pipeline_schedule: str | None = setting(
+        None,
+        "schedule family, or a .csv or .json file; None: 1f1b, or interleaved_1f1b where V > 1",
+        section="pipeline, ours",
+    )
+    pipeline_measured: Measured | dict[str, Any] | str | None = setting(
+        None, "times and memory that auto and auto_v plan for: a Measured, a dict, or a JSON file; None: equal times"
+    )
+    pipeline_placement: str | None = setting(
+        None, "which rank holds which stage: loop or v; None: as the schedule says", choices=rules.PLACEMENTS
+    )
+    p2p_channels: str = setting(
+        "one_way", "one_way: a channel per direction and kind; shared: the given group alone", choices=rules.CHANNELS
+    )
+    max_pending_sends: int = setting(2, "unfinished sends that may pile up before the schedule waits for one")
+    p2p_timeout: float = setting(600.0, "seconds until a transfer without answer is an error")
+    compute_timeout: float | None = setting(
+        None, "seconds that one operation of a rank that gives signs of life may take; None: ten times p2p_timeout"
+    )
+    step_number: int | Callable[[], int] | None = setting(
+        None, "the program's number of the step, or a function that returns it; ranks compare theirs", cli=False
+    )
+    warm_up_p2p: bool = setting(True, "connect neighbours when the communicator is made, not within the first step")
+    p2p_debug: bool = setting_from_env(
+        "MEGATRON_PP_P2P_DEBUG", read_flag, "check shapes, dtypes and order of every transfer (slow)"
+    )
+    trace_dir: str | None = setting_from_env(
+        "MEGATRON_PP_TRACE_DIR", read_text, "folder for timelines of what really happened"
+    )
+    trace_steps: str | None = setting_from_env(
+        "MEGATRON_PP_TRACE_STEPS", read_text, "training steps to trace, from 1, as in 3,10-12; None: 2 to 21"
+    )
+
+    def __post_init__(self) -> None:
+        rules.check_parallel_sizes(self)
+        rules.check_dtypes(self)
+        rules.check_schedule(self)
+        rules.check_communication(self)
+        rules.check_training(self)
+        self._filled_in = rules.fill_in(self)
+
+    @property
+    def lowering_policy(self) -> str:
+        """'overlap', 'batched' or 'plain': how the plan's sends and receives go out."""
+        return rules.lowering_policy(self)
+
+    @property
+    def num_chunks(self) -> int:
+        """V, counting a rank without virtual pipelining as one chunk."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule family in use: `pipeline_schedule`, or what V implies."""
+        return rules.schedule_name(self)
+
+    @property
+    def placement_name(self) -> str:
+        """Which rank holds which stage: 'loop' or 'v'."""
+        return rules.placement_name(self)
+
+    def explain_microbatch_count(self, num_microbatches: int) -> MicrobatchCount:
+        """What is to be said about this number of microbatches; raises MicrobatchCountError unless it is at least 1."""
+        return rules.explain_microbatches(self, num_microbatches)
+
+    def replace(self: Config, **changes: Any) -> Config:
+        """A changed copy; what was filled in is derived anew (dataclasses.replace keeps it). Raises as the class."""
+        fresh: dict[str, Any] = {name: None for name in self._filled_in if name not in changes}
+        return dataclasses.replace(self, **fresh, **changes)
+
+
+@dataclass
+class TransformerConfig(ModelParallelConfig):
+    """Adds the sizes of a transformer and where its layers go. Raises LayoutError where a layer would be left over."""
+
+    num_layers: int = setting(0, "transformer layers of the whole model", section="model")
+    hidden_size: int = setting(0, "width of the residual stream")
+    num_attention_heads: int = setting(0, "attention heads per layer")
+    ffn_hidden_size: int | None = setting(None, "width inside the feed-forward part; None: 4 * hidden_size")
+    kv_channels: int | None = setting(None, "width of one head; None: hidden_size / num_attention_heads")
+    hidden_dropout: float = setting(0.1, "dropout probability on the residual stream")
+    attention_dropout: float = setting(0.1, "dropout probability on attention weights")
+    layernorm_epsilon: float = setting(1e-5, "added to the variance in norms")
+    init_method_std: float = setting(0.02, "standard deviation of initial weights")
+
+    num_layers_in_first_pipeline_stage: int | None = setting(
+        None, "layers of the first pipeline rank, all its chunks together", section="layer placement"
+    )
+    num_layers_in_last_pipeline_stage: int | None = setting(
+        None, "layers of the last pipeline rank, all its chunks together"
+    )
+    account_for_embedding_in_pipeline_split: bool = setting(False, "count the embedding as a layer of the first stage")
+    account_for_loss_in_pipeline_split: bool = setting(False, "count the loss as a layer of the last stage")
+    pipeline_model_parallel_layout: Layout | None = setting(
+        None, "layers per stage in model order: 8,8,7,7 or Megatron's 'Et*8|t*8|t*7|t*7L'"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rules.check_model_sizes(self)
+        self._filled_in |= rules.fill_in_model_sizes(self)
+        self.layers_of_stages()
+
+    def layers_of_stages(self) -> list[list[int]]:
+        """Layer numbers (from 0) of each of the P * V stages in model order; `plan.placement` says where they live.
+
+        Raises LayoutError.
+        """
+        return place_layers(
+            self.num_layers,
+            self.pipeline_model_parallel_size,
+            self.num_chunks,
+            layout=self.pipeline_model_parallel_layout,
+            num_layers_in_first_pipeline_stage=self.num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=self.num_layers_in_last_pipeline_stage,
+            account_for_embedding=self.account_for_embedding_in_pipeline_split,
+            account_for_loss=self.account_for_loss_in_pipeline_split,
+            placement=self.placement_name,
+        )
+
+
+def option(config: object, name: str) -> Any:
+    """`config.name`, or ModelParallelConfig's default where this object has no such attribute.
+
+    So that one of Megatron's own config objects, which knows nothing of `max_pending_sends`, is served with ours.
+    Raises AttributeError where ModelParallelConfig has no such field either.
+    """
+    if hasattr(config, name):
+        return getattr(config, name)
+    known = ModelParallelConfig.__dataclass_fields__.get(name)
+    if known is None:
+        raise AttributeError(f"neither {type(config).__name__} nor ModelParallelConfig has a field {name!r}")
+    return known.default if known.default_factory is dataclasses.MISSING else known.default_factory()

@@ -1,0 +1,84 @@
+"""Who works with whom: ranks as points of a grid tensor x context x data x pipeline. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron_pp.config.checks import WorldSizeError, whole_number
+
+# From the fastest-running dimension to the slowest, Megatron's default order: ranks of one tensor parallel group are
+# neighbours (they talk most), those of one pipeline are furthest apart (they talk least).
+DIMENSIONS = ("tp", "cp", "dp", "pp")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """tensor_parallel * context_parallel * data_parallel * pipeline_parallel ranks, in Megatron's order."""
+
+    tensor_parallel: int
+    context_parallel: int
+    data_parallel: int
+    pipeline_parallel: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """In the order of DIMENSIONS."""
+        return (self.tensor_parallel, self.context_parallel, self.data_parallel, self.pipeline_parallel)
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel * self.context_parallel * self.data_parallel * self.pipeline_parallel
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is in each dimension."""
+        place = {}
+        for name, size in zip(DIMENSIONS, self.sizes, strict=True):
+            rank, place[name] = divmod(rank, size)
+        return place
+
+    def groups(self, *along: str) -> list[list[int]]:
+        """All groups of ranks that differ only in the named dimensions; each ascending, every rank in exactly one."""
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            members.setdefault(self._elsewhere(rank, along), []).append(rank)
+        return list(members.values())
+
+    def _elsewhere(self, rank: int, along: Collection[str]) -> tuple[int, ...]:
+        return tuple(position for name, position in self.coordinates(rank).items() if name not in along)
+
+
+def fit_grid(
+    world_size: int,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    context_parallel: int = 1,
+    data_parallel: int | None = None,
+) -> Grid:
+    """The grid of ``world_size`` ranks; data parallelism takes what the others leave.
+
+    Raises WorldSizeError, with the nearest world sizes that fit, where something is left over, and ConfigError for
+    sizes below 1.
+    """
+    whole_number("tensor_model_parallel_size", tensor_parallel)
+    whole_number("pipeline_model_parallel_size", pipeline_parallel)
+    whole_number("context_parallel_size", context_parallel)
+    replica = tensor_parallel * context_parallel * pipeline_parallel
+    product = (
+        f"tensor_model_parallel_size {tensor_parallel} x context_parallel_size {context_parallel} x "
+        f"pipeline_model_parallel_size {pipeline_parallel}"
+    )
+    if data_parallel is not None:
+        wanted = replica * whole_number("data_parallel_size", data_parallel)
+        if world_size != wanted:
+            raise WorldSizeError(
+                f"the world size is {world_size}, but {product} x data_parallel_size {data_parallel} is {wanted}"
+            )
+        return Grid(tensor_parallel, context_parallel, data_parallel, pipeline_parallel)
+    if world_size % replica:
+        below = world_size - world_size % replica
+        nearest = f"{below} or {below + replica}" if below else str(replica)
+        raise WorldSizeError(
+            f"the world size is {world_size}, which {product} = {replica} does not divide; nearest: {nearest} processes"
+        )
+    return Grid(tensor_parallel, context_parallel, world_size // replica, pipeline_parallel)

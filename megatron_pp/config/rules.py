@@ -1,0 +1,229 @@
+"""What makes a config impossible, and what is derived where a field was left None.
+
+Each check takes the config object, reads its fields by name, and raises with the value and the nearest legal one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_pp.config.checks import ConfigError, ScheduleError, one_of, whole_number
+from megatron_pp.config.microbatch_counts import MicrobatchCount, check_group_size, explain_microbatch_count
+from megatron_pp.plan.files import ExchangeError
+from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
+from megatron_pp.plan.orders.family import Family
+from megatron_pp.plan.placement import PLACEMENTS, Placement
+from megatron_pp.plan.schedule_file import choices, find_family
+from megatron_pp.plan.sim.measured import measured_values
+from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN, PlanError
+
+
+def check_parallel_sizes(config: Any) -> None:
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        whole_number(name, getattr(config, name))
+    if config.virtual_pipeline_model_parallel_size is not None:
+        hint = "None for a pipeline without chunks"
+        whole_number("virtual_pipeline_model_parallel_size", config.virtual_pipeline_model_parallel_size, hint=hint)
+    if config.data_parallel_size is not None:
+        whole_number("data_parallel_size", config.data_parallel_size)
+    if config.sequence_parallel and config.tensor_model_parallel_size == 1:
+        raise ConfigError(
+            "sequence_parallel is True with tensor_model_parallel_size 1; it splits over the tensor parallel ranks, "
+            "so use at least 2 or leave it off"
+        )
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    check_group_size(config.pipeline_model_parallel_size, chunks, config.microbatch_group_size_per_vp_stage)
+
+
+def check_dtypes(config: Any) -> None:
+    for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
+        value = getattr(config, name)
+        if value is None and name != "params_dtype":
+            continue
+        if not isinstance(value, torch.dtype) or not value.is_floating_point:
+            raise ConfigError(f"{name} is {value!r}; it must be a floating point torch.dtype such as torch.bfloat16")
+    if config.pipeline_model_parallel_size > 1 and config.pipeline_dtype is None:
+        raise ConfigError(
+            f"pipeline_dtype is missing with pipeline_model_parallel_size {config.pipeline_model_parallel_size}; "
+            f"it is the dtype of the activations between stages, usually params_dtype ({config.params_dtype})"
+        )
+
+
+def check_schedule(config: Any) -> None:
+    if config.pipeline_placement is not None:
+        one_of("pipeline_placement", config.pipeline_placement, PLACEMENTS)
+    family = _family(schedule_name(config))
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    _check_measured(config, family, config.pipeline_model_parallel_size, chunks)
+    if family.chunks is not None and family.chunks != chunks:
+        raise ScheduleError(_wrong_chunks(family, config.virtual_pipeline_model_parallel_size))
+    if config.pipeline_placement not in (None, family.placement):
+        fitting = [name for name, other in SCHEDULES.items() if other.placement == config.pipeline_placement]
+        advice = f", or choose one of {', '.join(fitting)}" if fitting else ""
+        raise ScheduleError(
+            f"pipeline_placement is {config.pipeline_placement!r}, but {family.name} places stages as "
+            f"{family.placement!r}; leave pipeline_placement out{advice}"
+        )
+
+
+def _check_measured(config: Any, family: Family, size: int, chunks: int) -> None:
+    if config.pipeline_measured is None:
+        return
+    try:
+        measured = measured_values(config.pipeline_measured)
+        if measured is not None and family.search is not None:
+            placement = Placement(family.placement, size, family.chunks or chunks)
+            measured.costs(placement.num_stages), measured.memory(placement)
+    except PlanError as error:
+        raise ScheduleError(f"pipeline_measured: {error}") from error
+
+
+def check_communication(config: Any) -> None:
+    one_of("p2p_channels", config.p2p_channels, CHANNELS)
+    whole_number("max_pending_sends", config.max_pending_sends, at_least=0)
+    _check_seconds("p2p_timeout", config.p2p_timeout)
+    if config.compute_timeout is not None:
+        _check_seconds("compute_timeout", config.compute_timeout)
+        if config.compute_timeout < config.p2p_timeout:
+            raise ConfigError(
+                f"compute_timeout is {config.compute_timeout!r}, below p2p_timeout, {config.p2p_timeout!r}; it must be "
+                "at least as long, or None"
+            )
+    lowering_policy(config)
+    if config.overlap_p2p_comm_warmup_flush and not config.overlap_p2p_comm:
+        raise ConfigError("overlap_p2p_comm_warmup_flush is True without overlap_p2p_comm; set overlap_p2p_comm too")
+    if config.defer_embedding_wgrad_compute and config.pipeline_model_parallel_size == 1:
+        raise ConfigError(
+            "defer_embedding_wgrad_compute is True with pipeline_model_parallel_size 1; there is no pipeline flush to "
+            "hide it in, so leave it off"
+        )
+    whole_number("wgrad_deferral_limit", config.wgrad_deferral_limit, at_least=0)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds above 0, such as 600.0")
+
+
+def check_training(config: Any) -> None:
+    checkpointed = config.num_microbatches_with_partial_activation_checkpoints
+    if checkpointed is not None:
+        whole_number("num_microbatches_with_partial_activation_checkpoints", checkpointed, at_least=0)
+    for name in ("timers", "grad_scale_func", "finalize_model_grads_func", "overlapped_forward_backward"):
+        _check_callables(config, name, lists=False)
+    for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
+        _check_callables(config, name, lists=True)
+
+
+def check_model_sizes(config: Any) -> None:
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        whole_number(name, getattr(config, name))
+    for name in ("ffn_hidden_size", "kv_channels"):
+        if getattr(config, name) is not None:
+            whole_number(name, getattr(config, name))
+    hidden, heads, split = config.hidden_size, config.num_attention_heads, config.tensor_model_parallel_size
+    if config.kv_channels is None and hidden % heads:
+        raise ConfigError(
+            f"hidden_size is {hidden}, which {heads} num_attention_heads do not divide; nearest: "
+            f"{_nearest_multiple(hidden, heads)}, or set kv_channels"
+        )
+    if heads % split:
+        raise ConfigError(
+            f"num_attention_heads is {heads}, which tensor_model_parallel_size {split} does not divide; nearest: "
+            f"{_nearest_multiple(heads, split)}"
+        )
+    for name in ("hidden_dropout", "attention_dropout"):
+        value = getattr(config, name)
+        if not 0.0 <= value < 1.0:
+            raise ConfigError(f"{name} is {value!r}; it is a probability from 0.0 up to, but not including, 1.0")
+    if not config.layernorm_epsilon > 0.0:
+        raise ConfigError(f"layernorm_epsilon is {config.layernorm_epsilon!r}; it must be above 0, such as 1e-5")
+    if not config.init_method_std >= 0.0:
+        raise ConfigError(f"init_method_std is {config.init_method_std!r}; it must be at least 0, such as 0.02")
+
+
+def fill_in(config: Any) -> frozenset[str]:
+    """Sets the fields left None that Megatron derives; returns their names."""
+    derived = {
+        "microbatch_group_size_per_vp_stage": config.pipeline_model_parallel_size,
+        "batch_p2p_comm": not config.overlap_p2p_comm,
+        "autocast_dtype": config.params_dtype,
+    }
+    return _fill(config, derived)
+
+
+def fill_in_model_sizes(config: Any) -> frozenset[str]:
+    """As fill_in, for the sizes of a transformer."""
+    derived = {
+        "ffn_hidden_size": 4 * config.hidden_size,
+        "kv_channels": config.hidden_size // config.num_attention_heads,
+    }
+    return _fill(config, derived)
+
+
+def lowering_policy(config: Any) -> str:
+    """What the two flags ask for, of a config that may lack them. Raises ConfigError where both are set."""
+    overlap, batched = (getattr(config, name, False) for name in ("overlap_p2p_comm", "batch_p2p_comm"))
+    if overlap and batched:
+        raise ConfigError(
+            "overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole and can not "
+            "overlap, so set batch_p2p_comm=False or leave it out"
+        )
+    return OVERLAP if overlap else BATCHED if batched else PLAIN
+
+
+def schedule_name(config: Any) -> str:
+    if config.pipeline_schedule is not None:
+        return str(config.pipeline_schedule)
+    return INTERLEAVED if (config.virtual_pipeline_model_parallel_size or 1) > 1 else ONE_F_ONE_B
+
+
+def placement_name(config: Any) -> str:
+    return _family(schedule_name(config)).placement
+
+
+def explain_microbatches(config: Any, num_microbatches: int) -> MicrobatchCount:
+    """Groups exist in the interleaved schedule alone; any other fills up with P microbatches."""
+    size = config.pipeline_model_parallel_size
+    if schedule_name(config) != INTERLEAVED:
+        return explain_microbatch_count(num_microbatches, size)
+    group = config.microbatch_group_size_per_vp_stage
+    return explain_microbatch_count(num_microbatches, size, config.num_chunks, group)
+
+
+def _family(name: str) -> Family:
+    try:
+        return find_family(name)
+    except ExchangeError as error:
+        raise ScheduleError(f"pipeline_schedule: {error}") from error
+    except PlanError as error:
+        raise ScheduleError(f"pipeline_schedule is {name!r}; it must be {choices()}") from error
+
+
+def _wrong_chunks(family: Family, given: int | None) -> str:
+    fitting = [name for name, other in SCHEDULES.items() if other.chunks in (None, given or 1)]
+    wanted = "None (or 1)" if family.chunks == 1 else family.chunks
+    advice = f", or choose one of {', '.join(fitting)}" if fitting else ""
+    return f"virtual_pipeline_model_parallel_size is {given}; {family.name} needs {wanted}{advice}"
+
+
+def _check_callables(config: Any, name: str, lists: bool) -> None:
+    value = getattr(config, name)
+    entries = value if lists and isinstance(value, (list, tuple)) else [value]
+    if value is not None and not all(map(callable, entries)):
+        kinds = "a callable, or a list of one per chunk" if lists else "a callable"
+        raise ConfigError(f"{name} is {value!r}; it must be {kinds}, or None")
+
+
+def _fill(config: Any, derived: dict[str, Any]) -> frozenset[str]:
+    missing = [name for name in derived if getattr(config, name) is None]
+    for name in missing:
+        setattr(config, name, derived[name])
+    return frozenset(missing)
+
+
+def _nearest_multiple(value: int, of: int) -> str:
+    below = value - value % of
+    return f"{below} or {below + of}" if below else str(of)

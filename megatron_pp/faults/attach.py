@@ -1,0 +1,123 @@
+"""The guard of a communicator: made when its first step begins, kept as long as its transport."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+from megatron_pp.comm.abort import abort_all_groups
+from megatron_pp.comm.at_exit import call_if_alive
+from megatron_pp.faults import nccl_settings
+from megatron_pp.faults.agreement import RECEIVES, SENDS
+from megatron_pp.faults.diagnosis import Source
+from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.plan.spec import PlanSpec
+
+logger = logging.getLogger("megatron_pp")
+
+_DEFAULT_TIMEOUT = 600.0
+_PATIENCE = 10  # times p2p_timeout, for one operation of a rank whose process lives
+
+# What only the rank itself is concerned by, or what follows from the rest.
+_PRIVATE_FIELDS = frozenset({"release_after", "lookahead", "grad_sync", "param_sync", "split_backward"})
+
+
+class NoGuard:
+    """Stands in where there is nobody to guard against: one rank, or ranks without a store."""
+
+    def phase(self, text: str) -> None:
+        """See FaultGuard."""
+
+
+@contextmanager
+def guarded(
+    communicator: Any,
+    config: Any,
+    source: Source,
+    key: Hashable,
+    describe: Callable[[], Mapping[str, str]],
+    number: int | None = None,
+) -> Iterator[FaultGuard | NoGuard]:
+    """One step of ``communicator`` under its guard; see ``FaultGuard.step``. Within it the guard keeps time for all
+    transfers."""
+    guard = guard_of(communicator, config)
+    if isinstance(guard, NoGuard):
+        yield guard
+        return
+    with guard.step(source, key, describe, number):
+        use_agreement = getattr(communicator.transport, "use_agreement", None)
+        if use_agreement is not None:
+            use_agreement(guard.agreement)
+        communicator.under_guard = True
+        try:
+            yield guard
+        finally:
+            communicator.under_guard = False
+
+
+def watched(communicator: Any, config: Any, what: str) -> AbstractContextManager[Any]:
+    """``FaultGuard.watch`` of the communicator's guard; a context that does nothing where there is none."""
+    guard = guard_of(communicator, config)
+    return nullcontext() if isinstance(guard, NoGuard) else guard.watch(what)
+
+
+def guard_of(communicator: Any, config: Any) -> FaultGuard | NoGuard:
+    """The guard of the communicator's transport, which communicators may share."""
+    transport = communicator.transport
+    store = getattr(transport, "store", None)
+    if transport.size == 1 or store is None:
+        return NoGuard()
+    guard: FaultGuard | None = getattr(transport, "guard", None)
+    if guard is None:
+        guard = transport.guard = _make_guard(transport, store)
+    guard.timeout = float(getattr(config, "p2p_timeout", None) or _DEFAULT_TIMEOUT)
+    guard.patience = float(getattr(config, "compute_timeout", None) or _PATIENCE * guard.timeout)
+    return guard
+
+
+def close_guard(communicator: Any) -> None:
+    """End the threads of the communicator's guard, if it has one."""
+    guard: FaultGuard | None = getattr(communicator.transport, "guard", None)
+    if guard is not None:
+        guard.close()
+
+
+def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
+    """What the ranks of a pipeline have to agree on, by the names that a user knows."""
+    names = {
+        "pipeline_size": "pipeline size (P)",
+        "num_chunks": "model chunks per rank (V)",
+        "num_microbatches": "num_microbatches (M)",
+        "group_size": "microbatch_group_size_per_vp_stage",
+        "policy": "policy (overlap_p2p_comm, batch_p2p_comm)",
+        "channels": "p2p_channels",
+        "variable_shapes": "variable_seq_lengths",
+    }
+    told = {names.get(k, k): str(v) for k, v in asdict(spec).items() if k not in _PRIVATE_FIELDS}
+    return {**told, "pipeline_dtype": str(dtype), SENDS: str(shapes.send), RECEIVES: str(shapes.receive)}
+
+
+def _make_guard(transport: Any, store: Any) -> FaultGuard:
+    import torch.distributed as dist
+
+    if getattr(transport, "backend", "") == "nccl" and (said := nccl_settings.warning()) is not None:
+        logger.warning(said)
+    # The guard's threads must not keep the transport, nor with it the process group, alive.
+    abort = weakref.WeakMethod(transport.abort)
+    real = dist.is_initialized()
+    return FaultGuard(
+        store,
+        transport.name,
+        transport.rank,
+        transport.size,
+        _DEFAULT_TIMEOUT,
+        lambda: call_if_alive(abort),
+        escalate=abort_all_groups if hasattr(transport, "group") else None,
+        global_rank=transport.global_rank(transport.rank),
+        world_size=dist.get_world_size() if real else transport.size,
+        members=[transport.global_rank(rank) for rank in range(transport.size)],
+    )

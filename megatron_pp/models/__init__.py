@@ -1,1 +1,0 @@
-"""Models cut into pipeline stages."""

@@ -1,0 +1,342 @@
+"""One microbatch through one model chunk: forward with its loss, and backward. Megatron's semantics and signatures.
+
+The engine calls a ``Steps`` object; ``ModelSteps`` is ours, and the Megatron-core plug-in brings one that calls
+Megatron's own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.module_attributes import wrapped_attribute, wrapped_attributes
+from megatron_pp.runtime.deallocate import accumulate, backward_root, run_backward
+
+Activation = Any  # a tensor, a list of tensors, or None at an end of the pipeline
+
+
+class Steps(Protocol):
+    """What the engine asks of the model; a chunk is its index on this rank, ``mb`` the microbatch."""
+
+    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
+        """Run the chunk; on the last stage return the scaled loss."""
+        ...
+
+    def backward(
+        self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
+    ) -> Activation:
+        """Backward through what ``forward`` returned, or ``backward_root`` of it; returns the gradient of
+        ``input_tensor`` (None where it has none).
+        """
+        ...
+
+    def backward_root(self, output: Activation) -> Any:
+        """What ``backward`` needs of ``output`` once it has been sent, without its data."""
+        ...
+
+
+@dataclass
+class LossRecord:
+    """What the forwards of one step leave behind.
+
+    data        what the loss function reported, in the order of the forwards (last stage only)
+    num_tokens  tokens counted by 3-tuple loss functions: 0, or an integer tensor
+    """
+
+    data: list[Any] = field(default_factory=list)
+    num_tokens: Any = 0
+
+
+def autocast_context(config: Any, device_type: str) -> AbstractContextManager[Any]:
+    """Megatron's ``enable_autocast`` / ``autocast_dtype``."""
+    if not getattr(config, "enable_autocast", False):
+        return nullcontext()
+    dtype = getattr(config, "autocast_dtype", None) or getattr(config, "pipeline_dtype", None)
+    return torch.autocast(device_type, dtype=dtype)
+
+
+def scaled_loss(
+    output: Any,
+    loss_func: Callable[..., Any] | None,
+    config: Any,
+    num_microbatches: int,
+    cp_size: int,
+    record: LossRecord,
+    non_loss_data: bool = False,
+) -> Any:
+    """Apply the loss function on the last stage and scale its loss as Megatron does.
+
+    A pair (loss, report) is a mean over the microbatch: multiplied by the context-parallel size and divided by the
+    microbatch count. A triple (loss, num_tokens, report) is a sum over tokens: divided by the tokens (at least 1) and
+    the microbatch count, unless ``calculate_per_token_loss``, where the division is left to finalisation
+    (Megatron-LM#1652). None leaves the output as it is and reports it.
+    """
+    if loss_func is None:
+        record.data.append(output)
+        return output
+    if non_loss_data:
+        record.data.append(loss_func(output, non_loss_data=True))
+        return output
+    outputs = loss_func(output)
+    if not isinstance(outputs, (tuple, list)) or len(outputs) not in (2, 3):
+        raise ScheduleInputError(
+            f"the loss function returned {type(outputs).__name__}; it must return (loss, report) or (loss, "
+            "num_tokens, report)"
+        )
+    loss, report = outputs[0], outputs[-1]
+    if len(outputs) == 3:
+        tokens = outputs[1]
+        record.num_tokens = record.num_tokens + tokens
+        if not getattr(config, "calculate_per_token_loss", False):
+            loss = (
+                loss / (tokens.clamp(min=1) if isinstance(tokens, torch.Tensor) else max(tokens, 1)) / num_microbatches
+            )
+    else:
+        loss = (loss * cp_size if cp_size != 1 else loss) / num_microbatches
+    record.data.append(report)
+    return loss
+
+
+def backward_through(
+    input_tensor: Activation, output: Activation, output_grad: Activation, grad_scale_func: Callable[[Any], Any] | None
+) -> Activation:
+    """Run backward from ``output`` (a tensor, possibly deallocated, its ``backward_root``, or a list of them) and
+    return the gradient(s) of ``input_tensor``.
+
+    On the last stage ``output_grad`` is None, and the loss is first scaled by ``grad_scale_func``. Outputs that need
+    no gradient are skipped, and all where ``output`` is None; an input that received none gives None.
+    """
+    lists = isinstance(input_tensor, (list, tuple)) or isinstance(output_grad, (list, tuple))
+    if isinstance(output, (GradientEdge, torch.Tensor)) and not lists:  # the usual case, on the hot path
+        _backward_through_one(output, output_grad, grad_scale_func)
+        return None if input_tensor is None else input_tensor.grad
+    if output is not None:
+        _backward_through_several(output, output_grad, grad_scale_func)
+    if isinstance(input_tensor, (list, tuple)):
+        return [None if x is None else x.grad for x in input_tensor]
+    return None if input_tensor is None else input_tensor.grad
+
+
+def _backward_through_one(
+    output: Any, output_grad: torch.Tensor | None, grad_scale_func: Callable[[Any], Any] | None
+) -> None:
+    if output_grad is not None:
+        if type(output) is GradientEdge or output.requires_grad:
+            accumulate((output,), (output_grad,))
+        return
+    loss = output if grad_scale_func is None else grad_scale_func(output)
+    if loss.requires_grad:
+        run_backward((loss,), (None,))
+
+
+def _backward_through_several(
+    output: Any, output_grad: Activation, grad_scale_func: Callable[[Any], Any] | None
+) -> None:
+    outputs = list(output) if isinstance(output, (list, tuple)) and not isinstance(output, GradientEdge) else [output]
+    grads = list(output_grad) if isinstance(output_grad, (list, tuple)) else [output_grad] * len(outputs)
+    if grads[0] is None and grad_scale_func is not None:
+        outputs[0] = grad_scale_func(outputs[0])
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if _needs_gradient(o)]
+    if pairs:
+        run_backward([o for o, _ in pairs], [g for _, g in pairs])
+
+
+def _needs_gradient(output: Any) -> bool:
+    return output.requires_grad if isinstance(output, torch.Tensor) else isinstance(output, GradientEdge)
+
+
+@dataclass
+class StepOptions:
+    """What ``ModelSteps`` needs to know beside the model: see the schedules' arguments of the same names.
+
+    is_last_stage     per chunk of this rank
+    checkpoint_flags  per (chunk, microbatch): Megatron's third argument of forward_step_func; None where it takes two
+    """
+
+    num_microbatches: int
+    is_last_stage: Sequence[bool]
+    device_type: str = "cpu"
+    cp_size: int = 1
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    checkpoint_flags: dict[tuple[int, int], bool] | None = None
+
+
+_CHUNK_METHODS = ("set_input_tensor", "set_is_first_microbatch", "set_current_microbatch")
+
+
+class ModelSteps:
+    """Runs a user's ``forward_step_func`` on this rank's model chunks. ``record`` holds the losses afterwards."""
+
+    backward_root = staticmethod(backward_root)
+
+    def __init__(
+        self,
+        forward_step_func: Callable[..., Any],
+        data_iterators: Sequence[Any],
+        chunks: Sequence[Any],
+        config: Any,
+        options: StepOptions,
+    ) -> None:
+        self.forward_step_func = forward_step_func
+        self.data_iterators = data_iterators
+        self.chunks = chunks
+        self.config = config
+        self.options = options
+        self.record = LossRecord()
+        self.timers = getattr(config, "timers", None)
+        self.grad_scale_func = getattr(config, "grad_scale_func", None)
+        found = [wrapped_attributes(chunk, _CHUNK_METHODS) for chunk in chunks]
+        self._set_input = [_checked_setter(one[0], chunk) for one, chunk in zip(found, chunks, strict=True)]
+        self._mark_first = [one[1] for one in found]
+        self._mark_microbatch = [one[2] for one in found]
+        self._autocast = bool(getattr(config, "enable_autocast", False))
+
+    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
+        if self.timers is not None:
+            self.timers("forward-compute", log_level=2).start()
+        if mb == 0 and self._mark_first[chunk] is not None and self._first_microbatch_counts():
+            self._mark_first[chunk]()
+        if self._mark_microbatch[chunk] is not None:
+            self._mark_microbatch[chunk](mb)
+        self._set_input[chunk](input_tensor if isinstance(input_tensor, list) else [input_tensor])
+        if self._autocast:
+            with autocast_context(self.config, self.options.device_type):
+                output, loss_func = self._call(chunk, mb)
+        else:
+            output, loss_func = self._call(chunk, mb)
+        options = self.options
+        if options.is_last_stage[chunk]:
+            output = scaled_loss(
+                output,
+                loss_func,
+                self.config,
+                options.num_microbatches,
+                options.cp_size,
+                self.record,
+                options.collect_non_loss_data,
+            )
+        if self.timers is not None:
+            self.timers("forward-compute").stop()
+        return output
+
+    def backward(
+        self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
+    ) -> Activation:
+        if self.timers is None:
+            return backward_through(input_tensor, output, output_grad, self.grad_scale_func)
+        self.timers("backward-compute", log_level=2).start()
+        grad = backward_through(input_tensor, output, output_grad, self.grad_scale_func)
+        self.timers("backward-compute").stop()
+        return grad
+
+    def _call(self, chunk: int, mb: int) -> tuple[Any, Any]:
+        flags = self.options.checkpoint_flags
+        more = () if flags is None else (flags[(chunk, mb)],)
+        try:
+            returned = self.forward_step_func(self.data_iterators[chunk], self.chunks[chunk], *more)
+        except StopIteration as end:
+            raise ScheduleInputError(
+                f"the data iterator of chunk {chunk} ended at microbatch {mb}; a step of "
+                f"{self.options.num_microbatches} microbatches needs that many items"
+            ) from end
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+            raise ScheduleInputError(
+                f"forward_step_func returned a {type(returned).__name__}; it must return (output, loss function)"
+            )
+        return returned[0], returned[1]
+
+    def _first_microbatch_counts(self) -> bool:
+        """Megatron's rule: while validating, FP8 weights are refreshed on the first validation step only."""
+        if self.options.forward_only and self.options.first_val_step is not None:
+            return self.options.first_val_step
+        return True
+
+
+def _checked_setter(setter: Any, chunk: Any) -> Callable[[list[Any]], None]:
+    if setter is None:
+        raise ScheduleInputError(
+            f"model chunk {type(chunk).__name__} has no set_input_tensor(tensors), by which a stage is given what "
+            "the stage before it sent; "
+            "wrap a plain module as megatron_pp.PipelineStage(module, config)"
+        )
+    return setter
+
+
+def forward_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    input_tensor: Activation,
+    forward_data_store: list[Any],
+    config: Any,
+    cp_group_size: int = 1,
+    collect_non_loss_data: bool = False,
+    checkpoint_activations_microbatch: bool | None = None,
+    is_first_microbatch: bool = False,
+    current_microbatch: int | None = None,
+    vp_stage: int | None = None,
+    is_last_stage: bool = True,
+) -> tuple[Activation, Any]:
+    """Megatron's function of this name: one microbatch through one chunk. Returns (output or scaled loss, number of
+    tokens).
+
+    ``input_tensor`` is a tensor, None, or a list of them (then a list is returned).
+    """
+    expected = getattr(model, "vp_stage", None)
+    if vp_stage is not None and expected is not None and vp_stage != expected:
+        raise ScheduleInputError(
+            f"chunk {vp_stage} was given the model whose vp_stage is {expected}; pass the chunks in order"
+        )
+    mb, flag = current_microbatch or 0, checkpoint_activations_microbatch
+    options = StepOptions(
+        num_microbatches,
+        [is_last_stage],
+        device_type=_device_type(input_tensor, model),
+        cp_size=cp_group_size,
+        collect_non_loss_data=collect_non_loss_data,
+        checkpoint_flags=None if flag is None else {(0, mb): flag},
+        forward_only=True,  # with first_val_step False, the first-microbatch mark is left to the caller: here
+        first_val_step=False,
+    )
+    mark_first = wrapped_attribute(model, "set_is_first_microbatch")
+    if is_first_microbatch and mark_first is not None:
+        mark_first()
+    steps = ModelSteps(forward_step_func, [data_iterator], [model], config, options)
+    steps.record.data = forward_data_store
+    output = steps.forward(0, mb, input_tensor)
+    return ([output] if isinstance(input_tensor, list) else output), steps.record.num_tokens
+
+
+def backward_step(
+    input_tensor: Activation,
+    output_tensor: Activation,
+    output_tensor_grad: Activation,
+    model_type: Any = None,
+    config: Any = None,
+) -> Activation:
+    """Megatron's function of this name, called with ``(..., config)`` or, as up to 0.16, ``(..., model_type, config)``.
+
+    Returns the gradient of ``input_tensor``: None where it has none, a list for a list.
+    """
+    config = model_type if config is None else config
+    for x in input_tensor if isinstance(input_tensor, (list, tuple)) else [input_tensor]:
+        if x is not None and x.requires_grad:
+            x.retain_grad()
+    return backward_through(input_tensor, output_tensor, output_tensor_grad, getattr(config, "grad_scale_func", None))
+
+
+def _device_type(input_tensor: Activation, model: Any) -> str:
+    first = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+    if isinstance(first, torch.Tensor):
+        return first.device.type
+    parameter = next(iter(model.parameters()), None) if hasattr(model, "parameters") else None
+    return "cpu" if parameter is None else parameter.device.type

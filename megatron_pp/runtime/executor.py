@@ -1,0 +1,375 @@
+"""The engine: walks one rank's plan, one dispatch per instruction.
+
+All state of a step is in dictionaries keyed (stage, microbatch), with nothing left in them at the end. The engine
+knows no schedule: order, communication and releases stand in the plan, which was verified before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_pp.comm.communicator import P2PCore, Receive, Send, is_single_shape
+from megatron_pp.comm.transport import ACT, GRAD
+from megatron_pp.comm.wait_handle import WaitHandle
+from megatron_pp.errors import P2PShapeError
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.spec import Plan
+from megatron_pp.runtime.compute import Activation, Steps
+from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.runtime.pairs import PairRunner
+from megatron_pp.runtime.settings import say_once
+from megatron_pp.weight_grad.store import WeightGradStore
+
+Key = tuple[int, int]  # (stage, microbatch): fields 1 and 2 of an instruction
+Handler = Callable[[Instruction], None]
+
+
+class Shapes(NamedTuple):
+    """Shapes of what this rank receives and sends towards the last stage: one shape or a list of shapes each."""
+
+    receive: Any
+    send: Any
+
+
+class PlanExecutor:
+    """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction at any
+    time.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        communicator: P2PCore,
+        steps: Steps,
+        hooks: SyncHooks,
+        shapes: Shapes,
+        *,
+        deallocate: bool = True,
+        max_pending_sends: int = 2,
+        weights: WeightGradStore | None = None,
+        pair_runner: PairRunner | None = None,
+        observer: Any = None,
+    ) -> None:
+        self.plan = plan
+        self.rank = communicator.rank
+        self.program = plan.programs[self.rank]
+        self.communicator = communicator
+        self.steps = steps
+        self.hooks = hooks
+        self.shapes = shapes
+        sent = [shapes.send] if is_single_shape(shapes.send) else shapes.send or []
+        self._sent_shapes = [] if communicator.shapes_vary or communicator.size == 1 else [list(s) for s in sent]
+        self._sent_shape = tuple(self._sent_shapes[0]) if len(self._sent_shapes) == 1 else None
+        self.deallocate = deallocate
+        self.weights = weights
+        self.pair_runner = pair_runner
+        self.observer = observer
+        self.forward_only = plan.spec.forward_only
+        self.position = 0
+        self.placement = plan.placement
+        self.last_stage = plan.placement.num_stages - 1
+        self.inputs: dict[Key, Activation] = {}
+        self.outputs: dict[Key, Activation] = {}
+        self.output_grads: dict[Key, Activation] = {}
+        self.input_grads: dict[Key, Activation] = {}
+        self.receives: dict[str, dict[Key, WaitHandle]] = {ins.RECV_F: {}, ins.RECV_B: {}}
+        self.sends: dict[str, dict[Key, WaitHandle]] = {ins.SEND_F: {}, ins.SEND_B: {}}
+        self.deferred: deque[tuple[WaitHandle, Instruction]] = deque()
+        self.max_deferred = max_pending_sends if communicator.transport.pollable else 0
+        self._sync_open = False
+
+    def run(self) -> None:
+        """Execute every instruction. Afterwards no tensor, handle or gradient of the step is left here."""
+        handlers = self._handlers()
+        if not self.forward_only:
+            self.hooks.disable_grad_sync()
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.forward_only), self._weight_step():
+                for position, at in enumerate(self.program):
+                    self.position = position
+                    handlers[at.op](at)
+                self._settle(0)
+        finally:  # also after a failure: gradients must not stay local in the steps of a user who goes on
+            self.hooks.enable_grad_sync()
+        self._check_nothing_left()
+
+    @property
+    def instruction(self) -> Instruction:
+        """The instruction that is being executed (the last one, after the end)."""
+        return self.program[self.position]
+
+    def _handlers(self) -> dict[str, Handler]:
+        handlers: dict[str, Handler] = {
+            ins.FORWARD: self._forward,
+            ins.BACKWARD: self._backward,
+            ins.INPUT_GRAD: self._backward,
+            ins.WEIGHT_GRAD: self._weight_grad,
+            ins.RECV_F: self._recv_f,
+            ins.WAIT_F: self._wait_f,
+            ins.SEND_F: self._send_f,
+            ins.FREE_F: self._free,
+            ins.HAND_F: self._hand_f,
+            ins.RECV_B: self._recv_b,
+            ins.WAIT_B: self._wait_b,
+            ins.SEND_B: self._send_b,
+            ins.FREE_B: self._free,
+            ins.HAND_B: self._hand_b,
+            ins.PARAM_SYNC: self._param_sync,
+            ins.ENABLE_GRAD_SYNC: self._enable_grad_sync,
+            ins.GRAD_SYNC: self._grad_sync,
+            ins.BATCH: self._batch,
+        }
+        if self.observer is not None:
+            handlers = {op: _Observed(handler, self.observer) for op, handler in handlers.items()}
+        return {**handlers, ins.PAIR: partial(self._pair, handlers)}
+
+    # -- compute ---------------------------------------------------------------------------------------------
+
+    def _forward(self, at: Instruction) -> None:
+        key = at[1:3]
+        given = self.inputs.pop(key, None) if self.forward_only else self.inputs.get(key)
+        output = self.steps.forward(at.chunk, at.mb, given)
+        if at.stage == self.last_stage:
+            if not self.forward_only:
+                self.outputs[key] = output
+            return
+        single = isinstance(output, torch.Tensor)
+        unusual = self._sent_shapes and not (single and output.shape == self._sent_shape)
+        if unusual and self.placement.crosses_ranks(at.stage):
+            self._check_shapes(at, output)
+        self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
+
+    def _check_shapes(self, at: Instruction, output: Activation) -> None:
+        """The receiver has buffers of the agreed shapes: where more comes, gloo ends its process, and where less comes
+        nobody notices.
+        """
+        tensors = output if isinstance(output, (list, tuple)) else (output,)
+        if not all(isinstance(t, torch.Tensor) for t in tensors):
+            return  # refused in words of its own when it is to be sent
+        shapes = [list(t.shape) for t in tensors]
+        if shapes != self._sent_shapes:
+            raise P2PShapeError(
+                f"the output of chunk {at.chunk} for microbatch {at.mb} has shape {_shown(shapes)}, but the next stage "
+                f"expects {_shown(self._sent_shapes)}, from seq_length, micro_batch_size and hidden_size; where shapes "
+                "vary, set variable_seq_lengths"
+            )
+
+    def _backward(self, at: Instruction) -> None:
+        """A whole backward, or, with weight gradients left for later, an input gradient."""
+        key = at[1:3]
+        given, output = self.inputs.pop(key, None), self.outputs.pop(key)
+        output_grad = self.output_grads.pop(key, None)
+        if output_grad is None and at.stage != self.last_stage:
+            output = None  # the next stage, on this rank, does not use it
+        if self.weights is None:
+            grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
+        else:
+            with self.weights.backward(at.chunk, at.mb, split=at.op == ins.INPUT_GRAD):
+                grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
+        if given is not None:
+            self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else self._to_give(grad, given, at)
+        if self._sync_open:
+            self._close_sync()
+
+    def _to_give(self, grad: Activation, given: Activation, at: Instruction) -> Activation:
+        """Input gradients of which some are None. This rank's chunks pass None on, as in one process; another rank has
+        posted a receive, and gets zeros.
+        """
+        if not self.placement.crosses_ranks(at.stage - 1):
+            return grad
+        if not _is_any_there(grad):
+            say_once(
+                f"stage {at.stage} makes no use of its input: the rank of the stage before gets gradients of zero, "
+                "where one process would leave them None, so that its optimizer may still decay weights or move by "
+                "momentum"
+            )
+        return _filled(grad, given)
+
+    def _weight_grad(self, at: Instruction) -> None:
+        if self.weights is not None:  # else the backward did all of it
+            self.weights.run(at.chunk, at.mb)
+        if self._sync_open:
+            self._close_sync()
+
+    def _weight_step(self) -> AbstractContextManager[None]:
+        """The store's step; it needs to know which microbatch completes the gradients of each chunk."""
+        if self.weights is None or self.forward_only:
+            return nullcontext()
+        completing = (at for at in ins.each(self.program) if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
+        return self.weights.step({at.chunk: at.mb for at in completing})
+
+    def _pair(self, handlers: dict[str, Handler], pair: Instruction) -> None:
+        """Both halves as the user's function runs them; one after the other where there is none."""
+        runner = self.pair_runner
+        if runner is None:
+            for at in pair.members:
+                handlers[at.op](at)
+        else:
+            runner.run(*(runner.half(at.chunk, at.mb, partial(handlers[at.op], at)) for at in pair.members))
+
+    # -- communication: each pair posts and finishes ---------------------------------------------------------
+
+    def _recv_f(self, at: Instruction) -> None:
+        handle = self.communicator.post_recv(self.shapes.receive, at.peer, ACT, not self.forward_only)
+        self.receives[ins.RECV_F][at[1:3]] = handle
+
+    def _wait_f(self, at: Instruction) -> None:
+        handle = self.receives[ins.RECV_F].pop(at[1:3])
+        handle.wait()
+        self.inputs[at[1:3]] = handle.tensor
+
+    def _recv_b(self, at: Instruction) -> None:
+        self.receives[ins.RECV_B][at[1:3]] = self.communicator.post_recv(self.shapes.send, at.peer, GRAD, False)
+
+    def _wait_b(self, at: Instruction) -> None:
+        handle = self.receives[ins.RECV_B].pop(at[1:3])
+        handle.wait()
+        self.output_grads[at[1:3]] = handle.tensor
+
+    def _send_f(self, at: Instruction) -> None:
+        key = at[1:3]
+        self.sends[ins.SEND_F][key] = self.communicator.post_send(self.outputs[key], at.peer, ACT)
+
+    def _send_b(self, at: Instruction) -> None:
+        key = at[1:3]
+        self.sends[ins.SEND_B][key] = self.communicator.post_send(self.input_grads[key], at.peer, GRAD)
+
+    def _batch(self, at: Instruction) -> None:
+        requests = [self._request(one) for one in at.members]
+        for one, handle in zip(at.members, self.communicator.post_batch(requests), strict=True):
+            (self.sends if one.op in ins.SEND_OPS else self.receives)[one.op][one[1:3]] = handle
+
+    def _request(self, at: Instruction) -> Send | Receive:
+        if at.op == ins.SEND_F:
+            return Send(self.outputs[at[1:3]], at.peer, ACT)
+        if at.op == ins.SEND_B:
+            return Send(self.input_grads[at[1:3]], at.peer, GRAD)
+        if at.op == ins.RECV_F:
+            return Receive(self.shapes.receive, at.peer, ACT, not self.forward_only)
+        return Receive(self.shapes.send, at.peer, GRAD, False)
+
+    def _free(self, at: Instruction) -> None:
+        """Finish a send now, or, where the transport knows that it is still on its way, a little later."""
+        handle = self.sends[ins.POST_OF[at.op]].pop(at[1:3])
+        if self.max_deferred and not handle.is_completed():
+            self.deferred.append((handle, at))
+        else:
+            self._wait_then_free(handle, at)
+        if self.deferred:
+            self._settle(self.max_deferred)
+
+    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+        """The one place where what was sent is given back: once its send is done, not before (Megatron-LM#4047)."""
+        handle.wait()
+        if at.op == ins.FREE_B:
+            del self.input_grads[at[1:3]]
+        else:
+            self._drop_data(at[1:3])
+
+    def _drop_data(self, key: Key) -> None:
+        """Keep of an output what its backward needs. Its data stays only where something else needs it."""
+        if self.forward_only:
+            del self.outputs[key]
+        elif self.deallocate and key in self.outputs:  # the backward may have used the output up already
+            self.outputs[key] = self.steps.backward_root(self.outputs[key])
+
+    def _settle(self, most: int) -> None:
+        """Finish deferred sends, oldest first: those that are done, and those beyond ``most``."""
+        while self.deferred and (len(self.deferred) > most or self.deferred[0][0].is_completed()):
+            self._wait_then_free(*self.deferred.popleft())
+
+    # -- hand-offs between two chunks of this rank -----------------------------------------------------------
+
+    def _hand_f(self, at: Instruction) -> None:
+        source = (at.stage - 1, at.mb)
+        self.inputs[at[1:3]] = _map(self._fresh_leaf, self.outputs[source])
+        self._drop_data(source)
+
+    def _fresh_leaf(self, output: torch.Tensor) -> torch.Tensor:
+        leaf = output.detach()
+        return leaf if self.forward_only else leaf.requires_grad_()
+
+    def _hand_b(self, at: Instruction) -> None:
+        key = at[1:3]
+        grads = self.input_grads.pop((at.stage + 1, at.mb))
+        if not isinstance(grads, list):
+            self.output_grads[key] = grads
+        elif _is_any_there(grads):
+            used = [(output, grad) for output, grad in zip(self.outputs[key], grads, strict=True) if grad is not None]
+            self.outputs[key], self.output_grads[key] = map(list, zip(*used, strict=True))
+        else:
+            self.output_grads[key] = None
+
+    # -- data-parallel hooks ---------------------------------------------------------------------------------
+
+    def _param_sync(self, at: Instruction) -> None:
+        self.hooks.param_sync(at.chunk)
+
+    def _enable_grad_sync(self, at: Instruction) -> None:
+        self.hooks.enable_grad_sync(at.chunk)
+        self._sync_open = True
+
+    def _grad_sync(self, at: Instruction) -> None:
+        self.hooks.grad_sync(at.chunk)
+
+    def _close_sync(self) -> None:
+        """Gradient hooks fire in the one backward that ENABLE_GRAD_SYNC opened them for."""
+        self._sync_open = False
+        self.hooks.disable_grad_sync()
+
+    def _check_nothing_left(self) -> None:
+        tables: dict[str, dict[Key, Any]] = {
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "output gradients": self.output_grads,
+            "input gradients": self.input_grads,
+            **self.receives,
+            **self.sends,
+        }
+        left = {name: sorted(table) for name, table in tables.items() if table}
+        if left:
+            raise AssertionError(
+                f"rank {self.rank}: the plan ended with tensors or handles left: {left}; this is a fault of the engine"
+            )
+
+
+class _Observed:
+    """A handler with the observer's ``begin`` and ``end`` around it."""
+
+    def __init__(self, handler: Handler, observer: Any) -> None:
+        self.handler = handler
+        self.observer = observer
+
+    def __call__(self, at: Instruction) -> None:
+        self.observer.begin(at)
+        try:
+            self.handler(at)
+        finally:
+            self.observer.end(at)
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Activation) -> Activation:
+    """``function`` of a tensor, or of each tensor of a list."""
+    return [function(v) for v in value] if isinstance(value, (list, tuple)) else function(value)
+
+
+def _filled(grad: Activation, given: Activation) -> Activation:
+    """Gradients for the previous stage, which waits for them: zeros where the input had no part in the output."""
+    if isinstance(given, (list, tuple)):
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(grad, given, strict=True)]
+    return torch.zeros_like(given) if grad is None else grad
+
+
+def _is_any_there(grad: Activation) -> bool:
+    return any(g is not None for g in grad) if isinstance(grad, list) else grad is not None
+
+
+def _shown(shapes: list[list[int]]) -> str:
+    return str(shapes[0] if len(shapes) == 1 else shapes)

@@ -1,0 +1,187 @@
+"""Engines with one fault each, and a communicator core without the second wall: what the race suite has to catch.
+
+Each class overrides the one method that the fault sits in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_pp.comm.communicator import P2PCore, Receive, Send
+from megatron_pp.comm.wait_handle import Tensors, WaitHandle
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import Instruction
+from megatron_pp.runtime.deallocate import deallocate_output_tensor
+from megatron_pp.runtime.executor import PlanExecutor
+
+
+class ReleaseBeforeWait(PlanExecutor):
+    """The output's memory is given back, then its send is waited for: Megatron-LM#4047."""
+
+    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+        if at.op == ins.FREE_B:
+            super()._wait_then_free(handle, at)
+        else:
+            self._drop_data(at[1:3])
+            self._wait_late(handle)
+
+    def _wait_late(self, handle: WaitHandle) -> None:
+        handle.wait()
+
+
+class NeverWaits(ReleaseBeforeWait):
+    """The handle of an output's send is dropped unwaited."""
+
+    def _wait_late(self, handle: WaitHandle) -> None:
+        pass
+
+
+class NoWaitInWarmup(ReleaseBeforeWait):
+    """Sends are waited for only once a backward has run."""
+
+    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+        ran = self.program[: self.position]
+        if at.op == ins.FREE_F and any(done.op in ins.BACKWARD_OPS for done in ran):
+            handle.wait()
+        super()._wait_then_free(handle, at)
+
+    def _wait_late(self, handle: WaitHandle) -> None:
+        pass
+
+
+class WaitsOnPreviousMicrobatch(PlanExecutor):
+    """FREE waits on the handle of the send before."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.kept: dict[int, WaitHandle] = {}
+
+    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+        if at.op == ins.FREE_F:
+            previous, self.kept[at.stage] = self.kept.get(at.stage), handle
+            handle = previous or _Done()
+        super()._wait_then_free(handle, at)
+
+
+class WaitsOnAnotherHandle(PlanExecutor):
+    """FREE waits on any other pending handle: the one posted last on the other kind of channel."""
+
+    def _free(self, at: Instruction) -> None:
+        if at.op == ins.FREE_F:
+            others = list(self.sends[ins.SEND_B].values())
+            self.sends[ins.SEND_F][at[1:3]] = others[-1] if others else _Done()
+        super()._free(at)
+
+
+class DeallocatesTheNext(PlanExecutor):
+    """FREE waits on the right handle and gives back the output of the microbatch that follows, if there is one."""
+
+    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+        if at.op == ins.FREE_B:
+            super()._wait_then_free(handle, at)
+            return
+        handle.wait()
+        deallocate_output_tensor(self.outputs.get((at.stage, at.mb + 1)), True)
+
+
+class DropsGradientInFlight(PlanExecutor):
+    """The input gradient goes before its send is done."""
+
+    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+        if at.op == ins.FREE_B:
+            del self.input_grads[at[1:3]]
+            handle.wait()
+        else:
+            super()._wait_then_free(handle, at)
+
+
+class DropsGradientWhenPosted(PlanExecutor):
+    """The input gradient goes as soon as its send is posted."""
+
+    def _send_b(self, at: Instruction) -> None:
+        super()._send_b(at)
+        self.input_grads[at[1:3]] = None
+
+    def _batch(self, at: Instruction) -> None:
+        super()._batch(at)
+        for one in at.members:
+            if one.op == ins.SEND_B:
+                self.input_grads[one[1:3]] = None
+
+
+class ReadsBeforeItArrived(PlanExecutor):
+    """WAIT takes the buffer of a receive without waiting."""
+
+    def _wait_f(self, at: Instruction) -> None:
+        self.inputs[at[1:3]] = self.receives[ins.RECV_F].pop(at[1:3]).tensor
+
+
+class ReadsGradientBeforeItArrived(PlanExecutor):
+    """The same for gradients."""
+
+    def _wait_b(self, at: Instruction) -> None:
+        self.output_grads[at[1:3]] = self.receives[ins.RECV_B].pop(at[1:3]).tensor
+
+
+class DeallocatesWhatItDefers(PlanExecutor):
+    """Where the transport knows that a send is still on its way, the release is put off, but not the deallocation."""
+
+    def _free(self, at: Instruction) -> None:
+        handle = self.sends[ins.POST_OF[at.op]][at[1:3]]
+        if self.max_deferred and not handle.is_completed() and at.op == ins.FREE_F:
+            self._drop_data(at[1:3])
+        super()._free(at)
+
+
+class _Done:
+    """A handle of nothing."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class OwnsNothing(P2PCore):
+    """Sends go out on the schedule's own tensor and the handle keeps nothing: the state of things before the handle
+    owned the bytes. Shapes that travel ahead stay.
+    """
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        super()._alias(tensor)
+        return tensor
+
+    def post_send(self, value: Tensors, peer: int, channel: str) -> WaitHandle:
+        if isinstance(value, torch.Tensor) and not self.variable_shapes:
+            work = self.transport.isend(value, peer, channel)
+            return WaitHandle(self, (work,), None, None, "send", peer, channel)
+        return _disown(super().post_send(value, peer, channel))
+
+    def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
+        handles = super().post_batch(requests)
+        return [_disown(h) if isinstance(r, Send) else h for r, h in zip(requests, handles, strict=True)]
+
+
+def _disown(handle: WaitHandle) -> WaitHandle:
+    held = handle._held
+    kept = held if isinstance(held, (list, tuple)) else [held]
+    handle._held = [t for t in kept if t.dtype == torch.int64]
+    return handle
+
+
+# Faults that the second wall (the handle owns the bytes) makes harmless, and those that it cannot.
+EARLY_RELEASES: tuple[type[PlanExecutor], ...] = (
+    ReleaseBeforeWait,
+    NeverWaits,
+    NoWaitInWarmup,
+    WaitsOnPreviousMicrobatch,
+    WaitsOnAnotherHandle,
+    DropsGradientInFlight,
+    DropsGradientWhenPosted,
+    DeallocatesWhatItDefers,
+)
+WRONG_READS: tuple[type[PlanExecutor], ...] = (ReadsBeforeItArrived, ReadsGradientBeforeItArrived, DeallocatesTheNext)

@@ -1,0 +1,160 @@
+"""Whether every rank met what it should in an episode: the right error, soon enough, naming the right place; or none,
+and the right numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.dataflow import message_of
+from megatron_pp.plan.instruction import FREE_B, FREE_F, WAIT_B, WAIT_F, Instruction
+from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, Plan, PlanSpec
+from tests.harness.fault_injection import DELAY, KILL, MEMORY, OWN_ERRORS, SHAPE, STOP, Fault
+from tests.harness.fault_scenarios import Episode, Report, Resources
+
+# Seconds within which the other ranks are to know.
+EXCEPTION_SECONDS = 5.0
+KILL_SECONDS = 10.0
+STOP_SECONDS = 5.0  # beyond p2p_timeout
+
+CACHED_TENSORS = 2  # made once in a process and kept, such as what takes a deallocated output's place
+
+_TYPES = {SHAPE: "P2PShapeError", MEMORY: "OutOfMemoryError"}
+_AT = re.compile(r"step (\d+), .* \((\S+), instruction \d+ of \d+\)")
+# For what waits here: in which direction the partner is, and what shows there that the message is through.
+_PARTNER = {WAIT_F: FREE_F, WAIT_B: FREE_B, FREE_F: WAIT_F, FREE_B: WAIT_B}
+
+
+def complaints(episode: Episode, reports: Mapping[int, Report], size: int) -> list[str]:
+    """What is wrong with the reports of an episode; empty if nothing is."""
+    found = [
+        f"rank {r}: wrong numbers in steps {report.wrong_steps}" for r, report in reports.items() if report.wrong_steps
+    ]
+    found += [f"rank {rank} gave no report" for rank in range(size) if rank not in reports]
+    fault = episode.fault
+    if fault is None or fault.kind == DELAY:
+        found += _undisturbed(episode, reports)
+    elif fault.kind in OWN_ERRORS:
+        found += _one_exception(fault, reports)
+    else:
+        found += _stall(episode, fault, reports, size)
+    return found
+
+
+def seconds_to_detect(episode: Episode, reports: Mapping[int, Report]) -> dict[int, float]:
+    """Seconds from the fault until each other rank raised."""
+    fault = episode.fault
+    return {
+        rank: report.raised_at - report.fired_at
+        for rank, report in reports.items()
+        if report.error is not None and report.fired_at is not None and fault is not None and rank != fault.rank
+    }
+
+
+def limit(episode: Episode) -> float:
+    """Seconds within which all other ranks are to have raised."""
+    assert episode.fault is not None
+    if episode.fault.kind == STOP:
+        return episode.p2p_timeout + STOP_SECONDS
+    return KILL_SECONDS if episode.fault.kind == KILL else EXCEPTION_SECONDS
+
+
+def leaks(before: Resources, after: Resources) -> list[str]:
+    """What a process holds more of after an episode than after an earlier one; memory is looked at over many."""
+    allowed = {"threads": 0, "files": 0, "shared_memory": 0, "handles": 0, "tensors": CACHED_TENSORS}
+    return [
+        f"{name}: {getattr(before, name)} before, {getattr(after, name)} after"
+        for name, more in allowed.items()
+        if getattr(after, name) > getattr(before, name) + more
+    ]
+
+
+def _undisturbed(episode: Episode, reports: Mapping[int, Report]) -> Iterator[str]:
+    for rank, report in reports.items():
+        if report.error is not None:
+            yield f"rank {rank}: raised {report.error[0]} although nothing was wrong: {report.error[1]}"
+        elif report.steps_done != episode.steps:
+            yield f"rank {rank}: did {report.steps_done} of {episode.steps} steps"
+
+
+def _one_exception(fault: Fault, reports: Mapping[int, Report]) -> Iterator[str]:
+    kind = _TYPES.get(fault.kind, "InjectedError")
+    place = f"chunk {fault.chunk}, microbatch {fault.mb}"
+    told = f"chunk {fault.chunk} for microbatch {fault.mb}" if fault.kind == SHAPE else fault.message
+    for rank, report in reports.items():
+        if report.error is None:
+            yield f"rank {rank}: raised nothing"
+            continue
+        name, text, attributes = report.error
+        late = report.raised_at - (report.fired_at or 0.0) > EXCEPTION_SECONDS
+        if rank == fault.rank:
+            wanted: dict[str, Any] = {}
+            right = name == kind and told in text
+        else:
+            wanted = {"rank": fault.rank, "instruction": fault.instruction}
+            who = f"pipeline rank {fault.rank} (global rank {fault.rank}) raised"
+            right = name == "PipelinePeerError" and who in text and kind in text and place in text and told in text
+        if not right or any(attributes.get(key) != value for key, value in wanted.items()):
+            yield f"rank {rank}: raised {name}: {text!r} {attributes}"
+        if late:
+            yield f"rank {rank}: raised only after {report.raised_at - (report.fired_at or 0.0):.1f} s"
+
+
+def _stall(episode: Episode, fault: Fault, reports: Mapping[int, Report], size: int) -> Iterator[str]:
+    plan = build_plan(_spec_of(episode, size))
+    waiting = 0
+    for rank, report in reports.items():
+        if rank == fault.rank and fault.kind == KILL:
+            continue
+        if report.error is None:
+            yield f"rank {rank}: raised nothing"
+            continue
+        name, text, attributes = report.error
+        if name != "PipelineStallError" or fault.rank not in attributes.get("suspects", ()):
+            yield f"rank {rank}: raised {name}: {text!r} {attributes}"
+            continue
+        if rank == fault.rank:
+            continue
+        if report.raised_at - (report.fired_at or 0.0) > limit(episode):
+            yield f"rank {rank}: raised only after {report.raised_at - (report.fired_at or 0.0):.1f} s"
+        line = attributes["progress"].get(rank, "")
+        waiting += f"from rank {fault.rank}" in line or f"for rank {fault.rank} to take" in line
+        yield from _wrongly_told(plan, fault, rank, line)
+    if not waiting:
+        yield f"no rank says that it waits for rank {fault.rank}"
+
+
+def _wrongly_told(plan: Plan, fault: Fault, rank: int, line: str) -> Iterator[str]:
+    """A rank that says it waits for something of the faulty rank must wait for what that rank has not come to."""
+    at = _AT.match(line)
+    if at is None:
+        yield f"rank {rank}: no instruction in its line {line!r}"
+        return
+    if int(at.group(1)) != fault.step:
+        return  # it had finished the step, and waits in the next one
+    waits = at.group(2)
+    partner = _partner(plan, rank, waits)
+    if partner is None or partner[0] != fault.rank:
+        return
+    program = list(plan.programs[fault.rank])
+    if program.index(partner[1]) < [str(one) for one in program].index(fault.instruction):
+        yield f"rank {rank}: at {waits}, whose partner did {partner[1]} before it failed in {fault.instruction}"
+
+
+def _spec_of(episode: Episode, size: int) -> PlanSpec:
+    """The plan that the episode's config asks for."""
+    fields = episode.fields
+    policy = OVERLAP if fields.get("overlap_p2p_comm") else BATCHED if fields.get("batch_p2p_comm") else PLAIN
+    return PlanSpec(episode.schedule, size, episode.chunks, episode.microbatches, size, policy)
+
+
+def _partner(plan: Plan, rank: int, at: str) -> tuple[int, Instruction] | None:
+    """The other end of what ``at`` waits for: its rank, and the instruction that has waited for the same message."""
+    waits = next(one for one in plan.programs[rank] if str(one) == at)
+    if waits.op not in _PARTNER:
+        return None
+    op, message = _PARTNER[waits.op], message_of(waits)
+    theirs = (one for one in plan.programs[waits.peer] if one.op == op)
+    return waits.peer, next(one for one in theirs if message_of(one) == message)

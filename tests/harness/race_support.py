@@ -1,0 +1,260 @@
+"""Run any plan, mutated or not, with any engine over any network, on a model whose arithmetic is exact.
+
+Numbers are small integers in float64 and counts are powers of two, so that no sum depends on its order: a plan that
+merely reorders additions gives equal bits, and any other difference is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.plan.spec import EXPLICIT, ONE_WAY, Plan
+from megatron_pp.runtime.compute import ModelSteps, StepOptions
+from megatron_pp.runtime.executor import PlanExecutor, Shapes
+from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.threads import run_ranks
+from megatron_pp.testing.toy import (
+    HIDDEN,
+    ToyData,
+    ToyResult,
+    gradients_of,
+    merged,
+    toy_chunks,
+    toy_config,
+    toy_forward_step,
+)
+
+
+class DeferredWeights:
+    """Weight gradients that WEIGHT computes, for ``ExactBlock``: what the engine asks of its ``weights``, in twenty
+    lines.
+    """
+
+    def __init__(self) -> None:
+        self.queues: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.collecting: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def step(self, last: dict[int, int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @contextmanager
+    def backward(self, chunk: int, mb: int, split: bool = True) -> Iterator[None]:
+        self.collecting = self.queues.setdefault((chunk, mb), []) if split else None
+        try:
+            yield
+        finally:
+            self.collecting = None
+
+    def run(self, chunk: int, mb: int) -> None:
+        for parameter, grad in self.queues.pop((chunk, mb)):
+            parameter.backward(grad)
+
+
+class _ExactStage(torch.autograd.Function):
+    """y = x with neighbours exchanged * sign + shift; its weight gradients can be left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sign: torch.Tensor, shift: torch.Tensor, block: Any) -> torch.Tensor:
+        rolled = x.roll(1, -1)
+        ctx.save_for_backward(rolled, sign)
+        ctx.block = block
+        return rolled * sign + shift
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        rolled, sign = ctx.saved_tensors
+        block, for_input = ctx.block, (grad * sign).roll(-1, -1)
+        for_sign, for_shift = (rolled * grad).sum((0, 1)), grad.sum((0, 1))
+        later = None if block.weights is None else block.weights.collecting
+        if later is None:
+            return for_input, for_sign, for_shift, None
+        later += [(block.sign, for_sign), (block.shift, for_shift)]
+        return for_input, None, None, None
+
+
+class ExactBlock(torch.nn.Module):
+    """One stage: neighbouring features exchanged, signs flipped, an integer added."""
+
+    weights: DeferredWeights | None = None
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        signs = torch.randint(0, 2, (HIDDEN,), generator=generator) * 2 - 1
+        self.sign = torch.nn.Parameter(signs.double())
+        self.shift = torch.nn.Parameter(torch.randint(-3, 4, (HIDDEN,), generator=generator).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _ExactStage.apply(x, self.sign, self.shift, self)
+
+
+class ExactData(ToyData):
+    """Small whole numbers in float64. Use a number of microbatches that is a power of two."""
+
+    def microbatch(self, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(7 + mb)
+        length = self.seq_length + (self.seq_length * (mb % 2) if self.variable else 0)
+        shape = (length, self.micro_batch_size, self.hidden)
+        x, target = (torch.randint(-64, 65, shape, generator=generator).double() for _ in range(2))
+        return x, target
+
+
+def exact_data(num_microbatches: int, variable: bool = False) -> ExactData:
+    return ExactData(num_microbatches, seq_length=2, micro_batch_size=1, variable=variable)
+
+
+@dataclass
+class PlanRun:
+    """``complaints``: what went wrong besides the numbers."""
+
+    result: ToyResult
+    complaints: list[str] = field(default_factory=list)
+
+
+def run_plan(
+    plan: Plan,
+    data: ToyData,
+    network: MemoryNetwork,
+    *,
+    executor: Callable[..., PlanExecutor] = PlanExecutor,
+    core: Callable[..., P2PCore] = P2PCore,
+    block: Callable[[int], torch.nn.Module] = ExactBlock,
+    timeout: float = 60.0,
+    **fields: Any,
+) -> PlanRun:
+    """One step of ``plan`` with a thread per rank. Raises what a rank raised."""
+    spec = plan.spec
+    fields = {"pipeline_dtype": data.microbatch(0)[0].dtype, "variable_seq_lengths": spec.variable_shapes, **fields}
+
+    def rank_main(rank: int) -> PlanRun:
+        run = _RankRun(plan, rank, data, block, fields)
+        with network.running(rank):
+            run.execute(executor, core(network.transport(rank), run.config))
+        return run.outcome()
+
+    runs = run_ranks(spec.pipeline_size, rank_main, network.abort, timeout)
+    return PlanRun(merged([run.result for run in runs]), [text for run in runs for text in run.complaints])
+
+
+class _RankRun:
+    """One rank of ``run_plan``: a model, hooks that watch the data-parallel synchronisation, and an executor."""
+
+    def __init__(
+        self, plan: Plan, rank: int, data: ToyData, block: Callable[[int], torch.nn.Module], fields: dict[str, Any]
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.data = data
+        self.config = toy_config(**fields)
+        self.chunks = toy_chunks(plan.placement, rank, self.config, block)
+        self.watch = SyncWatch(plan, rank, self.chunks, self.config)
+        self.reports: list[Any] = []
+        self.left: list[str] = []
+
+    def execute(self, executor: Callable[..., PlanExecutor], core: P2PCore) -> None:
+        placement, data = self.plan.placement, self.data
+        options = StepOptions(
+            num_microbatches=data.num_microbatches,
+            is_last_stage=[placement.is_last_stage(self.rank, c) for c in range(placement.num_chunks)],
+            forward_only=self.plan.spec.forward_only,
+        )
+        iterators = [data.iterator() for _ in self.chunks]
+        steps = ModelSteps(toy_forward_step, iterators, self.chunks, self.config, options)
+        shape = None if data.variable else (data.seq_length, data.micro_batch_size, data.hidden)
+        weights = DeferredWeights()
+        for chunk in self.chunks:
+            chunk.inner.weights = weights
+        self.watch.weights = weights
+        hooks = SyncHooks(self.config, self.chunks)
+        executor(self.plan, core, steps, hooks, Shapes(shape, shape), weights=weights).run()
+        self.reports = steps.record.data
+        if core.pending:
+            self.left = [f"rank {self.rank}: {handle.what} was never waited" for handle in core.pending]
+
+    def outcome(self) -> PlanRun:
+        stages = dict(zip(self.plan.placement.stages[self.rank], self.chunks, strict=True))
+        result = ToyResult([float(r["loss"]) for r in self.reports], gradients_of(stages))
+        return PlanRun(result, [*self.left, *self.watch.complaints()])
+
+
+class SyncWatch:
+    """Stands for a data-parallel wrapper: every parameter's gradient must be synchronised once, when it is complete,
+    and every chunk's parameters be there before its first forward, where the plan says that they are gathered
+    explicitly."""
+
+    def __init__(self, plan: Plan, rank: int, chunks: list[Any], config: SimpleNamespace) -> None:
+        self.rank = rank
+        self.forward_only = plan.spec.forward_only
+        self.names = {p: f"chunk {c}, {name}" for c, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+        self.syncs: dict[torch.nn.Parameter, list[torch.Tensor]] = {p: [] for p in self.names}
+        self.gathered: dict[torch.nn.Parameter, int] = dict.fromkeys(self.names, 0)
+        self.explicit = plan.spec.grad_sync == EXPLICIT
+        self.open = True
+        self.faults: list[str] = []
+        self.weights: DeferredWeights | None = None
+        config.no_sync_func = self._no_sync
+        if self.explicit:
+            config.grad_sync_func = self._sync_now
+        if plan.spec.param_sync and plan.spec.num_chunks > 1:
+            config.param_sync_func = self._gather
+            for chunk in chunks:
+                chunk.register_forward_pre_hook(self._check_gathered)
+        for parameter in self.names:
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        self.open = False
+        try:
+            yield
+        finally:
+            self.open = True
+
+    def _accumulated(self, parameter: Any) -> None:
+        # torch also fires the hook where a backward gave this parameter nothing, as one whose weight gradients are left
+        # for later does; the layers of ``megatron_pp.weight_grad`` keep their parameters out of that backward.
+        nothing_yet = self.weights is not None and self.weights.collecting is not None
+        if self.open and not nothing_yet:
+            self._sync(parameter)
+
+    def _sync_now(self, parameters: Iterator[Any]) -> None:
+        for parameter in parameters:
+            self._sync(parameter)
+
+    def _sync(self, parameter: Any) -> None:
+        self.syncs[parameter].append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone())
+
+    def _gather(self, parameters: Iterator[Any]) -> None:
+        for parameter in parameters:
+            self.gathered[parameter] += 1
+
+    def _check_gathered(self, chunk: Any, args: Any) -> None:
+        if any(self.gathered[p] != 1 for p in chunk.parameters()):
+            self.faults.append(
+                f"rank {self.rank}: a forward ran before the parameters were gathered, or they were gathered twice"
+            )
+
+    def complaints(self) -> list[str]:
+        found = list(self.faults)
+        for parameter, name in self.names.items():
+            synced = self.syncs[parameter]
+            if self.forward_only:
+                if synced:
+                    found.append(f"rank {self.rank}: {name} was synchronised without a backward")
+            elif len(synced) != 1:
+                found.append(f"rank {self.rank}: {name} was synchronised {len(synced)} times")
+            elif not torch.equal(synced[0], parameter.grad):  # type: ignore[arg-type]
+                found.append(f"rank {self.rank}: {name} was synchronised before its gradient was complete")
+        return found
+
+
+def network_for(plan: Plan, kind: type[MemoryNetwork], **more: Any) -> MemoryNetwork:
+    return kind(plan.spec.pipeline_size, plan.spec.channels == ONE_WAY, **more)

@@ -1,0 +1,349 @@
+"""Let Megatron-core run on a CPU with gloo, for tests and for trying things on a laptop.
+
+Megatron-core says "cuda" and "nccl" in many places. `redirect()` answers each of them with the CPU's counterpart,
+so that the real `GPTModel`, `DistributedDataParallel` and distributed optimizer run unchanged. Nothing in
+`megatron_pp` imports this module, and nothing here is needed on a machine with GPUs. Call it once per process,
+before Megatron is imported:
+
+    from tests.megatron import cpu_shim as megatron_cpu_shim
+    megatron_cpu_shim.redirect()
+    import megatron.core
+
+What is redirected, and why Megatron needs it:
+
+| place                                                   | becomes                 | who asks for it                 |
+| ------------------------------------------------------- | ----------------------- | ------------------------------- |
+| `device=` of any torch function, `Tensor.cuda/.to`      | the CPU                 | parameters, buffers, scales     |
+| `Tensor.type()`                                         | `torch.cuda.…Tensor`    | sorting of parameters by type   |
+| `torch.cuda.is_available/current_device/synchronize/…`  | False, the CPU, nothing | parallel_state, timers          |
+| `torch.cuda.Stream/Event/stream/current_stream/…`       | objects that do nothing | DDP, MoE dispatchers            |
+| `torch.cuda` random state (get, set, seed)              | the CPU generator       | dropout and initialisation      |
+| `tensor_parallel.random._get/_set_cuda_rng_state`       | the CPU generator       | the random-state tracker        |
+| `torch.cuda.nvtx`                                       | nothing                 | profiling ranges                |
+| `torch.compile`                                         | the function itself     | fused functions                 |
+| backend "nccl", `pg_options`, `barrier(device_ids=)`    | gloo, none, none        | parallel_state                  |
+| `torch.distributed`'s coalescing                        | one by one              | DDP's and optimizer's buckets   |
+| `ReduceOp.AVG`                                          | SUM, then division      | DDP, finalisation               |
+| `moe_utils.te_general_gemm`                             | None                    | 0.16's router without TE        |
+| `import triton` (Megatron's main branch only)           | a stand-in, never run   | kernels defined on import       |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+
+
+class NoStream:
+    """Stands for a CUDA stream: the CPU has one order of execution, so there is nothing to wait for."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = CPU
+
+    def __enter__(self) -> NoStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def record_event(self, event: Any = None) -> Any:
+        return event if event is not None else NoEvent()
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class NoEvent:
+    """Stands for a CUDA event: always over."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+def _says_cuda(value: object) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.split(":")[0] == "cuda"
+
+
+# Functions of torch, and methods of a tensor, that take a device.
+FACTORIES = (
+    *("arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "logspace", "ones"),
+    *("ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "scalar_tensor"),
+    *("tensor", "as_tensor", "asarray", "tril_indices", "triu_indices", "zeros", "zeros_like"),
+)
+METHODS = ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+
+def _redirect_devices() -> None:
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name in METHODS:
+        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+    plain_type = torch.Tensor.type
+
+    def type_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        told = plain_type(tensor, *args, **kwargs)
+        return told.replace("torch.", "torch.cuda.", 1) if isinstance(told, str) else told
+
+    tensor_class: Any = torch.Tensor
+    tensor_class.type = type_
+    tensor_class.cuda = lambda tensor, *args, **kwargs: tensor
+
+
+def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, told the CPU wherever it is told a CUDA device."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if _says_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        return original(*(CPU if _says_cuda(a) else a for a in args), **kwargs)
+
+    return function
+
+
+def redirect() -> None:
+    """Redirect this process to the CPU. Idempotent; there is no way back."""
+    if getattr(torch.cuda, "_megatron_cpu_shim", False):
+        return
+    torch.cuda._megatron_cpu_shim = True  # type: ignore[attr-defined]
+    importlib.import_module("torch._dynamo")  # wants the real torch.cuda; torch's optimizers would import it later
+    _redirect_devices()
+    _redirect_cuda_module()
+    _redirect_compile()
+    _redirect_distributed()
+    with triton_stand_in():
+        _redirect_rng_tracker()
+        _complete_moe_utils()
+
+
+def _redirect_cuda_module() -> None:
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    cuda: Any = torch.cuda
+    cuda.is_available = lambda: False
+    cuda.current_device = lambda: CPU
+    cuda.device_count = lambda: 1
+    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "_lazy_init", "init"):
+        setattr(cuda, name, nothing)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, lambda *args, **kwargs: 0)
+    cuda.get_device_capability = lambda *args: (0, 0)
+    cuda.is_current_stream_capturing = lambda: False
+
+    no_stream = NoStream()
+    cuda.Stream, cuda.Event = NoStream, NoEvent
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: no_stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+
+    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
+    def seed(value: int) -> None:
+        torch.default_generator.manual_seed(int(value))  # not torch.manual_seed, which calls this function
+
+    for module in (cuda, cuda.random):
+        module.get_rng_state, module.set_rng_state = get_state, set_state
+        module.manual_seed = module.manual_seed_all = seed
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(cuda.nvtx, name, nothing)
+    cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()
+
+
+def _redirect_compile() -> None:
+    def compile_(model: Any = None, **kwargs: Any) -> Any:
+        return model if model is not None else (lambda function: function)
+
+    torch.compile = compile_  # type: ignore[assignment]
+
+
+def _redirect_distributed() -> None:
+    _gloo_for_nccl("init_process_group")
+    _gloo_for_nccl("new_group")
+    # Megatron names the device so that NCCL need not guess it; gloo's barrier refuses the argument.
+    plain_barrier = dist.barrier
+    dist.barrier = lambda group=None, async_op=False, device_ids=None: plain_barrier(  # type: ignore[assignment]
+        group=group, async_op=async_op
+    )
+    # gloo does not coalesce: run the operations one by one and hand out one handle for all of them.
+    import torch.distributed.distributed_c10d as c10d
+
+    c10d._coalescing_manager = _one_by_one
+    dist._coalescing_manager = _one_by_one  # type: ignore[attr-defined]
+    for name in ("all_reduce", "reduce_scatter_tensor", "_reduce_scatter_base"):
+        _average_by_hand(name)
+    for name in (
+        "all_reduce",
+        "reduce_scatter_tensor",
+        "_reduce_scatter_base",
+        "all_gather_into_tensor",
+        "_all_gather_base",
+    ):
+        _report_to_manager(name)
+
+
+def _gloo_for_nccl(name: str) -> None:
+    original = getattr(dist, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("backend") == "nccl":
+            kwargs["backend"] = "gloo"
+        kwargs.pop("pg_options", None)
+        kwargs.pop("device_id", None)
+        return original(*["gloo" if a == "nccl" else a for a in args], **kwargs)
+
+    setattr(dist, name, wrapped)
+    setattr(sys.modules["torch.distributed.distributed_c10d"], name, wrapped)
+
+
+class _Collected:
+    """The handles of one coalesced region; `wait` waits for all of them."""
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+
+_OPEN: list[_Collected] = []
+
+
+@contextlib.contextmanager
+def _one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = False) -> Iterator[_Collected]:
+    collected = _Collected()
+    _OPEN.append(collected)
+    try:
+        yield collected
+    finally:
+        _OPEN.pop()
+    if not async_ops:
+        collected.wait()
+
+
+def _report_to_manager(name: str) -> None:
+    original = getattr(dist, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        work = original(*args, **kwargs)
+        if _OPEN and work is not None:
+            _OPEN[-1].works.append(work)
+            return None
+        return work
+
+    setattr(dist, name, wrapped)
+
+
+def _average_by_hand(name: str) -> None:
+    """gloo has no ReduceOp.AVG: sum, then divide. Only the synchronous form is needed by Megatron."""
+    original = getattr(dist, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("op") != dist.ReduceOp.AVG:
+            return original(*args, **kwargs)
+        if kwargs.get("async_op"):
+            raise NotImplementedError(f"{name} with ReduceOp.AVG and async_op=True on gloo")
+        kwargs["op"] = dist.ReduceOp.SUM
+        original(*args, **kwargs)
+        args[0].div_(dist.get_world_size(kwargs.get("group")))
+        return None
+
+    setattr(dist, name, wrapped)
+
+
+@contextlib.contextmanager
+def triton_stand_in() -> Iterator[None]:
+    """Put this around `import megatron...`: its main branch defines triton kernels on import, never called on the CPU.
+
+    Afterwards triton is absent again, or torch itself would take it for a real one.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+
+    class StandIn(types.ModuleType):
+        __path__ = ()
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _kernel
+
+    names = ("triton", "triton.language")
+    for name in names:
+        sys.modules[name] = StandIn(name)
+        sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
+    sys.modules["triton"].language = sys.modules["triton.language"]  # type: ignore[attr-defined]
+    sys.modules["triton"].__version__ = "0.0.0"  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+def _kernel(*args: Any, **kwargs: Any) -> Any:
+    """Any triton decorator, used with or without arguments: leaves what it decorates as it is."""
+    return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else _kernel
+
+
+def _redirect_rng_tracker() -> None:
+    import megatron.core.tensor_parallel.random as tracker
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    tracker._get_cuda_rng_state, tracker._set_cuda_rng_state = get_state, set_state
+    # The tracker warns that the CPU's state changed inside a CUDA fork. Here that is what it is for.
+    logging.getLogger(tracker.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _complete_moe_utils() -> None:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

@@ -1,0 +1,398 @@
+"""Run one case of `megatron_cases` on this rank: Megatron-core's own GPTModel, DDP and optimizer, under either engine.
+
+The same weights for every cut: a parameter's values depend on its name in the whole model (with the layer's global
+number), so that gradients of any cut can be compared, name by name, with those of one process that holds all
+layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from tests.megatron import cpu_shim as megatron_cpu_shim
+
+warnings.simplefilter("ignore")  # no Apex, no Transformer Engine, names that torch deprecates: all known here
+megatron_cpu_shim.redirect()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+with megatron_cpu_shim.triton_stand_in():
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from tests.megatron import trace as megatron_trace
+from megatron_pp.weight_grad import split_weight_grad  # noqa: E402
+from tests.megatron.cases import Case, Job, Model  # noqa: E402
+
+logging.getLogger("megatron").setLevel(logging.ERROR)
+Tensors = dict[str, torch.Tensor]
+
+
+def set_up_parallel_state(case: Case) -> None:
+    """Megatron's process groups for the case, made anew only when the cut differs from the last one."""
+    wanted = (case.pp, case.tp)
+    if not parallel_state.model_parallel_is_initialized() or wanted != (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    ):
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tp, pipeline_model_parallel_size=case.pp
+        )
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(case.vp)
+    model_parallel_cuda_manual_seed(1234, **_force_reset())
+
+
+def _force_reset() -> dict[str, bool]:
+    names = inspect.signature(model_parallel_cuda_manual_seed).parameters
+    return {"force_reset_rng": True} if "force_reset_rng" in names else {}
+
+
+def make_config(case: Case) -> TransformerConfig:
+    model = case.model
+    overlap = case.policy.startswith("overlap")
+    moe: dict[str, Any] = {}
+    if model.experts:
+        moe = {
+            "num_moe_experts": model.experts,
+            "moe_router_topk": 2,
+            "moe_aux_loss_coeff": 0.1,
+            "moe_z_loss_coeff": 0.01,
+            "moe_router_load_balancing_type": "aux_loss",
+        }
+    config = TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        hidden_dropout=model.dropout,
+        attention_dropout=model.dropout,
+        add_bias_linear=not model.experts,
+        calculate_per_token_loss=model.per_token_loss,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vp,
+        tensor_model_parallel_size=case.tp,
+        sequence_parallel=case.tp > 1,
+        pipeline_dtype=torch.float32,
+        microbatch_group_size_per_vp_stage=case.group,
+        batch_p2p_comm=case.policy == "batched",
+        overlap_p2p_comm=overlap,
+        overlap_p2p_comm_warmup_flush=case.policy == "overlap+flush",
+        deallocate_pipeline_outputs=case.deallocate,
+        variable_seq_lengths=case.variable_shapes,
+        moe_token_dispatcher_type="alltoall",
+        **moe,
+        **dict(model.extra_config),
+    )
+    if case.schedule is not None:
+        config.pipeline_schedule = case.schedule
+    return config
+
+
+class SequenceParallelNorm(torch.nn.LayerNorm):
+    """A layer norm whose parameters Megatron sums over the tensor-parallel ranks; its own needs Transformer Engine."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def layer_spec(case: Case) -> Any:
+    spec = get_gpt_layer_local_spec(num_experts=case.model.experts, moe_grouped_gemm=False)
+    if case.tp == 1:
+        return spec
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * _layers_of_a_chunk(case), layer_norm=SequenceParallelNorm)
+
+
+def _layers_of_a_chunk(case: Case) -> int:
+    return case.model.layers // (case.pp * (case.vp or 1))
+
+
+def build_chunks(case: Case, config: TransformerConfig) -> list[torch.nn.Module]:
+    """This rank's model chunks, with the weights that their names say."""
+    model = case.model
+    chunks: list[torch.nn.Module] = []
+    for chunk in range(case.vp or 1):
+        vp_stage = chunk if case.vp else None
+        place = {"ignore_virtual": False, "vp_stage": vp_stage}
+        gpt = GPTModel(
+            config,
+            layer_spec(case),
+            vocab_size=model.vocab,
+            max_sequence_length=model.seq,
+            pre_process=parallel_state.is_pipeline_first_stage(**place),
+            post_process=parallel_state.is_pipeline_last_stage(**place),
+            share_embeddings_and_output_weights=model.tied and not case.split_tied,
+            position_embedding_type=model.position,
+            vp_stage=vp_stage,
+        )
+        fill_weights(gpt, model)
+        chunks.append(gpt)
+    return chunks
+
+
+def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(name in the whole model, parameter) of one chunk. Tied embeddings have one name, also on the last stage."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    for name, parameter in chunk.named_parameters():
+        if name.startswith("decoder.layers."):
+            _, _, local, rest = name.split(".", 3)
+            number = chunk.decoder.layers[int(local)].layer_number
+            name = f"decoder.layers.{number}.{rest}"
+        if tied and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
+        yield name, parameter
+
+
+def fill_weights(chunk: torch.nn.Module, model: Model) -> None:
+    tp_rank, tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    with torch.no_grad():
+        for name, parameter in global_names(chunk, model.tied):
+            shape = list(parameter.shape)
+            split = getattr(parameter, "tensor_model_parallel", False)
+            dim = getattr(parameter, "partition_dim", -1)
+            if split:
+                shape[dim] *= tp
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.3
+            if "layernorm" in name and name.endswith("weight"):
+                values += 1.0
+            parameter.copy_(values.chunk(tp, dim)[tp_rank] if split else values)
+
+
+def batches(case: Case, step: int, evaluation: bool = False) -> list[torch.Tensor]:
+    """The microbatches of one step on this data-parallel rank: int64 (micro_batch, sequence + 1)."""
+    model = case.model
+    dp_rank = parallel_state.get_data_parallel_rank()
+    result = []
+    for microbatch in range(case.microbatches):
+        seed = 1 + microbatch + 100 * step + 10_000 * dp_rank + 1_000_000 * evaluation
+        length = model.seq - (2 * microbatch) % 5 if case.variable_shapes else model.seq
+        generator = torch.Generator().manual_seed(seed)
+        result.append(torch.randint(model.vocab, (model.micro_batch, length + 1), generator=generator))
+    return result
+
+
+def forward_step(per_token: bool, data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
+    """What a training script passes as `forward_step_func`. Half of the tokens of the first sequence are masked."""
+    tokens = next(data_iterator)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    positions = torch.arange(inputs.shape[1]).expand_as(inputs)
+    mask = torch.ones(labels.shape)
+    mask[0, : labels.shape[1] // 2] = 0
+    output = model(inputs, positions, None, labels=labels)
+
+    def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
+        total = torch.sum(output.float().view(-1) * mask.view(-1))
+        if per_token:
+            count = mask.sum().to(torch.int)
+            return total, count, {"loss": torch.stack([total.detach(), count.float()])}
+        mean = total / mask.sum()
+        return mean, {"loss": mean.detach().clone()}
+
+    return output, loss_func
+
+
+class Run:
+    """One case on this rank: model, wrapper, optimizer, and the steps."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        set_up_parallel_state(case)
+        self.config = make_config(case)
+        chunks = build_chunks(case, self.config)
+        if case.split_weight_grad:
+            split_weight_grad(chunks)
+        self.chunks = self._wrap(chunks)
+        self.optimizer = self._optimizer()
+        self._hook_config()
+        self.losses: list[torch.Tensor] = []
+
+    def _wrap(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        case = self.case
+        ddp = DistributedDataParallelConfig(
+            overlap_grad_reduce=case.overlap_grad_reduce,
+            overlap_param_gather=case.overlap_param_gather,
+            align_param_gather=case.align_param_gather,
+            use_distributed_optimizer=case.optimizer == "distributed",
+            bucket_size=case.bucket_size,
+        )
+        # As Megatron's training script does: buckets of later chunks are not split, their reduction is not
+        # overlapped.
+        return [
+            DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+
+    def _optimizer(self) -> Any:
+        if self.case.optimizer is None:
+            return None
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            weight_decay=0.01,
+            clip_grad=1.0,
+            use_distributed_optimizer=self.case.optimizer == "distributed",
+            overlap_param_gather=self.case.overlap_param_gather,
+        )
+        return get_megatron_optimizer(config, self.chunks)
+
+    def _hook_config(self) -> None:
+        """The fields that Megatron's training loop sets on the config before the first step."""
+        case, chunks, config = self.case, self.chunks, self.config
+
+        def one_or_list(items: list[Any]) -> Any:
+            return items[0] if len(items) == 1 else items
+
+        if case.overlap_grad_reduce:
+            config.no_sync_func = one_or_list([chunk.no_sync for chunk in chunks])
+            if case.align_param_gather:
+                config.grad_sync_func = one_or_list([chunk.start_grad_sync for chunk in chunks])
+        if case.overlap_param_gather and case.align_param_gather:
+            config.param_sync_func = one_or_list([chunk.start_param_sync for chunk in chunks])
+        config.finalize_model_grads_func = finalize_model_grads
+        if self.optimizer is not None:
+            config.grad_scale_func = self.optimizer.scale_loss
+
+    def schedule(self, step: int, forward_only: bool, evaluation: bool = False) -> list[Any]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        case = self.case
+        data = batches(case, step, evaluation)
+        iterators = [iter(data) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=functools.partial(forward_step, case.model.per_token_loss),
+            data_iterator=iterators if case.vp else iterators[0],
+            model=self.chunks if case.vp else self.chunks[0],
+            num_microbatches=case.microbatches,
+            seq_length=case.model.seq,
+            micro_batch_size=case.model.micro_batch,
+            forward_only=forward_only,
+        )
+
+    def step(self, step: int) -> None:
+        for chunk in self.chunks:
+            if not self.case.forward_only:
+                chunk.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        with torch.no_grad() if self.case.forward_only else contextlib.nullcontext():
+            reports = self.schedule(step, self.case.forward_only)
+        self.losses += [report["loss"].reshape(-1) for report in reports]
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def evaluate(self, step: int) -> None:
+        """A forward-only pass between training steps; must leave gradients and config as they are."""
+        before = {name: grad.clone() for name, grad in self.gradients().items()}
+        fields = dict(vars(self.config))
+        with torch.no_grad():
+            self.schedule(step, forward_only=True, evaluation=True)
+        changed = [name for name, grad in self.gradients().items() if not torch.equal(grad, before[name])]
+        changed += [
+            name for name, value in vars(self.config).items() if name not in fields or fields[name] is not value
+        ]
+        if changed:
+            raise AssertionError(f"evaluation changed {changed}")
+
+    def gradients(self) -> Tensors:
+        result: Tensors = {}
+        for chunk in self.chunks:
+            for name, parameter in global_names(chunk, self.case.model.tied):
+                grad = parameter.main_grad
+                result[name] = result[name] + grad if name in result else grad
+        return result
+
+    def parameters(self) -> Tensors:
+        return {name: p.data for chunk in self.chunks for name, p in global_names(chunk, self.case.model.tied)}
+
+
+def engine(case: Case) -> contextlib.AbstractContextManager[Any]:
+    if case.engine == "megatron":
+        return contextlib.nullcontext()
+    from megatron_pp.integrations import megatron_core
+
+    return megatron_core.installed()
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Run the job's case on this rank, save or compare what came out, and report it as plain numbers."""
+    case = job.case
+    if job.check is not None:
+        module, function = job.check.split(":")
+        return {"losses": [], "facts": getattr(importlib.import_module(module), function)(case)}
+    lines: list[str] = []
+    with engine(case), megatron_trace.recording(lines) if case.trace else contextlib.nullcontext():
+        run = Run(case)
+        if case.trace:
+            megatron_trace.hook_config(run.config, run.chunks, lines)
+        if case.forward_only:
+            for grad in run.gradients().values():
+                grad.fill_(0.5)  # must survive
+        for step in range(case.steps):
+            run.step(step)
+            if case.evaluate_between:
+                run.evaluate(step)
+    snapshot = {
+        "losses": run.losses,
+        "grads": {name: grad.clone() for name, grad in run.gradients().items()},
+        "params": {name: value.clone() for name, value in run.parameters().items()} if case.optimizer else {},
+    }
+    rank = dist.get_rank()
+    if job.save is not None:
+        torch.save(snapshot, job.save.format(rank=rank))
+    report: dict[str, Any] = {
+        "losses": [float(loss[0]) for loss in run.losses],
+        "trace": lines,
+        "grad_size": max(float(grad.abs().max()) for grad in snapshot["grads"].values()),
+    }
+    if job.reference is not None:
+        reference = torch.load(job.reference.format(rank=rank), weights_only=True)
+        report.update(compare(snapshot, reference, case))
+    return report
+
+
+def compare(snapshot: dict[str, Any], reference: dict[str, Any], case: Case) -> dict[str, Any]:
+    """Largest differences of losses, gradients and parameters; a non-finite number counts as inf."""
+    result: dict[str, Any] = {"compared": len(snapshot["grads"])}
+    if snapshot["losses"]:
+        if len(snapshot["losses"]) != len(reference["losses"]):
+            raise AssertionError(f"{len(snapshot['losses'])} losses reported, {len(reference['losses'])} expected")
+        result["loss_difference"] = difference(torch.stack(snapshot["losses"]), torch.stack(reference["losses"]))
+    expected = (
+        {n: torch.full_like(g, 0.5) for n, g in snapshot["grads"].items()} if case.forward_only else reference["grads"]
+    )
+    result["grad_difference"] = max(difference(grad, expected[name]) for name, grad in snapshot["grads"].items())
+    if snapshot["params"] and reference["params"]:
+        result["param_difference"] = max(
+            difference(value, reference["params"][name]) for name, value in snapshot["params"].items()
+        )
+    return result
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    if not bool(torch.isfinite(ours).all()):
+        return float("inf")
+    return float((ours - theirs).abs().max())

@@ -1,0 +1,244 @@
+"""Run jobs of `megatron_cases` on sets of processes, with a deadline for each, and print one JSON line per job.
+
+    echo '[{"case": {...}}, ...]' | python tests/megatron/runner.py
+
+Megatron-core is imported once, then every rank is forked from this process. A set of ranks runs job after job; when
+one of them raises or misses the job's deadline, the whole set is killed and the next job starts a new one. So a
+schedule that hangs costs its deadline and nothing else. From Python: `run_jobs(jobs)` starts this file as a process
+of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from tests.megatron.cases import Case, Job, Outcome
+
+HERE = Path(__file__).resolve().parent
+
+
+class RankFailedError(Exception):
+    """One rank raised; the message is its exception."""
+
+
+class RankHungError(Exception):
+    """A rank had not answered by the deadline."""
+
+
+class Ranks:
+    """`world` forked processes joined by gloo, which run one job at a time together."""
+
+    def __init__(self, world: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self.world = world
+        self._directory = tempfile.TemporaryDirectory()
+        store = os.path.join(self._directory.name, "store")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, job: Job) -> list[dict[str, Any]]:
+        """Every rank's report. Raises RankFailedError or RankHungError; the set must then be closed."""
+        for pipe in self._pipes:
+            pipe.send(job)
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + job.deadline
+        while len(answers) < self.world:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankHungError(
+                    f"ranks {sorted(set(range(self.world)) - set(answers))} silent for {job.deadline:g} s"
+                )
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                answers[rank] = self._receive(rank)
+        return [answers[rank] for rank in range(self.world)]
+
+    def _receive(self, rank: int) -> dict[str, Any]:
+        try:
+            kind, value = self._pipes[rank].recv()
+        except EOFError:
+            raise RankFailedError(f"rank {rank} died") from None
+        if kind == "error":
+            raise RankFailedError(f"rank {rank}: {value}")
+        return value
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._directory.cleanup()
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from tests.megatron import lab as megatron_lab
+
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    while True:
+        job = pipe.recv()
+        try:
+            pipe.send(("ok", megatron_lab.run_job(job)))
+        except Exception as error:  # the parent decides; this set of ranks is not used again
+            if os.environ.get("MEGATRON_RUNNER_TRACEBACK"):
+                traceback.print_exc()
+            pipe.send(("error", f"{type(error).__name__}: {error}"))
+
+
+def serve_jobs(jobs: list[Job]) -> None:
+    """The body of the process: run the jobs, print an Outcome as JSON for each, in order."""
+    import megatron_lab  # noqa: F401  imported before the first fork, so that no rank pays for it again
+
+    if any(job.case.engine == "ours" for job in jobs):
+        importlib.import_module("megatron_pp.integrations.megatron_core")
+
+    ranks: Ranks | None = None
+    for job in jobs:
+        if ranks is not None and ranks.world != job.case.world:
+            ranks.close()
+            ranks = None
+        if ranks is None:
+            ranks = Ranks(job.case.world)
+        try:
+            outcome = merge(ranks.run(job))
+        except (RankFailedError, RankHungError) as trouble:
+            ranks.close()
+            ranks = None
+            outcome = Outcome("hang" if isinstance(trouble, RankHungError) else "error", str(trouble))
+        print(json.dumps(vars(outcome)), flush=True)
+    if ranks is not None:
+        ranks.close()
+
+
+def merge(reports: list[dict[str, Any]]) -> Outcome:
+    def largest(key: str) -> float | None:
+        values = [report[key] for report in reports if report.get(key) is not None]
+        return max(values) if values else None
+
+    return Outcome(
+        status="ok",
+        loss_difference=largest("loss_difference"),
+        grad_difference=largest("grad_difference"),
+        param_difference=largest("param_difference"),
+        grad_size=largest("grad_size") or 0.0,
+        compared=sum(report.get("compared", 0) for report in reports),
+        losses=next((report["losses"] for report in reversed(reports) if report["losses"]), []),
+        traces=[report.get("trace", []) for report in reports],
+        facts=[report.get("facts") for report in reports],
+    )
+
+
+def run_jobs(jobs: list[Job], deadline: float = 600.0, on_outcome: Any = None) -> list[Outcome]:
+    """Start this file as a process, give it the jobs, and return one Outcome per job.
+
+    deadline: seconds for all of them together; then the process and its ranks are killed and the rest reported as
+    "hang". on_outcome(job, outcome): called for each as it comes.
+    """
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    package = str(HERE.parent)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "megatron_runner.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,  # so that select() sees every line that has not been read
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    outcomes: list[Outcome] = []
+    end = time.monotonic() + deadline
+    try:
+        process.stdin.write(json.dumps([job.to_dict() for job in jobs]).encode())
+        process.stdin.close()
+        while len(outcomes) < len(jobs):
+            line = _read_line(process, end)
+            if line is None:
+                break
+            if line.startswith(b"{"):
+                outcomes.append(Outcome(**json.loads(line)))
+                if on_outcome is not None:
+                    on_outcome(jobs[len(outcomes) - 1], outcomes[-1])
+    finally:
+        _kill_session(process)
+    missing = len(jobs) - len(outcomes)
+    return outcomes + [Outcome("hang", f"not run within {deadline:g} s")] * missing
+
+
+def _read_line(process: subprocess.Popen[bytes], end: float) -> bytes | None:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
+    if not ready:
+        return None
+    return process.stdout.readline() or None
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def parity_jobs(cases: list[Case], directory: str | Path) -> list[Job]:
+    """The cases as jobs compared with PP=1 of the same model, each reference first and only once."""
+    directory = Path(directory)
+    jobs: list[Job] = []
+    references: dict[Case, str] = {}
+    for case in cases:
+        reference = reference_case(case)
+        if reference not in references:
+            references[reference] = str(directory / f"reference{len(references)}.pt")
+            jobs.append(Job(reference, save=references[reference]))
+    return jobs + [Job(case, reference=references[reference_case(case)]) for case in cases]
+
+
+def reference_case(case: Case) -> Case:
+    """One process that holds the whole model, under Megatron's own schedule.
+
+    Tied embeddings: a pipeline accumulates the gradients of the embedding and of the output layer apart and adds
+    the two sums in finalisation, so the reference keeps them apart too. Added microbatch by microbatch, the last
+    bit would differ.
+    """
+    return Case(
+        model=case.model,
+        engine="megatron",
+        microbatches=case.microbatches,
+        variable_shapes=case.variable_shapes,
+        deallocate=False,
+        split_tied=case.model.tied,
+    )
+
+
+if __name__ == "__main__":
+    serve_jobs([Job.from_dict(raw) for raw in json.load(sys.stdin)])

@@ -1,0 +1,365 @@
+"""The command: what it prints, what it writes, and how it refuses. Each call is a real one, in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_pp.cli.command_line import main
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.instruction import parse_program
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.serialize import load_plan
+from megatron_pp.plan.spec import PlanSpec
+from tests.harness.plan_text import save_plan
+
+MODEL = ["--layers", "16", "--hidden-size", "1024", "--seq-length", "1024", "--vocab-size", "32000"]
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Run ``megatron-pp ARGUMENTS``: (exit code, what it printed, what it complained about)."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*arguments):
+        try:
+            code = main([str(a) for a in arguments])
+        except SystemExit as stop:  # argparse
+            code = stop.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def refused(result, code, *words):
+    """One line of complaint with ``words`` in it, and nothing else."""
+    assert result[0] == code
+    assert result[1] == ""
+    assert result[2].count("\n") == 1
+    for word in words:
+        assert word in result[2]
+
+
+# --- plan
+
+
+def test_plan_prints_one_line_per_rank_that_parses(command):
+    code, out, _ = command("plan", "-s", "interleaved_1f1b", "-P", 2, "-V", 2, "-M", 4)
+    plan = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 4))
+    lines = out.splitlines()
+    assert (code, lines[0]) == (0, "# " + plan.spec.describe())
+    for rank, line in enumerate(lines[1:]):
+        name, _, program = line.partition(": ")
+        assert (name, parse_program(program)) == (f"rank {rank}", list(plan.programs[rank]))
+
+
+def test_plan_compute_only(command):
+    _, out, _ = command("plan", "-P", 2, "-M", 2, "--compute-only")
+    assert out.splitlines()[1:] == ["rank 0: F0.0 F0.1 B0.0 B0.1", "rank 1: F0.0 B0.0 F0.1 B0.1"]
+
+
+@pytest.mark.parametrize("name", ["plan.csv", "plan.json"])
+def test_plan_writes_and_reads_files(command, tmp_path, name):
+    path = tmp_path / name
+    assert command("plan", "-s", "zb_h1", "-P", 2, "-M", 4, "-o", path)[:2] == (0, "")
+    assert load_plan(path) == build_plan(PlanSpec("zb_h1", 2, 1, 4))
+    code, out, _ = command("plan", "--import", path, "--format", "json")
+    assert code == 0
+    assert json.loads(out)["spec"]["schedule"] == "zb_h1"
+
+
+def test_plan_imports_pytorchs_order_and_lowers_it_as_asked(command, tmp_path):
+    path = tmp_path / "torch.csv"
+    path.write_text("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
+    _, out, _ = command("plan", "--import", path, "--policy", "batched")
+    assert "imported P=2 V=1 M=2" in out
+    assert "[" in out
+
+
+def test_plan_lists_the_schedules(command):
+    _, out, _ = command("plan", "--list")
+    assert [line.split()[0] for line in out.splitlines()] == list(SCHEDULES)
+
+
+# --- verify
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_verify_accepts_every_schedule(command, schedule):
+    code, out, _ = command("verify", "-s", schedule, "-P", 4, "-M", 8)
+    assert code == 0
+    assert "deadlock-free, every send waited before its buffer is released; peak on rank" in out
+
+
+def test_verify_says_what_is_wrong_with_a_file_and_where(command, tmp_path):
+    path = tmp_path / "plan.csv"
+    save_plan(build_plan(PlanSpec("1f1b", 2, 1, 4)), path)
+    lines = path.read_text().splitlines()
+    row = next(i for i, line in enumerate(lines) if line.startswith("program,0"))
+    lines[row] = lines[row].replace(",FREE_F0.1", "")
+    path.write_text("\n".join(lines) + "\n")
+    code, out, _ = command("verify", "--import", path)
+    assert code == 1
+    assert "refused: rank 0: at the end of the plan, of chunk 0, microbatch 1" in out
+
+
+# --- simulate
+
+
+def test_simulate_gives_the_closed_form(command):
+    arguments = ["simulate", "-s", "1f1b", "-P", "4", "-M", "16", "--forward-ms", "10", "--backward-ms", "20", "--json"]
+    facts = json.loads(command(*arguments)[1])
+    assert facts["makespan"] == pytest.approx((16 + 3) * 30)
+    assert facts["bubble_share"] == pytest.approx(3 / 19)
+    assert facts["peak_in_flight"] == [4, 3, 2, 1]
+    assert len(facts["links"]) == 6
+
+
+def test_simulate_weighs_what_waits_for_weight_gradients(command):
+    arguments = ["simulate", "-s", "zb_h2", "-P", "3", "-M", "6", "--json"]
+    model = ["--layers", "3", "--hidden-size", "64", "--seq-length", "64", "--recompute", "full"]
+
+    def peak(*more):
+        return json.loads(command(*arguments, *more)[1])["peak_activations"][2]
+
+    assert peak("--weight-share", "1") == 5.0  # one in flight, four waiting
+    assert peak("--weight-share", "0.5") == 3.0
+    assert peak() == pytest.approx(1 + 4 * 32 / 34)
+    assert peak(*model) > 4 * 15  # recomputed layers keep their input alone
+
+
+def test_simulate_divides_a_ranks_time_over_its_chunks(command):
+    arguments = [
+        "simulate",
+        "-s",
+        "interleaved_1f1b",
+        "-P",
+        "4",
+        "-V",
+        "4",
+        "-M",
+        "8",
+        "--forward-ms",
+        "8",
+        "--backward-ms",
+        "16",
+        "--json",
+    ]
+    assert json.loads(command(*arguments)[1])["makespan"] == pytest.approx((4 * 8 + 3) * 24 / 4)
+
+
+def test_simulate_takes_times_per_stage_links_and_sizes(command):
+    arguments = "simulate -s gpipe -P 2 -M 1 --forward-ms 1,2 --backward-ms 2,4 --activation-mb 1 --bandwidth 1"
+    arguments += " --link 1-0:0.5:0.25 --json"
+    facts = json.loads(command(*arguments.split())[1])
+    # F 1, 1 MB at 1 GB/s = 1 ms, F 2, B 4, 0.5 + 4 ms back, B 2
+    assert facts["makespan"] == pytest.approx(1 + 1 + 2 + 4 + 4.5 + 2)
+
+
+def test_simulate_shows_tables_in_80_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = command("simulate", "-P", 4, *MODEL)
+    assert code == 0
+    assert "peak memory" in out or "peak" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_compare_ranks_under_a_memory_limit(command):
+    arguments = ["simulate", "--compare", "gpipe,1f1b,zb_h1", "-P", 4, "-M", "8,32", *MODEL, "--json"]
+    free = json.loads(command(*arguments)[1])
+    assert [c["per_microbatch"] for c in free] == sorted(c["per_microbatch"] for c in free)
+    assert all(c["refused"] is None for c in free)
+    limit = sorted(c["peak_bytes"] for c in free)[2] / 2**30 + 0.01
+    limited = json.loads(command(*arguments, "--memory-limit", limit)[1])
+    fits = [c for c in limited if c["refused"] is None]
+    assert len(fits) >= 2
+    assert limited[: len(fits)] == fits
+    assert all(c["peak_bytes"] <= limit * 2**30 for c in fits)
+    assert "GiB" in limited[-1]["refused"]
+    assert command(*arguments, "--memory-limit", 0.001)[0] == 1
+
+
+def test_compare_all_names_what_can_not_be_had(command):
+    code, out, _ = command("simulate", "--compare", "all", "-P", 4, "-V", "2,3", "-M", 5, *MODEL)
+    assert code == 0
+    assert "16 layers do not divide over 12 stages" in out
+
+
+# --- draw
+
+
+def test_draw_prints_the_timeline(command):
+    code, out, _ = command("draw", "-s", "1f1b", "-P", 2, "-M", 2)
+    assert code == 0
+    assert "rank 0 F0" in out
+    assert "\x1b[" not in out  # not a terminal
+
+
+def test_draw_grids_and_what_they_cost(command):
+    code, out, _ = command("draw", "--style", "grid", "-s", "naive,gpipe,1f1b", "-P", 4, "-M", 4)
+    assert code == 0
+    assert "stage 3     .  .  . F0 B0 F1 B1 F2 B2 F3 B3" in out
+    assert "75.0%" in out
+    assert "4 3 2 1" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning"),
+    [
+        ("a.svg", b"<svg"),
+        ("a.html", b"<!DOCTYPE html>"),
+        ("a.png", b"\x89PNG"),
+        ("a.json", b'{"displayTimeUnit"'),
+        ("a.txt", b"zb_v"),
+    ],
+)
+def test_draw_writes_what_the_ending_says(command, tmp_path, name, beginning):
+    path = tmp_path / name
+    arguments = ["-P", 2, "-M", 4, "--forward-ms", 2, "--backward-ms", 4, *MODEL]
+    code, out, _ = command("draw", "-s", "zb_v", *arguments, "-o", path)
+    assert (code, out) == (0, f"wrote {path}\n")
+    assert path.read_bytes().startswith(beginning)
+
+
+def test_a_grid_can_be_written_to_a_file(command, tmp_path):
+    code, out, _ = command("draw", "--style", "grid", "-s", "gpipe", "-P", 2, "-M", 3, "-o", tmp_path / "grid.txt")
+    assert (code, out) == (0, f"wrote {tmp_path / 'grid.txt'}\n")
+    written = (tmp_path / "grid.txt").read_text()
+    shown = command("draw", "--style", "grid", "-s", "gpipe", "-P", 2, "-M", 3)[1]
+    assert written == shown
+
+
+def test_what_is_written_to_a_link_or_a_pipe_leaves_it_one(command, tmp_path):
+    (tmp_path / "plan.csv").write_text("old")
+    (tmp_path / "link.csv").symlink_to(tmp_path / "plan.csv")
+    assert command("plan", "-o", tmp_path / "link.csv")[0] == 0
+    assert (tmp_path / "link.csv").is_symlink()
+    assert (tmp_path / "plan.csv").read_text() == (tmp_path / "link.csv").read_text() != "old"
+    os.mkfifo(tmp_path / "pipe.csv")
+    reader = subprocess.Popen(["cat", tmp_path / "pipe.csv"], stdout=subprocess.PIPE, text=True)
+    assert command("plan", "-o", tmp_path / "pipe.csv")[0] == 0
+    assert reader.communicate(timeout=30)[0] == (tmp_path / "plan.csv").read_text()
+    assert (tmp_path / "pipe.csv").is_fifo()
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("plan -s nonsense", ["'nonsense' is not known; it is one of gpipe"]),
+        ("plan -P 0", ["pipeline size is 0"]),
+        ("plan -P -3", ["-3", "megatron-pp plan --help"]),
+        ("plan --frobnicate", ["--frobnicate", "megatron-pp --help"]),
+        ("plan -s 1f1b -V 3", ["has 1 model chunk(s) a rank, not 3"]),
+        ("plan --import nowhere.csv", ["nowhere.csv", "can not be read"]),
+        ("plan --import nowhere.csv -P 4", ["--import brings its own pipeline size"]),
+        ("plan -o plan.xyz", ["not as 'xyz'"]),
+        ("plan -o no/such/folder/plan.csv", ["no/such/folder/plan.csv", "can not be written"]),
+        ("simulate --forward-ms 3", ["--forward-ms and --backward-ms go together"]),
+        ("simulate --forward-ms 1,2 --backward-ms 1,2,3", ["one length; --forward-ms has 2, --backward-ms has 3"]),
+        ("simulate -P 4 --forward-ms 1,2,3 --backward-ms 1,2,3", ["times of 3 stages can not be regrouped into 4"]),
+        ("simulate --bandwidth 10", ["--bandwidth needs the size of a message"]),
+        ("simulate --layers 4", ["also needs --hidden-size and --seq-length"]),
+        ("simulate --layers 6 --hidden-size 8 --seq-length 8", ["6 layers do not divide over 4 stages"]),
+        ("simulate --memory-limit 3", ["--memory-limit is for --compare"]),
+        ("simulate --compare 1f1b --memory-limit 3", ["--memory-limit needs the shape of the model"]),
+        ("simulate --compare 1f1b -s gpipe", ["--compare names the schedules itself"]),
+        ("simulate --compare 1f1b,nonsense", ["'nonsense' is not known"]),
+        ("simulate --link 3-4:1", ["--link 3-4 is no link between two of 4 ranks"]),
+        ("simulate --link 1-1:1", ["--link 1-1 is no link between two of 4 ranks"]),
+        ("simulate --link 3-4", ["argument --link", "'' is not a number"]),
+        ("simulate -M 4,8", ["several numbers of chunks or microbatches"]),
+        ("simulate --from-trace .", ["there are no traces"]),
+        ("draw -o plan.xyz", ["drawings are written as .svg, .html", "not as '.xyz'"]),
+        ("draw --width 19", ["--width is 19; text needs at least 20"]),
+        ("draw --width 200 -o plan.png", ["--width is 200; png needs at least 300"]),
+        ("draw --style svg", ["needs a file to write to: -o FILE"]),
+        ("draw --style grid -s naive -V 2", ["the naive schedule has 1 model chunk"]),
+        ("report .", ["there are no traces"]),
+    ],
+)
+def test_what_can_not_be_done_is_said_in_one_line(command, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    refused(command(*arguments.split()), 2, *words)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["-1", "x", "nan", "inf", "1,,2"])
+def test_numbers_that_are_none_are_refused_by_the_parser(command, text):
+    code, _, err = command("simulate", f"--forward-ms={text}", "--backward-ms", "1")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "is not a number of at least 0" in err
+
+
+def test_a_plan_that_does_not_verify_is_not_simulated(command, tmp_path):
+    path = tmp_path / "plan.json"
+    save_plan(build_plan(PlanSpec("gpipe", 2, 1, 2)), path)
+    path.write_text(path.read_text().replace("RECV_F0.0 ", ""))
+    refused(command("simulate", "--import", path), 1, "refused: rank 1: WAIT_F0.0")
+
+
+@pytest.mark.parametrize("name", ["plan", "verify", "simulate", "draw", "report"])
+def test_help_has_examples_that_work(command, name):
+    code, out, _ = command(name, "--help")
+    assert code == 0
+    assert f"megatron-pp {name}" in out.split("examples:")[1]
+
+
+@pytest.mark.parametrize("name", ["plan", "verify", "simulate", "draw"])
+def test_examples_in_help_run(command, tmp_path, monkeypatch, name):
+    """Every example that needs no file of the user's."""
+    monkeypatch.chdir(tmp_path)
+    text = command(name, "--help")[1].split("examples:")[1].split("exit codes")[0].replace("\\\n", " ")
+    lines = [line.split("(open in")[0].split() for line in text.splitlines() if "megatron-pp" in line]
+    for words in lines:
+        if not {"--import", "--from-trace"} & set(words):
+            assert command(*words[1:])[0] == 0, words
+
+
+def test_as_a_module_it_needs_no_torch():
+    """``python -m megatron_pp``, with torch made impossible to import."""
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['megatron-pp', 'draw', '-P', '2', '-M', '2'];"
+        "import runpy; runpy.run_module('megatron_pp', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1" in done.stdout
+
+
+@pytest.mark.parametrize("what", ["plan -P 8 -M 512", "draw -P 8 -M 512", "draw --style grid -P 8 -M 64"])
+def test_a_reader_that_has_seen_enough_is_no_error(what):
+    pipe = f"{sys.executable} -m megatron_pp {what} | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", pipe], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("what", ["plan", "draw", "simulate --json", "verify", "plan -o /dev/stdout --format csv"])
+def test_a_full_disk_is_said_in_one_line(what):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_pp", *what.split()], stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
+    assert done.returncode == 2
+    assert done.stderr.count(b"\n") == 1
+    assert b"can not be written (No space left on device)" in done.stderr
+
+
+@pytest.mark.parametrize("plain", ["NO_COLOR", "--no-colour", None])
+def test_colours_are_left_out_where_the_environment_or_the_user_says_so(plain):
+    environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"FORCE_COLOR": "1", "TERM": "xterm"}
+    environment |= {plain: "1"} if plain == "NO_COLOR" else {}
+    flags = ["--no-colour"] if plain == "--no-colour" else []
+    line = [sys.executable, "-m", "megatron_pp", "draw", *flags]
+    shown = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert ("\x1b[97;46mF0" in shown) == (plain is None)
+    assert "B0==" in shown

@@ -1,0 +1,155 @@
+"""Wire check: a message that is not the expected one is named, with what came; right ones pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pp.errors import P2PShapeError, WireMismatchError
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.instruction import RECV_F, SEND_F, Instruction
+from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.runtime import step
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_config
+from tests.harness.plan_text import index_of
+
+POLICIES = {
+    "overlap": {"overlap_p2p_comm": True},
+    "batched": {"batch_p2p_comm": True},
+    "plain": {},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("variable", [False, True])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)])
+def test_right_messages_pass(policy: str, variable: bool, schedule: str, chunks: int) -> None:
+    data = ToyData(4, variable=variable)
+    fields = {**POLICIES[policy], "pipeline_schedule": schedule, "p2p_debug": True}
+    result = run_in_threads(2, chunks, data, **fields)
+    assert result.difference(reference_run(2 * chunks, data)) == 0.0
+
+
+def _swapped_on_rank_0(spec: PlanSpec, announce: object = None) -> Plan:
+    """A plan whose rank 0 sends the activation of microbatch 1 first, then that of microbatch 0."""
+    plan = build_plan(spec)
+    program = list(plan.programs[0])
+    first, second = index_of(program, "SEND_F0.0"), index_of(program, "SEND_F0.1")
+    moved = program.pop(first)  # send microbatch 0 right after microbatch 1
+    program.insert(second, moved)
+    program = _releases_last(program)
+    return dataclasses.replace(plan, programs=(tuple(program), *plan.programs[1:]))
+
+
+def _releases_last(program: list[Instruction]) -> list[Instruction]:
+    """A release stands after its send again."""
+    if index_of(program, "FREE_F0.0") < index_of(program, "SEND_F0.0"):
+        first_release = program.pop(index_of(program, "FREE_F0.0"))
+        program.insert(index_of(program, "SEND_F0.0") + 1, first_release)
+    return program
+
+
+@pytest.fixture
+def _sent_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "build_plan", _swapped_on_rank_0)
+
+
+@pytest.mark.usefixtures("_sent_out_of_order")
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_a_message_out_of_order_is_named(by_environment: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment turns it on for configs without the field, such as Megatron's own."""
+    if by_environment:
+        monkeypatch.setenv("MEGATRON_PP_P2P_DEBUG", "1")
+    field = {} if by_environment else {"p2p_debug": True}
+    with pytest.raises(WireMismatchError) as caught:
+        run_in_threads(2, 1, ToyData(2), forward_only=True, overlap_p2p_comm=True, **field)
+    text = str(caught.value)
+    assert "rank 1 expected the activation of chunk 0 of rank 0, microbatch 0, torch.float32 [3, 2, 4]" in text
+    assert "rank 0 sent the activation of chunk 0 of rank 0, microbatch 1" in text
+    assert caught.value.field == "microbatch"
+    assert caught.value.values == {1: "0", 0: "1"}
+
+
+@pytest.mark.usefixtures("_sent_out_of_order")
+def test_without_the_check_it_trains_on_the_wrong_microbatch() -> None:
+    """Why the check exists: the same fault passes in silence, with wrong losses."""
+    data = ToyData(2)
+    result = run_in_threads(2, 1, data, forward_only=True, overlap_p2p_comm=True)
+    assert result.difference(reference_run(2, data, forward_only=True)) > 0.0
+
+
+class _WideBlock(ToyBlock):
+    """Stage 0 gives one row too many."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return torch.cat([y, y[:1]]) if self.stage == 0 else y
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_wrong_output_shape_is_refused_before_it_is_sent(debug: bool, policy: str) -> None:
+    with pytest.raises(P2PShapeError, match=r"chunk 0 for microbatch 0 has shape \[4, 2, 4\].*expects \[3, 2, 4\]"):
+        run_in_threads(2, 1, ToyData(2), block=_WideBlock, p2p_debug=debug, **POLICIES[policy])
+
+
+def _exchange(rank: int, network: MemoryNetwork, sent: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor | None:
+    config = toy_config(p2p_debug=True, **fields)
+    communicator = P2PCommunicator(ThreadGroup(rank, 2), config, network.transport(rank))
+    if rank == 0:
+        communicator.send_forward(sent, False)
+        return None
+    received = communicator.recv_forward((3, 2), False)
+    assert isinstance(received, torch.Tensor)
+    return received
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_megatron_style_calls_compare_shape(batched: bool) -> None:
+    network = MemoryNetwork(2)
+    fields = {"batch_p2p_comm": batched}
+    _, same = run_ranks(2, lambda rank: _exchange(rank, network, torch.ones(3, 2), fields), network.abort)
+    assert same is not None
+    assert torch.equal(same, torch.ones(3, 2))
+    network = MemoryNetwork(2)
+    with pytest.raises(WireMismatchError, match=r"expected a message, torch.float32 \[3, 2\].*sent .*\[2, 3\]: shape"):
+        run_ranks(2, lambda rank: _exchange(rank, network, torch.ones(2, 3), fields), network.abort)
+
+
+def test_megatron_style_calls_compare_dtype() -> None:
+    network = MemoryNetwork(2)
+
+    def rank_main(rank: int) -> None:
+        fields = {"pipeline_dtype": torch.float32 if rank else torch.int32}
+        _exchange(rank, network, torch.ones(3, 2, dtype=torch.int32), fields)
+
+    with pytest.raises(WireMismatchError, match=r"expected a message, torch.float32.*sent a message, torch.int32"):
+        run_ranks(2, rank_main, network.abort)
+
+
+def test_what_is_expected_follows_the_plan() -> None:
+    """A receive and the send that it belongs to carry one stamp, on every channel of a V."""
+    from megatron_pp.comm.wire_check import WireCheck
+
+    plan = build_plan(PlanSpec("zb_v", 2, 2, 4))
+    stamps: dict[bool, list[Any]] = {True: [], False: []}
+    for rank, program in enumerate(plan.programs):
+        check = WireCheck(rank)
+        for position, at in enumerate(program):
+            if at.op in (SEND_F, "SEND_B", RECV_F, "RECV_B"):
+                check.source = dataclasses.make_dataclass("Source", ["plan", "rank", "position"])(plan, rank, position)
+                stamps[at.op in (SEND_F, "SEND_B")].append(check.stamp(torch.float32))
+    assert stamps[True]
+    assert sorted(stamps[True]) == sorted(stamps[False])
+    assert len(set(stamps[True])) == len(stamps[True])

@@ -1,0 +1,223 @@
+"""Config objects: what is derived, what is refused and with which sentence, what a foreign config object is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_pp.config.model_config import (
+    ConfigError,
+    LayoutError,
+    ModelParallelConfig,
+    ScheduleError,
+    TransformerConfig,
+    option,
+)
+from megatron_pp.plan.orders import SCHEDULES
+
+PIPELINE = {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.bfloat16}
+MODEL = {"num_layers": 8, "hidden_size": 12, "num_attention_heads": 3}
+
+
+def test_defaults_are_a_single_process_that_frees_its_outputs():
+    config = ModelParallelConfig()
+    assert config.lowering_policy == "batched"
+    assert config.schedule_name == "1f1b"
+    assert config.placement_name == "loop"
+    assert config.deallocate_pipeline_outputs
+    assert not config.batch_p2p_sync
+    assert not config.overlap_p2p_comm
+    assert config.p2p_timeout == 600.0
+
+
+def test_fields_left_none_are_derived_as_megatron_does():
+    config = ModelParallelConfig(**PIPELINE, virtual_pipeline_model_parallel_size=2, params_dtype=torch.float16)
+    assert config.microbatch_group_size_per_vp_stage == 4
+    assert config.batch_p2p_comm is True
+    assert config.autocast_dtype == torch.float16
+    assert config.schedule_name == "interleaved_1f1b"
+    assert ModelParallelConfig(overlap_p2p_comm=True).batch_p2p_comm is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ({"overlap_p2p_comm": True}, "overlap"),
+        ({"overlap_p2p_comm": True, "overlap_p2p_comm_warmup_flush": True}, "overlap"),
+        ({"batch_p2p_comm": True}, "batched"),
+        ({"batch_p2p_comm": False}, "plain"),
+    ],
+)
+def test_lowering_policy(flags, policy):
+    assert ModelParallelConfig(**PIPELINE, **flags).lowering_policy == policy
+
+
+def test_one_chunk_is_plain_1f1b():
+    assert ModelParallelConfig(**PIPELINE, virtual_pipeline_model_parallel_size=1).schedule_name == "1f1b"
+
+
+def test_replace_derives_again_what_was_not_given():
+    config = TransformerConfig(**PIPELINE, **MODEL)
+    changed = config.replace(pipeline_model_parallel_size=8, overlap_p2p_comm=True, hidden_size=24)
+    assert changed.microbatch_group_size_per_vp_stage == 8
+    assert changed.batch_p2p_comm is False
+    assert (changed.ffn_hidden_size, changed.kv_channels) == (96, 8)
+
+
+def test_replace_keeps_what_was_given():
+    config = ModelParallelConfig(**PIPELINE, microbatch_group_size_per_vp_stage=7, batch_p2p_comm=False)
+    changed = config.replace(pipeline_model_parallel_size=2)
+    assert changed.microbatch_group_size_per_vp_stage == 7
+    assert changed.lowering_policy == "plain"
+
+
+BAD = [
+    ({"pipeline_model_parallel_size": 0}, "pipeline_model_parallel_size is 0; the smallest legal value is 1"),
+    ({"pipeline_model_parallel_size": 2.0}, "pipeline_model_parallel_size is 2.0; it must be a whole number"),
+    ({"tensor_model_parallel_size": True}, "tensor_model_parallel_size is True"),
+    ({"context_parallel_size": -1}, "context_parallel_size is -1"),
+    ({"data_parallel_size": 0}, "data_parallel_size is 0"),
+    ({**PIPELINE, "virtual_pipeline_model_parallel_size": 0}, "virtual_pipeline_model_parallel_size is 0.*None"),
+    ({"sequence_parallel": True}, "sequence_parallel is True.*at least 2"),
+    ({"pipeline_model_parallel_size": 2}, r"pipeline_dtype is missing.*params_dtype \(torch.float32\)"),
+    ({**PIPELINE, "pipeline_dtype": "bf16"}, "pipeline_dtype is 'bf16'.*torch.bfloat16"),
+    ({"params_dtype": torch.int64}, "params_dtype is torch.int64"),
+    ({"params_dtype": None}, "params_dtype is None"),
+    (
+        {**PIPELINE, "virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 3},
+        "microbatch_group_size_per_vp_stage is 3.*nearest legal value is 4",
+    ),
+    ({"microbatch_group_size_per_vp_stage": 0}, "microbatch_group_size_per_vp_stage is 0.*1"),
+    ({"overlap_p2p_comm": True, "batch_p2p_comm": True}, "both True.*batch_p2p_comm=False"),
+    ({"overlap_p2p_comm_warmup_flush": True}, "set overlap_p2p_comm too"),
+    ({"p2p_channels": "two_way"}, "p2p_channels is 'two_way'.*'one_way', 'shared'"),
+    ({"max_pending_sends": -1}, "max_pending_sends is -1.*0"),
+    ({"p2p_timeout": 0}, "p2p_timeout is 0.*600.0"),
+    ({"compute_timeout": 0}, "compute_timeout is 0.*600.0"),
+    ({"compute_timeout": 60.0}, "compute_timeout is 60.0, below p2p_timeout, 600.0"),
+    ({"p2p_timeout": float("inf")}, "p2p_timeout is inf"),
+    ({"p2p_timeout": float("nan")}, "p2p_timeout is nan"),
+    ({"defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute is True"),
+    ({"wgrad_deferral_limit": -2}, "wgrad_deferral_limit is -2"),
+    ({"num_microbatches_with_partial_activation_checkpoints": -1}, "partial_activation_checkpoints is -1"),
+    ({"grad_scale_func": 2.0}, "grad_scale_func is 2.0"),
+    ({"no_sync_func": [None]}, r"no_sync_func is \[None\].*one per chunk"),
+]
+
+
+@pytest.mark.parametrize(("values", "sentence"), BAD, ids=[next(iter(reversed(values))) for values, _ in BAD])
+def test_impossible_values_are_refused_in_a_sentence(values, sentence):
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        ModelParallelConfig(**values)
+    assert "\n" not in str(caught.value)
+
+
+BAD_SCHEDULES = [
+    ({"pipeline_schedule": "2f2b"}, "'2f2b'; it must be one of gpipe, 1f1b"),
+    ({"pipeline_schedule": "gpipe", "virtual_pipeline_model_parallel_size": 2}, "gpipe needs None.*breadth_first"),
+    ({"pipeline_placement": "zigzag"}, "'zigzag'; it must be one of 'loop', 'v'"),
+    ({"pipeline_schedule": "1f1b", "pipeline_placement": "v"}, "1f1b places stages as 'loop'"),
+]
+
+
+@pytest.mark.parametrize(("values", "sentence"), BAD_SCHEDULES)
+def test_schedules_that_do_not_fit_are_refused(values, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        ModelParallelConfig(**PIPELINE, **values)
+
+
+def test_every_registered_schedule_is_accepted_with_the_chunks_it_needs():
+    for name, family in SCHEDULES.items():
+        chunks = family.chunks or 2
+        virtual = None if chunks == 1 else chunks
+        config = ModelParallelConfig(
+            **PIPELINE, pipeline_schedule=name, virtual_pipeline_model_parallel_size=virtual
+        )
+        assert (config.schedule_name, config.placement_name) == (name, family.placement)
+
+
+def test_an_unknown_schedule_is_a_schedule_error():
+    with pytest.raises(ScheduleError):
+        ModelParallelConfig(pipeline_schedule="none")
+
+
+def test_lists_of_hooks_are_accepted():
+    config = ModelParallelConfig(grad_sync_func=[print, print], param_sync_func=print)
+    assert config.grad_sync_func == [print, print]
+
+
+BAD_MODELS = [
+    ({"num_layers": 0}, "num_layers is 0"),
+    ({"hidden_size": 13}, "hidden_size is 13.*12 or 15.*kv_channels"),
+    ({"hidden_size": 2}, "hidden_size is 2.*nearest: 3"),
+    ({"tensor_model_parallel_size": 2}, "num_attention_heads is 3.*nearest: 2 or 4"),
+    ({"ffn_hidden_size": 0}, "ffn_hidden_size is 0"),
+    ({"hidden_dropout": 1.0}, "hidden_dropout is 1.0"),
+    ({"attention_dropout": -0.1}, "attention_dropout is -0.1"),
+    ({"layernorm_epsilon": 0.0}, "layernorm_epsilon is 0.0"),
+    ({"init_method_std": -1.0}, "init_method_std is -1.0"),
+]
+
+
+@pytest.mark.parametrize(("values", "sentence"), BAD_MODELS)
+def test_impossible_model_sizes_are_refused(values, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        TransformerConfig(**{**MODEL, **values})
+
+
+def test_layers_that_do_not_divide_are_refused_when_the_config_is_made():
+    with pytest.raises(LayoutError, match=re.escape("nearest num_layers: 8 or 12")):
+        TransformerConfig(**PIPELINE, **{**MODEL, "num_layers": 10})
+
+
+def test_layers_go_where_the_config_says():
+    config = TransformerConfig(**PIPELINE, **{**MODEL, "num_layers": 7}, pipeline_model_parallel_layout="1,2,2,2")
+    assert config.layers_of_stages() == [[0], [1, 2], [3, 4], [5, 6]]
+
+
+def test_microbatch_counts_follow_the_schedule():
+    config = ModelParallelConfig(**PIPELINE, virtual_pipeline_model_parallel_size=2)
+    assert not config.explain_microbatch_count(10).full_speed
+    ungrouped = config.replace(pipeline_schedule="breadth_first")
+    assert ungrouped.explain_microbatch_count(10).full_speed
+
+
+def test_environment_sets_defaults_which_arguments_override(monkeypatch):
+    monkeypatch.setenv("MEGATRON_PP_P2P_DEBUG", "on")
+    monkeypatch.setenv("MEGATRON_PP_TRACE_DIR", "traces")
+    config = ModelParallelConfig()
+    assert (config.p2p_debug, config.trace_dir) == (True, "traces")
+    assert option(SimpleNamespace(), "p2p_debug") is True
+    assert ModelParallelConfig(p2p_debug=False).p2p_debug is False
+
+
+def test_an_unreadable_environment_variable_is_named(monkeypatch):
+    monkeypatch.setenv("MEGATRON_PP_P2P_DEBUG", "perhaps")
+    with pytest.raises(ConfigError, match="MEGATRON_PP_P2P_DEBUG: 'perhaps' is not a switch"):
+        ModelParallelConfig()
+
+
+def test_option_serves_foreign_config_objects_with_our_defaults():
+    foreign = SimpleNamespace(overlap_p2p_comm=True)
+    assert option(foreign, "overlap_p2p_comm") is True
+    assert option(foreign, "max_pending_sends") == 2
+    with pytest.raises(AttributeError, match="no_such_field"):
+        option(foreign, "no_such_field")
+
+
+def test_every_field_has_a_line_of_help_for_the_command_line():
+    for known in dataclasses.fields(TransformerConfig):
+        assert known.metadata["help"].strip(), known.name
+        assert "\n" not in known.metadata["help"], known.name
+
+
+def test_what_a_plan_needs_is_importable_without_torch():
+    modules = ["megatron_pp", *(f"megatron_pp.{m}" for m in ("plan", "layout", "microbatch_counts", "parallel_grid"))]
+    program = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

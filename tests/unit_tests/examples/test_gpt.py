@@ -1,0 +1,232 @@
+"""The GPT in stages: a cut model is the whole model, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from examples.gpt.blocks import CausalSelfAttention, RotaryEmbedding
+from examples.gpt.gpt import EMBEDDING, OUTPUT, GPTStage, build_gpt_chunks
+from examples.gpt.tied_embeddings import is_tied_copy, sum_tied_gradients
+from megatron_pp.config.checks import ConfigError
+from megatron_pp.config.model_config import TransformerConfig
+
+VOCAB, SEQ, BATCH, LAYERS = 29, 12, 3, 5
+
+WHOLE = [list(range(LAYERS))]
+CUTS = {
+    "two": [[0, 1, 2], [3, 4]],
+    "each layer": [[0], [1], [2], [3], [4]],
+    "bare ends": [[], [0, 1], [2, 3, 4], []],
+    "an empty stage inside": [[0, 1], [], [2, 3, 4]],
+}
+
+
+def make_config(**changes: Any) -> TransformerConfig:
+    settings = {
+        "num_layers": LAYERS,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "pipeline_dtype": torch.float32,
+    }
+    return TransformerConfig(**{**settings, **changes})
+
+
+def make_stages(cut: list[list[int]], config: TransformerConfig | None = None, **changes: Any) -> list[GPTStage]:
+    """All stages of a model, in model order, as if one rank held them all."""
+    settings = {"vocab_size": VOCAB, "max_sequence_length": SEQ, "seed": 7, **changes}
+    return build_gpt_chunks(config or make_config(), stages=range(len(cut)), layers_of_stage=cut, **settings)
+
+
+def parameters_of(stages: list[GPTStage]) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
+
+
+def make_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    text = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed))
+    return text[:, :-1], text[:, 1:]
+
+
+def train_by_hand(stages: list[GPTStage], batches: int = 2, checkpoint: bool = False) -> list[torch.Tensor]:
+    """Forward and backward through all stages as a pipeline does it: detached between stages. Returns the losses."""
+    losses = []
+    for seed in range(batches):
+        tokens, labels = make_batch(seed)
+        inputs: list[torch.Tensor | None] = []
+        outputs: list[torch.Tensor] = []
+        received = None
+        for stage in stages:
+            inputs.append(received)
+            stage.set_input_tensor([received])
+            outputs.append(stage(tokens, labels, checkpoint_activations=checkpoint))
+            received = outputs[-1].detach().requires_grad_()
+        losses.append(outputs[-1].detach())
+        gradient = torch.full_like(outputs[-1], 1.0 / outputs[-1].numel())
+        for given, output in zip(reversed(inputs), reversed(outputs), strict=True):
+            torch.autograd.backward(output, gradient)
+            gradient = given.grad if given is not None else None
+    return losses
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_stage_has_the_weights_of_the_whole_model(cut: list[list[int]], tied: bool) -> None:
+    whole = parameters_of(make_stages(WHOLE, share_embeddings_and_output_weights=tied))
+    parts = parameters_of(make_stages(cut, share_embeddings_and_output_weights=tied))
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    assert torch.equal(whole[EMBEDDING], whole[OUTPUT]) == tied
+
+
+def test_layers_and_seeds_differ() -> None:
+    one, other = parameters_of(make_stages(WHOLE)), parameters_of(make_stages(WHOLE, seed=8))
+    matrices = [name for name, parameter in one.items() if parameter.dim() == 2]
+    assert not any(torch.equal(one[name], other[name]) for name in matrices)
+    weights = [one[f"layers.{layer}.attention.qkv.weight"] for layer in range(LAYERS)]
+    assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_losses_and_gradients_do_not_depend_on_the_cut(cut: list[list[int]]) -> None:
+    whole, parts = make_stages(WHOLE), make_stages(cut)
+    whole_losses, losses = train_by_hand(whole), train_by_hand(parts)
+    sum_tied_gradients(whole, None)
+    sum_tied_gradients(parts, None)
+    assert all(torch.equal(a, b) for a, b in zip(whole_losses, losses, strict=True))
+    expected = parameters_of(whole)
+    for name, parameter in parameters_of(parts).items():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected[name].grad), name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_tied_copies_get_the_gradient_of_one_shared_weight() -> None:
+    (copies,), (shared,) = make_stages(WHOLE), make_stages(WHOLE)
+    shared.output.weight = shared.embedding.weight
+    train_by_hand([copies])
+    train_by_hand([shared])
+    sum_tied_gradients([copies], None)
+    assert torch.equal(copies.embedding.weight.grad, copies.output.weight.grad)
+    torch.testing.assert_close(copies.embedding.weight.grad, shared.embedding.weight.grad)
+
+
+def test_untied_gradients_stay_apart() -> None:
+    (stage,) = make_stages(WHOLE, share_embeddings_and_output_weights=False)
+    train_by_hand([stage])
+    before = stage.output.weight.grad.clone()
+    sum_tied_gradients([stage], None)
+    assert torch.equal(stage.output.weight.grad, before)
+    assert not is_tied_copy(stage, OUTPUT)
+
+
+def test_recomputed_layers_give_the_same_gradients() -> None:
+    cut = CUTS["two"]
+    kept, recomputed = make_stages(cut), make_stages(cut)
+    train_by_hand(kept)
+    train_by_hand(recomputed, checkpoint=True)
+    expected = parameters_of(kept)
+    for name, parameter in parameters_of(recomputed).items():
+        assert torch.equal(parameter.grad, expected[name].grad), name
+
+
+def test_a_token_does_not_see_what_comes_after_it() -> None:
+    (stage,) = make_stages(WHOLE)
+    tokens, labels = make_batch()
+    changed = tokens.clone()
+    changed[:, SEQ // 2] = (changed[:, SEQ // 2] + 1) % VOCAB
+    before, after = stage(tokens, labels), stage(changed, labels)
+    assert torch.equal(before[:, : SEQ // 2], after[:, : SEQ // 2])
+    assert not torch.equal(before[:, SEQ // 2 :], after[:, SEQ // 2 :])
+
+
+def test_attention_is_causal_softmax_over_rotated_queries_and_keys() -> None:
+    """Against the paper's form: pairs of numbers as complex ones, turned by position times frequency."""
+    heads, size = 2, 8
+    attention, rotary = CausalSelfAttention(heads * size, heads, 0.0), RotaryEmbedding(size, SEQ)
+    x = torch.randn(SEQ, BATCH, heads * size, generator=torch.Generator().manual_seed(5))
+    query, key, value = attention.qkv(x).view(SEQ, BATCH, 3, heads, size).unbind(2)
+
+    def turned(vectors: torch.Tensor) -> torch.Tensor:
+        frequencies = 10000.0 ** (-torch.arange(size // 2) * 2 / size)
+        turn = torch.polar(torch.ones(SEQ, size // 2), torch.arange(SEQ)[:, None] * frequencies)
+        return torch.complex(vectors[..., : size // 2], vectors[..., size // 2 :]) * turn[:, None, None]
+
+    scores = torch.einsum("ibhd,jbhd->bhij", turned(query), turned(key).conj()).real / size**0.5
+    scores = scores.masked_fill(torch.ones(SEQ, SEQ).triu(1).bool(), float("-inf"))
+    expected = torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), value).flatten(2)
+    torch.testing.assert_close(attention(x, rotary), attention.proj(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_losses_are_those_of_the_logits() -> None:
+    (stage,) = make_stages(WHOLE)
+    tokens, labels = make_batch()
+    logits = stage(tokens)
+    assert logits.shape == (BATCH, SEQ, VOCAB)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(stage(tokens, labels), expected.view(BATCH, SEQ))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_what_a_stage_sends_is_its_own_in_the_pipelines_dtype(cut: list[list[int]], dtype: torch.dtype) -> None:
+    config = make_config(pipeline_dtype=dtype)
+    tokens, labels = make_batch()
+    received = None
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        for stage in make_stages(cut, config):
+            stage.set_input_tensor(received)
+            sent = stage(tokens, labels)
+            if stage.post_process:
+                assert sent.shape == (BATCH, SEQ)
+                assert sent.dtype == torch.float32
+                continue
+            assert sent.shape == (SEQ, BATCH, config.hidden_size)
+            assert sent.dtype == dtype
+            # Neither a view nor the input: the engine frees outputs and keeps inputs.
+            assert sent._base is None
+            assert received is None or sent.data_ptr() != received.data_ptr()
+            received = sent.detach().requires_grad_()
+
+
+def test_dropout_acts_in_training_only() -> None:
+    (stage,) = make_stages(WHOLE, make_config(hidden_dropout=0.5))
+    tokens, labels = make_batch()
+    assert not torch.equal(stage(tokens, labels), stage(tokens, labels))
+    stage.eval()
+    assert torch.equal(stage(tokens, labels), stage(tokens, labels))
+
+
+def test_chunks_of_a_rank_know_what_they_are() -> None:
+    cut = [[0], [1, 2], [3], [4]]
+    chunks = build_gpt_chunks(
+        make_config(), stages=[0, 3], layers_of_stage=cut, vocab_size=VOCAB, max_sequence_length=SEQ
+    )
+    assert [(c.vp_stage, c.pre_process, c.post_process, list(c.layers)) for c in chunks] == [
+        (0, True, False, ["0"]),
+        (1, False, True, ["4"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "cut", [[[0, 1], [2, 3]], [[0, 1], [1, 2, 3, 4]], [[1, 0], [2, 3, 4]]], ids=["lost", "twice", "order"]
+)
+def test_every_layer_is_placed_once_and_in_order(cut: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match=r"layers 0\.\.4 once each, in order; got"):
+        make_stages(cut)
+
+
+@pytest.mark.parametrize("stages", [[0, 0], [2], [-1]])
+def test_stages_must_exist(stages: list[int]) -> None:
+    with pytest.raises(ValueError, match="stages must be different numbers from 0 to 1"):
+        build_gpt_chunks(
+            make_config(), stages=stages, layers_of_stage=CUTS["two"], vocab_size=VOCAB, max_sequence_length=SEQ
+        )
+
+
+def test_odd_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"hidden_size 18 over 6 .* multiple of 12"):
+        make_stages(WHOLE, make_config(hidden_size=18, num_attention_heads=6))

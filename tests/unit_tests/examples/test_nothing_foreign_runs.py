@@ -1,0 +1,74 @@
+"""No source of the project evaluates, or unpickles without restriction, what it reads: looked up in the syntax."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = sorted([*ROOT.glob("megatron_pp/**/*.py"), *ROOT.glob("scripts/**/*.py")])
+RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
+UNPICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+READS_YAML = {"load", "load_all", "full_load", "unsafe_load"}
+
+# Where it is right: results over a pipe from a process of our own.
+UNPICKLING = {"megatron_pp/testing/processes.py"}
+
+
+def _faults(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            yield from ((node.lineno, f"unpickling: {m}") for m in modules if m.partition(".")[0] in UNPICKLES)
+        elif isinstance(node, ast.Call):
+            yield from ((node.lineno, what) for what in _faults_of_call(node))
+
+
+def _faults_of_call(call: ast.Call) -> Iterator[str]:
+    function = call.func
+    if isinstance(function, ast.Name) and function.id in RUNS_TEXT:
+        yield f"running text: {function.id}"
+    if not isinstance(function, ast.Attribute):
+        return
+    owner = ast.unparse(function.value)
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if (owner, function.attr) == ("torch", "load") and given.get("weights_only") != "True":
+        yield "torch.load without weights_only=True"
+    if (owner, function.attr) in {("np", "load"), ("numpy", "load")} and given.get("allow_pickle", "False") != "False":
+        yield "numpy.load with allow_pickle"
+    if owner == "yaml" and function.attr in READS_YAML:
+        yield f"yaml.{function.attr}"
+    if (owner, function.attr) in {("os", "system"), ("os", "popen")} or given.get("shell") == "True":
+        yield "a shell"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_source(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    found = list(_faults(ast.parse(path.read_text(encoding="utf-8"))))
+    assert [f for f in found if not (f[1].startswith("unpickling") and name in UNPICKLING)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("eval(x)", "running text: eval"),
+        ("import pickle", "unpickling: pickle"),
+        ("from pickle import loads", "unpickling: pickle"),
+        ("torch.load(f)", "torch.load without weights_only=True"),
+        ("torch.load(f, weights_only=flag)", "torch.load without weights_only=True"),
+        ("np.load(f, allow_pickle=True)", "numpy.load with allow_pickle"),
+        ("yaml.load(f)", "yaml.load"),
+        ("subprocess.run(c, shell=True)", "a shell"),
+    ],
+)
+def test_the_look_finds_it(text: str, what: str) -> None:
+    assert [found for _, found in _faults(ast.parse(text))] == [what]
+
+
+def test_the_look_lets_through_what_is_right() -> None:
+    right = "model.eval(); re.compile(p); torch.load(f, weights_only=True); json.load(f); yaml.safe_load(f)"
+    assert list(_faults(ast.parse(right))) == []

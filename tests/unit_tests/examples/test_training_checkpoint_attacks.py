@@ -1,0 +1,276 @@
+"""Checkpoints made to do harm, damaged ones, and what users keep beside theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.gpt.checkpoint import LATEST, CheckpointWriter, find_checkpoint, load_tensors
+from examples.gpt.errors import CheckpointError, CheckpointWriteError
+from tests.forged import sealed
+
+TENSORS = {"w": torch.arange(40.0), "h": torch.ones(3, 2, dtype=torch.bfloat16)}
+DESCRIPTION = "description.json"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lone_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def save(folder: Path, step: int, keep: int = 1) -> Path:
+    return CheckpointWriter(folder, keep, {"stages": 1}).save(step, TENSORS, {})
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    load_tensors(find_checkpoint(path), tensors)
+    return tensors
+
+
+def is_whole(path: Path) -> bool:
+    return all(tensor.equal(TENSORS[name]) for name, tensor in load(path).items())
+
+
+def refusal(path: Path) -> str | None:
+    """How loading is refused, in bounded time; ``None`` if it is not."""
+    try:
+        with deadline():
+            load(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def refused(path: Path) -> str:
+    told = refusal(path)
+    assert told is not None
+    return told
+
+
+@contextmanager
+def deadline() -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise AssertionError("it hangs")
+
+    previous = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def forge(path: Path, **fields: Any) -> None:
+    """Change fields of the description, with a right CRC-32; those of a tensor as ``tensor={...}``."""
+    content = json.loads((path / DESCRIPTION).read_text())
+    del content["crc32"]
+    content["tensors"]["w"].update(fields.pop("tensor", {}))
+    (path / DESCRIPTION).write_bytes(sealed(json.dumps({**content, **fields})))
+
+
+# -- what somebody has made ---
+
+# Sets Path.parent, as a state with slots, in the whole process.
+_VICTIM = b"cpathlib\nPosixPath\n(X\x07\x00\x00\x00/victimtR"
+SETS_AN_ATTRIBUTE = b"cpathlib\nPosixPath\nN}X\x06\x00\x00\x00parent" + _VICTIM + b"s\x86b."
+
+
+class _Bomb:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.mark.parametrize("name", [".metadata", DESCRIPTION, "rank-00000.bin"])
+@pytest.mark.parametrize("kind", ["runs", "sets an attribute"])
+def test_no_pickle_acts(tmp_path: Path, name: str, kind: str) -> None:
+    path, proof = save(tmp_path / "checkpoints", 1), tmp_path / "was-run"
+    (path / name).write_bytes(pickle.dumps(_Bomb(proof)) if kind == "runs" else SETS_AN_ATTRIBUTE)
+    try:
+        if name == ".metadata":
+            assert is_whole(path)  # no file of ours: never opened
+        else:
+            assert name in refused(path)
+        assert not proof.exists()
+        assert Path("/some/file").parent == Path("/some")
+    finally:
+        if "parent" in vars(type(path)):
+            del type(path).parent
+
+
+@pytest.mark.parametrize("rank", ["../../x", "/etc/passwd", "00000", -1, True, 1.0, None, [0], 2**70])
+def test_a_description_that_names_another_place_is_refused(tmp_path: Path, rank: object) -> None:
+    path = save(tmp_path, 1)
+    forge(path, tensor={"rank": rank})
+    assert f"tensor w: rank is {rank!r}; it must be a whole number from 0" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"step": -5}, "step is -5; it must be a whole number from 0"),
+        ({"step": 1.9}, "step is 1.9; it must be a whole number from 0"),
+        ({"step": True}, "step is True; it must be a whole number from 0"),
+        ({"step": "4"}, "step is '4'; it must be a whole number from 0"),
+        ({"layout": []}, "layout is []; it must be a dict"),
+        ({"more": 1}, "fields ['more'] are missing or unknown"),
+        ({"format": 1}, "format is 1; this version reads 2"),
+        ({"format": True}, "format is True; this version reads 2"),
+        ({"tensor": {"offset": 2**62}}, "rank-00000.bin is cut short"),
+        ({"tensor": {"offset": 4}}, "rank-00000.bin is damaged: tensor w"),
+        ({"tensor": {"size": 8}}, "tensor w is (dtype, shape, bytes) ('torch.float32', [40], 8) there"),
+        ({"tensor": {"dtype": "torch.int32"}}, "tensor w is (dtype, shape, bytes) ('torch.int32', [40], 160) there"),
+        ({"tensor": {"shape": [-1]}}, "tensor w: a size in shape is -1; it must be a whole number from 0"),
+        ({"tensor": {"path": "/etc/passwd"}}, "tensor w: "),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    path = save(tmp_path, 1)
+    forge(path, **fields)
+    assert words in refused(path)
+
+
+def test_a_note_of_another_kind_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    forge(path, progress={"text": 3, "validated_at": True})
+    found = find_checkpoint(path)
+    for name, kind in (("text", str), ("validated_at", int), ("validation_before", float)):
+        with pytest.raises(CheckpointError, match=rf"progress.{name} is .*; it must be a {kind.__name__}"):
+            found.note(name, kind)
+
+
+@pytest.mark.parametrize("name", [LATEST, DESCRIPTION, "rank-00000.bin"])
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder", "device"])
+def test_only_plain_files_are_opened(tmp_path: Path, name: str, kind: str) -> None:
+    folder = tmp_path / "checkpoints"
+    path = save(folder, 1)
+    file = folder / LATEST if name == LATEST else path / name
+    file.rename(tmp_path / "moved")
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to("/dev/zero" if kind == "device" else tmp_path / "moved")
+    assert name in refused(folder)
+
+
+def test_a_link_that_waits_for_a_write_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / f".{LATEST}.new").symlink_to(tmp_path / "mine")
+    assert is_whole(save(folder, 1))
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+# -- damage ---
+
+
+@pytest.mark.parametrize("name", [LATEST, DESCRIPTION, "rank-00000.bin"])
+def test_a_flipped_bit_is_found_and_another_checkpoint_named(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "checkpoints"
+    older = save(folder, 1, keep=2)
+    path = save(folder, 2, keep=2)
+    file = folder / LATEST if name == LATEST else path / name
+    content = file.read_bytes()
+    for position in {*range(0, len(content), max(1, len(content) // 40)), len(content) - 1}:
+        for bit in (0, 4, 7):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << bit
+            file.write_bytes(flipped)
+            told = refusal(folder)
+            if told is None:
+                assert name != "rank-00000.bin"
+                assert is_whole(folder), (position, bit)
+            else:
+                assert name in told or name == LATEST
+                assert str(older if name != LATEST else path) in told
+                assert "weights_only" not in told
+    # The older one is damaged too.
+    (older / "rank-00000.bin").write_bytes(b"")
+    if name != LATEST:
+        assert "there is no whole checkpoint in" in refused(folder)
+
+
+@pytest.mark.parametrize("operation", ["fsync", "rename", "replace"])
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_failed_save_leaves_nothing_unfinished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int
+) -> None:
+    save(tmp_path, 1)
+    original, calls = getattr(os, operation), iter(range(1, 100))
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            raise OSError(28, "No space left on device")
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, operation, failing)
+        with suppress(CheckpointWriteError):
+            save(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert all(is_whole(path) for path in tmp_path.glob("step-*"))
+    assert is_whole(tmp_path)
+
+
+# -- what is the user's ---
+
+
+def test_saving_removes_only_what_it_has_written(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    copied = save(folder, 1)
+    shutil.copytree(copied, folder / "step-my-best")
+    shutil.copytree(copied, folder / "step-00000099")  # a copy under a name like ours
+    (folder / "step-00000002").mkdir()
+    (folder / "step-00000003").mkdir()
+    (folder / "step-00000003" / "notes").write_text("mine")
+    (folder / "step-00000004").symlink_to(tmp_path)
+    (folder / "step-00000005").symlink_to(tmp_path / "nowhere")
+    (folder / "step-7").write_text("mine")
+    (folder / "step-00000007").write_text("mine")
+    (folder / ".step-00000008.unfinished").symlink_to(tmp_path)
+    theirs = {path.name for path in folder.iterdir()} - {"step-00000001", LATEST}
+    for step in range(2, 10):
+        last = save(folder, step)
+        assert is_whole(folder)
+    assert last.name == "step-00000009"
+    assert {path.name for path in folder.iterdir()} == theirs | {LATEST, "step-00000009"}
+    assert (folder / "step-00000003" / "notes").read_text() == "mine"
+    assert is_whole(folder / "step-my-best")
+
+
+def test_a_checkpoint_that_the_user_has_put_something_into_stays(tmp_path: Path) -> None:
+    (save(tmp_path, 1) / "notes").write_text("mine")
+    for step in (2, 3):
+        save(tmp_path, step)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]
+
+
+def test_a_forged_description_has_nothing_removed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    folder = tmp_path / "checkpoints"
+    for name in ("../victim", str(victim), "../../victim"):
+        forge(save(folder, 1), name=name)
+    save(folder, 2)
+    assert victim.exists()
+    assert len(list(folder.glob("step-*"))) == 4  # nor the forged ones themselves

@@ -1,0 +1,111 @@
+"""A kill at any moment of saving leaves a whole checkpoint: the former one, or the new one."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.gpt.checkpoint import CheckpointWriter, find_checkpoint, read_tensors
+from examples.gpt.description import Checkpoint
+
+FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+LAYOUT = {"pipeline_model_parallel_size": 1}
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return {"model.weight": torch.full((64,), float(step)), "optimizer.weight": torch.full((8,), -float(step))}
+
+
+def save(folder: Path, steps: range, kill_at: int = 0) -> int:
+    """In a process of its own: save ``steps``, and be killed at the ``kill_at``th moment of the last one.
+
+    Returns how it ended, as ``os.waitstatus_to_exitcode``: 0, or minus the signal.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            writer = CheckpointWriter(folder, 1, LAYOUT)
+            for step in steps:
+                if step == steps[-1]:
+                    Killer(kill_at, folder).start()
+                writer.save(step, tensors(step), {"step": step})
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Killer:
+    """Has this process killed at the ``number``th moment of what it does with files in ``folder``: before each
+    operation, and after each file was opened, when it is empty.
+    """
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.left = number
+        self.folder = str(folder)
+        self.opening = False
+
+    def start(self) -> None:
+        sys.addaudithook(self.on_event)
+        sys.setprofile(self.on_call)
+
+    def on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        if event not in FILE_EVENTS:
+            return
+        # shutil.rmtree names files relative to their folder, whose descriptor is the last argument.
+        in_folder = event in ("os.remove", "os.rmdir") and args[-1] >= 0
+        if in_folder or str(args[0]).startswith(self.folder):
+            self.opening = event == "open"
+            self.moment()
+
+    def on_call(self, frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_return" and self.opening and function is io.open:
+            self.opening = False
+            self.moment()
+
+    def moment(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loaded_step(checkpoint: Checkpoint) -> int:
+    """The step of a checkpoint, all of whose content has to be of that step."""
+    kept = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
+    read_tensors(checkpoint, kept)
+    for name, tensor in tensors(checkpoint.step).items():
+        assert kept[name].equal(tensor), name
+    assert checkpoint.progress == {"step": checkpoint.step}
+    return checkpoint.step
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*multi-threaded.*fork")
+def test_a_kill_at_any_moment_of_saving_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
+    """Step 1 is saved, step 2 cut short at each moment in turn, and step 3 saved after that."""
+    found = []
+    for kill_at in range(1, 200):
+        folder = tmp_path / str(kill_at)
+        ended = save(folder, range(1, 3), kill_at)
+        found.append(loaded_step(find_checkpoint(folder)))
+        for path in folder.glob("step-*"):  # what can be seen is whole
+            loaded_step(find_checkpoint(path))
+        if ended == 0:
+            break
+        assert ended == -signal.SIGKILL
+        assert save(folder, range(3, 4)) == 0
+        assert find_checkpoint(folder).step == 3
+        assert len([path for path in folder.iterdir() if path.name.startswith(".")]) == 0
+    assert found == sorted(found)
+    assert len(found) > 20
+    assert set(found) == {1, 2}

@@ -1,0 +1,84 @@
+"""One run at a time in a folder, and no process of a run without its launcher."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.gpt.errors import ArgumentError, RunInUseError
+from examples.gpt.lock import LAUNCHER, LOCK, lock_folder
+
+
+def test_a_folder_is_free_again_when_the_last_process_of_its_run_has_left(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    held = [lock_folder(folder, first=True), *(lock_folder(folder, first=False) for _ in range(2))]
+    for file in held:
+        with pytest.raises(RunInUseError, match=rf"run is in use: .*process {os.getpid()} on .* another --run-dir"):
+            lock_folder(tmp_path / "new" / "run", first=True)
+        file.close()
+    lock_folder(folder, first=True).close()
+
+
+def test_a_process_does_not_follow_into_a_folder_that_another_run_takes(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    with open(tmp_path / LOCK) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(RunInUseError, match="a process that has just started"):
+            lock_folder(tmp_path, first=False)
+
+
+def test_the_lock_goes_with_its_process_however_it_ends(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        lock_folder(tmp_path, first=True)
+        signal.pause()
+    while not (tmp_path / LOCK).exists() or not (tmp_path / LOCK).stat().st_size:
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    lock_folder(tmp_path, first=True).close()
+
+
+def test_a_file_system_without_locks_is_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.warns(UserWarning, match="cannot be locked .*No locks available.*: start no second run in it"):
+        lock_folder(tmp_path, first=True).close()
+    lock_folder(tmp_path, first=False).close()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "no folder"])
+def test_what_is_no_lock_file_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "run"
+    if kind == "no folder":
+        folder.write_text("mine")
+    else:
+        folder.mkdir()
+        os.mkfifo(folder / LOCK) if kind == "fifo" else (folder / LOCK).symlink_to(tmp_path / "target")
+    with pytest.raises(ArgumentError, match="the run's folder cannot be used"):
+        lock_folder(folder, first=True)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's own means")
+def test_a_process_whose_launcher_has_ended_before_it_could_ask_ends_too() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    ask = "from examples.gpt.lock import end_with_launcher; end_with_launcher(); print('it lives')"
+    outcomes = {}
+    for launcher in (gone.pid, os.getpid()):
+        environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", LAUNCHER: str(launcher)}
+        done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, timeout=60)
+        outcomes[launcher] = (done.returncode, (done.stdout + done.stderr).strip())
+    told = f"train.py: process {gone.pid}, its launcher, has ended"
+    assert outcomes == {gone.pid: (-signal.SIGKILL, told), os.getpid(): (0, "it lives")}

@@ -1,0 +1,278 @@
+"""Clipping, optimizer, learning rate, interrupts, timers and metrics: each by itself, in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.gpt import interrupt
+from examples.gpt.gpt import OUTPUT, GPTStage
+from examples.gpt.gradients import GradientClipper, GradientFinalizer, places_of
+from examples.gpt.grid import GridMember
+from examples.gpt.interrupt import StopRequest
+from examples.gpt.metrics import METRICS, PLOT, MetricsFile, Recorder, plot_losses, read_metrics
+from examples.gpt.optimizer import LearningRate, NamedAdamW
+from examples.gpt.step_timer import ComputeTimers
+from examples.gpt.steps import StepResult, forward_step, mean_loss, summed_loss
+from examples.gpt.tied_embeddings import sum_tied_gradients
+from tests.unit_tests.examples.test_gpt import (
+    CUTS,
+    WHOLE,
+    make_batch,
+    make_config,
+    make_stages,
+    parameters_of,
+    train_by_hand,
+)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def trained_stages(cut: list[list[int]], tied: bool = True) -> list[GPTStage]:
+    stages = make_stages(cut, share_embeddings_and_output_weights=tied)
+    train_by_hand(stages)
+    sum_tied_gradients(stages, None)
+    return stages
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_embedding_counts_once_in_the_norm(group: dist.ProcessGroup, tied: bool) -> None:
+    stages = trained_stages(WHOLE, tied)
+    gradients = {name: p.grad.clone() for name, p in parameters_of(stages).items()}
+    counted = [g for name, g in gradients.items() if not (tied and name == OUTPUT)]
+    expected = math.sqrt(math.fsum(float(g.double().square().sum()) for g in counted))
+    norm = float(GradientClipper(stages, group, max_norm=expected / 4).clip())
+    assert norm == pytest.approx(expected, rel=1e-6)
+    for name, parameter in parameters_of(stages).items():
+        torch.testing.assert_close(parameter.grad, gradients[name] / 4)
+
+
+def test_small_gradients_and_no_limit_are_left_alone(group: dist.ProcessGroup) -> None:
+    for max_norm in (0.0, 1e9):
+        stages = trained_stages(WHOLE)
+        before = {name: p.grad.clone() for name, p in parameters_of(stages).items()}
+        GradientClipper(stages, group, max_norm).clip()
+        assert all(torch.equal(p.grad, before[name]) for name, p in parameters_of(stages).items())
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_the_norm_has_the_same_bits_for_every_cut(group: dist.ProcessGroup, cut: list[list[int]]) -> None:
+    norms = [GradientClipper(trained_stages(stages), group, 0.0).clip() for stages in (WHOLE, cut)]
+    assert torch.equal(*norms)
+
+
+def test_every_parameter_of_all_ranks_has_a_place_of_its_own() -> None:
+    assert places_of([["b", "d"], [], ["a", "c"]]) == {"a": 0, "b": 1, "c": 2, "d": 3}
+    with pytest.raises(RuntimeError, match="two ranks of the pipeline hold the same parameter: b"):
+        places_of([["a", "b"], ["b", "c"]])
+
+
+def test_gradients_under_a_per_token_loss_are_divided_by_the_tokens(group: dist.ProcessGroup) -> None:
+    stages = make_stages(WHOLE)
+    train_by_hand(stages)
+    before = {name: p.grad.clone() for name, p in parameters_of(stages).items()}
+    member = GridMember(0, 0, group, group, group, last_stage_rank=0)
+    GradientFinalizer(stages, member)(stages, torch.tensor(8, dtype=torch.int))
+    for name, parameter in parameters_of(stages).items():
+        if name.startswith("layers."):
+            assert torch.equal(parameter.grad, before[name] / 8), name
+    tied = (before["embedding.weight"] + before[OUTPUT]) / 8
+    torch.testing.assert_close(parameters_of(stages)[OUTPUT].grad, tied)
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rate = LearningRate(peak=1.0, final=0.1, warmup_steps=4, total_steps=14)
+    values = [rate.at(step) for step in range(14)]
+    assert values[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert values[4] == pytest.approx(1.0)
+    assert values[-1] == pytest.approx(0.1)
+    assert values[4:] == sorted(values[4:], reverse=True)
+    assert LearningRate(1.0, 0.1, 0, 1).at(0) == 1.0
+
+
+def make_optimizer(stages: list[GPTStage]) -> NamedAdamW:
+    return NamedAdamW(stages, (0.9, 0.95), 1e-8, weight_decay=0.5)
+
+
+def test_adamw_decays_matrices_only() -> None:
+    stages = make_stages(WHOLE)
+    before = {name: p.detach().clone() for name, p in parameters_of(stages).items()}
+    for parameter in parameters_of(stages).values():
+        parameter.grad = torch.zeros_like(parameter)
+    make_optimizer(stages).step(0.1)
+    for name, parameter in parameters_of(stages).items():
+        assert parameter.grad is None
+        expected = before[name] * 0.95 if parameter.dim() == 2 else before[name]
+        torch.testing.assert_close(parameter.detach(), expected)
+
+
+def test_tied_copies_stay_equal() -> None:
+    stages = make_stages(CUTS["two"])
+    optimizer = make_optimizer(stages)
+    for _ in range(3):
+        train_by_hand(stages)
+        sum_tied_gradients(stages, None)
+        optimizer.step(1e-2)
+    weights = parameters_of(stages)
+    assert torch.equal(weights["embedding.weight"], weights[OUTPUT])
+    assert not torch.equal(weights[OUTPUT], parameters_of(make_stages(WHOLE))[OUTPUT])
+
+
+def test_the_optimizers_tensors_are_all_that_it_needs_to_continue() -> None:
+    """A fresh optimizer that is given the tensors of another takes the same steps."""
+    one, other = make_stages(CUTS["two"]), make_stages(CUTS["two"], seed=99)
+    optimizers = make_optimizer(one), make_optimizer(other)
+    for step in range(4):
+        if step == 2:
+            source = optimizers[0].tensors()
+            for name, tensor in optimizers[1].tensors().items():
+                tensor.copy_(source[name])
+        for stages, optimizer in zip((one, other), optimizers, strict=True):
+            train_by_hand(stages)
+            optimizer.step(1e-2)
+    expected = optimizers[0].tensors()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in optimizers[1].tensors().items())
+
+
+def test_a_rank_without_parameters_takes_its_steps() -> None:
+    optimizer = NamedAdamW([torch.nn.ModuleDict()], (0.9, 0.95), 1e-8, 0.1)
+    optimizer.step(1e-3)
+    assert optimizer.tensors() == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_a_wish_and_the_next_one_soon_is_the_same_wish(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        assert stop.signal_name == number.name
+    assert signal.getsignal(number) == before
+
+
+def test_a_signal_later_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt, "IMPATIENT_AFTER", 0.0)
+    with StopRequest():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.001)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+BLOCKED = """
+import ctypes, importlib.util, signal, sys
+spec = importlib.util.spec_from_file_location("interrupt", sys.argv[1])
+interrupt = importlib.util.module_from_spec(spec)
+sys.modules["interrupt"] = interrupt
+spec.loader.exec_module(interrupt)
+interrupt.IMPATIENT_AFTER = interrupt._UNTIL_FORCED = 0.2
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+with interrupt.StopRequest():
+    print("blocked", flush=True)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # for ever, and no signal handler of Python runs
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="blocks in a call of glibc")
+def test_a_second_signal_ends_a_process_that_is_blocked_outside_of_python() -> None:
+    with subprocess.Popen([sys.executable, "-c", BLOCKED, str(interrupt.__file__)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+
+
+def test_timers_add_up_compute_and_nothing_else() -> None:
+    timers = ComputeTimers(torch.device("cpu"))
+    for name in ("forward-compute", "backward-compute", "forward-recv", "forward-backward"):
+        timers(name, log_level=2).start()
+        time.sleep(0.02)
+        timers(name).stop()
+    assert timers.take_seconds() >= 0.04
+    assert timers.take_seconds() == 0.0
+    timers("forward-recv").start()
+    time.sleep(0.01)
+    timers("forward-recv").stop()
+    assert timers.take_seconds() == 0.0
+
+
+def test_the_bubble_is_the_time_without_compute() -> None:
+    assert StepResult([], seconds=4.0, compute_seconds=3.0).bubble == 0.25
+    assert StepResult([], seconds=1.0, compute_seconds=1.1).bubble == 0.0
+
+
+@pytest.mark.parametrize(("per_token", "expected"), [(False, mean_loss), (True, summed_loss)])
+def test_a_stage_names_the_loss_function_that_the_config_asks_for(per_token: bool, expected: object) -> None:
+    (stage,) = make_stages(WHOLE, make_config(calculate_per_token_loss=per_token))
+    output, loss_function = forward_step(iter([make_batch()]), stage)
+    assert loss_function is expected
+    assert torch.equal(output, stage(*make_batch()))
+
+
+def test_loss_functions_speak_as_the_schedules_expect() -> None:
+    losses = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+    assert [float(x) for x in (mean_loss(losses)[0], mean_loss(losses)[1]["loss"])] == [3.0, 3.0]
+    total, tokens, report = summed_loss(losses)
+    assert (float(total), int(tokens), float(report["loss"])) == (12.0, 4, 3.0)
+
+
+def test_metrics_are_lines_of_json_and_later_ones_are_dropped_when_continued(tmp_path: Path) -> None:
+    path = tmp_path / METRICS
+    with path.open("w") as file:
+        file.writelines(json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in (1, 2, 3))
+        file.write('{"step": 4, "lo')  # killed while writing
+    metrics = MetricsFile(path, from_step=2)
+    metrics.write(step=3, loss=0.5)
+    metrics.close()
+    assert read_metrics(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.5}]
+
+
+def test_the_recorder_writes_on_the_first_rank_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (None, tmp_path):
+        recorder = Recorder(folder, done=0, total=4, interval=2)
+        for step in (1, 2, 3, 4):
+            recorder.training_step(step, loss=2.0, tokens_per_second=1234.56, bubble=0.25, learning_rate=0.1)
+        recorder.validation(4, 1.5)
+        recorder.close()
+    assert read_metrics(tmp_path / METRICS) == [
+        {"step": step, "loss": 2.0, "tokens_per_second": 1234.6, "bubble": 0.25, "learning_rate": 0.1}
+        for step in (1, 2, 3, 4)
+    ] + [{"step": 4, "validation_loss": 1.5}]
+    assert capsys.readouterr().out.splitlines() == [
+        "step 2/4: loss 2.000, 1,235 tokens/s, bubble 25%",
+        "step 4/4: loss 2.000, 1,235 tokens/s, bubble 25%",
+        "step 4: validation loss 1.500",
+    ]
+
+
+@pytest.mark.parametrize("records", [[], [{"step": 1, "loss": 2.0}, {"step": 1, "validation_loss": 2.5}]])
+def test_the_plot_is_a_picture(tmp_path: Path, records: list[dict[str, float]]) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert plot_losses(tmp_path / METRICS, tmp_path / PLOT) is None
+    assert (tmp_path / PLOT).read_bytes().startswith(b"\x89PNG")

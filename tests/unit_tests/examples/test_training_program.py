@@ -1,0 +1,161 @@
+"""The whole program in one process: a pipeline of one rank needs no peers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.gpt.checkpoint import find_checkpoint
+from examples.gpt.errors import BrokenOffError, CheckpointWriteError, NonFiniteLossError
+from examples.gpt.lock import lock_folder
+from examples.gpt.metrics import METRICS, read_metrics
+from examples.gpt.program import main, train
+from megatron_pp import parallel_state
+
+SMALL = [
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "32",
+    "--micro-batch-size",
+    "2",
+    "--num-microbatches",
+    "2",
+    "--max-data-bytes",
+    "100000",
+    "--eval-steps",
+    "1",
+    "--warmup-steps",
+    "1",
+]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One process, and none of the last test's groups."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def flags(folder: Path, more: str = "") -> list[str]:
+    return [*SMALL, "--run-dir", str(folder), *more.split()]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--virtual-pipeline-model-parallel-size 2",
+        "--untie-embeddings-and-output-weights --calculate-per-token-loss",
+        "--precision bf16",
+        "--num-microbatches-with-partial-activation-checkpoints 0",
+        "--pipeline-schedule gpipe --clip-grad 0",
+    ],
+)
+def test_every_kind_of_run_learns(tmp_path: Path, more: str) -> None:
+    outcome = train(flags(tmp_path / "run", f"--train-steps 12 --learning-rate 1e-2 {more}"))
+    assert (outcome.steps, outcome.validated_at, outcome.stopped_by) == (12, 12, None)
+    assert outcome.validation_before == pytest.approx(math.log(256), abs=0.5)
+    assert outcome.validation_after < outcome.validation_before - 0.5
+    assert find_checkpoint(tmp_path / "run").step == 12
+    assert not dist.is_initialized()
+
+
+def test_a_per_token_loss_takes_the_same_steps(tmp_path: Path) -> None:
+    """All microbatches have as many tokens, so the mean over tokens is the mean over microbatches."""
+    runs = {}
+    for more in ("", "--calculate-per-token-loss"):
+        train(flags(tmp_path / f"run{more}", f"--train-steps 4 {more}"))
+        records = [record for record in read_metrics(tmp_path / f"run{more}" / METRICS) if "loss" in record]
+        runs[more] = [record[name] for record in records for name in ("loss", "gradient_norm")]
+    assert runs[""] == pytest.approx(runs["--calculate-per-token-loss"], rel=1e-5)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_before_the_weights_are_touched(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteLossError, match=r"step 2 gave loss (nan|inf) .* lower --learning-rate than 1e\+30"):
+        train(flags(tmp_path / "run", "--train-steps 5 --learning-rate 1e30 --min-learning-rate 0 --save-interval 1"))
+    assert find_checkpoint(tmp_path / "run").step == 1
+
+
+def test_what_breaks_a_run_off_is_no_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1, one line: a job's script that gives up on code 2 goes on."""
+    assert main(flags(tmp_path / "run", "--train-steps 3 --learning-rate 1e30 --min-learning-rate 0")) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert told[0].startswith("train.py: NonFiniteLossError: step ")
+    assert issubclass(CheckpointWriteError, BrokenOffError)
+
+
+def test_each_kind_of_failure_has_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, new = tmp_path / "run", "--train-steps 0"
+    resume = ["--resume", str(folder)]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "checkpoints").write_text("in the way")
+    codes = [code_of(resume), code_of([*flags(tmp_path / "none", new), "--data", str(tmp_path / "nothing")])]
+    codes += [code_of(flags(tmp_path / "full", new)), code_of(flags(folder, new))]
+    with lock_folder(folder, first=True):
+        codes += [code_of(resume), code_of([*resume, "--hidden-size", "16"])]
+    (tensors,) = folder.rglob("rank-*.bin")
+    tensors.write_bytes(b"")
+    codes += [code_of(resume)]
+    assert codes == [2, 2, 4, 0, 5, 2, 3]
+    assert [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()] == [
+        "NoCheckpointError",
+        "DataPathError",
+        "CheckpointWriteError",
+        "RunInUseError",
+        "CheckpointLayoutError",
+        "CheckpointError",
+    ]
+
+
+def code_of(command: list[str]) -> int:
+    """The exit code; what a process would leave behind is put away."""
+    code = main(command)
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+def test_no_steps_leave_the_untrained_model(tmp_path: Path) -> None:
+    outcome = train(flags(tmp_path / "run", "--train-steps 0"))
+    assert outcome.validation_before == outcome.validation_after
+    assert find_checkpoint(tmp_path / "run").step == 0
+
+
+def test_a_finished_run_has_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(flags(tmp_path / "run", "--train-steps 2"))
+    before = (tmp_path / "run" / METRICS).read_text()
+    last_words = capsys.readouterr().out.splitlines()[-1]
+    assert main(["--resume", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / METRICS).read_text() == before
+    assert capsys.readouterr().out.splitlines()[-1] == last_words
+
+
+def test_a_text_that_has_changed_is_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 400)
+    train(flags(tmp_path / "run", f"--train-steps 1 --data {text}"))
+    text.write_bytes(bytes(range(255, -1, -1)) * 400)
+    train(["--resume", str(tmp_path / "run"), "--train-steps", "2"])
+    assert "the text is not the one that this run began with" in capsys.readouterr().out
+
+
+def test_training_leaves_the_callers_random_numbers_to_the_seed(tmp_path: Path) -> None:
+    """Two runs with dropout in one process are the same: what a run draws follows from its seed alone."""
+    for name in ("one", "two"):
+        torch.rand(3)
+        train(flags(tmp_path / name, "--train-steps 3 --hidden-dropout 0.2"))
+    drawn = [[r.get("loss") for r in read_metrics(tmp_path / name / METRICS)] for name in ("one", "two")]
+    assert drawn[0] == drawn[1]

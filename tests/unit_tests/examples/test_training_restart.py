@@ -1,0 +1,138 @@
+"""Where a run begins: anew, where --resume says, or where this launch has left it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from examples.gpt import restart
+from examples.gpt.arguments import ARGUMENTS, RunArguments
+from examples.gpt.checkpoint import LATEST
+from examples.gpt.description import Checkpoint, write_description
+from examples.gpt.errors import ArgumentError
+from examples.gpt.rendezvous_store import agreed_place, check_same_flags
+from examples.gpt.restart import LAUNCH, Start, find_start, remember, this_agent
+from megatron_pp.testing.processes import run_processes
+
+LAYOUT = {"num_layers": 4}
+AGENTS = ["here/7/100", "there/9/100"]
+
+
+def make_run(folder: Path) -> RunArguments:
+    folder.mkdir(parents=True)
+    (folder / ARGUMENTS).write_text(json.dumps({"run": {}, "config": {}}))
+    return RunArguments(run_dir=str(folder))
+
+
+def make_checkpoint(folder: Path, name: str, step: int) -> Path:
+    path = folder / "checkpoints" / name
+    path.mkdir(parents=True)
+    write_description(Checkpoint(path, name, step, LAYOUT, {}, {}))
+    (folder / "checkpoints" / LATEST).write_text(name + "\n")
+    return path
+
+
+def test_a_folder_that_holds_a_run_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for agents in ([""], AGENTS):
+        with pytest.raises(ArgumentError, match=r"holds a run already; give another, or --resume"):
+            find_start(run, LAYOUT, agents)
+    remember(Start(tmp_path / "run"), ["elsewhere/1/1", ""])
+    with pytest.raises(ArgumentError, match="holds a run already"):
+        find_start(run, LAYOUT, AGENTS)
+    # Another node's agent may know it as its own; that is for rank 0 to find out, which asks all.
+    assert not find_start(run, LAYOUT, AGENTS[:1], alone=False).again
+
+
+def test_the_launch_that_began_a_run_goes_on_with_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    remember(Start(tmp_path / "run"), AGENTS)
+    # One of its agents is enough: the other may have been replaced.
+    assert find_start(run, LAYOUT, ["new/1/1", AGENTS[1]]) == Start(tmp_path / "run", None, again=True)
+    make_checkpoint(tmp_path / "run", "step-00000004", 4)
+    start = find_start(run, LAYOUT, AGENTS)
+    assert start.again
+    assert start.checkpoint is not None
+    assert start.checkpoint.step == 4
+    remember(start, ["new/1/1", AGENTS[1]])
+    assert find_start(run, LAYOUT, ["new/1/1"]).checkpoint == start.checkpoint
+
+
+def test_a_run_resumed_from_an_older_checkpoint_does_so_again_until_it_has_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    make_run(folder)
+    old = make_checkpoint(folder, "step-00000004", 4)
+    make_checkpoint(folder, "step-00000008", 8)
+    run = RunArguments(resume=str(old))
+    for _ in range(3):  # the first start, and two restarts before anything was saved
+        start = find_start(run, LAYOUT, AGENTS)
+        assert start.checkpoint is not None
+        assert start.checkpoint.step == 4
+        remember(start, AGENTS)
+    make_checkpoint(folder, "step-00000008-2", 8)
+    start = find_start(run, LAYOUT, AGENTS)
+    assert start.checkpoint is not None
+    assert start.checkpoint.path.name == "step-00000008-2"
+
+
+def test_a_run_without_a_folder_of_its_own_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = find_start(RunArguments(), LAYOUT, AGENTS)
+    make_run(first.folder)
+    remember(first, AGENTS)
+    monkeypatch.setattr(restart.time, "strftime", lambda _: "later")
+    assert find_start(RunArguments(), LAYOUT, AGENTS) == Start(first.folder, None, again=True)
+    assert find_start(RunArguments(), LAYOUT, ["elsewhere/1/1"]).folder == Path("runs/later")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"agents": []}', '{"agents": [1], "began_with": 2, "newest_then": {}}'])
+def test_a_note_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    run = make_run(tmp_path / "run")
+    (tmp_path / "run" / LAUNCH).write_text(text)
+    with pytest.raises(ArgumentError, match="holds a run already"):
+        find_start(run, LAYOUT, AGENTS)
+
+
+def test_an_agent_is_the_process_that_torchrun_runs_in() -> None:
+    assert this_agent({}) == ""
+    assert this_agent({"TORCHELASTIC_RUN_ID": "none"}) == this_agent({"TORCHELASTIC_RUN_ID": "other"}) != ""
+
+
+def test_each_start_meets_in_a_place_of_its_own() -> None:
+    """Three starts over one store; before the third, a process has drawn a number and died."""
+    store = dist.HashStore()
+    places: list[list[str]] = []
+    for start in range(3):
+        if start == 2:
+            store.add("megatron_pp/meeting/numbers", 1)
+        found: dict[int, Any] = {}
+        threads = [
+            threading.Thread(target=lambda r=rank, f=found: f.update({r: agreed_place(store, r, 3)}), daemon=True)
+            for rank in (2, 1, 0)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        places.append([found[rank] for rank in range(3)])
+    assert all(len(set(place)) == 1 for place in places)
+    assert len({place[0] for place in places}) == 3
+
+
+def with_flags(rank: int, size: int) -> str:
+    check_same_flags({"seed": 1, "hidden_size": 32})
+    try:
+        check_same_flags({"seed": 1, "train_steps": 8 + rank // 2})
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def test_flags_that_differ_are_told_on_every_rank() -> None:
+    told = run_processes(with_flags, 3, timeout=60)
+    assert told == ["--train-steps is 8 on rank 0 and 9 on rank 2; start all nodes with the same flags"] * 3

@@ -1,0 +1,178 @@
+"""A plan that was agreed on once costs nothing when the ranks come back to it; ranks that come back to different ones
+are told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_pp.errors import PipelineMismatchError
+from megatron_pp.faults.agreement import Agreements, Difference, changed, difference, in_force, last_change
+from megatron_pp.faults.consistency import find_mismatch, find_parting
+from megatron_pp.faults.records import IN_STEP, Entry, Progress
+from megatron_pp.faults.store import Board
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.pipeline import run_rank
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import ToyData, toy_config
+
+SIZE = 3
+
+# -- histories ---
+
+
+def test_a_history_says_what_was_used_in_which_step() -> None:
+    history = (9, 0, 1, 1, 4, 2, 6, 1)
+    assert [in_force(history, step) for step in (0, 1, 3, 4, 5, 6, 9, 10)] == [0, 1, 1, 2, 2, 1, 1, 0]
+    assert last_change(history) == 6
+    assert (in_force((), 1), last_change((0,)), last_change((0, 0))) == (0, 0, 0)
+
+
+def test_a_history_is_short() -> None:
+    changes: tuple[int, ...] = ()
+    for step in range(1, 101):
+        changes = changed(changes, step, 1 + step % 2)
+    assert len(changes) == 1 + 2 * 32
+    assert changes[-2:] == (100, 1)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "found"),
+    [
+        ((5, 0, 1, 1), (5, 0, 1, 1), None),
+        ((5, 0, 1, 1, 4, 2), (5, 0, 1, 1, 4, 2), None),
+        ((5, 0, 1, 1, 4, 2), (5, 0, 1, 1), Difference(4, 2, 1)),  # only one changed
+        ((5, 0, 1, 1, 4, 2), (3, 0, 1, 1), None),  # the other is not there yet
+        ((5, 0, 1, 1, 4, 2), (4, 0, 1, 1, 4, 3), Difference(4, 2, 3)),
+        ((9, 0, 1, 1, 4, 2, 5, 1), (9, 0, 1, 1, 4, 3, 5, 1), Difference(4, 2, 3)),  # and back again
+        ((0, 0), (0,), None),  # neither has agreed on anything
+        ((), (3, 0, 1, 1), None),  # the record of a rank that says nothing
+    ],
+)
+def test_where_two_histories_part(mine: Any, theirs: Any, found: Difference | None) -> None:
+    assert difference(mine, theirs) == found
+    assert difference(theirs, mine) == (None if found is None else Difference(found.step, found.theirs, found.mine))
+
+
+def test_a_difference_that_is_long_past_is_still_one() -> None:
+    changes: dict[str, tuple[int, ...]] = {"one": (), "same": (), "other": ()}
+    for step in range(1, 101):
+        for name in changes:
+            changes[name] = changed(changes[name], step, 3 if (name, step) == ("other", 20) else 1 + step % 2)
+    one, same, other = ((100, *part) for part in changes.values())
+    assert difference(one, same) is None
+    assert difference(one, other) == Difference(one[2], 0, 0)
+
+
+def test_agreements_are_found_again_and_the_oldest_are_forgotten() -> None:
+    agreements = Agreements()
+    assert agreements.use("a") == 0
+    assert [agreements.add(key, {0: {"M": key}}) for key in ("a", "b")] == [1, 2]
+    assert (agreements.use("a"), agreements.use("b"), agreements.use("a")) == (1, 2, 1)
+    assert agreements.description(2, 0) == {"M": "b"}
+    for n in range(63):
+        agreements.add(n, {})
+    assert (agreements.use("a"), agreements.use("b")) == (1, 0)  # b was used longest ago
+    assert agreements.description(2, 0) is None
+
+
+# -- who differs, in words ---
+
+
+def _agreements() -> Agreements:
+    agreements = Agreements()
+    for m in ("4", "6"):
+        agreements.add(m, {rank: {"num_microbatches (M)": m} for rank in range(SIZE)})
+    return agreements
+
+
+def test_a_rank_that_came_back_to_an_old_plan_is_compared_by_that_plan() -> None:
+    """Rank 0 enters step 3 with a new plan; rank 1 goes back to agreement 1, its last entry being of agreement 2."""
+    entries = {0: Entry(3, {"num_microbatches (M)": "8"}), 1: Entry(2, {"num_microbatches (M)": "6"})}
+    there = {1: Progress(3, IN_STEP, history=(3, 0, 1, 1, 2, 2, 3, 1))}
+    found = find_mismatch(0, entries, there, 3, _agreements())
+    assert found is not None
+    assert (found.field, found.values) == ("num_microbatches (M)", {0: "8", 1: "4"})
+
+
+def test_what_differs_is_named_although_nobody_told_it_anew() -> None:
+    mine = (5, 0, 1, 1, 2, 2)
+    there = {1: Progress(5, IN_STEP, history=mine), 2: Progress(5, IN_STEP, history=(*mine, 5, 1))}
+    found = find_parting(0, Progress(5, IN_STEP, history=mine), there, _agreements())
+    assert found is not None
+    assert (found.field, found.values) == ("num_microbatches (M)", {0: "6", 2: "4"})
+
+
+# -- ranks as threads ---
+
+
+def _run(
+    microbatches: Callable[[int, int], int],
+    steps: int,
+    pause: float = 0.0,
+    fields: Callable[[int], dict[str, Any]] = lambda rank: {},
+) -> dict[int, BaseException | None]:
+    network = MemoryNetwork(SIZE, store=dist.HashStore())
+    raised: dict[int, BaseException | None] = dict.fromkeys(range(SIZE))
+
+    def rank_main(rank: int) -> None:
+        config = toy_config(**fields(rank))
+        communicator = P2PCommunicator(ThreadGroup(rank, SIZE), config, network.transport(rank))
+        try:
+            for step in range(1, steps + 1):
+                time.sleep(pause)
+                run_rank(rank, SIZE, 1, ToyData(microbatches(rank, step)), config, communicator)
+        except Exception as error:
+            raised[rank] = error
+
+    run_ranks(SIZE, rank_main, network.abort)
+    return raised
+
+
+def test_only_new_plans_are_compared_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six changes of plan, two plans: two comparisons, on each rank."""
+    told: list[Entry] = []
+    publish = Board.publish
+
+    def counted(board: Board, record: Any) -> None:
+        if isinstance(record, Entry):
+            told.append(record)
+        publish(board, record)
+
+    monkeypatch.setattr(Board, "publish", counted)
+    assert set(_run(lambda rank, step: 4 + 2 * (step % 2), steps=7).values()) == {None}
+    assert len(told) == 2 * SIZE
+
+
+@pytest.mark.parametrize("odd_one", range(SIZE))
+def test_ranks_that_come_back_to_different_plans(odd_one: int) -> None:
+    """Steps 1 to 4 alternate between 6 and 4 microbatches; in step 5 one rank takes 4 where the others take 6. This
+    transport does not keep plans apart, so that the last rank gets along with what the others send for a while."""
+    raised = _run(lambda rank, step: 4 if step % 2 == 0 or (rank, step) == (odd_one, 5) else 6, 200, pause=0.03)
+    for error in raised.values():
+        assert isinstance(error, PipelineMismatchError), error
+        assert error.field == "num_microbatches (M)"
+        assert set(error.values.values()) == {"4", "6"}
+        assert error.values.get(odd_one, "4") == "4"
+        assert f"rank {odd_one} has 4" in str(error)
+
+
+def test_a_new_plan_here_and_an_old_one_there() -> None:
+    raised = _run(lambda rank, step: 8 if (rank, step) == (1, 5) else 4 + 2 * (step % 2), steps=6)
+    for error in raised.values():
+        assert isinstance(error, PipelineMismatchError), error
+        assert error.values[1] == "8"
+        assert set(error.values.values()) == {"6", "8"}
+
+
+def test_a_rank_that_alone_checks_its_transfers() -> None:
+    """Its descriptions would be taken for tensors."""
+    raised = _run(lambda rank, step: 4, 1, fields=lambda rank: {"p2p_debug": rank == 1})
+    for error in raised.values():
+        assert isinstance(error, PipelineMismatchError), error
+        assert error.field == "p2p_debug"

@@ -1,0 +1,536 @@
+"""The guard on ranks that are threads, with a store in memory and the real schedules: who raises what, and when."""
+
+# ruff: noqa: PT012, SIM117 (what is raised comes from leaving the step, whatever its body does)
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_pp.errors import (
+    CommunicatorClosedError,
+    P2PTransferError,
+    PipelineMismatchError,
+    PipelinePeerError,
+    PipelineStallError,
+)
+from megatron_pp.faults import guard as guard_module
+from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.liveness import process_of
+from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, Progress
+from megatron_pp.faults.store import Board
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.pipeline import run_rank
+from megatron_pp.testing.threads import ThreadGroup
+from megatron_pp.testing.toy import ToyData, toy_config
+from tests.harness.fault_injection import BACKWARD, DELAY, Fault, FaultyBlock, Trigger
+from tests.harness.fault_injection import EXCEPTION as RAISE
+
+SIZE = 3
+Outcome = BaseException | None
+
+
+class Ranks:
+    """Threads that each run ``main(rank)``; what each raised, by rank."""
+
+    def __init__(self, size: int, main: Callable[[int], None]) -> None:
+        self.raised: dict[int, Outcome] = {}
+        self._main = main
+        self._threads = [threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(size)]
+
+    def run(self, seconds: float = 30.0) -> dict[int, Outcome]:
+        for thread in self._threads:
+            thread.start()
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        assert not any(thread.is_alive() for thread in self._threads), "a rank hangs"
+        return self.raised
+
+    def _run(self, rank: int) -> None:
+        try:
+            self._main(rank)
+        except BaseException as error:
+            self.raised[rank] = error
+        else:
+            self.raised[rank] = None
+
+
+def _train(
+    fault: Fault | None,
+    *,
+    steps: int = 3,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    microbatches: Callable[[int, int], int] = lambda rank, step: 2 * SIZE,
+    absent: tuple[int, ...] = (),
+    **fields: Any,
+) -> dict[int, Outcome]:
+    """Steps of the toy model on SIZE ranks; ``absent`` ranks never come."""
+    network = MemoryNetwork(SIZE, store=dist.HashStore())
+
+    def rank_main(rank: int) -> None:
+        if rank in absent:
+            return
+        trigger = Trigger(fault if fault and fault.rank == rank else None, lambda: None)
+        config = toy_config(pipeline_schedule=schedule, **fields)
+        communicator = P2PCommunicator(ThreadGroup(rank, SIZE), config, network.transport(rank))
+        for step in range(1, steps + 1):
+            trigger.step = step
+            data = ToyData(microbatches(rank, step))
+            made = iter(range(chunks))
+            run_rank(
+                rank,
+                SIZE,
+                chunks,
+                data,
+                config,
+                communicator,
+                block=lambda stage, made=made: FaultyBlock(stage, next(made), trigger),
+            )
+
+    return Ranks(SIZE, rank_main).run()
+
+
+# -- one exception, every rank ---
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)])
+@pytest.mark.parametrize("kind", [RAISE, BACKWARD])
+def test_all_others_learn_of_an_exception(schedule: str, chunks: int, kind: str) -> None:
+    fault = Fault(kind, rank=1, step=2, chunk=chunks - 1, mb=3)
+    extra = {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
+    raised = _train(fault, schedule=schedule, chunks=chunks, **extra)
+    assert type(raised[1]).__name__ == "InjectedError"
+    for rank in (0, 2):
+        error = raised[rank]
+        assert isinstance(error, PipelinePeerError)
+        assert (error.rank, error.instruction) == (1, fault.instruction)
+        assert error.exception_type.endswith("InjectedError")
+        assert error.message == fault.message
+        assert "in _trigger" in error.traceback_tail or "fire" in error.traceback_tail
+        assert f"pipeline rank 1 (global rank 1) raised {error.exception_type}" in str(error)
+        assert f"chunk {fault.chunk}, microbatch 3" in str(error)
+
+
+def test_a_rank_that_is_done_learns_in_its_next_step() -> None:
+    """The last stage finishes first; the fault comes in the last instruction of rank 0."""
+    raised = _train(Fault(BACKWARD, rank=0, step=2, chunk=0, mb=2 * SIZE - 1))
+    assert type(raised[0]).__name__ == "InjectedError"
+    for rank in (1, 2):
+        assert isinstance(raised[rank], PipelinePeerError)
+
+
+def test_a_fault_after_a_rank_has_ended_does_not_disturb_it() -> None:
+    raised = _train(Fault(BACKWARD, rank=0, step=3, chunk=0, mb=2 * SIZE - 1))
+    assert type(raised[0]).__name__ == "InjectedError"
+    assert raised[2] is None
+
+
+def test_a_clean_run_raises_nothing_and_leaves_no_thread() -> None:
+    before = threading.active_count()
+    assert set(_train(None).values()) == {None}
+    for _ in range(200):
+        if threading.active_count() <= before + 2 * SIZE:
+            break
+        time.sleep(0.01)
+    assert threading.active_count() <= before + 2 * SIZE  # two sleeping threads per guard, until it is closed
+
+
+# -- entry ---
+
+
+def test_ranks_that_disagree_from_the_start() -> None:
+    raised = _train(None, microbatches=lambda rank, step: 4 if rank == 2 else 6)
+    for error in raised.values():
+        assert isinstance(error, PipelineMismatchError)
+        assert error.field == "num_microbatches (M)"
+        assert set(error.values.values()) == {"4", "6"}
+        assert error.values[2] == "4"
+        assert "rank 2 has 4" in str(error)
+
+
+def test_ranks_that_disagree_later() -> None:
+    """Rank 0 changes its plan in step 2; the others go on with theirs and wait for its activations."""
+    raised = _train(None, microbatches=lambda rank, step: 4 if (rank, step) == (0, 2) else 6)
+    for error in raised.values():
+        assert isinstance(error, PipelineMismatchError)
+        assert error.values[0] == "4"
+
+
+def test_ranks_that_agree_on_a_new_plan_go_on() -> None:
+    assert set(_train(None, steps=6, microbatches=lambda rank, step: 4 + 2 * (step % 2)).values()) == {None}
+
+
+def test_a_rank_that_never_enters_is_named() -> None:
+    raised = _train(None, absent=(1,), p2p_timeout=1.5)
+    for rank in (0, 2):
+        error = raised[rank]
+        assert isinstance(error, PipelineStallError)
+        assert error.suspects == (1,)
+        assert "rank 1 has not entered step 1" in str(error)
+
+
+# -- stalls ---
+
+
+def test_a_rank_that_hangs_in_its_own_code_is_named() -> None:
+    fault = Fault(DELAY, rank=1, step=2, chunk=0, mb=3, seconds=4.0)
+    raised = _train(fault, p2p_timeout=0.5, compute_timeout=1.5)
+    for rank in range(SIZE):
+        error = raised[rank]
+        assert isinstance(error, PipelineStallError)
+        assert error.suspects == (1,)
+        assert "is in FORWARD of chunk 0, microbatch 3 (F0.3" in error.progress[1]
+        assert "held up by rank 1" in str(error)
+    assert ">F0.3<" in str(raised[0])
+
+
+def test_an_operation_that_takes_several_times_p2p_timeout_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """The rank that is in it gives signs of life; it says once where it is."""
+    raised = _train(Fault(DELAY, 1, 2, 0, 3, seconds=2.0), p2p_timeout=0.5)
+    assert set(raised.values()) == {None}
+    (said,) = [record.getMessage() for record in caplog.records if "compute_timeout" in record.getMessage()]
+    assert "pipeline rank 1 has been in FORWARD of chunk 0, microbatch 3 for" in said
+    assert "give up after 5 s" in said
+    assert "in fire" in said  # the line of the user's code
+
+
+def test_ranks_that_wait_for_each_other_are_given_up_after_p2p_timeout() -> None:
+    """Nobody works, so that there is nothing to be patient with."""
+    store = dist.HashStore()
+    guards = [_guard(rank, store, timeout=0.5) for rank in range(2)]
+
+    def wait(rank: int) -> None:
+        guard, source = guards[rank]
+        guard.patience = 60.0
+        program = source.plan.programs[rank]
+        source.position = next(k for k, at in enumerate(program) if at.op in ("WAIT_F", "WAIT_B"))
+        with guard.step(source):
+            _wait_until_aborted(source)
+
+    for error in Ranks(2, wait).run().values():
+        assert isinstance(error, PipelineStallError)
+        assert "no rank has moved for" in str(error)
+    for guard, _ in guards:
+        guard.close()
+
+
+def test_a_slow_rank_is_no_error() -> None:
+    assert set(_train(Fault(DELAY, 1, 2, 0, 3, seconds=1.5), p2p_timeout=4.0).values()) == {None}
+
+
+@pytest.mark.parametrize(("grace", "timeout"), [(0.3, 30.0), (6.0, 0.5)], ids=["rank-gives-up", "watch-gives-up"])
+def test_a_transfer_that_fails_for_no_known_reason(
+    grace: float, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody died, nobody raised: after some seconds the error says which transfer it was, whoever is first to give
+    up: the rank that looks for a reason or the watch, which sees that nobody moves."""
+    monkeypatch.setattr(guard_module, "_GRACE", grace)
+    guard, source = _guard(0, dist.HashStore(), timeout=timeout)
+    with (
+        pytest.raises(PipelineStallError, match=r"a transfer of rank 0 failed .*the cable") as caught,
+        guard.step(source),
+    ):
+        raise P2PTransferError("the cable")
+    assert isinstance(caught.value.__cause__, P2PTransferError)
+    guard.close()
+
+
+# -- the guard itself ---
+
+
+def _guard(rank: int, store: Any, pipeline: str = "p", timeout: float = 30.0, size: int = 2) -> tuple[FaultGuard, Any]:
+    abort = threading.Event()
+    guard = FaultGuard(
+        store, pipeline, rank, size, timeout, abort.set, global_rank=rank + (10 if pipeline != "p" else 0)
+    )
+    plan = build_plan(PlanSpec("1f1b", size, 1, 4))
+    return guard, SimpleNamespace(plan=plan, position=0, aborted=abort)
+
+
+def _wait_until_aborted(source: Any) -> None:
+    assert source.aborted.wait(10.0), "the communicator was not aborted"
+    raise CommunicatorClosedError("aborted")
+
+
+def test_another_pipelines_failure_ends_this_one_too() -> None:
+    """Tensor- and data-parallel partners of a failed pipeline would wait for it in vain."""
+    store = dist.HashStore()
+    guard, source = _guard(0, store)
+    other, other_source = _guard(1, store, pipeline="q")
+    with pytest.raises(ZeroDivisionError), other.step(other_source):
+        raise ZeroDivisionError("elsewhere")
+    with pytest.raises(PipelinePeerError, match=r"rank 1 \(global rank 11\) of pipeline q raised ZeroDivisionError"):
+        with guard.step(source):
+            _wait_until_aborted(source)
+    guard.close()
+    other.close()
+
+
+def test_a_rank_that_notices_nothing_is_told_when_it_leaves() -> None:
+    """On NCCL an abort lets kernels end without an error on the host."""
+    store = dist.HashStore()
+    guard, source = _guard(0, store)
+    Board(store, "p", 1, 2, 1).announce(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad"))
+    with pytest.raises(PipelinePeerError, match="ValueError"), guard.step(source):
+        assert source.aborted.wait(10.0)
+    guard.close()
+
+
+def test_the_first_exception_counts_more_than_the_stall_that_follows_it() -> None:
+    store = dist.HashStore()
+    board = Board(store, "p", 0, 2, 0)
+    board.announce(Failure(STALL, "p", 0, 0, message="a transfer failed"))
+    board.announce(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "first"))
+    board.announce(Failure(EXCEPTION, "p", 0, 0, "F0.1", "FORWARD", "ValueError", "second"))
+    found = board.failure()
+    assert found is not None
+    assert found.message == "first"
+
+
+class _LooksTooEarly:
+    """A store whose reader has always just looked when the others tell of a failure, until it tells of one itself."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._has_told = False
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def compare_set(self, key: str, expected: str, value: str) -> Any:
+        return self._store.compare_set(key, expected, value)
+
+    def get(self, key: str) -> Any:
+        return self._store.get(key)
+
+    def set(self, key: str, value: str) -> None:
+        self._has_told |= key.endswith("/failed")
+        self._store.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        early = keys[0].endswith("/failed") and not self._has_told
+        return not early and bool(self._store.check(keys))
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [(EXCEPTION, PipelinePeerError), (MISMATCH, PipelineMismatchError), (STALL, PipelineStallError)],
+)
+def test_the_end_of_a_process_does_not_overtake_what_it_has_told(kind: str, error: type[Exception]) -> None:
+    """A rank that raises tells it and ends; the others may see its end first, as a look at the store is always some
+    time ago."""
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    process = process_of(child.pid)
+    child.communicate()
+    store = dist.HashStore()
+    guard, source = _guard(0, _LooksTooEarly(store))
+    other = Board(store, "p", 1, 2, 1)
+    other.publish(Progress(1, IN_STEP, 3, "F0.1", process=process))
+    other.announce(Failure(kind, "p", 1, 1, message="told before it ended"))
+    with pytest.raises(error, match="told before it ended"), guard.step(source):
+        raise P2PTransferError("connection closed by peer")
+    guard.close()
+
+
+def test_an_interrupt_is_an_exception_like_any_other() -> None:
+    store = dist.HashStore()
+    one, source = _guard(0, store)
+    two, other_source = _guard(1, store)
+    with pytest.raises(KeyboardInterrupt), one.step(source):
+        raise KeyboardInterrupt
+    with pytest.raises(PipelinePeerError, match="KeyboardInterrupt"), two.step(other_source):
+        _wait_until_aborted(other_source)
+    one.close()
+    two.close()
+
+
+def test_after_a_failure_the_guard_is_closed_until_it_is_reset() -> None:
+    store = dist.HashStore()
+    one, source = _guard(0, store)
+    two, other_source = _guard(1, store)
+    with pytest.raises(ValueError, match="first"), one.step(source):
+        raise ValueError("first")
+    with pytest.raises(CommunicatorClosedError, match="can not be used any more"), one.step(source):
+        pass
+    with pytest.raises(PipelinePeerError), two.step(other_source):
+        _wait_until_aborted(other_source)
+    for guard in (one, two):
+        guard.reset()
+    for guard, where in ((one, source), (two, other_source)):
+        with guard.step(where):
+            pass
+        guard.close()
+
+
+def test_what_was_told_before_a_guard_was_made_does_not_concern_it() -> None:
+    store = dist.HashStore()
+    old, source = _guard(0, store)
+    with pytest.raises(ValueError, match="old"), old.step(source):
+        raise ValueError("old")
+    new, source = _guard(0, store)
+    with new.step(source):
+        time.sleep(0.6)  # long enough to look
+    old.close()
+    new.close()
+
+
+class _Unreachable:
+    """A store whose server is gone."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self._store = dist.HashStore()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            if self.gone:
+                raise dist.DistNetworkError("connection reset")
+            return getattr(self._store, name)(*args)
+
+        if name in ("clone", "has_extended_api"):
+            raise AttributeError(name)
+        return call
+
+
+def test_a_store_that_is_gone_is_an_error_for_who_waits() -> None:
+    store = _Unreachable()
+    guard, source = _guard(0, store)
+    with (
+        pytest.raises(
+            PipelineStallError, match=r"the store does not work any more \(DistNetworkError: connection reset"
+        ),
+        guard.step(source),
+    ):
+        store.gone = True
+        _wait_until_aborted(source)
+    guard.close()
+
+
+def test_an_exception_is_raised_although_the_store_is_gone() -> None:
+    store = _Unreachable()
+    guard, source = _guard(0, store)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="mine"), guard.step(source):
+        store.gone = True
+        raise ValueError("mine")
+    assert time.monotonic() - start < 10.0
+    guard.close()
+
+
+def test_a_store_that_blocks_does_not_block_the_verdict() -> None:
+    """The network to the store is cut: calls neither return nor fail."""
+    cut = threading.Event()
+
+    class Blocking(_Unreachable):
+        def __getattr__(self, name: str) -> Any:
+            call = super().__getattr__(name)
+
+            def blocked(*args: Any) -> Any:
+                while cut.is_set():
+                    time.sleep(0.05)
+                return call(*args)
+
+            return blocked
+
+    guard, source = _guard(0, Blocking(), timeout=1.5)
+    with pytest.raises(PipelineStallError, match="the store has not answered"), guard.step(source):
+        cut.set()
+        _wait_until_aborted(source)
+    cut.clear()
+    guard.close()
+
+
+def test_what_does_not_leave_its_step_meets_stronger_means() -> None:
+    """Blocked in a collective of another group, where aborting the communicator does not help."""
+    stronger = threading.Event()
+    store = dist.HashStore()
+    guard = FaultGuard(store, "p", 0, 2, 30.0, lambda: None, escalate=stronger.set)
+    plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
+    Board(store, "p", 1, 2, 1).announce(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad"))
+    with pytest.raises(PipelinePeerError), guard.step(SimpleNamespace(plan=plan, position=0)):
+        assert stronger.wait(10.0)
+        torch._assert_async(torch.tensor(False), "Application timeout caused pair closure")  # in C++
+    guard.close()
+
+
+def test_the_success_path_asks_nothing_of_the_store() -> None:
+    """Entering and leaving a step only assigns; whatever is told is told by the link's thread."""
+    calls: list[str] = []
+    main = threading.get_ident()
+
+    class Counting(_Unreachable):
+        def __getattr__(self, name: str) -> Any:
+            call = super().__getattr__(name)
+
+            def counted(*args: Any) -> Any:
+                if threading.get_ident() == main:
+                    calls.append(name)
+                return call(*args)
+
+            return counted
+
+    guard, source = _guard(0, Counting())
+    calls.clear()
+    for _ in range(100):
+        with guard.step(source, key=None):
+            pass
+    assert calls == []
+    guard.close()
+
+
+# -- around steps ---
+
+
+def test_a_failure_reaches_ranks_between_steps_that_are_watched() -> None:
+    """Rank 0 is through with its step and waits in a collective of the optimizer; rank 1 fails in its step."""
+    store = dist.HashStore()
+    one, source = _guard(0, store)
+    two, other_source = _guard(1, store)
+    with pytest.raises(PipelinePeerError, match="ValueError"):
+        with one.watch("the training step"):
+            with one.step(source):
+                pass
+            with pytest.raises(ValueError, match="late"), two.step(other_source):
+                raise ValueError("late")
+            _wait_until_aborted(source)
+    one.close()
+    two.close()
+
+
+def test_an_error_that_passes_two_guards_is_told_once() -> None:
+    store = dist.HashStore()
+    guard, source = _guard(0, store)
+    with pytest.raises(ValueError, match="inner"), guard.watch("the training step"), guard.step(source):
+        raise ValueError("inner")
+    board = Board(store, "p", 1, 2, 1)
+    assert store.add(f"megatron_pp/{board.epoch}/tickets", 0) == 1
+    found = board.failure()
+    assert found is not None
+    assert (found.message, found.instruction) == ("inner", str(source.plan.programs[0][0]))
+    guard.close()
+
+
+def test_what_is_watched_has_a_name_in_the_error() -> None:
+    store = dist.HashStore()
+    one, _ = _guard(0, store)
+    two, other_source = _guard(1, store)
+    with pytest.raises(OSError, match="disk"), one.watch("the optimizer step"):
+        raise OSError("disk")
+    with pytest.raises(PipelinePeerError, match="raised OSError in the optimizer step: disk"), two.step(other_source):
+        _wait_until_aborted(other_source)
+    one.close()
+    two.close()

@@ -1,0 +1,231 @@
+"""Exceptions of user code, of any kind and from any place: their owner gets its own exception object, the others the
+rank and the class; and what a collective raises is known by where it was raised."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_pp.errors import P2PError, P2PTimeoutError, P2PTransferError, PipelinePeerError, SendBufferError
+from megatron_pp.faults.attach import close_guard, watched
+from megatron_pp.faults.origin import is_consequence, tail_of, text_of, type_name
+from megatron_pp.faults.records import MAX_TEXT
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.runtime.stage import PipelineStage
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.pipeline import toy_step
+from megatron_pp.testing.threads import ThreadGroup
+from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config, toy_forward_step
+from tests.unit_tests.faults.test_guard import Ranks
+
+SIZE, DATA = 2, ToyData(3)
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:11186"
+TEXTS_OF_TRANSPORTS = (
+    GLOO,
+    "Connection closed by peer",
+    "Application timeout caused pair closure",
+    "NCCL error in: x.cpp:1, unhandled system error",
+    "Broken pipe",
+    "Timed out waiting 1800000ms for recv operation to complete",
+)
+
+
+class HostileStrError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class ExitingStrError(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+class HostileReprError(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
+class NoTextError(Exception):
+    def __str__(self) -> Any:
+        return 7
+
+
+class HostileClassError(Exception):
+    @property
+    def __class__(self) -> Any:
+        raise ValueError("no class")
+
+
+class LyingClassError(Exception):
+    @property
+    def __class__(self) -> Any:
+        return P2PTimeoutError
+
+
+class HostileNotesError(Exception):
+    @property
+    def __notes__(self) -> Any:
+        raise ValueError("no notes")
+
+
+class OddText(str):
+    def splitlines(self, keepends: bool = False) -> Any:
+        raise ValueError("no lines")
+
+    __format__ = partition = __len__ = splitlines  # type: ignore[assignment]
+
+
+class OddTextError(Exception):
+    def __str__(self) -> str:
+        return OddText("odd")
+
+
+class NamelessError(Exception):
+    __module__ = None  # type: ignore[assignment]
+
+
+class TwoArgumentsError(Exception):
+    def __init__(self, one: int, *, other: Any) -> None:
+        self.other = other
+
+
+class OwnBaseError(BaseException):
+    pass
+
+
+class DistBackendError(RuntimeError):
+    """Of the user, with the name of one of torch's."""
+
+
+EXCEPTIONS: dict[str, Callable[[], BaseException]] = {
+    "str raises": HostileStrError,
+    "str raises SystemExit": ExitingStrError,
+    "repr raises": lambda: HostileReprError(HostileReprError()),
+    "str returns a number": NoTextError,
+    "class raises": HostileClassError,
+    "class lies": LyingClassError,
+    "notes raise": HostileNotesError,
+    "text of an odd class": OddTextError,
+    "no module": NamelessError,
+    "arguments that do not pickle": lambda: TwoArgumentsError(1, other=lambda: None),
+    "long text": lambda: ValueError("x\n" * 50_000),
+    "lone surrogate, zero and ends of lines": lambda: ValueError("\ud800\0\x0c\u2028\n"),
+    "empty text": RuntimeError,
+    "interrupt": KeyboardInterrupt,
+    "exit": lambda: SystemExit(HostileStrError()),
+    "generator's end": GeneratorExit,
+    "base": lambda: OwnBaseError("own"),
+    "name of torch's": lambda: DistBackendError("NCCL error"),
+    "torch's own": lambda: dist.DistNetworkError("Connection reset by peer"),
+    "of this package": lambda: P2PError("by the user"),
+    "watch on memory": lambda: SendBufferError("freed"),
+    **{f"text {text[:25]}": lambda text=text: RuntimeError(text) for text in TEXTS_OF_TRANSPORTS},  # type: ignore[misc]
+}
+if sys.version_info >= (3, 11):
+    EXCEPTIONS["group"] = lambda: BaseExceptionGroup("several", [HostileStrError(), OwnBaseError("own")])  # noqa: F821 (3.11)
+PLACES = ("data", "forward", "loss", "backward hook", "grad sync", "finalize", "optimizer")
+
+
+class Bomb:
+    """Raises ``error`` at ``place``, once that has been reached for the second time."""
+
+    def __init__(self, place: str, error: BaseException | None) -> None:
+        self.place = place
+        self.error = error
+        self.left = 2
+
+    def at(self, place: str, *_: Any) -> None:
+        if self.error is not None and place == self.place:
+            self.left -= 1
+            if self.left == 0:
+                raise self.error
+
+    def forward_step(self, iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[[Any], Any]]:
+        self.at("forward")
+        output, loss = toy_forward_step(iterator, model)
+        output.register_hook(lambda grad: self.at("backward hook"))
+
+        def loss_func(output: torch.Tensor) -> Any:
+            self.at("loss")
+            return loss(output)
+
+        return output, loss_func
+
+    def data(self) -> Iterator[Any]:
+        for item in DATA.iterator():
+            self.at("data")
+            yield item
+
+
+def outcome(place: str, error: BaseException) -> dict[int, BaseException | None]:
+    """Two steps on two ranks; the last rank raises ``error``."""
+    network = MemoryNetwork(SIZE, store=dist.HashStore())
+
+    def rank_main(rank: int) -> None:
+        bomb = Bomb(place, error if rank == SIZE - 1 else None)
+        config = toy_config(
+            grad_sync_func=lambda *_: bomb.at("grad sync"),
+            finalize_model_grads_func=lambda *_, **__: bomb.at("finalize"),
+        )
+        communicator = P2PCommunicator(ThreadGroup(rank, SIZE), config, network.transport(rank))
+        stage = PipelineStage(ToyBlock(rank), config)
+        try:
+            for _ in range(3):
+                toy_step([stage], DATA, communicator, forward_step_func=bomb.forward_step, iterators=[bomb.data()])
+                with watched(communicator, config, "the optimizer's step"):
+                    bomb.at("optimizer")
+        finally:
+            close_guard(communicator)
+
+    return Ranks(SIZE, rank_main).run()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(kind=st.sampled_from(sorted(EXCEPTIONS)))
+def test_any_exception_from_any_place(place: str, kind: str) -> None:
+    error = EXCEPTIONS[kind]()
+    raised = outcome(place, error)
+    assert raised[SIZE - 1] is error
+    told = raised[0]
+    assert type(told) is PipelinePeerError
+    assert told.rank == SIZE - 1
+    assert told.exception_type.rpartition(".")[2] == type(error).__name__
+    assert len(str(told)) < 3 * MAX_TEXT
+
+
+@pytest.mark.parametrize("kind", EXCEPTIONS)
+def test_any_exception_is_put_into_words(kind: str) -> None:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 (any)
+        raise EXCEPTIONS[kind]()
+    error = caught.value
+    assert not is_consequence(error)
+    for text in (type_name(error), text_of(error), tail_of(error)):
+        assert type(text) is str
+        assert len(text) <= MAX_TEXT + 10
+
+
+@pytest.mark.parametrize("text", TEXTS_OF_TRANSPORTS)
+def test_the_same_text_is_judged_by_where_it_was_raised(text: str) -> None:
+    """torch's C++ code raises what gloo raised, as a RuntimeError; a model may raise one of the same text."""
+    with pytest.raises(RuntimeError) as of_torch:
+        torch._assert_async(torch.tensor(False), text)
+    with pytest.raises(RuntimeError) as of_user:
+        raise RuntimeError(text)
+    assert is_consequence(of_torch.value) == ("gloo/" in text or text.startswith("Application timeout"))
+    assert not is_consequence(of_user.value)
+    with pytest.raises(RuntimeError) as again:  # passed on, and not a failure of the user's own
+        raise of_torch.value
+    assert is_consequence(again.value) == is_consequence(of_torch.value)
+
+
+def test_failures_of_the_transport_are_consequences() -> None:
+    for kind in (P2PTransferError, P2PTimeoutError):
+        assert is_consequence(kind("the cable"))

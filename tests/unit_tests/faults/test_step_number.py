@@ -1,0 +1,168 @@
+"""Ranks that are in different steps, by the program's own number, are an error before any of them is run.
+
+The nth call of one rank meets the nth call of the others, so that a call too many, or one left out, pairs all later
+steps wrongly, and nothing but that number tells.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pp.errors import PipelineMismatchError, ScheduleInputError
+from megatron_pp.faults.records import Entry
+from megatron_pp.faults.step_number import StepNumber
+from megatron_pp.faults.store import Board
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.runtime.settings import given_step_number
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.pipeline import run_rank
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import ToyData, toy_config
+
+SIZE = 3
+
+
+class Call(NamedTuple):
+    number: int | None
+    forward_only: bool = False
+
+
+class Outcome(NamedTuple):
+    finished: int
+    error: Exception | None
+
+
+def run(programs: list[list[Call]]) -> list[Outcome]:
+    """Each rank makes the calls of its program, until one raises."""
+    network = MemoryNetwork(SIZE, store=dist.HashStore())
+    outcomes = [Outcome(0, None)] * SIZE
+
+    def rank_main(rank: int) -> None:
+        config = toy_config()
+        communicator = P2PCommunicator(ThreadGroup(rank, SIZE), config, network.transport(rank))
+        for call in programs[rank]:
+            config.step_number = call.number
+            try:
+                run_rank(rank, SIZE, 1, ToyData(3), config, communicator, forward_only=call.forward_only)
+            except Exception as error:
+                outcomes[rank] = outcomes[rank]._replace(error=error)
+                return
+            outcomes[rank] = Outcome(outcomes[rank].finished + 1, None)
+
+    run_ranks(SIZE, rank_main, network.abort)
+    return outcomes
+
+
+def training(steps: int, evaluate_every: int = 0, first: int = 1) -> list[Call]:
+    calls = []
+    for number in range(first, first + steps):
+        calls.append(Call(number))
+        if evaluate_every and number % evaluate_every == 0:
+            calls += [Call(number, forward_only=True)] * 2
+    return calls
+
+
+def error_of(outcome: Outcome) -> PipelineMismatchError:
+    assert isinstance(outcome.error, PipelineMismatchError), outcome
+    return outcome.error
+
+
+@pytest.mark.parametrize("odd_one", range(SIZE))
+def test_a_call_too_many_is_named_with_both_numbers(odd_one: int) -> None:
+    programs = [training(6) for _ in range(SIZE)]
+    programs[odd_one].insert(3, Call(3))
+    for outcome in run(programs):
+        assert outcome.finished == 3
+        error = error_of(outcome)
+        assert error.field == "step_number"
+        assert error.values[odd_one] == "3 (as in its last step)"
+        assert {v for rank, v in error.values.items() if rank != odd_one} == {"4 (+1 since its last step)"}
+        assert f"rank {odd_one} has 3" in str(error)
+
+
+def test_ranks_that_begin_with_different_numbers() -> None:
+    """As from checkpoints of different steps."""
+    for outcome in run([training(2, first=100), training(2, first=101), training(2, first=100)]):
+        assert outcome.finished == 0
+        assert error_of(outcome).values[1] == "101 (begins with 101)"
+
+
+def test_a_rank_that_alone_gives_none() -> None:
+    for outcome in run([training(2), [Call(None)] * 2, training(2)]):
+        assert error_of(outcome).values[1] == "none"
+
+
+def test_moves_that_were_both_agreed_on_before_are_compared_in_the_background() -> None:
+    """Two calls a number; rank 1 makes one too many."""
+    programs = [[Call(number) for number in range(1, 2000) for _ in range(2)] for _ in range(SIZE)]
+    programs[1].insert(8, Call(4))
+    for outcome in run(programs):
+        assert error_of(outcome).field == "step_number"
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, SIZE - 1), st.integers(2, 6), st.integers(0, 4), st.booleans(), st.data())
+def test_no_step_is_run_in_which_numbers_differ(
+    odd_one: int, steps: int, evaluate_every: int, too_often: bool, data: st.DataObject
+) -> None:
+    programs = [training(steps, evaluate_every) for _ in range(SIZE)]
+    mine = programs[odd_one]
+    places = [n for n, call in enumerate(mine[:-1]) if not call.forward_only]
+    place = data.draw(st.sampled_from(places))
+    if too_often:
+        mine.insert(place + 1, mine[place])
+    else:
+        del mine[place]
+    for outcome in run(programs):
+        error_of(outcome)
+        assert outcome.finished == place + too_often
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=8))
+def test_ranks_that_count_alike_never_differ(calls: list[tuple[int, bool]]) -> None:
+    program = [Call(*call) for call in calls]
+    assert run([program] * SIZE) == [Outcome(len(program), None)] * SIZE
+
+
+def test_a_number_that_counts_up_costs_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for the first call, one for the first that counts up from it."""
+    told: list[Entry] = []
+    publish = Board.publish
+
+    def counted(board: Board, record: Any) -> None:
+        if isinstance(record, Entry):
+            told.append(record)
+        publish(board, record)
+
+    monkeypatch.setattr(Board, "publish", counted)
+    assert run([training(20)] * SIZE) == [Outcome(20, None)] * SIZE
+    assert len(told) == 2 * SIZE
+
+
+def test_moves() -> None:
+    numbers = StepNumber()
+    assert [numbers.move(n) for n in (5, 6, 6, None, 7, 4)] == [
+        "begins with 5",
+        "+1 since its last step",
+        "as in its last step",
+        "",
+        "+1 since its last step",
+        "-3 since its last step",
+    ]
+
+
+def test_what_a_config_may_give() -> None:
+    assert given_step_number(SimpleNamespace()) is None
+    assert given_step_number(SimpleNamespace(step_number=None)) is None
+    assert given_step_number(SimpleNamespace(step_number=7)) == 7
+    assert given_step_number(SimpleNamespace(step_number=lambda: 8)) == 8
+    for wrong in (1.5, "3", True, -1):
+        with pytest.raises(ScheduleInputError, match="step_number"):
+            given_step_number(SimpleNamespace(step_number=wrong))

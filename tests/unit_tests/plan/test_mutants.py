@@ -1,0 +1,123 @@
+"""Plan mutants: whatever harm one wrong instruction does, ``verify`` refuses it; what it lets pass gives equal bits on
+a hostile network.
+
+``MEGATRON_PP_EXHAUSTIVE=1`` tries eight places for every instruction instead of two, and every combination of policy,
+channels, and fixed and varying shapes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_pp.errors import PipelineError
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanError, PlanSpec
+from megatron_pp.plan.verify import verify
+from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
+from megatron_pp.testing.toy import ToyResult, reference_run
+from tests.harness.plan_mutants import KINDS, mutants
+from tests.harness.race_support import ExactBlock, exact_data, network_for, run_plan
+
+EXHAUSTIVE = os.environ.get("MEGATRON_PP_EXHAUSTIVE", "") == "1"
+MICROBATCHES = 4
+
+
+def specs_of(schedule: str) -> list[PlanSpec]:
+    """Every policy, with the other choices spread over schedules and policies; all combinations when exhaustive."""
+    turn = list(SCHEDULES).index(schedule)
+    choices = [(p, c, v) for p in POLICIES for c in CHANNELS for v in (False, True)]
+    if not EXHAUSTIVE:
+        choices = [choices[4 * i + (turn + i) % 4] for i in range(len(POLICIES))]
+    return [
+        PlanSpec(
+            schedule,
+            pipeline_size=2 if EXHAUSTIVE else 2 + (turn + i) % 2,
+            num_chunks=SCHEDULES[schedule].chunks or 2,
+            num_microbatches=MICROBATCHES,
+            policy=policy,
+            channels=channels,
+            variable_shapes=variable,
+            grad_sync=(HOOKS, EXPLICIT)[(turn + i) % 2],
+            param_sync=True,
+        )
+        for i, (policy, channels, variable) in enumerate(choices)
+    ]
+
+
+def sampled(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    return mutants(plan, random.Random(4047), 8 if EXHAUSTIVE else 2)
+
+
+class Judge:
+    """Decides what becomes of each mutant of one plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.data = exact_data(MICROBATCHES, plan.spec.variable_shapes)
+        self.expected = reference_run(plan.placement.num_stages, self.data, block=ExactBlock)
+        self.run = 0
+
+    def verdict(self, mutant: Plan) -> str:
+        """``verify`` where it is refused, ``harmless`` where a run over a hostile network shows that, else what went
+        wrong.
+        """
+        try:
+            verify(mutant)
+        except PlanError:
+            return "verify"
+        self.run += 1
+        kind = HOSTILE_NETWORKS[self.run % len(HOSTILE_NETWORKS)]
+        network = network_for(mutant, kind, seed=self.run, pollable=self.run % 2 == 0)
+        try:
+            outcome = run_plan(mutant, self.data, network)
+        except (PipelineError, RuntimeError, KeyError, AssertionError) as error:
+            return f"{kind.__name__}: {type(error).__name__}: {error}"
+        return self._harm(outcome.result, outcome.complaints + network.violations) or "harmless"
+
+    def _harm(self, result: ToyResult, complaints: list[str]) -> str:
+        off = result.difference(self.expected)
+        return f"gradients off by {off}" if off else "; ".join(complaints)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_harmful_plan_mutant_is_refused(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    count: Counter[tuple[str, str]] = Counter()
+    escaped = []
+    for spec in specs_of(schedule):
+        plan = build_plan(spec)
+        judge = Judge(plan)
+        for what, mutant in sampled(plan):
+            verdict = judge.verdict(mutant)
+            kind = what.split(":")[0]
+            if verdict in ("verify", "harmless"):
+                count[kind, verdict] += 1
+            else:
+                escaped.append(f"{spec.describe()}: {what}: {verdict}")
+    assert not escaped, f"{len(escaped)} harmful mutants pass verify:\n" + "\n".join(escaped[:20])
+    assert all(count[kind, "verify"] for kind in KINDS)
+    told = ", ".join(f"{k} {count[k, 'verify']} + {count[k, 'harmless']}" for k in KINDS)
+    with capsys.disabled():
+        print(f"\nplan mutants of {schedule}, refused by verify + harmless when run: {told}; escaped 0")
+
+
+def test_the_judge_sees_harm_that_verify_would_miss() -> None:
+    """A run over a hostile network does tell a harmful mutant from a harmless one: here with verify out of the way."""
+    plan = build_plan(PlanSpec("1f1b", 2, 1, MICROBATCHES))
+    judge = Judge(plan)
+    harmless = wrong = 0
+    for _, mutant in mutants(plan, random.Random(1)):
+        try:
+            outcome = run_plan(mutant, judge.data, network_for(mutant, HOSTILE_NETWORKS[1], seed=1))
+        except Exception:  # an engine that is given nonsense may fail in any way
+            wrong += 1
+            continue
+        harm = judge._harm(outcome.result, outcome.complaints)
+        wrong += bool(harm)
+        harmless += not harm
+    assert wrong > 100
+    assert harmless > 10

@@ -1,0 +1,312 @@
+"""One microbatch through one chunk: autocast, flags, wrappers, and Megatron's own functions for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.module_attributes import wrapped_attribute, wrapped_attributes
+from megatron_pp.runtime.stage import PipelineStage
+from megatron_pp.schedules import backward_step, forward_step
+from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, reference_run, toy_config
+from tests.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
+
+# -- autocast ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_autocast_covers_the_forward_step_and_not_the_loss_function(enabled: bool) -> None:
+    seen: list[bool] = []
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        output = model(next(data_iterator)[0])
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16 or not enabled
+
+        def loss_func(output: torch.Tensor) -> Any:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return output.float().mean(), {}
+
+        return output, loss_func
+
+    alone(step, toy_config(enable_autocast=enabled, autocast_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16))
+    assert seen == [enabled, False] * DATA.num_microbatches
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_takes_the_pipelines_dtype_where_it_has_none_of_its_own() -> None:
+    dtypes = []
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        dtypes.append(model.inner.linear(next(data_iterator)[0]).dtype)
+        return model(torch.ones(3, 2, HIDDEN)), lambda output: (output.float().mean(), {})
+
+    alone(step, toy_config(enable_autocast=True, pipeline_dtype=torch.bfloat16))
+    assert dtypes == [torch.bfloat16] * DATA.num_microbatches
+
+
+# -- partial activation checkpointing ---------------------------------------------------------------------------------
+
+
+def checkpoint_flags_of(size: int, chunks: int, count: int, partial: int | None, **more: Any) -> list[list[Any]]:
+    """Per rank, the third argument of every forward_step_func call in their order; "none" where there was none."""
+    given: list[list[Any]] = [[] for _ in range(size)]
+    data = ToyData(count)
+    rank_of: dict[int, int] = {}
+
+    def step(data_iterator: Any, model: Any, *flag: Any) -> Any:
+        x, target = next(data_iterator)
+        given[rank_of[id(model.inner)]].append(flag[0] if flag else "none")
+        return model(x), lambda output: (loss_of(target, output), {})
+
+    def wrap(stage: PipelineStage) -> PipelineStage:
+        number = next(
+            n for n in range(size * chunks) if torch.equal(stage.inner.linear.weight, ToyBlock(n).linear.weight)
+        )
+        rank_of[id(stage.inner)] = number % size
+        return stage
+
+    in_pipeline(
+        *(size, step),
+        chunks=chunks,
+        wrap=wrap,
+        data=data,
+        more=more,
+        num_microbatches_with_partial_activation_checkpoints=partial,
+    )
+    return given
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("partial", [0, 1, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_checkpoint_flags_of_1f1b_are_megatrons(size: int, partial: int, forward_only: bool) -> None:
+    """k % (warm-up + 1) >= partial, of the k-th forward; warm-up as in training also where nothing is trained."""
+    for count in (1, size, 2 * size + 1):
+        expected = []
+        for rank in range(size):
+            window = min(size - rank - 1, count) + 1
+            expected.append([k % window >= partial for k in range(count)])
+        assert checkpoint_flags_of(size, 1, count, partial, forward_only=forward_only) == expected
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("partial", [0, 3])
+def test_checkpoint_flags_of_interleaved_are_megatrons(partial: int, forward_only: bool) -> None:
+    """The same with the warm-up of the interleaved schedule, which in evaluation is everything."""
+    size, chunks, count = 2, 2, 6
+    expected = []
+    for rank in range(size):
+        warmup = 2 * (size - rank - 1) + (chunks - 1) * size if not forward_only else chunks * count
+        expected.append([k % (warmup + 1) >= partial for k in range(chunks * count)])
+    assert checkpoint_flags_of(size, chunks, count, partial, forward_only=forward_only) == expected
+
+
+def test_without_the_option_forward_step_functions_take_two_arguments() -> None:
+    assert checkpoint_flags_of(2, 1, 3, None) == [["none"] * 3] * 2
+
+
+def test_without_a_pipeline_there_is_no_third_argument() -> None:
+    given = []
+
+    def step(data_iterator: Any, model: Any, *flag: Any) -> Any:
+        given.append(flag)
+        return model(next(data_iterator)[0]), lambda output: (output.mean(), {})
+
+    alone(step, toy_config(num_microbatches_with_partial_activation_checkpoints=1))
+    assert given == [()] * DATA.num_microbatches
+
+
+# -- the first microbatch ---------------------------------------------------------------------------------------------
+
+
+class Marked(PipelineStage):
+    """Counts its forwards, and writes down after how many of them it was told that the first microbatch comes."""
+
+    def __init__(self, stage: PipelineStage) -> None:
+        super().__init__(stage.inner, stage.config, stage.vp_stage)
+        self.forwards = 0
+        self.marks: list[int] = []
+        self.microbatches: list[int] = []
+
+    def set_is_first_microbatch(self) -> None:
+        self.marks.append(self.forwards)
+
+    def set_current_microbatch(self, mb: int) -> None:
+        self.microbatches.append(mb)
+
+    def forward(self, batch: Any = None) -> Any:
+        self.forwards += 1
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize(
+    ("more", "marked"),
+    [
+        ({}, True),
+        ({"first_val_step": False}, True),  # of no effect in training
+        ({"forward_only": True}, True),
+        ({"forward_only": True, "first_val_step": True}, True),
+        ({"forward_only": True, "first_val_step": False}, False),
+    ],
+)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_first_microbatch_of_each_chunk_is_marked(chunks: int, more: dict[str, Any], marked: bool) -> None:
+    stages: list[Marked] = []
+
+    def wrap(stage: PipelineStage) -> Marked:
+        stages.append(Marked(stage))
+        return stages[-1]
+
+    in_pipeline(2, forward_with(lambda loss: (loss, {})), chunks=chunks, wrap=wrap, more=more)
+    assert len(stages) == 2 * chunks
+    for stage in stages:
+        assert stage.marks == ([0] if marked else [])
+        assert stage.microbatches == list(range(DATA.num_microbatches))
+
+
+# -- wrappers ---------------------------------------------------------------------------------------------------------
+
+
+class Wrapper(torch.nn.Module):
+    """Such as DistributedDataParallel or Float16Module: holds the model as ``module`` and hides its attributes."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+def test_wrapped_models_are_looked_through() -> None:
+    stage = PipelineStage(ToyBlock(0), toy_config())
+    wrapped = Wrapper(Wrapper(stage))
+    assert wrapped_attribute(wrapped, "config") is stage.config
+    assert wrapped_attribute(wrapped, "set_input_tensor") == stage.set_input_tensor
+    assert wrapped_attribute(wrapped, "no_such_thing", 7) == 7
+    assert wrapped_attributes(wrapped, ("config", "no_such_thing", "block")) == [stage.config, None, None]
+
+
+class Forwarding(Wrapper):
+    """A wrapper that gives its model's attributes as its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def test_an_attribute_is_found_wherever_a_module_keeps_it() -> None:
+    """Where ``getattr`` finds it, in the outermost module that has it."""
+    inner = torch.nn.Linear(2, 2)
+    inner.register_buffer("table", torch.zeros(1))
+    inner.config = "inner"
+    outer = Wrapper(inner)
+    for name in ("weight", "table", "config", "in_features", "forward", "no_such_thing"):
+        expected = getattr(outer, name, getattr(inner, name, None))
+        found = wrapped_attribute(outer, name)
+        assert found is expected or found == expected, name
+    assert wrapped_attribute(outer, "module") is inner
+    outer.config = "outer"
+    assert wrapped_attribute(outer, "config") == "outer"
+    assert wrapped_attribute(Forwarding(inner), "config") == "inner"
+    assert wrapped_attribute(None, "config", 3) == 3
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_wrapped_models_train(chunks: int) -> None:
+    reports, blocks = in_pipeline(
+        *(2, forward_with(lambda loss: (loss, float(loss.detach())))),
+        chunks=chunks,
+        wrap=lambda stage: Wrapper(Wrapper(Marked(stage))),
+    )
+    assert reports[1] == reference_run(2 * chunks, DATA).losses
+    assert_same_gradients(blocks, reference(2 * chunks, lambda losses: sum(losses) / 4))
+
+
+# -- Megatron's functions of these names ------------------------------------------------------------------------------
+
+
+def test_forward_step_and_backward_step_stand_alone() -> None:
+    config = toy_config(grad_scale_func=lambda loss: loss * 2)
+    stage = PipelineStage(ToyBlock(0), config)
+    x, target = DATA.microbatch(0)
+    store: list[Any] = []
+    given = x.clone().requires_grad_()
+
+    def step(data_iterator: Any, model: Any, flag: bool) -> Any:
+        assert flag is True
+        return model(), lambda output: (loss_of(target, output), torch.tensor(6), "report")
+
+    loss, tokens = forward_step(
+        *(step, None, stage, 4, given, store, config),
+        cp_group_size=1,
+        checkpoint_activations_microbatch=True,
+        current_microbatch=3,
+        is_first_microbatch=True,
+    )
+    assert store == ["report"]
+    assert tokens == 6
+    for arguments in ((config,), ("model type", config)):
+        fresh = x.clone().requires_grad_()
+        block = ToyBlock(0)
+        expected = loss_of(target, block(fresh)) / 6 / 4 * 2
+        expected.backward()
+        if len(arguments) == 2:  # a second graph for the second form
+            stage = PipelineStage(ToyBlock(0), config)
+            given = x.clone().requires_grad_()
+            loss, _ = forward_step(
+                *(step, None, stage, 4, given, store, config), checkpoint_activations_microbatch=True
+            )
+        grad = backward_step(given, loss, None, *arguments)
+        torch.testing.assert_close(grad, fresh.grad)
+
+
+def test_a_list_gives_a_list() -> None:
+    config = toy_config()
+    stage = PipelineStage(ToyBlock(0), config)
+    x = DATA.microbatch(0)[0].requires_grad_()
+    step = lambda data_iterator, model: (model(), None)  # noqa: E731
+    outputs, _ = forward_step(step, None, stage, 4, [x], [], config, is_last_stage=False)
+    assert isinstance(outputs, list)
+    (grad,) = backward_step([x], outputs, [torch.ones_like(outputs[0])], config)
+    assert grad.shape == x.shape
+    first_stage, _ = forward_step(
+        lambda data_iterator, model: (model(x), None), None, stage, 4, [None], [], config, is_last_stage=False
+    )
+    assert backward_step([None], first_stage, [torch.ones_like(x)], config) == [None]
+
+
+def test_the_gradient_of_an_input_inside_a_graph_is_kept() -> None:
+    config = toy_config()
+    leaf = torch.ones(3, 2, HIDDEN, requires_grad=True)
+    inner = leaf * 2
+    output = (inner * 3).sum()
+    assert torch.equal(backward_step(inner, output, None, config), torch.full_like(inner, 3.0))
+    assert torch.equal(leaf.grad, torch.full_like(leaf, 6.0))
+
+
+def test_chunks_in_the_wrong_order_are_noticed() -> None:
+    stage = PipelineStage(ToyBlock(0), toy_config(), vp_stage=1)
+    with pytest.raises(
+        ScheduleInputError, match="chunk 0 was given the model whose vp_stage is 1; pass the chunks in o"
+    ):
+        forward_step(forward_with(None), DATA.iterator(), stage, 4, None, [], stage.config, vp_stage=0)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_forward_step_marks_the_first_microbatch_when_it_is_told(first: bool) -> None:
+    stage = Marked(PipelineStage(ToyBlock(0), toy_config()))
+    for mb in (0, 2):
+        forward_step(
+            *(forward_with(None), DATA.iterator(), stage, 4, None, [], stage.config),
+            is_first_microbatch=first,
+            current_microbatch=mb,
+        )
+    assert stage.marks == ([0, 1] if first else [])
+    assert stage.microbatches == [0, 2]

@@ -1,0 +1,186 @@
+"""What the last stage makes of its output: Megatron's loss functions, their scaling, and what is reported."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.runtime.compute import LossRecord, scaled_loss
+from megatron_pp.runtime.stage import PipelineStage
+from megatron_pp.schedules import get_forward_backward_func
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import HIDDEN, ToyBlock, reference_run, toy_config
+from tests.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
+
+# -- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def scale(loss_func: Any, output: Any = None, cp_size: int = 1, **fields: Any) -> tuple[Any, LossRecord]:
+    record = LossRecord()
+    output = torch.tensor(12.0) if output is None else output
+    return scaled_loss(output, loss_func, SimpleNamespace(**fields), 4, cp_size, record), record
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_pair_is_a_mean_over_the_microbatch(per_token: bool) -> None:
+    loss, record = scale(lambda output: (output * 2, {"a": 1}), calculate_per_token_loss=per_token)
+    assert loss == 24.0 / 4
+    assert record.data == [{"a": 1}]
+    assert record.num_tokens == 0
+
+
+def test_a_pair_is_multiplied_by_the_context_parallel_size_and_a_triple_is_not() -> None:
+    assert scale(lambda output: (output, {}), cp_size=2)[0] == 12.0 * 2 / 4
+    assert scale(lambda output: (output, torch.tensor(3), {}), cp_size=2)[0] == 12.0 / 3 / 4
+
+
+@pytest.mark.parametrize("tokens", [3, torch.tensor(3), torch.tensor(3, dtype=torch.int32)])
+def test_a_triple_is_a_sum_over_tokens(tokens: Any) -> None:
+    loss, record = scale(lambda output: (output, tokens, "report"))
+    assert loss == 12.0 / 3 / 4
+    assert record.num_tokens == 3
+    assert record.data == ["report"]
+
+
+@pytest.mark.parametrize("tokens", [0, torch.tensor(0)])
+def test_no_tokens_at_all_divide_by_one(tokens: Any) -> None:
+    """Every token masked: a loss of 0, not a NaN."""
+    loss, record = scale(lambda output: (output * 0, tokens, {}))
+    assert loss == 0.0
+    assert record.num_tokens == 0
+
+
+def test_per_token_losses_are_left_to_finalisation() -> None:
+    loss, record = scale(lambda output: (output, torch.tensor(3), {}), calculate_per_token_loss=True)
+    assert loss == 12.0
+    assert record.num_tokens == 3
+
+
+def test_tokens_add_up_over_the_step() -> None:
+    record = LossRecord()
+    for tokens in (3, 0, 5):
+        scaled_loss(torch.ones(()), lambda o, n=tokens: (o, torch.tensor(n), {}), SimpleNamespace(), 3, 1, record)
+    assert record.num_tokens == 8
+
+
+def test_without_a_loss_function_the_output_is_reported() -> None:
+    output = {"logits": torch.ones(3)}
+    got, record = scale(None, output)
+    assert got is output
+    assert record.data[0] is output
+
+
+def test_the_loss_function_may_change_its_argument_only_by_returning() -> None:
+    """The loss is scaled out of place: what the function returned, and perhaps keeps, is not touched."""
+    kept = torch.tensor(8.0)
+    assert scale(lambda output: (kept, {}))[0] == 2.0
+    assert kept == 8.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind"), [(torch.ones(3), "Tensor"), ((torch.ones(()),), "tuple"), ({}, "dict"), (None, "NoneType")]
+)
+def test_what_a_loss_function_must_return(returned: Any, kind: str) -> None:
+    with pytest.raises(
+        ScheduleInputError, match=rf"the loss function returned {kind}; it must return \(loss, report\)"
+    ):
+        scale(lambda output: returned)
+
+
+@pytest.mark.parametrize("returned", [torch.ones(2, 3), None, (torch.ones(1),), (1, 2, 3)])
+def test_what_a_forward_step_function_must_return(returned: Any) -> None:
+    """A tensor whose first dimension happens to be 2 could be unpacked."""
+    with pytest.raises(
+        ScheduleInputError, match=r"forward_step_func returned a \w+; it must return \(output, loss funct"
+    ):
+        alone(lambda data, model: returned)
+
+
+# -- through a pipeline -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_gradients_of_token_sums(per_token: bool) -> None:
+    tokens = {0: 2, 1: 0, 2: 5, 3: 1}
+    order = iter(range(4))
+
+    def report(loss: torch.Tensor) -> Any:
+        mb = next(order)
+        return loss * tokens[mb], torch.tensor(tokens[mb]), mb
+
+    told: list[int] = []
+    reports, blocks = in_pipeline(
+        *(2, forward_with(report)),
+        calculate_per_token_loss=per_token,
+        finalize_model_grads_func=lambda model, count: told.append(count),
+    )
+    assert reports == [[], [0, 1, 2, 3]]
+    if per_token:
+        assert sorted(map(int, told)) == [0, 8]
+        expected = reference(2, lambda losses: sum(loss * tokens[mb] for mb, loss in enumerate(losses)))
+    else:
+        assert told == [None, None]
+        expected = reference(2, lambda losses: sum(loss * (tokens[mb] > 0) for mb, loss in enumerate(losses)) / 4)
+    assert_same_gradients(blocks, expected)
+
+
+def test_collect_non_loss_data_reports_what_the_function_makes_of_the_output() -> None:
+    def step(data_iterator: Any, model: Any) -> Any:
+        x, _ = next(data_iterator)
+        return model(x), lambda output, non_loss_data=False: ("collected", non_loss_data, tuple(output.shape))
+
+    reports, _ = in_pipeline(2, step, more={"forward_only": True, "collect_non_loss_data": True})
+    assert reports == [[], [("collected", True, (3, 2, HIDDEN))] * 4]
+
+
+def test_inference_without_a_loss_function_returns_the_outputs() -> None:
+    reports, _ = in_pipeline(2, forward_with(None), more={"forward_only": True})
+    blocks = [ToyBlock(0), ToyBlock(1)]
+    for got, (x, _) in zip(reports[1], DATA.iterator(), strict=True):
+        assert torch.equal(got, blocks[1](blocks[0](x)))
+        assert not got.requires_grad
+
+
+def test_training_without_a_loss_function_takes_the_output_for_the_loss() -> None:
+    """Megatron neither scales nor divides it (Megatron-LM#3943)."""
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        x, target = next(data_iterator)
+        output = model(x)
+        return (loss_of(target, output) if model.inner.last else output), None
+
+    network, size = MemoryNetwork(2), 2
+    blocks = [ToyBlock(0), ToyBlock(1)]
+    blocks[0].last, blocks[1].last = False, True
+
+    def rank_main(rank: int) -> Any:
+        config = toy_config()
+        return get_forward_backward_func(size)(
+            forward_step_func=step,
+            data_iterator=DATA.iterator(),
+            model=PipelineStage(blocks[rank], config),
+            num_microbatches=4,
+            seq_length=3,
+            micro_batch_size=2,
+            p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
+        )
+
+    reports = run_ranks(size, rank_main, network.abort)
+    assert [loss.item() for loss in reports[1]] == reference_run(2, DATA).losses
+    assert_same_gradients(blocks, reference(2, sum))
+
+
+def test_grad_scale_func_scales_every_gradient_once() -> None:
+    """By a power of two, so that nothing is rounded."""
+    plain = run_in_threads(3, 1, DATA)
+    scaled = run_in_threads(3, 1, DATA, grad_scale_func=lambda loss: loss * 1024)
+    assert scaled.losses == plain.losses
+    for name, grad in plain.grads.items():
+        assert torch.equal(scaled.grads[name], grad * 1024), name

@@ -1,0 +1,146 @@
+"""What is alive during a step, counted by storage while it runs, is what ``verify`` predicted, instruction by
+instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.build import build_plan, verified_plan
+from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.lifetime import tensors_timeline
+from megatron_pp.plan.spec import POLICIES, PlanSpec
+from megatron_pp.runtime.compute import ModelSteps, StepOptions
+from megatron_pp.runtime.executor import PlanExecutor, Shapes
+from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, toy_chunks, toy_config, toy_forward_step
+
+STATE = ("inputs", "outputs", "output_grads", "input_grads")
+
+
+class Census:
+    """Counts, after every instruction, the storages of pipeline tensors that are still allocated, wherever they are
+    held.
+    """
+
+    def __init__(self) -> None:
+        self.executor: Any = None
+        self.seen: set[StorageWeakRef] = set()
+        self.counted: list[int] = []
+        self.outputs_with_data: list[int] = []
+        self.pending: list[int] = []
+
+    def begin(self, at: Instruction) -> None:
+        pass
+
+    def end(self, at: Instruction) -> None:
+        for name in STATE:
+            for tensor in getattr(self.executor, name).values():
+                self._see(tensor)
+        for handles in (*self.executor.receives.values(), *self.executor.sends.values()):
+            for handle in handles.values():
+                self._see(handle.tensor)
+        self.counted.append(sum(not ref.expired() for ref in self.seen))
+        self.outputs_with_data.append(
+            sum(isinstance(t, torch.Tensor) and t.numel() > 1 for t in self.executor.outputs.values())
+        )
+        self.pending.append(sum(map(len, self.executor.sends.values())))
+
+    def _see(self, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:  # no losses, and no mere places in a graph
+            self.seen.add(StorageWeakRef(tensor.untyped_storage()))
+
+
+def run_counted(
+    spec: PlanSpec, deallocate: bool = True, block: Callable[[int], torch.nn.Module] = ToyBlock
+) -> list[Census]:
+    """Execute ``spec`` with a census on every rank."""
+    plan, data = build_plan(spec), ToyData(spec.num_microbatches)
+    network = MemoryNetwork(spec.pipeline_size)
+    shape = (data.seq_length, data.micro_batch_size, HIDDEN)
+
+    def rank_main(rank: int) -> Census:
+        config = toy_config()
+        chunks = toy_chunks(plan.placement, rank, config, block)
+        last = [plan.placement.is_last_stage(rank, c) for c in range(spec.num_chunks)]
+        steps = ModelSteps(
+            toy_forward_step,
+            [data.iterator() for _ in chunks],
+            chunks,
+            config,
+            StepOptions(spec.num_microbatches, last, forward_only=spec.forward_only),
+        )
+        communicator = P2PCommunicator(ThreadGroup(rank, spec.pipeline_size), config, network.transport(rank))
+        census = Census()
+        executor = PlanExecutor(
+            plan,
+            communicator,
+            steps,
+            SyncHooks(SimpleNamespace(), chunks),
+            Shapes(shape, shape),
+            deallocate=deallocate,
+            observer=census,
+        )
+        census.executor = executor
+        executor.run()
+        assert not communicator.pending
+        return census
+
+    return run_ranks(spec.pipeline_size, rank_main, network.abort)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("deallocate", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("sizes", [(2, 1, 5), (4, 1, 8), (2, 2, 4), (3, 2, 7), (4, 2, 16), (1, 2, 3)])
+def test_live_storages_are_those_predicted(
+    sizes: tuple[int, int, int], policy: str, deallocate: bool, forward_only: bool
+) -> None:
+    pipeline_size, num_chunks, num_microbatches = sizes
+    schedule = "1f1b" if num_chunks == 1 else "interleaved_1f1b"
+    spec = PlanSpec(schedule, pipeline_size, num_chunks, num_microbatches, policy=policy, forward_only=forward_only)
+    plan, verdict = verified_plan(spec)
+    for rank, census in enumerate(run_counted(spec, deallocate)):
+        predicted = list(tensors_timeline(plan, rank, deallocate))
+        assert census.counted == predicted
+        if deallocate:
+            assert max(census.counted) == verdict.ranks[rank].tensors
+        assert census.counted[-1] == 0
+
+
+def test_outputs_that_hold_data_stay_within_the_promise() -> None:
+    """P=4, V=2, M=16 on rank 0: no more than the warm-up depth + 1 + max_pending_sends, and none after the step."""
+    spec = PlanSpec("interleaved_1f1b", 4, 2, 16)
+    census = run_counted(spec)[0]
+    warmup = 2 * 3 + 4
+    assert max(census.outputs_with_data) <= warmup + 1 + spec.release_after
+    assert max(census.outputs_with_data) <= 1 + spec.release_after  # much less, in fact: only what is being sent
+    assert max(census.pending) == verified_plan(spec)[1].ranks[0].each.pending_sends
+    assert census.outputs_with_data[-1] == 0
+
+
+class EndsInTanh(ToyBlock):
+    """The operation that makes the output has saved it for its backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("sizes", [(3, 1, 6), (2, 2, 4)])
+def test_outputs_that_the_graph_has_saved_count_as_kept(sizes: tuple[int, int, int], policy: str) -> None:
+    """Until their backward, whatever ``deallocate`` says: ``verify --keep-outputs`` foretells the memory."""
+    schedule = "1f1b" if sizes[1] == 1 else "interleaved_1f1b"
+    spec = PlanSpec(schedule, *sizes, policy=policy)
+    for rank, census in enumerate(run_counted(spec, True, EndsInTanh)):
+        kept = list(tensors_timeline(build_plan(spec), rank, deallocate=False))
+        assert census.counted == kept

@@ -1,0 +1,97 @@
+"""Engine mutants: each fault around the freeing of buffers is caught by a hostile network, and each wall against it
+stands alone.
+
+First wall: RELEASE waits before it frees. Second wall: the handle owns the bytes. A poisoning network sees through the
+second; a core that owns nothing takes it away.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.errors import PipelineError
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.spec import BATCHED, PLAIN, SHARED, PlanSpec
+from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.testing.adversarial_transports import (
+    HOSTILE_NETWORKS,
+    HostileNetwork,
+    LastMomentNetwork,
+    PoisoningNetwork,
+)
+from megatron_pp.testing.toy import reference_run
+from tests.harness.executor_mutants import EARLY_RELEASES, WRONG_READS, DeallocatesWhatItDefers, OwnsNothing
+from tests.harness.race_support import ExactBlock, exact_data, network_for, run_plan
+
+SPECS = {
+    "1f1b": PlanSpec("1f1b", 3, 1, 8),
+    "interleaved": PlanSpec("interleaved_1f1b", 2, 2, 8),
+    "zb_v": PlanSpec("zb_v", 3, 2, 8),
+}
+MORE_SPECS = {
+    **SPECS,
+    "plain": PlanSpec("1f1b", 2, 1, 8, policy=PLAIN),
+    "batched": PlanSpec("interleaved_1f1b", 4, 2, 8, policy=BATCHED),
+    "shared": PlanSpec("gpipe", 2, 1, 8, channels=SHARED),
+    "forward_only": PlanSpec("interleaved_1f1b", 3, 2, 8, forward_only=True),
+    "variable": PlanSpec("interleaved_1f1b", 2, 2, 8, variable_shapes=True),
+}
+
+
+def harm(
+    spec: PlanSpec,
+    network: type[HostileNetwork],
+    executor: type[PlanExecutor] = PlanExecutor,
+    core: type[P2PCore] = P2PCore,
+    *,
+    seed: int = 0,
+) -> str:
+    """What goes wrong in a step, in words; empty where losses and gradients are right to the last bit."""
+    plan = build_plan(spec)
+    data = exact_data(spec.num_microbatches, spec.variable_shapes)
+    expected = reference_run(plan.placement.num_stages, data, spec.forward_only, block=ExactBlock)
+    net = network_for(plan, network, seed=seed, pollable=executor is DeallocatesWhatItDefers)
+    try:
+        result = run_plan(plan, data, net, executor=executor, core=core).result
+    except (PipelineError, RuntimeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    off = result.difference(expected)
+    return f"off by {off}" if off else ""
+
+
+@pytest.mark.parametrize("network", HOSTILE_NETWORKS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", MORE_SPECS)
+def test_first_wall_stands_alone(name: str, network: type[HostileNetwork]) -> None:
+    """The engine as it is, with handles that own nothing."""
+    for seed in range(3):
+        assert harm(MORE_SPECS[name], network, core=OwnsNothing, seed=seed) == ""
+
+
+@pytest.mark.parametrize("mutant", EARLY_RELEASES)
+def test_second_wall_stands_alone(mutant: type[PlanExecutor]) -> None:
+    """An engine that frees early, with handles that own the bytes."""
+    for spec in SPECS.values():
+        assert harm(spec, LastMomentNetwork, mutant) == ""
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("mutant", EARLY_RELEASES + WRONG_READS)
+def test_mutant_is_caught_with_both_walls_there(mutant: type[PlanExecutor], name: str) -> None:
+    assert harm(SPECS[name], PoisoningNetwork, mutant) != ""
+
+
+def test_mutants_are_caught_without_ownership(capsys: pytest.CaptureFixture[str]) -> None:
+    count: Counter[str] = Counter()
+    for mutant in EARLY_RELEASES + WRONG_READS:
+        for spec in SPECS.values():
+            caught_by = [kind.__name__ for kind in HOSTILE_NETWORKS if harm(spec, kind, mutant, OwnsNothing)]
+            assert LastMomentNetwork.__name__ in caught_by, f"{mutant.__name__} on {spec.describe()}"
+            count.update(caught_by)
+            count["runs"] += 1
+    caught = ", ".join(f"{kind.__name__} {count[kind.__name__]}" for kind in HOSTILE_NETWORKS)
+    told = f"{len(EARLY_RELEASES + WRONG_READS)} on {len(SPECS)} plans, caught of {count['runs']}: {caught}"
+    with capsys.disabled():
+        print(f"\nengine mutants, {told}")

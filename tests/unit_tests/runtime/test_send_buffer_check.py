@@ -1,0 +1,259 @@
+"""Debug mode: every early release is named with rank, chunk, microbatch and both instructions; a sound engine is not
+troubled, and nothing is there when off.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
+
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.config.model_config import ModelParallelConfig
+from megatron_pp.errors import PipelineError, ScheduleInputError, SendBufferError
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.instruction import POST_OF, Instruction, parse_instruction
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
+from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.pairs import HalfCall, in_turn
+from megatron_pp.runtime.send_buffer_check import WatchedExecutor, checksum, executor_for
+from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork
+from megatron_pp.testing.memory_transport import MemoryTransport
+from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run
+from tests.harness.executor_mutants import EARLY_RELEASES, DeallocatesWhatItDefers, OwnsNothing
+from tests.harness.race_support import PlanRun, exact_data, network_for, run_plan
+
+SPECS = {
+    "1f1b": PlanSpec("1f1b", 3, 1, 8),
+    "interleaved": PlanSpec("interleaved_1f1b", 2, 2, 8),
+    "batched": PlanSpec("1f1b", 3, 1, 8, policy=BATCHED),
+    "zb_v": PlanSpec("zb_v", 3, 2, 8),
+}
+FLAGS: dict[str, dict[str, Any]] = {OVERLAP: {"overlap_p2p_comm": True}, BATCHED: {"batch_p2p_comm": True}, PLAIN: {}}
+
+
+def watched(mutant: type[PlanExecutor]) -> type[PlanExecutor]:
+    """``mutant`` under watch."""
+    return type(f"Watched{mutant.__name__}", (WatchedExecutor, mutant), {})
+
+
+def run(spec: PlanSpec, executor: type[PlanExecutor], pollable: bool = False, **more: Any) -> PlanRun:
+    plan = build_plan(spec)
+    network = network_for(plan, LastMomentNetwork, seed=2, pollable=pollable)
+    return run_plan(plan, exact_data(spec.num_microbatches), network, executor=executor, **more)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("mutant", EARLY_RELEASES)
+def test_every_early_release_is_named(mutant: type[PlanExecutor], name: str) -> None:
+    with pytest.raises(SendBufferError) as caught:
+        run(SPECS[name], watched(mutant), pollable=mutant is DeallocatesWhatItDefers)
+    error = caught.value
+    posted = parse_instruction(error.posted_by)
+    assert posted.op == ("SEND_B" if "Gradient" in mutant.__name__ else "SEND_F")
+    assert (posted.chunk, posted.mb) == (error.chunk, error.microbatch)
+    assert 0 <= error.rank < SPECS[name].pipeline_size
+    for part in (
+        f"rank {error.rank}",
+        f"chunk {error.chunk}",
+        f"microbatch {error.microbatch}",
+        error.posted_by,
+        error.broken_by,
+    ):
+        assert part in str(error)
+    at = parse_instruction(error.broken_by)
+    if mutant.__name__ in ("ReleaseBeforeWait", "NeverWaits", "DropsGradientInFlight"):
+        assert (POST_OF[at.op], at.chunk, at.mb) == (posted.op, posted.chunk, posted.mb)
+
+
+class WritesToOutput(PlanExecutor):
+    """The model, or a hook, changes an output in place after it was sent."""
+
+    through_data = False
+    microbatch = 3
+
+    def _send_f(self, at: Instruction) -> None:
+        super()._send_f(at)
+        if at.mb == self.microbatch:
+            output = self.outputs[at[1:3]].detach()
+            (output.data if self.through_data else output).add_(1.0)
+
+
+class WritesUnseen(WritesToOutput):
+    """The same where autograd's version counter does not notice."""
+
+    through_data = True
+
+
+class WritesUnseenOnRankOne(WritesUnseen):
+    """The rank before the last, whose first backward comes before the RELEASE."""
+
+    microbatch = 0
+
+    def _send_f(self, at: Instruction) -> None:
+        if self.rank == 1:
+            super()._send_f(at)
+        else:
+            PlanExecutor._send_f(self, at)
+
+
+@pytest.mark.parametrize("mutant", [WritesToOutput, WritesUnseen])
+def test_a_write_in_flight_is_named(mutant: type[PlanExecutor]) -> None:
+    with pytest.raises(SendBufferError, match="written to") as caught:
+        run(SPECS["1f1b"], watched(mutant))
+    assert (caught.value.posted_by, caught.value.microbatch) == ("SEND_F0.3", 3)
+    assert caught.value.broken_by == ("SEND_F0.3" if mutant is WritesToOutput else "FREE_F0.3")
+
+
+def test_a_write_is_found_when_a_backward_uses_the_output_up() -> None:
+    """Before the RELEASE: what was sent is compared when its gradient has come back."""
+    spec = PlanSpec("1f1b", 3, 1, 8, overlap_pairs=True)
+    with pytest.raises(SendBufferError, match="written to") as caught:
+        run(spec, watched(WritesUnseenOnRankOne))
+    assert (caught.value.posted_by, caught.value.broken_by) == ("SEND_F0.0", "B0.0")
+
+
+def test_the_write_is_caught_by_nothing_else_before_it_has_done_harm() -> None:
+    result = run(SPECS["1f1b"], WritesUnseen).result
+    assert result.difference(run(SPECS["1f1b"], PlanExecutor).result) > 0
+
+
+@pytest.mark.parametrize("policy", FLAGS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_sound_engine_is_left_alone(schedule: str, policy: str) -> None:
+    """Through the entry points, with both checks of debug mode on, over the network that poisons."""
+    num_chunks = SCHEDULES[schedule].chunks or 2
+    for forward_only, deallocate in ((False, True), (True, True), (False, False)):
+        data = ToyData(5)
+        result = run_in_threads(
+            3,
+            num_chunks,
+            data,
+            forward_only=forward_only,
+            network=PoisoningNetwork(3, seed=7),
+            pipeline_schedule=schedule,
+            deallocate_pipeline_outputs=deallocate,
+            p2p_debug=True,
+            **FLAGS[policy],
+        )
+        assert result.difference(reference_run(3 * num_chunks, data, forward_only)) == 0.0
+
+
+def backward_first(forward_call: HalfCall, backward_call: HalfCall) -> None:
+    backward_call()
+    forward_call()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    schedule=st.sampled_from(sorted(set(SCHEDULES) - {"auto"})),
+    policy=st.sampled_from(sorted(FLAGS)),
+    pairs=st.sampled_from([None, in_turn, backward_first]),
+    size=st.integers(2, 4),
+    microbatches=st.integers(1, 9),
+    sends=st.integers(1, 4),
+    pollable=st.booleans(),
+    deallocate=st.booleans(),
+    seed=st.integers(0, 5),
+)
+def test_no_sound_run_is_reported(
+    schedule: str,
+    policy: str,
+    pairs: Any,
+    size: int,
+    microbatches: int,
+    sends: int,
+    pollable: bool,
+    deallocate: bool,
+    seed: int,
+) -> None:
+    """With overlapped pairs an output may be used up by its backward before its RELEASE."""
+    num_chunks = SCHEDULES[schedule].chunks or 1 + seed % 2
+    data = ToyData(microbatches)
+    fields = {"pipeline_schedule": schedule, "max_pending_sends": sends, **FLAGS[policy]}
+    network = PoisoningNetwork(size, seed=seed, pollable=pollable)
+    try:
+        result = run_in_threads(
+            size,
+            num_chunks,
+            data,
+            network=network,
+            overlapped_forward_backward=pairs,
+            deallocate_pipeline_outputs=deallocate,
+            p2p_debug=True,
+            **fields,
+        )
+    except ScheduleInputError:
+        reject()
+    assert result.difference(reference_run(size * num_chunks, data)) == 0.0
+
+
+def test_released_memory_is_poisoned_before_it_goes() -> None:
+    """Whoever looks at the memory of a released output sees NaN: here through an alias that the test has of it."""
+    aliases: list[tuple[torch.Tensor, float]] = []
+
+    class KeepsAnAlias(WatchedExecutor):
+        def _free(self, at: Instruction) -> None:
+            super()._free(at)
+            aliases.extend((there, float(there.flatten()[0])) for there in self.watch.returned)
+
+    network_run = run(SPECS["1f1b"], KeepsAnAlias)
+    assert network_run.complaints == []
+    assert aliases
+    assert all(before == before for _, before in aliases)
+    # The alias itself is the tensor that the watch holds, so the memory is free for all that the watch can tell.
+    assert all(there.isnan().all() for there, _ in aliases)
+
+
+def test_off_there_is_no_trace_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRON_PP_P2P_DEBUG", raising=False)
+    for config in (SimpleNamespace(), ModelParallelConfig()):
+        communicator = P2PCore(MemoryTransport(LastMomentNetwork(1), 0), config)
+        assert communicator.wire is None
+        assert executor_for(communicator) is PlanExecutor
+
+
+def test_the_environment_variable_turns_it_on_for_any_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_PP_P2P_DEBUG", "1")
+    # The first stands for Megatron's own config, which has no such field.
+    for config, expected in (
+        (SimpleNamespace(), WatchedExecutor),
+        (ModelParallelConfig(), WatchedExecutor),
+        (SimpleNamespace(p2p_debug=False), PlanExecutor),
+    ):
+        assert executor_for(P2PCore(MemoryTransport(LastMomentNetwork(1), 0), config)) is expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
+def test_checksum_sees_any_one_element(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 30).to(dtype)
+    before = checksum(tensor)
+    assert torch.equal(before, checksum(tensor.clone()))
+    for k in range(len(tensor)):
+        changed = tensor.clone()
+        changed[k] = 0
+        assert not torch.equal(before, checksum(changed))
+
+
+def test_the_watch_keeps_nothing_alive() -> None:
+    """Otherwise it would hide what it watches: without ownership, an early release must reach the network as freed
+    memory.
+    """
+    with pytest.raises(PipelineError):
+        run(SPECS["1f1b"], watched(EARLY_RELEASES[0]), core=OwnsNothing)
+    network = LastMomentNetwork(3, seed=1)
+    plan = build_plan(SPECS["1f1b"])
+    run_plan(plan, exact_data(8), network, executor=WatchedExecutor, core=OwnsNothing)
+    assert network.violations == []
+
+
+def test_toy_block_saves_no_output() -> None:
+    """What the poisoning relies on in these tests: nothing but the schedule holds an output."""
+    out = ToyBlock(0)(torch.ones(1, 1, 4))
+    assert torch._C._storage_Use_Count(out.untyped_storage()._cdata) == 2

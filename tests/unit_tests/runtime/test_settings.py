@@ -1,0 +1,445 @@
+"""Bad input to a schedule: a named exception and one helpful sentence, on every rank, before any communication."""
+
+from __future__ import annotations
+
+import logging
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pp import parallel_state
+from megatron_pp.errors import P2PError, ScheduleInputError
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.runtime import step
+from megatron_pp.runtime.settings import group_sizes, tensor_shapes
+from megatron_pp.runtime.stage import PipelineStage
+from megatron_pp.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
+)
+from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config, toy_forward_step
+
+DATA = ToyData(4)
+
+
+class SilentTransport(MemoryTransport):
+    """Any sign of life on the network is a failure of the test."""
+
+    def isend(self, *args: Any) -> Any:
+        raise AssertionError("a send was posted")
+
+    def irecv(self, *args: Any) -> Any:
+        raise AssertionError("a receive was posted")
+
+    def batch(self, *args: Any) -> Any:
+        raise AssertionError("a batch was posted")
+
+
+def call(chunks: int, rank: int = 0, size: int = 2, config: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """One call on ``rank`` of ``size`` with a model that would do, but for ``config`` fields and ``changes``."""
+    fields = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None, **(config or {})}
+    settings = toy_config(**fields)
+    communicator = P2PCommunicator(ThreadGroup(rank, size), settings, SilentTransport(MemoryNetwork(size), rank))
+    model = [PipelineStage(ToyBlock(c), settings, c) for c in range(chunks)]
+    arguments = {
+        "forward_step_func": toy_forward_step,
+        "data_iterator": [DATA.iterator() for _ in model] if chunks > 1 else DATA.iterator(),
+        "model": model if chunks > 1 else model[0],
+        "num_microbatches": DATA.num_microbatches,
+        "seq_length": DATA.seq_length,
+        "micro_batch_size": DATA.micro_batch_size,
+        "p2p_communicator": communicator,
+        **changes,
+    }
+    step = (
+        forward_backward_pipelining_with_interleaving
+        if chunks > 1
+        else forward_backward_pipelining_without_interleaving
+    )
+    return step(**arguments)
+
+
+def stage(**fields: Any) -> PipelineStage:
+    return PipelineStage(ToyBlock(0), toy_config(**fields))
+
+
+def iterators(count: int) -> list[Any]:
+    return [DATA.iterator() for _ in range(count)]
+
+
+CHUNKED: dict[str, tuple[dict[str, Any], str]] = {
+    "V without a list of chunks": (
+        {"model": stage()},
+        "the interleaved schedule takes a list of model chunks, one per virtual stage; it was given a PipelineStage",
+    ),
+    "V without a list of iterators": (
+        {"data_iterator": DATA.iterator()},
+        "the interleaved schedule takes a list of data iterators, one per model chunk; it was given a generator",
+    ),
+    "no chunks": (
+        {"model": [], "data_iterator": []},
+        "model is an empty list; it must hold this rank's model chunks",
+    ),
+    "too many chunks": (
+        {"model": [stage(virtual_pipeline_model_parallel_size=2)] * 3, "data_iterator": iterators(3)},
+        "3 model chunks were given, but config.virtual_pipeline_model_parallel_size is 2; they must be equal",
+    ),
+    "too few iterators": (
+        {"data_iterator": iterators(1)},
+        "1 data iterators were given for 2 model chunks; give one per chunk (None where a chunk needs no data)",
+    ),
+    "group smaller than the pipeline": (
+        {"config": {"microbatch_group_size_per_vp_stage": 1}},
+        "config.microbatch_group_size_per_vp_stage is 1; with 2 pipeline ranks and 2 chunks each the nearest legal",
+    ),
+    "group of none": (
+        {"config": {"microbatch_group_size_per_vp_stage": 0}},
+        "config.microbatch_group_size_per_vp_stage is 0; the smallest legal value is 1 (default 2)",
+    ),
+    "group of a half": (
+        {"config": {"microbatch_group_size_per_vp_stage": 2.5}},
+        "config.microbatch_group_size_per_vp_stage is 2.5; it must be a whole number of at least 1",
+    ),
+    "schedule without chunks": (
+        {"config": {"pipeline_schedule": "gpipe"}},
+        "config.pipeline_schedule 'gpipe' needs 1 model chunk(s) a rank; 2 were given",
+    ),
+    "adjusted shapes": (
+        {"adjust_tensor_shapes_fn": lambda receive, send: (receive, send)},
+        "adjust_tensor_shapes_fn is for pipelines with one model chunk a rank",
+    ),
+}
+EITHER: dict[str, tuple[dict[str, Any], str]] = {
+    "no microbatches": ({"num_microbatches": 0}, "num_microbatches is 0; the smallest legal value is 1"),
+    "negative": ({"num_microbatches": -3}, "num_microbatches is -3; the smallest legal value is 1"),
+    "half a microbatch": (
+        {"num_microbatches": 2.5},
+        "num_microbatches is 2.5; it must be a whole number of at least 1",
+    ),
+    "microbatches are text": ({"num_microbatches": "4"}, "num_microbatches is '4'; it must be a whole number of at le"),
+    "true microbatches": (
+        {"num_microbatches": True},
+        "num_microbatches is True; it must be a whole number of at least",
+    ),
+    "overlap and batched": (
+        {"config": {"overlap_p2p_comm": True, "batch_p2p_comm": True}},
+        "config.overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole",
+    ),
+    "no dtype": (
+        {"config": {"pipeline_dtype": None}},
+        "config.pipeline_dtype is None; set it to the dtype of the activations between stages, such as torch.bfloat16",
+    ),
+    "unknown schedule": (
+        {"config": {"pipeline_schedule": "2f2b"}},
+        "config.pipeline_schedule is '2f2b'; it must be one of gpipe, 1f1b, ",
+    ),
+    "no sequence length": (
+        {"seq_length": None},
+        "seq_length is None; it must be a whole number of at least 1 (tensors between stages are [seq_length, ",
+    ),
+    "empty decoder": ({"decoder_seq_length": 0}, "decoder_seq_length is 0; the smallest legal value is 1 (tensors"),
+    "no microbatch size": (
+        {"micro_batch_size": None},
+        "micro_batch_size is None; it must be a whole number of at least",
+    ),
+    "no hidden size": ({"config": {"hidden_size": None}}, "config.hidden_size is None; it must be a whole number"),
+    "no function": ({"forward_step_func": None}, "forward_step_func is a NoneType; it must be callable"),
+}
+SINGLE: dict[str, tuple[dict[str, Any], str]] = {
+    "several chunks": (
+        {"model": [stage(), stage()]},
+        "a schedule without model chunks takes one model; it was given a list of 2",
+    ),
+    "several iterators": (
+        {"data_iterator": iterators(2)},
+        "2 data iterators were given for 1 model chunks; give one per chunk",
+    ),
+    "chunks left out": (
+        {"model": stage(virtual_pipeline_model_parallel_size=2)},
+        "one model was given, but config.virtual_pipeline_model_parallel_size is 2; give a list of 2 model chunks to "
+        "forward_backward_pipelining_with_interleaving",
+    ),
+    "schedule with chunks": (
+        {"config": {"pipeline_schedule": "zb_v"}},
+        "config.pipeline_schedule 'zb_v' needs 2 model chunk(s) a rank; 1 were given",
+    ),
+    "plain module": (
+        {"model": torch.nn.Linear(4, 4)},
+        "model chunk Linear has no attribute config; set it to a TransformerConfig",
+    ),
+}
+
+
+def refused(chunks: int, rank: int, changes: dict[str, Any]) -> str:
+    with pytest.raises(ScheduleInputError) as caught:
+        call(chunks, rank, **changes)
+    assert isinstance(caught.value, ValueError)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("case", CHUNKED)
+def test_bad_input_with_chunks(case: str, rank: int) -> None:
+    changes, words = CHUNKED[case]
+    assert refused(2, rank, changes).startswith(words)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("case", SINGLE)
+def test_bad_input_without_chunks(case: str, rank: int) -> None:
+    changes, words = SINGLE[case]
+    assert refused(1, rank, changes).startswith(words)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("case", EITHER)
+def test_bad_input_with_and_without_chunks(case: str, chunks: int, rank: int) -> None:
+    changes, words = EITHER[case]
+    assert refused(chunks, rank, changes).startswith(words)
+
+
+@pytest.mark.parametrize("case", [*CHUNKED, *EITHER])
+def test_no_communicator_is_made_for_bad_input(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NCCL that would be communication, and a hang where only one rank is wrong."""
+
+    def make(group: Any, config: Any) -> None:
+        raise AssertionError("a communicator was made")
+
+    monkeypatch.setattr(step, "communicator_for", make)
+    changes, _ = (CHUNKED | EITHER)[case]
+    groups = SimpleNamespace(pp=ThreadGroup(0, 2))
+    refused(2, 0, {**changes, "p2p_communicator": None, "pg_collection": groups})
+    with pytest.raises(AssertionError, match="a communicator was made"):
+        call(2, p2p_communicator=None, pg_collection=groups)
+
+
+def test_good_input_reaches_the_network() -> None:
+    """What the tests above rely on: with nothing wrong, the step starts to communicate, and that is noticed."""
+    for chunks in (1, 2):
+        with pytest.raises(AssertionError, match="was posted"):
+            call(chunks)
+
+
+def test_a_module_without_set_input_tensor_is_told_the_wrapper() -> None:
+    module = torch.nn.Linear(4, 4)
+    module.config = toy_config()
+    with pytest.raises(
+        ScheduleInputError, match=r"model chunk Linear has no set_input_tensor\(tensors\), by which a stage"
+    ):
+        call(1, model=module)
+
+
+def test_what_only_communication_needs_is_not_asked_of_a_rank_alone() -> None:
+    """One rank: no dtype, no shape."""
+    config = SimpleNamespace()
+    reports = forward_backward_no_pipelining(
+        forward_step_func=toy_forward_step,
+        data_iterator=DATA.iterator(),
+        model=PipelineStage(ToyBlock(0), config),
+        num_microbatches=4,
+    )
+    assert len(reports) == 4
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_training_without_gradients_is_refused(mode: Any, chunks: int) -> None:
+    with mode():
+        sentence = refused(chunks, 0, {})
+        with pytest.raises(AssertionError, match="was posted"):
+            call(chunks, forward_only=True)
+    assert sentence.startswith(f"a training step was called under torch.{mode.__name__}(), where no gradient is comp")
+
+
+def test_training_on_inference_tensors_is_refused() -> None:
+    with torch.inference_mode(), torch.enable_grad():
+        assert refused(1, 0, {}).startswith("a training step was called under torch.inference_mode()")
+
+
+def test_numpy_whole_numbers_are_whole_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(AssertionError, match="was posted"):
+        call(1, num_microbatches=numpy.int64(4), seq_length=numpy.int32(3))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("p2p_channels", "both", "config.p2p_channels is 'both'; it must be one_way or shared"),
+        ("p2p_channels", ["shared"], "config.p2p_channels is ['shared']; it must be one_way or shared"),
+        ("max_pending_sends", "2", "config.max_pending_sends is '2'; it must be a whole number of at least 0"),
+        ("max_pending_sends", -1, "config.max_pending_sends is -1; the smallest legal value is 0"),
+    ],
+)
+def test_what_a_foreign_config_says_of_communication_is_checked(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ScheduleInputError, match=f"^{re.escape(message)}$"):
+        call(1, config={field: value})
+
+
+@pytest.mark.parametrize("varies", [True, False])
+def test_a_communicator_made_for_other_shapes_is_refused(varies: bool) -> None:
+    """It would send shapes ahead of tensors where the plan expects none, or the other way round."""
+    other = toy_config(variable_seq_lengths=not varies)
+    communicator = P2PCommunicator(ThreadGroup(0, 2), other, SilentTransport(MemoryNetwork(2), 0))
+    with pytest.raises(ScheduleInputError, match=rf"made with variable_seq_lengths={not varies}, .* has .*={varies};"):
+        call(1, config={"variable_seq_lengths": varies}, p2p_communicator=communicator)
+
+
+# -- keywords ---------------------------------------------------------------------------------------------------------
+
+ENTRY_POINTS = [
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+    forward_backward_pipelining_with_interleaving,
+]
+
+
+@pytest.mark.parametrize("step", ENTRY_POINTS)
+def test_keywords_are_checked_in_the_name_of_the_function(step: Any) -> None:
+    good = {"forward_step_func": toy_forward_step, "data_iterator": None, "model": stage(), "num_microbatches": 1}
+    with pytest.raises(TypeError) as caught:
+        step(**good, num_microbatch=4)
+    assert str(caught.value) == (
+        f"{step.__name__}() got an unexpected keyword argument 'num_microbatch'; did you mean 'num_microbatches'?"
+    )
+    with pytest.raises(TypeError) as caught:
+        step(**good, zzz=4)
+    assert str(caught.value).startswith(
+        f"{step.__name__}() got an unexpected keyword argument 'zzz'; it takes forward_st"
+    )
+    del good["model"], good["num_microbatches"]
+    with pytest.raises(TypeError) as caught:
+        step(**good)
+    assert str(caught.value) == f"{step.__name__}() is missing the keyword argument(s) model, num_microbatches"
+    with pytest.raises(TypeError, match=rf"{step.__name__}\(\) takes 0 positional arguments"):
+        step(toy_forward_step)
+
+
+# -- which pipeline ---------------------------------------------------------------------------------------------------
+
+
+def test_without_a_group_the_way_to_make_one_is_told() -> None:
+    assert not parallel_state.model_parallel_is_initialized()
+    with pytest.raises(
+        ScheduleInputError, match=r"parallel_state is not initialised; call parallel_state\.initialize_"
+    ):
+        call(1, p2p_communicator=None)
+
+
+def test_no_pipelining_in_a_pipeline_is_refused() -> None:
+    config = toy_config()
+    with pytest.raises(
+        ScheduleInputError, match=r"was called in a pipeline of 2 ranks; call what get_forward_backward_f"
+    ):
+        forward_backward_no_pipelining(
+            forward_step_func=toy_forward_step,
+            data_iterator=DATA.iterator(),
+            model=PipelineStage(ToyBlock(0), config),
+            num_microbatches=4,
+            p2p_communicator=P2PCommunicator(ThreadGroup(0, 2), config, SilentTransport(MemoryNetwork(2), 0)),
+        )
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "vp_size", "expected"),
+    [
+        (1, None, "forward_backward_no_pipelining"),
+        (2, None, "forward_backward_pipelining_without_interleaving"),
+        (2, 2, "forward_backward_pipelining_with_interleaving"),
+        (4, 1, "forward_backward_pipelining_with_interleaving"),
+        (1, 2, "forward_backward_pipelining_with_interleaving"),
+        (1, 1, "forward_backward_no_pipelining"),
+        (None, 2, "forward_backward_pipelining_with_interleaving"),
+    ],
+)
+def test_which_function(pp_size: int | None, vp_size: int | None, expected: str) -> None:
+    assert get_forward_backward_func(pp_size, vp_size) is getattr(schedules, expected)
+
+
+def test_group_sizes_come_from_the_groups_then_from_the_config() -> None:
+    config = SimpleNamespace(tensor_model_parallel_size=2, context_parallel_size=3)
+    assert group_sizes(None, config) == (2, 3)
+    assert group_sizes(None, SimpleNamespace()) == (1, 1)
+    assert group_sizes(SimpleNamespace(tp=ThreadGroup(0, 4), cp=None), config) == (4, 3)
+
+
+def test_group_sizes_of_parallel_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron, which asks nobody else when no groups are given."""
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 4)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    assert group_sizes(None, SimpleNamespace()) == (4, 2)
+    assert group_sizes(SimpleNamespace(cp=ThreadGroup(0, 1)), SimpleNamespace()) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "sequence_parallel", "cp", "expected"), [(None, False, 1, 64), (None, True, 2, 8), (32, False, 2, 16)]
+)
+def test_tensor_shapes(decoder: int | None, sequence_parallel: bool, cp: int, expected: int) -> None:
+    shapes = tensor_shapes(
+        seq_length=64,
+        micro_batch_size=3,
+        decoder_seq_length=decoder,
+        config=SimpleNamespace(hidden_size=5, sequence_parallel=sequence_parallel),
+        tp_size=4,
+        cp_size=cp,
+    )
+    assert shapes == [(expected, 3, 5)]
+
+
+# -- while running ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("short_rank", [0, 1])
+def test_a_data_iterator_that_ends_early_is_named_and_stops_all_ranks(short_rank: int, chunks: int) -> None:
+    network = MemoryNetwork(2)
+    raised: dict[int, BaseException] = {}
+
+    def rank_main(rank: int) -> None:
+        config = toy_config(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None)
+        data = ToyData(2 if rank == short_rank else 4)
+        model = [PipelineStage(ToyBlock(c), config, c) for c in range(chunks)]
+        try:
+            get_forward_backward_func(2, chunks if chunks > 1 else None)(
+                forward_step_func=toy_forward_step,
+                data_iterator=[data.iterator() for _ in model],
+                model=model,
+                num_microbatches=4,
+                seq_length=data.seq_length,
+                micro_batch_size=data.micro_batch_size,
+                p2p_communicator=P2PCommunicator(ThreadGroup(rank, 2), config, network.transport(rank)),
+            )
+        except BaseException as error:
+            raised[rank] = error
+            raise
+
+    with pytest.raises((ScheduleInputError, P2PError)):
+        run_ranks(2, rank_main, network.abort, timeout=20.0)
+    assert isinstance(raised[short_rank], ScheduleInputError)
+    assert str(raised[short_rank]) == (
+        "the data iterator of chunk 0 ended at microbatch 2; a step of 4 microbatches needs that many items"
+    )
+    assert isinstance(raised[1 - short_rank], P2PError)
+
+
+def test_counts_that_leave_a_bubble_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="megatron_pp"):
+        for _ in range(3):
+            with pytest.raises(AssertionError, match="was posted"):
+                call(2, size=7, num_microbatches=9)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "9 microbatches over 7 ranks work, slower: the last group has 2 of 7 microbatches, fewer than the ranks, which "
+        "then wait; nearest at full speed: 7 and 14"
+    ]

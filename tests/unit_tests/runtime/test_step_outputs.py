@@ -1,0 +1,492 @@
+"""What stages may give each other: views, tensors without a gradient, lists; and inputs that a stage does not use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pp.errors import P2PTypeError
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.runtime import settings as schedule_inputs
+from megatron_pp.runtime.stage import PipelineStage
+from megatron_pp.schedules import get_forward_backward_func
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.pipeline import placement_of, run_in_threads, toy_step
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import (
+    HIDDEN,
+    ToyBlock,
+    ToyData,
+    ToyResult,
+    gradients_of,
+    reference_run,
+    toy_config,
+    toy_loss,
+)
+from megatron_pp.weight_grad import split_weight_grad
+
+DATA = ToyData(5)
+POLICIES = [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {}]
+every_policy = pytest.mark.parametrize("policy", POLICIES, ids=["overlap", "batched", "plain"])
+deallocating = pytest.mark.parametrize("deallocate", [True, False], ids=["deallocate", "keep"])
+
+
+class Viewing(ToyBlock):
+    """Outputs that are views, each stage another kind."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.stage % 4 == 0:
+            return y.view(y.shape)
+        if self.stage % 4 == 1:
+            return torch.cat([y, y], dim=0)[: y.shape[0]]  # half of a larger tensor
+        if self.stage % 4 == 2:
+            return y.transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
+        return y.unsqueeze(0)[0]
+
+
+class SometimesIdentity(ToyBlock):
+    """Odd stages give back the very tensor that they were given, as a stage without layers does."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.stage % 2 else super().forward(x)
+
+
+class ViewOfInput(ToyBlock):
+    """Odd stages give back a view of what they were given."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.shape) if self.stage % 2 else super().forward(x)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@deallocating
+@every_policy
+@pytest.mark.parametrize("block", [Viewing, SometimesIdentity, ViewOfInput])
+@pytest.mark.parametrize(("size", "chunks"), [(4, 1), (2, 2), (1, 3), (3, 2)])
+def test_outputs_that_are_views_or_the_input_itself(
+    size: int, chunks: int, block: Callable[[int], Any], policy: dict[str, Any], deallocate: bool, forward_only: bool
+) -> None:
+    expected = reference_run(size * chunks, DATA, forward_only, block)
+    result = run_in_threads(
+        *(size, chunks, DATA), block=block, forward_only=forward_only, deallocate_pipeline_outputs=deallocate, **policy
+    )
+    assert result.difference(expected) == 0.0
+
+
+class GivesItsParameter(torch.nn.Module):
+    """The first stage of a model that learns its input: the output is the parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned = torch.nn.Parameter(DATA.microbatch(0)[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.learned
+
+
+@every_policy
+def test_a_parameter_that_is_an_output_keeps_its_data(policy: dict[str, Any]) -> None:
+    def block(stage: int) -> Any:
+        return ToyBlock(stage) if stage else GivesItsParameter()
+
+    made: list[Any] = []
+
+    def kept_block(stage: int) -> Any:
+        made.append(block(stage))
+        return made[-1]
+
+    result = run_in_threads(2, 1, DATA, block=kept_block, **policy)
+    assert result.difference(reference_run(2, DATA, block=block)) == 0.0
+    learned = next(m.learned for m in made if isinstance(m, GivesItsParameter))
+    assert torch.equal(learned, DATA.microbatch(0)[0])
+
+
+@every_policy
+def test_the_users_data_is_not_freed_where_a_stage_hands_it_on(policy: dict[str, Any]) -> None:
+    """A first stage without layers gives the very tensor that the data iterator gave."""
+    dataset = [DATA.microbatch(mb) for mb in range(DATA.num_microbatches)]
+    network, size = MemoryNetwork(2), 2
+
+    def rank_main(rank: int) -> None:
+        config = toy_config(**policy)
+        get_forward_backward_func(size)(
+            forward_step_func=lambda data, model: (model(next(data)[0]), lambda output: (output.mean(), {})),
+            data_iterator=iter(dataset),
+            model=PipelineStage(ToyBlock(1) if rank else torch.nn.Identity(), config),
+            num_microbatches=DATA.num_microbatches,
+            seq_length=DATA.seq_length,
+            micro_batch_size=DATA.micro_batch_size,
+            p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
+        )
+
+    run_ranks(size, rank_main, network.abort)
+    for mb, (x, _) in enumerate(dataset):
+        assert torch.equal(x, DATA.microbatch(mb)[0])
+
+
+class Frozen(ToyBlock):
+    """The first two stages train nothing: the outputs of the first need no gradient."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.requires_grad_(stage >= 2)
+
+
+@deallocating
+@every_policy
+@pytest.mark.parametrize(("size", "chunks"), [(4, 1), (2, 2), (3, 1)])
+def test_stages_that_train_nothing(size: int, chunks: int, policy: dict[str, Any], deallocate: bool) -> None:
+    expected = reference_run(size * chunks, DATA, block=Frozen)
+    assert not [name for name in expected.grads if name.startswith(("0.", "1."))]
+    result = run_in_threads(size, chunks, DATA, block=Frozen, deallocate_pipeline_outputs=deallocate, **policy)
+    assert result.difference(expected) == 0.0
+
+
+class Detaching(ToyBlock):
+    """Stage 2 cuts the graph: what it was given has no part in the gradient."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.detach() if self.stage == 2 else x)
+
+
+class Ignoring(ToyBlock):
+    """Stage 2 does not look at what it is given, but for its shape."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.ones_like(x) if self.stage == 2 else x)
+
+
+class Constant(ToyBlock):
+    """Stage 2 gives a constant: its output needs no gradient although its input does."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(x, 0.5) if self.stage == 2 else super().forward(x)
+
+
+class DetachedLast(ToyBlock):
+    """The last of four stages trains alone."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.detach() if self.stage == 3 else x)
+
+
+CUT_AT = {Detaching: 2, Ignoring: 2, Constant: 2, DetachedLast: 3}
+
+
+@pytest.mark.parametrize("policy", [{"overlap_p2p_comm": True}, {}], ids=["overlap", "plain"])
+@pytest.mark.parametrize("block", CUT_AT)
+@pytest.mark.parametrize(("size", "chunks", "schedule"), [(4, 1, None), (2, 2, None), (1, 4, None), (2, 2, "zb_v")])
+def test_stages_before_one_that_uses_no_input(
+    size: int, chunks: int, schedule: str | None, block: Callable[[int], Any], policy: dict[str, Any]
+) -> None:
+    """Their gradients are None, as in one process, where the stage is on the same rank, or all between are. Another
+    rank waits for a message, and cannot know: it gets zeros.
+    """
+    expected = reference_run(size * chunks, DATA, block=block)
+    result = run_in_threads(
+        *(size, chunks, DATA),
+        block=block,
+        prepare=split_weight_grad if schedule else None,
+        pipeline_schedule=schedule,
+        **policy,
+    )
+    assert result.losses == expected.losses
+    stages = {int(name[0]) for name in expected.grads}
+    assert stages == set(range(CUT_AT[block], 4)) - ({2} if block is Constant else set())
+    placement = placement_of(toy_config(pipeline_schedule=schedule), size, chunks)
+    zeros = set()
+    for stage in range(CUT_AT[block] - 1, -1, -1):
+        if stage + 1 in zeros or placement.homes[stage][0] != placement.homes[stage + 1][0]:
+            zeros.add(stage)
+    assert {int(name[0]) for name in result.grads} == stages | zeros
+    for name, grad in result.grads.items():
+        assert torch.equal(grad, expected.grads.get(name, torch.zeros_like(grad))), name
+
+
+def test_it_is_said_once_that_zeros_are_sent(caplog: pytest.LogCaptureFixture) -> None:
+    schedule_inputs._say.cache_clear()
+    with caplog.at_level(logging.WARNING, "megatron_pp"):
+        for _ in range(2):
+            run_in_threads(4, 1, DATA, block=DetachedLast)
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["stage 3 makes no use of its input"]
+
+
+class UsesOneOfTwo(torch.nn.Module):
+    """Stages on one rank that give each other lists; the last uses the first of the two, or the second."""
+
+    def __init__(self, stage: int, used: int) -> None:
+        super().__init__()
+        self.one, self.two = ToyBlock(2 * stage), ToyBlock(2 * stage + 1)
+        self.stage, self.used = stage, used
+
+    def forward(self, given: Any) -> Any:
+        a, b = (given, given) if isinstance(given, torch.Tensor) else given
+        if self.stage == 2:
+            return self.one(a) if self.used == 0 else self.two(b)
+        return [self.one(a), self.two(b)]
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_of_two_tensors_for_another_chunk_of_the_rank_one_is_not_used(used: int) -> None:
+    def block(stage: int) -> UsesOneOfTwo:
+        return UsesOneOfTwo(stage, used)
+
+    assert run_in_threads(1, 3, DATA, block=block).difference(reference_run(3, DATA, block=block)) == 0.0
+
+
+# -- several tensors between stages -----------------------------------------------------------------------------------
+
+SHAPES = [(3, 2, HIDDEN), (5, 2, HIDDEN)]
+
+
+class TwoStreams(torch.nn.Module):
+    """Takes and gives two tensors of different shapes; ``kind`` says what it makes of the second one."""
+
+    def __init__(self, stage: int, last: bool, kind: str) -> None:
+        super().__init__()
+        self.one, self.two = ToyBlock(2 * stage), ToyBlock(2 * stage + 1)
+        self.last = last
+        self.kind = kind
+
+    def forward(self, pair: Any) -> Any:
+        a, b = pair
+        if self.kind == "tied":
+            a = a + b.mean()
+        a, b = self.one(a), self.two(b)
+        if self.kind == "second without gradient":
+            b = b.detach()
+        if self.kind == "views":
+            a, b = a.view(a.shape), torch.cat([b, b])[:5]
+        return a + b.sum() if self.last else [a, b]
+
+
+def pairs(num_microbatches: int) -> Any:
+    generator = torch.Generator().manual_seed(11)
+    for mb in range(num_microbatches):
+        first = torch.randn(SHAPES[0], generator=generator), torch.randn(SHAPES[1], generator=generator)
+        yield first, ToyData(num_microbatches).microbatch(mb)[1]
+
+
+def two_streams_step(data_iterator: Any, model: Any) -> Any:
+    first, target = next(data_iterator)
+    return model(first), lambda output: toy_loss(target, output)
+
+
+def two_streams(size: int, kind: str, count: int, forward_only: bool = False, **fields: Any) -> ToyResult:
+    """One step of ``size`` ranks that exchange lists of two tensors."""
+    network = MemoryNetwork(size)
+    modules = [TwoStreams(stage, stage == size - 1, kind) for stage in range(size)]
+
+    def adjust(receive: list[Any], send: list[Any]) -> tuple[list[Any], list[Any]]:
+        assert receive == send == [SHAPES[0]]
+        return list(SHAPES), list(SHAPES)
+
+    def rank_main(rank: int) -> list[Any]:
+        config = toy_config(**fields)
+        return get_forward_backward_func(size)(
+            forward_step_func=two_streams_step,
+            data_iterator=pairs(count),
+            model=PipelineStage(modules[rank], config),
+            num_microbatches=count,
+            seq_length=3,
+            micro_batch_size=2,
+            forward_only=forward_only,
+            adjust_tensor_shapes_fn=adjust,
+            p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
+        )
+
+    reports = run_ranks(size, rank_main, network.abort)
+    assert reports[:-1] == [[]] * (size - 1)
+    return ToyResult([float(r["loss"]) for r in reports[-1]], gradients_of(dict(enumerate(modules))))
+
+
+def two_streams_alone(size: int, kind: str, count: int, forward_only: bool = False) -> ToyResult:
+    modules = [TwoStreams(stage, stage == size - 1, kind) for stage in range(size)]
+    result = ToyResult()
+    with torch.set_grad_enabled(not forward_only):
+        for x, target in pairs(count):
+            for module in modules:
+                x = module(x)
+            loss, report = toy_loss(target, x)
+            result.losses.append(float(report["loss"]))
+            if not forward_only:
+                (loss / count).backward()
+    result.grads = gradients_of(dict(enumerate(modules)))
+    return result
+
+
+@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+@every_policy
+@pytest.mark.parametrize("kind", ["apart", "tied", "views"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_lists_of_outputs(size: int, kind: str, policy: dict[str, Any], variable: bool) -> None:
+    for forward_only in (False, True):
+        expected = two_streams_alone(size, kind, 5, forward_only)
+        result = two_streams(size, kind, 5, forward_only, variable_seq_lengths=variable, **policy)
+        assert result.difference(expected) == 0.0
+
+
+@every_policy
+def test_a_list_in_which_one_tensor_needs_no_gradient(policy: dict[str, Any]) -> None:
+    """The gradient that comes back for it has nowhere to go; parameters behind it have none, as in one process."""
+    expected = two_streams_alone(3, "second without gradient", 5)
+    result = two_streams(3, "second without gradient", 5, **policy)
+    assert result.losses == expected.losses
+    for name, grad in expected.grads.items():
+        assert torch.equal(result.grads[name], grad), name
+    assert result.grads.keys() == expected.grads.keys()
+
+
+def test_without_a_pipeline_shapes_are_not_adjusted() -> None:
+    """adjust_tensor_shapes_fn is asked for pipelines without chunks, as in Megatron."""
+    with pytest.raises(ValueError, match="adjust_tensor_shapes_fn is for pipelines with one model chunk a rank"):
+        get_forward_backward_func(1)(
+            forward_step_func=two_streams_step,
+            data_iterator=pairs(1),
+            model=PipelineStage(TwoStreams(0, True, "apart"), toy_config()),
+            num_microbatches=1,
+            adjust_tensor_shapes_fn=lambda receive, send: (receive, send),
+        )
+
+
+# -- what can not be given ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ({"x": torch.ones(3, 2, HIDDEN)}, "a dict can not be sent between stages"),
+        (None, "a NoneType can not be sent between stages"),
+        ([torch.ones(3, 2, HIDDEN), None], "a NoneType can not be sent between stages"),
+        (torch.ones(3, 2, HIDDEN, dtype=torch.float64), "a tensor of torch.float64 can not be sent between stages"),
+    ],
+)
+def test_outputs_that_can_not_be_sent_are_refused(output: Any, words: str) -> None:
+    class Bad(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return output
+
+    network, size = MemoryNetwork(2), 2
+    raised: dict[int, BaseException] = {}
+
+    def rank_main(rank: int) -> None:
+        config = toy_config()
+        try:
+            get_forward_backward_func(size)(
+                forward_step_func=lambda data, model: (model(next(data)[0]), lambda output: (output.mean(), {})),
+                data_iterator=DATA.iterator(),
+                model=PipelineStage(Bad() if rank == 0 else ToyBlock(1), config),
+                num_microbatches=5,
+                seq_length=3,
+                micro_batch_size=2,
+                p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
+            )
+        except BaseException as error:
+            raised[rank] = error
+            raise
+
+    with pytest.raises(RuntimeError):
+        run_ranks(size, rank_main, network.abort, timeout=20.0)
+    assert isinstance(raised[0], P2PTypeError)
+    assert words in str(raised[0])
+    assert 1 in raised
+
+
+def test_dict_outputs_of_the_last_stage_go_to_the_loss_function() -> None:
+    class Named(ToyBlock):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"logits": super().forward(x), "extra": 7}
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        x, target = next(data_iterator)
+
+        def loss_func(output: Any) -> Any:
+            assert output["extra"] == 7
+            return toy_loss(target, output["logits"])
+
+        return model(x), loss_func
+
+    network, size = MemoryNetwork(2), 2
+    modules = [ToyBlock(0), Named(1)]
+
+    def rank_main(rank: int) -> list[Any]:
+        config = toy_config()
+        return get_forward_backward_func(size)(
+            forward_step_func=step,
+            data_iterator=DATA.iterator(),
+            model=PipelineStage(modules[rank], config),
+            num_microbatches=5,
+            seq_length=3,
+            micro_batch_size=2,
+            p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
+        )
+
+    reports = run_ranks(size, rank_main, network.abort)
+    result = ToyResult([float(r["loss"]) for r in reports[1]], gradients_of(dict(enumerate(modules))))
+    assert result.difference(reference_run(2, DATA)) == 0.0
+
+
+# -- evaluation in the middle of training ------------------------------------------------------------------------------
+
+
+@every_policy
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_training_after_an_evaluation(chunks: int, mode: Any, policy: dict[str, Any]) -> None:
+    """Whatever mode the user evaluates in, nothing of it stays on the communicator (views are the hard case)."""
+    size, network = 2, MemoryNetwork(2)
+    blocks = [Viewing(stage) for stage in range(size * chunks)]
+
+    def rank_main(rank: int) -> list[list[float]]:
+        config = toy_config(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, **policy)
+        communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
+        model = [PipelineStage(blocks[c * size + rank], config, c) for c in range(chunks)]
+
+        def step(forward_only: bool) -> list[float]:
+            reports = toy_step(model, DATA, communicator, forward_only=forward_only)
+            return [float(report["loss"]) for report in reports]
+
+        with mode():
+            before = step(True)
+        assert all(p.grad is None for chunk in model for p in chunk.parameters())
+        trained = step(False)
+        with mode():
+            return [before, trained, step(True)]
+
+    losses = run_ranks(size, rank_main, network.abort)[1]
+    expected = reference_run(size * chunks, DATA, block=Viewing)
+    assert losses == [expected.losses] * 3
+    assert ToyResult(expected.losses, gradients_of(dict(enumerate(blocks)))).difference(expected) == 0.0
