@@ -150,6 +150,7 @@ def _one(value: list[int] | int | None) -> int | None:
 
 
 def _spec(args: argparse.Namespace, name: str, chunks: int | None, microbatches: int | None) -> PlanSpec:
+    name = OLD_NAMES.get(name, name)
     family = SCHEDULES.get(name)
     size = _DEFAULT_RANKS if args.pipeline_size is None else args.pipeline_size
     if chunks is None:
