@@ -30,6 +30,7 @@ def press_ctrl_c(*_: Any) -> None:
 
 
 def first_step(rank: int, size: int, when: str, guarded: bool) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so its children
     config = toy_config(p2p_timeout=2.0)
     communicator = communicator_for(dist.group.WORLD, config)
     store = dist.distributed_c10d._get_default_store()
