@@ -24,7 +24,7 @@ _INSTRUCTION = 136  # bytes of an instruction and the pointer to it
 def build_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     """The plan of ``spec``, verified. The same spec gives the same object.
 
-    Raises PlanError for an unknown schedule, a number of chunks the schedule can not have, or a plan that ``verify``
+    Raises PlanError for an unknown schedule, a number of chunks the schedule cannot have, or a plan that ``verify``
     refuses. ``announce`` is given a sentence where a search for the plan takes long.
     """
     return verified_plan(spec, announce)[0]

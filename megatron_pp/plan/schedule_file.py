@@ -45,7 +45,7 @@ def find_family(schedule: str) -> Family:
 
 
 def placement_kind(schedule: str | None) -> str:
-    """Where ``schedule`` puts the stages; in a loop where none is named, or one that its user will refuse in words."""
+    """Where ``schedule`` puts the stages; in a loop where it is None, or not known and refused elsewhere."""
     known = schedule is not None and (schedule in SCHEDULES or schedule in OLD_NAMES or names_a_file(schedule))
     return find_family(schedule).placement if schedule is not None and known else LOOP
 
@@ -86,7 +86,7 @@ class _FilePlan:
         return [list(order) for order in self.plan.orders]
 
     def programs(self, spec: PlanSpec) -> tuple[tuple[Instruction, ...], ...] | None:
-        """The file's own programs, where they were lowered for what ``spec`` says."""
+        """The file's own programs, where they were lowered for ``spec``."""
         mine = replace(
             self.plan.spec,
             schedule=spec.schedule,

@@ -106,7 +106,7 @@ class PlanSpec:
 @dataclass(frozen=True)
 class Plan:
     """A lowered plan: one program per rank. ``orders`` keeps the compute order it came from; ``remark`` is a sentence
-    for the log where the orders are not what the schedule's name says, else empty.
+    for the log where another order stands in for the schedule's own, else empty.
     """
 
     spec: PlanSpec

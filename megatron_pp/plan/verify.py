@@ -1,6 +1,6 @@
 """Accept or refuse a plan: completeness, buffer lifetime, memory (``lifetime.py``), rendezvous deadlock and crossing
 messages (``rendezvous.py``), and whether it runs its own compute order (``order_check.py``). What is refused is refused
-with the rank, the instruction and the cycle or the missing piece, in words."""
+with the rank, the instruction and the cycle or the missing piece."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class CostProfile:
         return cls(costs.forward, costs.backward_input, costs.weight, costs.backward)
 
     def stages(self, num_stages: int) -> StageCosts:
-        """The costs of ``num_stages`` equal stages. Raises PlanError where the lists can not be regrouped."""
+        """The costs of ``num_stages`` equal stages. Raises PlanError where the lists cannot be regrouped."""
         return StageCosts(
             forward=_regroup(self.forward, num_stages),
             backward=_regroup(self.backward, num_stages),
@@ -55,13 +55,13 @@ def _regroup(parts: Sequence[float], count: int) -> tuple[float, ...]:
         each = count // len(parts)
         return tuple(part / each for part in parts for _ in range(each))
     raise PlanError(
-        f"times of {len(parts)} stages can not be regrouped into {count}; give a multiple or a divisor of it"
+        f"times of {len(parts)} stages cannot be regrouped into {count}; give a multiple or a divisor of it"
     )
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One schedule with its numbers. ``refused`` says why it can not be had; its numbers are 0 then.
+    """One schedule with its numbers. ``refused`` is the reason where it is refused; its numbers are 0 then.
 
     per_microbatch  makespan divided by M, which is what a fixed global batch costs
     peak_bytes      of the fullest rank (None without a model shape)

@@ -54,7 +54,7 @@ class StageCosts:
         weight: float = 1.0,
         backward: float | None = None,
     ) -> StageCosts:
-        """The same times for every stage; an unsplit backward costs ``backward_input + weight`` unless said otherwise.
+        """The same times for every stage; an unsplit backward costs ``backward_input + weight`` unless given.
 
         The defaults are the field's unit costs: F = B = W = 1, so that an unsplit backward costs 2.
         """
@@ -122,11 +122,11 @@ class Network:
     activation_bytes, gradient_bytes  size of one message (gradients have the activation's size unless given)
     link                              every directed link that ``links`` does not name
     links                             (source rank, destination rank) -> its own Link
-    gloo                              transfers as gloo makes them: a send starts when it has heard of its receive, and
-                                      hears of it within the data that goes the other way, behind what is on its way
-                                      already, since two ranks have one connection; from GLOO_DETACHED_BYTES on, where
-                                      channels are one-way, each has a connection of its own and the receive is heard of
-                                      at once. Nothing else holds a message up that is posted at both ends
+    gloo                              transfers as gloo makes them: a send starts once its receive is announced, and the
+                                      announcement travels behind the data of the other direction, since two ranks
+                                      have one connection; from GLOO_DETACHED_BYTES on, one-way channels have a
+                                      connection each and announcements take no time. Nothing else delays a message
+                                      that is posted at both ends
     """
 
     activation_bytes: float = 0.0

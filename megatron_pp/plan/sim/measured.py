@@ -90,7 +90,7 @@ class Measured:
 def measured_values(given: Measured | Mapping[str, Any] | str | None) -> Measured | None:
     """A Measured, a dict of its fields, or the path of a JSON file that holds such a dict (read once per process).
 
-    Raises PlanError; ExchangeError (one too) for a file that can not be read.
+    Raises PlanError; ExchangeError (one too) for a file that cannot be read.
     """
     if isinstance(given, str):
         return _from_file(given)

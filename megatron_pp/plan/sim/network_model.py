@@ -1,9 +1,9 @@
 """The queue machine with time: when transfers start and end.
 
 A pair that met takes its turn on the directed link between its ranks; when the transfer is over, both entries lose an
-end. On gloo (``Network.gloo``) there are no queues, but a receive becomes active only once its sender can have heard of
-it: when what was on the wire towards the sender, when the receive was posted, has left. Large messages have connections
-of their own, and their receives are heard of at once.
+end. On gloo (``Network.gloo``) there are no queues, but a receive becomes active only when its announcement reaches the
+sender: once what was on the wire towards the sender, when the receive was posted, has left. Large messages have
+connections of their own, and their announcements take no time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Arrival(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """A receive of which its sender hears."""
+    """The announcement of a receive, on its way to the sender."""
 
     receive: End
 
@@ -35,17 +35,17 @@ class TimedQueues(QueueMachine):
     """All queues, channels and links of a pipeline, with time.
 
     ``started`` collects arrivals that are certain, ``announced`` (when, announcement), until the caller takes them and
-    gives each back at its time, to ``arrive`` or ``hear``.
+    gives each back at its time, to ``arrive`` or ``announce``.
     """
 
     def __init__(self, plan: Plan, network: Network) -> None:
         super().__init__(plan, ordered=not network.gloo)
         self.network = network
         detached = self.one_way and not plan.spec.variable_shapes and network.activation_bytes >= GLOO_DETACHED_BYTES
-        self.heard_late = network.gloo and not detached
+        self.announces_late = network.gloo and not detached
         self.started: list[Arrival] = []
         self.announced: list[tuple[float, Announcement]] = []
-        self._unheard: Counter[Direction] = Counter()  # receives whose announcement is on its way
+        self._unannounced: Counter[Direction] = Counter()  # receives whose announcement is on its way
         self._wire_free: dict[tuple[int, int], float] = {}
 
     def send_off(self, rank: int, at: Instruction, now: float) -> Entry:
@@ -64,23 +64,23 @@ class TimedQueues(QueueMachine):
         self._start_met(now)
         return complete
 
-    def hear(self, announcement: Announcement, now: float) -> None:
-        """The sender has heard of this receive; the transfer may have started."""
-        self._unheard[announcement.receive.direction] -= 1
+    def announce(self, announcement: Announcement, now: float) -> None:
+        """The announcement has reached the sender; the transfer may have started."""
+        self._unannounced[announcement.receive.direction] -= 1
         self.meet(announcement.receive)
         self._start_met(now)
 
     def activate(self, entry: Entry, now: float) -> None:
         """As for every queue machine; on gloo receives are announced first, in order."""
         for end in entry.ends:
-            if end.is_send or not self.heard_late:
+            if end.is_send or not self.announces_late:
                 self.meet(end)
                 continue
             source, target, _ = end.direction
-            heard = max(now, self._wire_free.get((target, source), now))
-            if heard > now or self._unheard[end.direction]:
-                self._unheard[end.direction] += 1
-                self.announced.append((heard, Announcement(end)))
+            reached = max(now, self._wire_free.get((target, source), now))
+            if reached > now or self._unannounced[end.direction]:
+                self._unannounced[end.direction] += 1
+                self.announced.append((reached, Announcement(end)))
             else:
                 self.meet(end)
 

@@ -28,7 +28,7 @@ from megatron_pp.plan.verify import verify
 
 _FINALISTS = 6  # searched orders that are lowered and simulated
 _ROUNDS = 2  # times that the best results become patterns in turn
-_PATIENCE = 5.0  # seconds of a search that nobody needs to hear of
+_PATIENCE = 5.0  # seconds of search before it is announced
 _PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first: the steady state repeats itself
 
 

@@ -88,7 +88,7 @@ class _Run:
             elif isinstance(what, Arrival):
                 self._arrive(now, what)
             else:
-                self.queues.hear(what, now)
+                self.queues.announce(what, now)
                 self._plan_network_events()
         if not all(rank.is_done for rank in self.ranks):
             check_rendezvous(self.plan)  # names the cycle
