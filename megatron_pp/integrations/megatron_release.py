@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import ScheduleInputError, UnknownMegatronError
 from megatron_pp.integrations import megatron_versions as versions
-from megatron_pp.integrations.megatron_versions import Row, UnknownMegatronError
+from megatron_pp.integrations.megatron_versions import Row
 
 
 @dataclass(frozen=True)

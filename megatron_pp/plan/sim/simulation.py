@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_pp.plan.activations import WEIGHT_SHARE, Shares, peak_activations
+from megatron_pp.plan.activations import Shares, peak_activations
+from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.instruction import COMPUTE_OPS, FORWARD, GRADIENT_OPS, Instruction, without_pairs
 from megatron_pp.plan.spec import Plan
 
