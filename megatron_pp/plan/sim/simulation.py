@@ -131,11 +131,6 @@ class Simulation:
         whole = self.makespan * len(self.busy)
         return 1.0 - sum(self.busy) / whole if whole else 0.0
 
-    def compute_span(self, rank: int) -> tuple[float, float]:
-        """(start of the first, end of the last) compute of ``rank``: the span that zero-bubble papers count."""
-        events = list(self.compute_events(rank))
-        return (events[0].start, events[-1].end) if events else (0.0, 0.0)
-
     def volume(self) -> dict[tuple[int, int], tuple[int, float]]:
         """(source rank, destination rank) -> (messages, bytes) sent over that link in one step."""
         sums: dict[tuple[int, int], tuple[int, float]] = {}

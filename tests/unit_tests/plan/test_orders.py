@@ -134,8 +134,8 @@ def test_bubbles_follow_their_formulas(size: int) -> None:
 def test_zero_bubble_schedules_never_idle_within_a_ranks_span(size: int) -> None:
     for name in ("zb_h2", "zb_v"):
         simulation = unit_simulation(name, size, 3 * size)
-        spans = [simulation.compute_span(rank) for rank in range(size)]
-        assert [end - start for start, end in spans] == list(simulation.busy)
+        computed = [list(simulation.compute_events(rank)) for rank in range(size)]
+        assert [events[-1].end - events[0].start for events in computed] == list(simulation.busy)
 
 
 @pytest.mark.parametrize("size", SIZES)
