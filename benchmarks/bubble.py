@@ -12,9 +12,9 @@ from benchmarks.engines import Unavailable, Work, make_step
 from benchmarks.report import Report, Row
 from benchmarks.rounds import slowest_rank, summary, timed_rounds
 from benchmarks.stages import SplitTimedStage, TimedStage
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.sim.costs import StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
 

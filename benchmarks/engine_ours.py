@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.engines import MakeStage, Step, Unavailable, Work, first_input, loss_of
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan.build import family_of
+from megatron_pp.plan.builder import family_of
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.stage import PipelineStage

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.engines import ENGINES, Step, Unavailable, Work, make_step
 from benchmarks.report import Report, Row
 from benchmarks.stages import TimedStage
-from megatron_pp.plan.build import verified_plan
+from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.spec import PlanSpec
 
 HELP = "peak live activation bytes of every rank, beside verify's prediction and the peers"

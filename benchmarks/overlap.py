@@ -33,11 +33,11 @@ from megatron_pp.comm.transport import ACT
 from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.sim.costs import Link, Network, StageCosts
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import Plan, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.verifier import verify
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.deallocate import deallocate_output_tensor
 from megatron_pp.runtime.executor import Key, PlanExecutor, Shapes

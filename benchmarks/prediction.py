@@ -17,7 +17,7 @@ from benchmarks.report import Plot, Report, Row
 from benchmarks.rounds import summary, tell_progress, timed_rounds
 from benchmarks.sweep import Sweep, told_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
-from megatron_pp.plan.sim.costs import Link, Network, StageCosts
+from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import POLICIES
 from megatron_pp.tracing.recorder import DIRECTORY_VARIABLE, STEPS_VARIABLE

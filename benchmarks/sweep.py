@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.engines import Work
 from benchmarks.stages import TimedStage
-from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.sim.costs import Link, Network, StageCosts
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import OVERLAP, PlanSpec
 

@@ -1,49 +1,197 @@
 """Pipeline-parallel schedules for Megatron-style training.
 
-Importing this package is cheap and does not import torch: `megatron_pp.plan` can be used on a machine without it.
-The names below are loaded when they are first asked for.
+Importing this package is cheap and does not import torch: ``megatron_pp.plan`` can be used on a machine without it.
+Names that need more are loaded when they are first asked for.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from megatron_pp import plan
+from megatron_pp.errors import (
+    CommunicatorClosedError,
+    ConfigError,
+    ExchangeError,
+    FusedWeightGradError,
+    InstructionError,
+    LayoutError,
+    MegatronPPError,
+    MicrobatchCountError,
+    NotServedError,
+    P2PError,
+    P2PShapeError,
+    P2PTimeoutError,
+    P2PTransferError,
+    P2PTypeError,
+    ParallelStateError,
+    PipelineError,
+    PipelineMismatchError,
+    PipelinePeerError,
+    PipelineStallError,
+    PlanError,
+    ScheduleError,
+    ScheduleInputError,
+    SendBufferError,
+    UnknownMegatronError,
+    WeightGradError,
+    WeightGradSplitError,
+    WireMismatchError,
+    WorldSizeError,
+)
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from megatron_pp.config.model_config import ConfigError as ConfigError
-    from megatron_pp.config.model_config import ModelParallelConfig as ModelParallelConfig
-    from megatron_pp.config.model_config import TransformerConfig as TransformerConfig
-    from megatron_pp.p2p_communication import P2PCommunicator as P2PCommunicator
-    from megatron_pp.runtime.stage import PipelineStage as PipelineStage
-    from megatron_pp.schedules import get_forward_backward_func as get_forward_backward_func
+    from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
+    from megatron_pp.p2p_communication import P2PCommunicator
+    from megatron_pp.plan.builder import build_plan
+    from megatron_pp.plan.sim.simulate import simulate
+    from megatron_pp.plan.verifier import verify
+    from megatron_pp.runtime.deallocate import deallocate_output_tensor
+    from megatron_pp.runtime.footprint import measure_footprint
+    from megatron_pp.runtime.stage import PipelineStage
+    from megatron_pp.schedules import get_forward_backward_func
+    from megatron_pp.weight_grad.convert import split_weight_grad
 
 _EXPORTS = {
-    "ConfigError": "megatron_pp.config.model_config",
-    "ModelParallelConfig": "megatron_pp.config.model_config",
-    "TransformerConfig": "megatron_pp.config.model_config",
-    "P2PCommunicator": "megatron_pp.p2p_communication",
-    "PipelineStage": "megatron_pp.runtime.stage",
-    "get_forward_backward_func": "megatron_pp.schedules",
+    "ModelParallelConfig": "config.model_config",
+    "P2PCommunicator": "p2p_communication",
+    "PipelineStage": "runtime.stage",
+    "TransformerConfig": "config.model_config",
+    "build_plan": "plan.builder",
+    "deallocate_output_tensor": "runtime.deallocate",
+    "get_forward_backward_func": "schedules",
+    "measure_footprint": "runtime.footprint",
+    "simulate": "plan.sim.simulate",
+    "split_weight_grad": "weight_grad.convert",
+    "verify": "plan.verifier",
 }
 
 __all__ = [
+    "CommunicatorClosedError",
     "ConfigError",
+    "ExchangeError",
+    "FusedWeightGradError",
+    "InstructionError",
+    "LayoutError",
+    "MegatronPPError",
+    "MicrobatchCountError",
     "ModelParallelConfig",
+    "NotServedError",
     "P2PCommunicator",
+    "P2PError",
+    "P2PShapeError",
+    "P2PTimeoutError",
+    "P2PTransferError",
+    "P2PTypeError",
+    "ParallelStateError",
+    "PipelineError",
+    "PipelineMismatchError",
+    "PipelinePeerError",
     "PipelineStage",
+    "PipelineStallError",
+    "PlanError",
+    "ScheduleError",
+    "ScheduleInputError",
+    "SendBufferError",
     "TransformerConfig",
+    "UnknownMegatronError",
+    "WeightGradError",
+    "WeightGradSplitError",
+    "WireMismatchError",
+    "WorldSizeError",
     "__version__",
+    "build_plan",
+    "deallocate_output_tensor",
     "get_forward_backward_func",
+    "measure_footprint",
+    "plan",
+    "simulate",
+    "split_weight_grad",
+    "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
+    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# Modules of release 0.1 -> where they are now. Goes with the next release.
+_MOVED = {
+    "channel_groups": "comm.channels",
+    "communicators": "runtime.communicators",
+    "config_checks": "config.checks",
+    "config_fields": "config.fields",
+    "config_rules": "config.rules",
+    "engine": "runtime.executor",
+    "faults.abort": "comm.abort",
+    "finalize": "runtime.finalize",
+    "gloo_threads": "comm.gloo",
+    "layout": "config.layout",
+    "layout_text": "config.layout_text",
+    "microbatch_counts": "config.microbatch_counts",
+    "named_tensors": "runtime.dict_activations",
+    "output_lifetime": "runtime.deallocate",
+    "overlap": "runtime.pairs",
+    "p2p_core": "comm.communicator",
+    "p2p_debug": "runtime.send_buffer_check",
+    "parallel_grid": "config.parallel_grid",
+    "plan.advice": "plan.compare",
+    "plan.build": "plan.builder",
+    "plan.exchange": "plan.serialize",
+    "plan.greedy": "plan.sim.greedy",
+    "plan.marks": "plan.sync_marks",
+    "plan.memory": "plan.sim.memory",
+    "plan.naive": "plan.sim.naive",
+    "plan.orders.family": "plan.family",
+    "plan.search": "plan.sim.search",
+    "plan.simulate": "plan.sim.simulate",
+    "plan.simulation": "plan.sim.simulation",
+    "plan.verify": "plan.verifier",
+    "profiler_ranges": "tracing.profiler_ranges",
+    "schedule_inputs": "runtime.settings",
+    "stage": "runtime.stage",
+    "steps": "runtime.compute",
+    "sync_hooks": "runtime.gradient_hooks",
+    "testing.hostile": "testing.adversarial_transports",
+    "testing.turns": "testing.deterministic_threads",
+    "trace": "tracing.recorder",
+    "trace_clock": "tracing.clock_sync",
+    "transport": "comm.transport",
+    "wait_handle": "comm.wait_handle",
+    "weight_grad.footprint": "runtime.footprint",
+    "weight_grad.tap": "weight_grad.parameter_leaf",
+    "wire_check": "comm.wire_check",
+    "wrapped": "module_attributes",
+}
+
+
+class _OldPaths(MetaPathFinder, Loader):
+    """Imports a moved module under its old path, with a DeprecationWarning that names the new one."""
+
+    def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        package, _, name = fullname.partition(".")
+        return spec_from_loader(fullname, self) if package == __name__ and name in _MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        old = module.__name__
+        new = f"{__name__}.{_MOVED[old.partition('.')[2]]}"
+        warnings.warn(f"{old} is now {new}; the old path goes with the next release", DeprecationWarning, stacklevel=2)
+        sys.modules[old] = importlib.import_module(new)
+
+
+sys.meta_path.insert(0, _OldPaths())

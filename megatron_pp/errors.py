@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-class PipelineError(RuntimeError):
+class MegatronPPError(Exception):
+    """The base of every error that this package raises."""
+
+
+class PipelineError(MegatronPPError, RuntimeError):
     """Anything that ends a pipeline step on a rank which is not itself the cause in user code."""
 
 
@@ -129,3 +133,64 @@ class SendBufferError(P2PError):
 
 class ScheduleInputError(PipelineError, ValueError):
     """What the caller gave to a schedule is impossible; raised before any communication."""
+
+
+class ConfigError(MegatronPPError, ValueError):
+    """A configuration value is impossible, or two contradict each other. Raised before any communication."""
+
+
+class LayoutError(ConfigError):
+    """Layers can not be placed over the stages so that each is placed exactly once."""
+
+
+class MicrobatchCountError(ConfigError):
+    """The number of microbatches is not a whole number of at least 1."""
+
+
+class ScheduleError(ConfigError):
+    """The schedule is not known, or does not fit the number of model chunks or the placement."""
+
+
+class WorldSizeError(ConfigError):
+    """The number of processes does not fit the grid of parallel sizes."""
+
+
+class PlanError(MegatronPPError, ValueError):
+    """A plan cannot be built or was refused; the message names the rank, the instruction and what is missing, in
+    words.
+    """
+
+
+class ExchangeError(PlanError):
+    """A file is not what it should be; the message says where in it, and what would be right."""
+
+
+class InstructionError(MegatronPPError, ValueError):
+    """A text is not an instruction; the message quotes it and names what would be right."""
+
+
+class WeightGradError(MegatronPPError, RuntimeError):
+    """The store was driven in an order that loses or repeats gradients; the message names the chunk and microbatch."""
+
+
+class WeightGradSplitError(MegatronPPError, ValueError):
+    """A model can not be converted; the message names the module."""
+
+
+class FusedWeightGradError(MegatronPPError, TypeError):
+    """``main_grad`` has a dtype that no kernel adds into."""
+
+
+class ParallelStateError(MegatronPPError, RuntimeError):
+    """The groups are asked for before they are made, or made twice."""
+
+
+class NotServedError(MegatronPPError, NotImplementedError):
+    """Under `install(strict=True)`: this step would have been handed back to Megatron's own schedule."""
+
+
+class UnknownMegatronError(MegatronPPError, RuntimeError):
+    """Megatron-core is missing, older than the table, or has a signature that the plug-in does not know.
+
+    The message names the version, the function and the parameter.
+    """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_pp.comm.process_groups import (
-    ParallelStateError,
     destroy_model_parallel,
     get_backend,
     get_context_parallel_group,
@@ -33,6 +32,7 @@ from megatron_pp.comm.process_groups import (
     model_parallel_is_initialized,
     set_virtual_pipeline_model_parallel_world_size,
 )
+from megatron_pp.errors import ParallelStateError
 
 __all__ = [
     "ParallelStateError",

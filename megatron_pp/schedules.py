@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from megatron_pp.comm import process_groups as parallel_state
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.plan.orders.family import Shape
+from megatron_pp.plan.family import Shape
 from megatron_pp.plan.orders.loop import schedule_table, warmup_forwards
 from megatron_pp.runtime.compute import backward_step, forward_step
 from megatron_pp.runtime.deallocate import custom_backward, deallocate_output_tensor

@@ -23,7 +23,7 @@ from benchmarks.sweep import Sweep
 from megatron_pp.comm.transport import ProcessGroupTransport
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.runtime.executor import Key, PlanExecutor, Shapes

@@ -19,9 +19,10 @@ from examples.gpt.gpt import check_model_config
 from examples.gpt.grid import grid_sizes
 from examples.gpt.timeline import check_trace_steps
 from megatron_pp.config.model_config import TransformerConfig
-from megatron_pp.plan.build import build_plan
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.schedule_file import find_family, names_a_file
-from megatron_pp.plan.spec import PlanError, PlanSpec
+from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.pairs import in_turn, on_two_streams
 
 ARGUMENTS = "arguments.json"

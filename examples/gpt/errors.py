@@ -7,7 +7,7 @@ nodes see differently) or what shows later (:class:`BrokenOffError`), which all 
 
 from __future__ import annotations
 
-from megatron_pp.config.checks import ConfigError
+from megatron_pp.errors import ConfigError
 
 
 class TrainingError(Exception):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from examples.gpt.blocks import RotaryEmbedding
 from examples.gpt.initialization import initialize_block, initialize_matrix, layer_generator
 from examples.gpt.parts import LayerParts, LocalParts
-from megatron_pp.config.checks import ConfigError
+from megatron_pp.errors import ConfigError
 
 EMBEDDING = "embedding.weight"
 OUTPUT = "output.weight"

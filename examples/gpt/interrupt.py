@@ -50,11 +50,6 @@ class StopRequest:
         self._bytes: tuple[socket.socket, socket.socket] | None = None
 
     @property
-    def signal_name(self) -> str | None:
-        """The signal that came to this process first, such as ``SIGTERM``."""
-        return None if self.first is None else self.first.name
-
-    @property
     def requested(self) -> bool:
         """Whether a signal has come."""
         return self.first is not None

@@ -23,7 +23,7 @@ from examples.gpt.parts import LayerParts, LocalParts
 from examples.gpt.transformer_engine_layers import Fp8, TransformerEngineParts
 from megatron_pp.config.model_config import TransformerConfig
 
-AUTO, TORCH, APEX, TRANSFORMER_ENGINE = "auto", "torch", "apex", "transformer_engine"
+AUTO, APEX, TRANSFORMER_ENGINE = "auto", "apex", "transformer_engine"
 
 _FP8_MULTIPLE = 16  # Transformer Engine: both dimensions of every matrix product in FP8
 _RECIPES = {

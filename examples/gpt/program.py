@@ -38,10 +38,8 @@ from examples.gpt.rendezvous_store import check_same_flags
 from examples.gpt.restart import agreed_start, find_start, remember, this_agent
 from examples.gpt.timeline import merge, switch_on
 from examples.gpt.trainer import Outcome, Texts, Trainer
-from megatron_pp.config.checks import ConfigError
 from megatron_pp.config.model_config import TransformerConfig
-from megatron_pp.errors import PipelineError, ScheduleInputError
-from megatron_pp.plan.spec import PlanError
+from megatron_pp.errors import ConfigError, PipelineError, PlanError, ScheduleInputError
 
 VALIDATION_SEED = 0
 """Every run validates on the same samples, whatever its own seed."""

@@ -8,9 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from examples.gpt.errors import ArgumentError
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import PlanError, ScheduleInputError
 from megatron_pp.plan.files import write_whole
-from megatron_pp.plan.spec import PlanError
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.recorder import chosen_steps, flush_traces
 from megatron_pp.tracing.report import listed, run_page, run_trace

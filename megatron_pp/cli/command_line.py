@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("megatron-pp needs the package 'rich' for its tables: pip install 'megatron-pp[viz]'", file=sys.stderr)
         return 2
     from megatron_pp.cli import draw, plan, report, simulate, verify
-    from megatron_pp.plan.instruction import InstructionError
-    from megatron_pp.plan.spec import PlanError
+    from megatron_pp.errors import InstructionError, PlanError
 
     commands = {"plan": plan, "verify": verify, "simulate": simulate, "draw": draw, "report": report}
     args = build_parser(commands).parse_args(argv)

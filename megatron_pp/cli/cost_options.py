@@ -7,8 +7,8 @@ import math
 
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.plan_options import whole
-from megatron_pp.plan.sim.compare import CostProfile
-from megatron_pp.plan.sim.costs import Link, Network
+from megatron_pp.plan.compare import CostProfile
+from megatron_pp.plan.costs import Link, Network
 from megatron_pp.plan.sim.memory import RECOMPUTE, SELECTIVE, ModelShape
 
 _GB = 1e9

@@ -9,14 +9,24 @@ from functools import partial
 from typing import Any
 
 from megatron_pp.cli.errors import RefusedError, UsageError
-from megatron_pp.plan.build import lowered_plan
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import lowered_plan
+from megatron_pp.plan.family import Announce
 from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES
-from megatron_pp.plan.orders.family import Announce
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.sim.naive import NAIVE, naive_plan
-from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, POLICIES, Plan, PlanError, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.spec import (
+    CHANNELS,
+    EXPLICIT,
+    HOOKS,
+    ONE_WAY,
+    OVERLAP,
+    POLICIES,
+    Plan,
+    PlanSpec,
+)
+from megatron_pp.plan.verifier import verify
 
 _DEFAULT_SCHEDULE = "1f1b"
 _DEFAULT_RANKS = 4

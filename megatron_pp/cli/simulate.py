@@ -30,9 +30,9 @@ from megatron_pp.cli.plan_options import (
 from megatron_pp.cli.tables import print_table
 from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.ticks import percent, short, size_label
-from megatron_pp.plan.activations import WEIGHT_SHARE, Shares
-from megatron_pp.plan.sim.compare import Candidate, CostProfile, compare
-from megatron_pp.plan.sim.costs import Network, StageCosts
+from megatron_pp.plan.activations import Shares
+from megatron_pp.plan.compare import Candidate, CostProfile, compare
+from megatron_pp.plan.costs import WEIGHT_SHARE, Network, StageCosts
 from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from megatron_pp.cli.errors import OK, REFUSED
 from megatron_pp.cli.plan_options import add_plan_options, single_plan
-from megatron_pp.plan.spec import PlanError
-from megatron_pp.plan.verify import verify
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.verifier import verify
 
 SUMMARY = "check a plan: completeness, deadlock, buffer lifetime, memory"
 EXAMPLES = """examples:

@@ -28,6 +28,8 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from megatron_pp.errors import MegatronPPError
+
 logger = logging.getLogger("megatron_pp")
 
 # What a TCP socket takes without its peer reading is at least this on Linux (net.core.wmem_default 212,992 bytes, half
@@ -37,7 +39,7 @@ _PREFIX = "megatron_pp "  # of the threads' names
 _PATIENCE = 1.0  # seconds for all threads to end; those that are stuck stay
 
 
-class InterruptedTransferError(RuntimeError):
+class InterruptedTransferError(MegatronPPError, RuntimeError):
     """The wait was ended from another thread; the transfer is not done and never will be."""
 
 

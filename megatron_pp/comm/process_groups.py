@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.comm.transport import backend_of
-from megatron_pp.config.checks import ConfigError, whole_number
+from megatron_pp.config.checks import whole_number
 from megatron_pp.config.parallel_grid import Grid, fit_grid
+from megatron_pp.errors import ConfigError, ParallelStateError
 from megatron_pp.plan.placement import LOOP, Placement
 
 # The kinds of group, and the dimensions along which their members differ.
@@ -28,10 +29,6 @@ _GROUP_DIMENSIONS = {
     "mp": ("tp", "pp"),
 }
 _EMBEDDING = "embd"
-
-
-class ParallelStateError(RuntimeError):
-    """The groups are asked for before they are made, or made twice."""
 
 
 @dataclass(frozen=True)

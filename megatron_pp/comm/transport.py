@@ -22,7 +22,7 @@ from megatron_pp.comm.channels import Channel, ChannelGroups, Key
 from megatron_pp.comm.gloo import LARGE_BYTES, ChannelThreads
 from megatron_pp.comm.group_name import name_of
 from megatron_pp.errors import P2PError, P2PTransferError
-from megatron_pp.plan.sim.costs import GLOO_DETACHED_BYTES
+from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
 
 ACT = "A"
 GRAD = "G"

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from megatron_pp.comm.transport import Work
+from megatron_pp.comm.transport import Transport, Work
 from megatron_pp.errors import CommunicatorClosedError, P2PError, P2PTimeoutError, P2PTransferError
 
-if TYPE_CHECKING:
-    from megatron_pp.comm.communicator import P2PCore
-
 Tensors = torch.Tensor | list[torch.Tensor]
+
+
+class Core(Protocol):
+    """What a handle uses of the communicator that posted its transfer (``communicator.P2PCore``)."""
+
+    transport: Transport
+    rank: int
+    timeout: timedelta | None
+    pending: set[WaitHandle]
+    under_guard: bool
+
+    @property
+    def closed(self) -> bool: ...
+
+    def group_is_gone(self) -> bool: ...
+
+    def post_header(self, peer: int, channel: str) -> tuple[torch.Tensor, Work]: ...
+
+    def decode_header(self, header: torch.Tensor, peer: int, what: str, expected: Any = None) -> list[int]: ...
+
+    def allocate(self, shape: list[int], requires_grad: bool) -> torch.Tensor: ...
 
 
 class WaitHandle:
@@ -29,7 +47,7 @@ class WaitHandle:
 
     def __init__(
         self,
-        core: P2PCore,
+        core: Core,
         works: tuple[Work, ...],
         held: object,
         tensor: Tensors | None,
@@ -93,7 +111,7 @@ class ShapedReceiveHandle(WaitHandle):
 
     def __init__(
         self,
-        core: P2PCore,
+        core: Core,
         peer: int,
         channel: str,
         count: int | None,
@@ -135,7 +153,7 @@ class ShapedReceiveHandle(WaitHandle):
         self._core.pending.add(self)
 
 
-def _named(error: Exception, what: str, core: P2PCore) -> P2PError:
+def _named(error: Exception, what: str, core: Core) -> P2PError:
     """The error a user sees, for what the transport raised."""
     if isinstance(error, P2PError):
         return error

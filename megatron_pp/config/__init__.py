@@ -7,43 +7,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megatron_pp.errors import ConfigError, LayoutError, MicrobatchCountError, ScheduleError, WorldSizeError
+
 if TYPE_CHECKING:
-    from megatron_pp.config.model_config import (
-        ConfigError as ConfigError,
-    )
-    from megatron_pp.config.model_config import (
-        LayoutError as LayoutError,
-    )
-    from megatron_pp.config.model_config import (
-        MicrobatchCount as MicrobatchCount,
-    )
-    from megatron_pp.config.model_config import (
-        MicrobatchCountError as MicrobatchCountError,
-    )
-    from megatron_pp.config.model_config import (
-        ModelParallelConfig as ModelParallelConfig,
-    )
-    from megatron_pp.config.model_config import (
-        ScheduleError as ScheduleError,
-    )
-    from megatron_pp.config.model_config import (
-        TransformerConfig as TransformerConfig,
-    )
-    from megatron_pp.config.model_config import (
-        WorldSizeError as WorldSizeError,
-    )
-    from megatron_pp.config.model_config import (
-        explain_microbatch_count as explain_microbatch_count,
-    )
-    from megatron_pp.config.model_config import (
-        legal_microbatch_counts as legal_microbatch_counts,
-    )
-    from megatron_pp.config.model_config import (
-        option as option,
-    )
-    from megatron_pp.config.model_config import (
-        place_layers as place_layers,
-    )
+    from megatron_pp.config.layout import place_layers
+    from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count, legal_microbatch_counts
+    from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig, option
+
+_EXPORTS = {
+    "MicrobatchCount": "microbatch_counts",
+    "ModelParallelConfig": "model_config",
+    "TransformerConfig": "model_config",
+    "explain_microbatch_count": "microbatch_counts",
+    "legal_microbatch_counts": "microbatch_counts",
+    "option": "model_config",
+    "place_layers": "layout",
+}
 
 __all__ = [
     "ConfigError",
@@ -62,6 +41,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("megatron_pp.config.model_config"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -6,25 +6,7 @@ import operator
 from collections.abc import Iterable
 from typing import SupportsIndex
 
-
-class ConfigError(ValueError):
-    """A configuration value is impossible, or two contradict each other. Raised before any communication."""
-
-
-class LayoutError(ConfigError):
-    """Layers can not be placed over the stages so that each is placed exactly once."""
-
-
-class MicrobatchCountError(ConfigError):
-    """The number of microbatches is not a whole number of at least 1."""
-
-
-class ScheduleError(ConfigError):
-    """The schedule is not known, or does not fit the number of model chunks or the placement."""
-
-
-class WorldSizeError(ConfigError):
-    """The number of processes does not fit the grid of parallel sizes."""
+from megatron_pp.errors import ConfigError
 
 
 def whole_number(

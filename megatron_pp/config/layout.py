@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron_pp.config.checks import LayoutError, whole_number
+from megatron_pp.config.checks import whole_number
 from megatron_pp.config.layout_text import Layout, layers_per_stage
+from megatron_pp.errors import LayoutError
 from megatron_pp.plan.placement import LOOP, Placement
 
 _EXAMPLE_STAGES = 16  # a longer list makes an error unreadable

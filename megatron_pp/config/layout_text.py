@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import cast
 
-from megatron_pp.config.checks import LayoutError
+from megatron_pp.errors import LayoutError
 
 Layout = str | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[str]]
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_pp.config.checks import ConfigError, MicrobatchCountError, whole_number
+from megatron_pp.config.checks import whole_number
+from megatron_pp.errors import ConfigError, MicrobatchCountError
 
 
 @dataclass(frozen=True)

@@ -15,33 +15,11 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_pp.config import rules
-from megatron_pp.config.checks import (
-    ConfigError,
-    LayoutError,
-    MicrobatchCountError,
-    ScheduleError,
-    WorldSizeError,
-)
 from megatron_pp.config.fields import read_flag, read_text, setting, setting_from_env
 from megatron_pp.config.layout import place_layers
 from megatron_pp.config.layout_text import Layout
-from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count, legal_microbatch_counts
-from megatron_pp.plan.sim.measured import Measured
-
-__all__ = [
-    "ConfigError",
-    "LayoutError",
-    "MicrobatchCount",
-    "MicrobatchCountError",
-    "ModelParallelConfig",
-    "ScheduleError",
-    "TransformerConfig",
-    "WorldSizeError",
-    "explain_microbatch_count",
-    "legal_microbatch_counts",
-    "option",
-    "place_layers",
-]
+from megatron_pp.config.microbatch_counts import MicrobatchCount
+from megatron_pp.plan.measured import Measured
 
 Config = TypeVar("Config", bound="ModelParallelConfig")
 

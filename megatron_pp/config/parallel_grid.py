@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron_pp.config.checks import WorldSizeError, whole_number
+from megatron_pp.config.checks import whole_number
+from megatron_pp.errors import WorldSizeError
 
 # From the fastest-running dimension to the slowest, Megatron's default order: ranks of one tensor parallel group are
 # neighbours (they talk most), those of one pipeline are furthest apart (they talk least).

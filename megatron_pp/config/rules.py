@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from megatron_pp.config.checks import ConfigError, ScheduleError, one_of, whole_number
+from megatron_pp.config.checks import one_of, whole_number
 from megatron_pp.config.microbatch_counts import MicrobatchCount, check_group_size, explain_microbatch_count
-from megatron_pp.plan.files import ExchangeError
+from megatron_pp.errors import ConfigError, ExchangeError, PlanError, ScheduleError
+from megatron_pp.plan.family import Family
+from megatron_pp.plan.measured import measured_values
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
-from megatron_pp.plan.orders.family import Family
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.schedule_file import choices, find_family
-from megatron_pp.plan.sim.measured import measured_values
-from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN, PlanError
+from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN
 
 
 def check_parallel_sizes(config: Any) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_pp.draw.palette import block_colour, ink_on
 from megatron_pp.draw.timeline import Lane, Timeline
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, FREE_B, FREE_F, INPUT_GRAD, WAIT_B, WAIT_F, WEIGHT_GRAD
 from megatron_pp.plan.sim.simulation import Event, Transfer
-from megatron_pp.plan.spec import PlanError
 
 _TICKS = 2**31
 _COMPUTE = {FORWARD: 0, BACKWARD: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3}

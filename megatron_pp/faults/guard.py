@@ -94,7 +94,7 @@ class FaultGuard:
         board = Board(store, pipeline, rank, size, self._global_rank, members)
         pace = Pace.of(timeout, world_size or size)
         self._link = Link(board, pace, self._tracker.observe, self._tracker.at_rest, clock)
-        self._watch = Watch(self)
+        self._watch = Watch(self, self._link)
         self._entered_with: Hashable = None
         self._agreements = Agreements(size)
         self._number = StepNumber()

@@ -11,6 +11,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
+from megatron_pp.errors import MegatronPPError
+
 MAX_RECORD_BYTES = 1 << 20
 MAX_TEXT = 20_000
 
@@ -24,7 +26,7 @@ STALL = "stall"  # a rank died, stopped, or nobody moves
 KINDS = (EXCEPTION, MISMATCH, STALL)
 
 
-class RecordError(ValueError):
+class RecordError(MegatronPPError, ValueError):
     """Bytes from the store are not a record."""
 
 

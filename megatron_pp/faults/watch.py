@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from megatron_pp.comm.at_exit import call_at_exit
-
-if TYPE_CHECKING:
-    from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.heartbeat import Link
 
 # Seconds.
 _BEFORE_ESCALATION = 2.0  # that a rank is given to leave its step after its communicator was aborted
@@ -18,11 +16,26 @@ _BEFORE_SHOWING_STACK = 5.0
 _BEFORE_LEFT_BEHIND = 5.0  # longer than it takes to report a failure and to abort the communicator
 
 
+class Watched(Protocol):
+    """What the thread calls: see ``guard.FaultGuard``."""
+
+    rank: int
+
+    def in_step(self) -> bool: ...
+
+    def act(self) -> bool: ...
+
+    def escalate(self) -> None: ...
+
+    def show_stack(self) -> None: ...
+
+
 class Watch:
     """The thread that judges. Sleeps outside steps; never talks to the store."""
 
-    def __init__(self, guard: FaultGuard) -> None:
+    def __init__(self, guard: Watched, link: Link) -> None:
         self._guard = guard
+        self._link = link
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._closed = False
@@ -40,14 +53,14 @@ class Watch:
         """End the thread."""
         self._closed = True
         self._wake.set()
-        with self._guard._link.lock:
-            self._guard._link.lock.notify_all()
+        with self._link.lock:
+            self._link.lock.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_BEFORE_LEFT_BEHIND)
 
     def _run(self) -> None:
         guard = self._guard
-        link = guard._link
+        link = self._link
         while not self._closed:
             if not guard.in_step():
                 self._wake.clear()

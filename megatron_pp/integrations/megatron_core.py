@@ -19,18 +19,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_pp.errors import NotServedError, UnknownMegatronError
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served
-from megatron_pp.integrations.megatron_versions import UnknownMegatronError
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
 logger = logging.getLogger("megatron_pp")
-
-
-class NotServedError(NotImplementedError):
-    """Under `install(strict=True)`: this step would have been handed back to Megatron's own schedule."""
 
 
 class Schedule:

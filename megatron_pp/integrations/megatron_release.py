@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import ScheduleInputError, UnknownMegatronError
 from megatron_pp.integrations import megatron_versions as versions
-from megatron_pp.integrations.megatron_versions import Row, UnknownMegatronError
+from megatron_pp.integrations.megatron_versions import Row
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class Megatron:
     row: Row
     schedules: ModuleType
     parallel_state: ModuleType
-    utils: ModuleType
 
     def require_initialised(self) -> None:
         """Raises ScheduleInputError unless the process groups of a pipeline exist."""
@@ -123,5 +122,4 @@ def load_megatron() -> Megatron:
         row=row,
         schedules=schedules,
         parallel_state=importlib.import_module("megatron.core.parallel_state"),
-        utils=importlib.import_module("megatron.core.utils"),
     )

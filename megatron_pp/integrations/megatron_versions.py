@@ -15,14 +15,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from megatron_pp.errors import UnknownMegatronError
+
 NEVER, AFTER_TRAINING, ALWAYS = "never", "after training", "always"
-
-
-class UnknownMegatronError(RuntimeError):
-    """Megatron-core is missing, older than the table, or has a signature that the plug-in does not know.
-
-    The message names the version, the function and the parameter.
-    """
 
 
 @dataclass(frozen=True)

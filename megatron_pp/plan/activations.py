@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.instruction import (
     FORWARD,
     INPUT_GRAD,
@@ -21,9 +23,7 @@ from megatron_pp.plan.instruction import (
     Instruction,
     without_pairs,
 )
-from megatron_pp.plan.spec import Plan, PlanError
-
-WEIGHT_SHARE = 32 / 34
+from megatron_pp.plan.spec import Plan
 
 Shares = float | Sequence[float]  # one for all stages, or one per stage in model order
 

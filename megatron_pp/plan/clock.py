@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.dataflow import RESULT_OF, source_of
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.spec import PlanError
 
 _Result = tuple[str, int, int]  # FORWARD or BACKWARD, stage, microbatch
 

@@ -6,11 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from megatron_pp.plan.spec import PlanError
-
-
-class ExchangeError(PlanError):
-    """A file is not what it should be; the message says where in it, and what would be right."""
+from megatron_pp.errors import ExchangeError
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

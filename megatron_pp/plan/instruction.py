@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatron_pp.errors import InstructionError
+
 # Compute.
 FORWARD = "F"  # run the chunk; on the last stage also the loss function
 BACKWARD = "B"  # input and weight gradients
@@ -64,10 +66,6 @@ NONE = -1  # a stage that is not placed, no microbatch, no peer, no slice
 _BRACKETS = {BATCH: ("[", "]"), PAIR: ("(", ")")}
 _TOKEN = re.compile(r"([A-Z_]{1,16})(\d{1,9})(?:\.(\d{1,9}))?(?:s(\d{1,9}))?(?::([A-Za-z_]\w{0,63}))?\Z", re.ASCII)
 _ENTRY = re.compile(r"\[[^\]]*\]?|\([^)]*\)?|[^\s\[(]+")
-
-
-class InstructionError(ValueError):
-    """A text is not an instruction; the message quotes it and names what would be right."""
 
 
 class Instruction(NamedTuple):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import neighbour_of
 from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.rules import B_RAN, F_FREED, F_RAN, RULES, W_LEFT, W_RAN, facts_at_end, words_of
-from megatron_pp.plan.spec import Plan, PlanError
+from megatron_pp.plan.spec import Plan
 from megatron_pp.plan.sync_marks import check_syncs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import (
     BACKWARD,
     FORWARD,
@@ -16,7 +17,7 @@ from megatron_pp.plan.instruction import (
     without_pairs,
 )
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.spec import Plan, PlanError
+from megatron_pp.plan.spec import Plan
 
 _AFTER = {BACKWARD: FORWARD, INPUT_GRAD: FORWARD, WEIGHT_GRAD: INPUT_GRAD}
 _Operation = tuple[str, int, int]  # op, chunk, microbatch

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import channel_of, message_of
 from megatron_pp.plan.instruction import NONE, Instruction
-from megatron_pp.plan.spec import ONE_WAY, Plan, PlanError
+from megatron_pp.plan.spec import ONE_WAY, Plan
 
 DATA = "data"
 SHAPE = "shape"  # where shapes vary, a message's shape goes ahead of it on the same channel

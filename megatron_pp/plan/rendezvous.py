@@ -9,11 +9,12 @@ with large messages, and what gloo does always. The outcome does not depend on t
 
 from __future__ import annotations
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import Message, message_of
 from megatron_pp.plan.instruction import POST_OF, Instruction
 from megatron_pp.plan.queues import DATA, SHAPE, End, Entry, QueueMachine
-from megatron_pp.plan.spec import Plan, PlanError
+from megatron_pp.plan.spec import Plan
 
 
 def check_rendezvous(plan: Plan) -> None:

@@ -11,12 +11,14 @@ import hashlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_pp.plan.files import ExchangeError, read_text
+from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.plan.family import Family, Order, Shape
+from megatron_pp.plan.files import read_text
 from megatron_pp.plan.instruction import WEIGHT_GRAD, Instruction
-from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES, Family, Order, Shape
+from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES
 from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.serialize import load_plan
-from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
+from megatron_pp.plan.spec import Plan, PlanSpec
 
 ENDINGS = (".csv", ".json")
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
-from megatron_pp.plan.files import ExchangeError, read_text
+from megatron_pp.errors import ExchangeError, InstructionError, PlanError
+from megatron_pp.plan.files import read_text
 from megatron_pp.plan.instruction import (
     ALL_OPS,
     BATCH,
@@ -28,14 +29,13 @@ from megatron_pp.plan.instruction import (
     SYNC_OPS,
     TRANSFER_OPS,
     Instruction,
-    InstructionError,
     batch,
     pair,
 )
+from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import OLD_NAMES
 from megatron_pp.plan.placement import PLACEMENTS, Placement
-from megatron_pp.plan.sim.measured import Measured
-from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
+from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.torch_csv import read_torch_csv, write_torch_csv
 from megatron_pp.plan.version_1 import parse_version_1
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import Instruction, format_program, without_pairs
+from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.placement import Placement
-
-if TYPE_CHECKING:
-    from megatron_pp.plan.sim.measured import Measured
 
 OVERLAP = "overlap"  # posts early, waits late
 BATCHED = "batched"  # one grouped call per compute boundary, waited there
@@ -22,12 +20,6 @@ CHANNELS = (ONE_WAY, SHARED)
 
 HOOKS = "hooks"  # data-parallel hooks fire in the last backward of a chunk, outside no_sync
 EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as Megatron does
-
-
-class PlanError(ValueError):
-    """A plan cannot be built or was refused; the message names the rank, the instruction and what is missing, in
-    words.
-    """
 
 
 @dataclass(frozen=True)

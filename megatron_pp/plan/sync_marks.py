@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import (
     BACKWARD_OPS,
     COMPUTE_OPS,
@@ -24,7 +25,7 @@ from megatron_pp.plan.instruction import (
     WEIGHT_GRAD,
     Instruction,
 )
-from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanError, PlanSpec
+from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 
 Syncs = dict[int, list[Instruction]]  # index of an entry of a compute order -> syncs next to it
 

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_pp.errors import ExchangeError, InstructionError
 from megatron_pp.plan.clock import run_clock
 from megatron_pp.plan.dataflow import KIND_OF, MOVES, RESULT_OF, source_of
-from megatron_pp.plan.files import ExchangeError
 from megatron_pp.plan.instruction import (
     BACKWARD_OPS,
     FORWARD,
@@ -33,7 +33,6 @@ from megatron_pp.plan.instruction import (
     SEND_OPS,
     SINGLE_COMPUTE_OPS,
     Instruction,
-    InstructionError,
     each,
     instruction,
     pair,

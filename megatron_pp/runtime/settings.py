@@ -13,17 +13,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from megatron_pp.comm import process_groups as parallel_state
-from megatron_pp.config.checks import ConfigError, whole_number
+from megatron_pp.config.checks import whole_number
 from megatron_pp.config.microbatch_counts import MicrobatchCount, check_group_size, explain_microbatch_count
 from megatron_pp.config.rules import lowering_policy
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import ConfigError, ExchangeError, PlanError, ScheduleInputError
 from megatron_pp.module_attributes import wrapped_attribute
-from megatron_pp.plan.files import ExchangeError
+from megatron_pp.plan.family import Family
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
-from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, Family
+from megatron_pp.plan.measured import Measured, measured_values
+from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.schedule_file import choices, find_family
-from megatron_pp.plan.sim.measured import Measured, measured_values
-from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, ONE_WAY, Plan, PlanError, PlanSpec
+from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, ONE_WAY, Plan, PlanSpec
 
 logger = logging.getLogger("megatron_pp")
 _SPEAKING = threading.Lock()

@@ -9,7 +9,7 @@ from megatron_pp.comm import process_groups as parallel_state
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import Plan
 from megatron_pp.plan.sync_marks import prepares_in_forward
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator

@@ -19,10 +19,12 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from megatron_pp.errors import MegatronPPError
+
 _JOIN_SECONDS = 5.0
 
 
-class RankFailedError(RuntimeError):
+class RankFailedError(MegatronPPError, RuntimeError):
     """A rank raised; the message has its traceback. ``errors`` maps every rank that failed to its exception's (type
     name, text).
     """
@@ -32,7 +34,7 @@ class RankFailedError(RuntimeError):
         self.errors = errors
 
 
-class RanksTimedOutError(RuntimeError):
+class RanksTimedOutError(MegatronPPError, RuntimeError):
     """Ranks were still running at the deadline and were killed."""
 
 

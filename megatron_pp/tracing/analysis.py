@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_pp.plan.files import ExchangeError
+from megatron_pp.errors import ExchangeError
+from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, FORWARD, INPUT_GRAD, WEIGHT_GRAD
-from megatron_pp.plan.sim.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.tracing.run import TracedRun

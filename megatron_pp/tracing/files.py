@@ -18,18 +18,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_pp.plan.files import ExchangeError, read_text
-from megatron_pp.plan.instruction import (
-    Instruction,
-    InstructionError,
-    each,
-    format_program,
-    parse_program,
-    without_pairs,
-)
+from megatron_pp.errors import ExchangeError, InstructionError, PlanError
+from megatron_pp.plan.files import read_text
+from megatron_pp.plan.instruction import Instruction, each, format_program, parse_program, without_pairs
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.serialize import spec_from_values, spec_values
-from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
+from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.version_1 import parse_version_1
 
 _FORMAT = "megatron_pp.tracing.recorder"

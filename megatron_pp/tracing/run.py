@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_pp.errors import ExchangeError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import MOVES, Message, message_of, neighbour_of
-from megatron_pp.plan.files import ExchangeError
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.serialize import compute_of
 from megatron_pp.plan.sim.simulation import Simulation, Transfer, TransferLog, Waits

@@ -9,27 +9,31 @@ Source: arXiv 2401.10241, section 2 (which half of backward is which). How: ``st
 
 from __future__ import annotations
 
-from megatron_pp.weight_grad.convert import (
-    WeightGradSplitError,
-    check_wrappers,
-    split_weight_grad,
-    store_of,
-    unsplit_weight_grad,
-)
-from megatron_pp.weight_grad.footprint import Footprint, measure_footprint
+import importlib
+import warnings
+from typing import Any
+
+from megatron_pp.errors import WeightGradError, WeightGradSplitError
+from megatron_pp.weight_grad.convert import check_wrappers, split_weight_grad, store_of, unsplit_weight_grad
 from megatron_pp.weight_grad.fused import fused_kernels
-from megatron_pp.weight_grad.store import SplitReport, WeightGradError, WeightGradStore
+from megatron_pp.weight_grad.store import SplitReport, WeightGradStore
 
 __all__ = [
-    "Footprint",
     "SplitReport",
     "WeightGradError",
     "WeightGradSplitError",
     "WeightGradStore",
     "check_wrappers",
     "fused_kernels",
-    "measure_footprint",
     "split_weight_grad",
     "store_of",
     "unsplit_weight_grad",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Footprint", "measure_footprint"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = "megatron_pp.runtime.footprint"
+    warnings.warn(f"{name} is now in {new}; the old path goes with the next release", DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module(new), name)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_pp.errors import WeightGradSplitError
 from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.weight_grad.fused import fused_kernels
 from megatron_pp.weight_grad.layers import SplitState, convert, is_converted, kind_of, restore
@@ -16,10 +17,6 @@ from megatron_pp.weight_grad.store import SplitReport, WeightGradStore
 from megatron_pp.weight_grad.transformer_engine import DelayedLayer, delays_weight_grad
 
 _STORE = "_weight_grad_store"
-
-
-class WeightGradSplitError(ValueError):
-    """A model can not be converted; the message names the module."""
 
 
 def split_weight_grad(

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-
-class FusedWeightGradError(TypeError):
-    """``main_grad`` has a dtype that no kernel adds into."""
+from megatron_pp.errors import FusedWeightGradError
 
 
 def fused_kernels() -> Any | None:

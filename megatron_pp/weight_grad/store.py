@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron_pp.errors import WeightGradError
 from megatron_pp.weight_grad.casts import Casts
 from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
 from megatron_pp.weight_grad.parameter_leaf import accumulates, follow, new_tap, parameter_behind, take_grad
@@ -26,10 +27,6 @@ from megatron_pp.weight_grad.parameter_leaf import accumulates, follow, new_tap,
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int]  # (chunk, microbatch)
-
-
-class WeightGradError(RuntimeError):
-    """The store was driven in an order that loses or repeats gradients; the message names the chunk and microbatch."""
 
 
 @dataclass(frozen=True)

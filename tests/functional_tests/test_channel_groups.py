@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_pp.plan.sim.costs import GLOO_DETACHED_BYTES
+from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.processes import run_processes

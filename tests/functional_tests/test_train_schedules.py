@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.testing.processes import run_processes

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.dataflow import message_of
 from megatron_pp.plan.instruction import FREE_B, FREE_F, WAIT_B, WAIT_F, Instruction
 from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, Plan, PlanSpec

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megatron_pp.plan.family import Family, Order, Shape
 from megatron_pp.plan.orders import auto, dualpipe_v, loop, v, zero_bubble
 from megatron_pp.plan.orders.dualpipe_v import DUALPIPE_V
-from megatron_pp.plan.orders.family import Family, Order, Shape
 from megatron_pp.plan.orders.loop import BREADTH_FIRST, EAGER_1F1B, GPIPE, INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.orders.v import ONE_F_ONE_B_V, V_HALF, V_MIN, ZB_V
 from megatron_pp.plan.orders.zero_bubble import INTERLEAVED_ZB, ZB_H1, ZB_H2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_pp.plan.orders.family import Announce, Family, Order, Shape
+from megatron_pp.plan.family import Announce, Family, Order, Shape
 from megatron_pp.plan.sim.search import SearchResult, search
 from megatron_pp.plan.spec import PlanSpec
 

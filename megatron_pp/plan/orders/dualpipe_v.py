@@ -9,7 +9,7 @@ compute. Weight gradients are split off only where they fill bubbles. 2P + 1 chu
 
 from __future__ import annotations
 
-from megatron_pp.plan.orders.family import Family, Order, Shape
+from megatron_pp.plan.family import Family, Order, Shape
 from megatron_pp.plan.orders.phases import PhaseWriter
 from megatron_pp.plan.orders.v import zb_v
 from megatron_pp.plan.placement import V_SHAPE

@@ -6,7 +6,7 @@ and are equal to the last bit from family to family.
 
 from __future__ import annotations
 
-from megatron_pp.plan.orders.family import Family, Order, Shape, b, f
+from megatron_pp.plan.family import Family, Order, Shape, b, f
 from megatron_pp.plan.orders.overtake import let_backwards_overtake
 from megatron_pp.plan.placement import LOOP, Placement
 

@@ -8,8 +8,8 @@ costs memory.
 from __future__ import annotations
 
 from megatron_pp.plan.dataflow import RESULT_OF, inputs_of
+from megatron_pp.plan.family import Order
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
-from megatron_pp.plan.orders.family import Order
 from megatron_pp.plan.placement import Placement
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from megatron_pp.plan.orders.family import Order, b, f, i, w
+from megatron_pp.plan.family import Order, b, f, i, w
 
 
 class PhaseWriter:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from megatron_pp.plan.costs import MemoryModel, StageCosts
+from megatron_pp.plan.family import Family, Order, Shape
 from megatron_pp.plan.instruction import BACKWARD, FORWARD
-from megatron_pp.plan.orders.family import Family, Order, Shape
 from megatron_pp.plan.orders.phases import PhaseWriter
 from megatron_pp.plan.placement import V_SHAPE, Placement
-from megatron_pp.plan.sim.costs import StageCosts
-from megatron_pp.plan.sim.greedy import MemoryModel, Pattern, Rules, Scheduled, in_pattern_order, schedule
+from megatron_pp.plan.sim.greedy import Pattern, Rules, Scheduled, in_pattern_order, schedule
 
 ZB_V = "zb_v"
 V_HALF = "v_half"

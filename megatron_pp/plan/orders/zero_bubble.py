@@ -4,9 +4,9 @@ and put where the bubble was.
 
 from __future__ import annotations
 
+from megatron_pp.plan.family import Family, Order, Shape, f, i, w
 from megatron_pp.plan.instruction import BACKWARD
 from megatron_pp.plan.orders import loop
-from megatron_pp.plan.orders.family import Family, Order, Shape, f, i, w
 
 ZB_H1 = "zb_h1"
 ZB_H2 = "zb_h2"

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol
 
+from megatron_pp.plan.costs import MemoryModel, StageCosts
 from megatron_pp.plan.dataflow import RESULT_OF, consumer_of, inputs_of
+from megatron_pp.plan.family import Order
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.sim.costs import StageCosts
 
-Order = list[Instruction]
 UNKNOWN = float("inf")
 ROUNDING = 1e-9  # share of a memory limit by which sums of measured numbers may miss it
 
@@ -46,26 +46,6 @@ class Pattern:
 
     def slot(self, rank: int, op: str, chunk: int, mb: int) -> float:
         return self.offsets[rank][(op, chunk)] + self.period * mb
-
-
-@dataclass(frozen=True)
-class MemoryModel:
-    """Activation memory, in any unit.
-
-    limits   per rank; infinity for none
-    forward  per stage: what a forward keeps until its backward
-    weight   per stage: what a split backward keeps until its weight gradient
-    """
-
-    limits: tuple[float, ...]
-    forward: tuple[float, ...]
-    weight: tuple[float, ...]
-
-    @classmethod
-    def in_chunks(cls, placement: Placement, limit: float) -> MemoryModel:
-        """Every forward counts 1 until its weight gradient is done: the papers' count."""
-        ones = (1.0,) * placement.num_stages
-        return cls((limit,) * placement.pipeline_size, ones, ones)
 
 
 @dataclass(frozen=True)

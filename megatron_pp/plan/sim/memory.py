@@ -13,9 +13,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from megatron_pp.plan.lifetime import tensors_timeline
-from megatron_pp.plan.spec import Plan, PlanError
+from megatron_pp.plan.spec import Plan
 
 NONE = "none"
 SELECTIVE = "selective"  # attention's softmax part is computed again, or never stored (flash attention)

@@ -5,10 +5,11 @@ Not for training, where every rank but one would always be idle; it is what the 
 
 from __future__ import annotations
 
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.family import Order, Shape, b, f
 from megatron_pp.plan.lower import lowered
-from megatron_pp.plan.orders.family import Order, Shape, b, f
 from megatron_pp.plan.placement import LOOP, Placement
-from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
+from megatron_pp.plan.spec import Plan, PlanSpec
 
 NAIVE = "naive"
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from megatron_pp.plan.costs import GLOO_DETACHED_BYTES, Network
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.queues import Direction, End, Entry, Meeting, QueueMachine
-from megatron_pp.plan.sim.costs import GLOO_DETACHED_BYTES, Network
 from megatron_pp.plan.sim.simulation import Transfer
 from megatron_pp.plan.spec import Plan
 

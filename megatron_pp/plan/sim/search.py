@@ -14,17 +14,19 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.activations import kept_timeline
+from megatron_pp.plan.costs import MemoryModel
 from megatron_pp.plan.dataflow import RESULT_OF
+from megatron_pp.plan.family import Announce, Family, Order, Shape
 from megatron_pp.plan.instruction import FORWARD
 from megatron_pp.plan.lower import lowered
-from megatron_pp.plan.orders.family import Announce, Family, Shape
+from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.sim.greedy import ROUNDING, UNKNOWN, MemoryModel, Order, Rules, Scheduled, Slots, schedule
-from megatron_pp.plan.sim.measured import Measured
+from megatron_pp.plan.sim.greedy import ROUNDING, UNKNOWN, Rules, Scheduled, Slots, schedule
 from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.verifier import verify
 
 _FINALISTS = 6  # searched orders that are lowered and simulated
 _ROUNDS = 2  # times that the best results become patterns in turn

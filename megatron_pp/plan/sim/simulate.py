@@ -11,15 +11,16 @@ from __future__ import annotations
 from array import array
 from heapq import heappop, heappush
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.costs import FREE, Network, StageCosts
 from megatron_pp.plan.dataflow import Message, message_of
 from megatron_pp.plan.instruction import POST_OF, Instruction
 from megatron_pp.plan.queues import Entry
 from megatron_pp.plan.rendezvous import check_rendezvous
-from megatron_pp.plan.sim.costs import FREE, Network, StageCosts
 from megatron_pp.plan.sim.network_model import Announcement, Arrival, TimedQueues
 from megatron_pp.plan.sim.simulation import Simulation, TransferLog, Waits
-from megatron_pp.plan.spec import Plan, PlanError
+from megatron_pp.plan.spec import Plan
 
 
 def simulate(plan: Plan, costs: StageCosts, network: Network = FREE) -> Simulation:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_pp.plan.activations import WEIGHT_SHARE, Shares, peak_activations
+from megatron_pp.plan.activations import Shares, peak_activations
+from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.instruction import COMPUTE_OPS, FORWARD, GRADIENT_OPS, Instruction, without_pairs
 from megatron_pp.plan.spec import Plan
 
@@ -129,11 +130,6 @@ class Simulation:
         """Share of all ranks' time that no compute fills: 1 - sum(busy) / (P * makespan). 0 for an empty plan."""
         whole = self.makespan * len(self.busy)
         return 1.0 - sum(self.busy) / whole if whole else 0.0
-
-    def compute_span(self, rank: int) -> tuple[float, float]:
-        """(start of the first, end of the last) compute of ``rank``: the span that zero-bubble papers count."""
-        events = list(self.compute_events(rank))
-        return (events[0].start, events[-1].end) if events else (0.0, 0.0)
 
     def volume(self) -> dict[tuple[int, int], tuple[int, float]]:
         """(source rank, destination rank) -> (messages, bytes) sent over that link in one step."""

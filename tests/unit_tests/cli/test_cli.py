@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from megatron_pp.cli.command_line import main
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.instruction import parse_program
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.serialize import load_plan

@@ -11,14 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp.config.model_config import (
-    ConfigError,
-    LayoutError,
-    ModelParallelConfig,
-    ScheduleError,
-    TransformerConfig,
-    option,
-)
+from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig, option
+from megatron_pp.errors import ConfigError, LayoutError, ScheduleError
 from megatron_pp.plan.orders import SCHEDULES
 
 PIPELINE = {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.bfloat16}

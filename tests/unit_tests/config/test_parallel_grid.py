@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 
 from megatron_pp import parallel_state
-from megatron_pp.config.checks import ConfigError, WorldSizeError
 from megatron_pp.config.parallel_grid import DIMENSIONS, Grid, fit_grid
+from megatron_pp.errors import ConfigError, WorldSizeError
 
 
 def test_tensor_parallel_ranks_are_neighbours_and_pipelines_span_the_world():

@@ -29,9 +29,9 @@ from megatron_pp.draw.svg import render_svg
 from megatron_pp.draw.text import legend, plain, render_text
 from megatron_pp.draw.ticks import size_label, tick_label, tick_step
 from megatron_pp.draw.timeline import _steps, simulated_timeline
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.sim.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
 from megatron_pp.plan.sim.naive import naive_plan
 from megatron_pp.plan.sim.simulate import simulate

@@ -10,8 +10,8 @@ import torch
 from examples.gpt.blocks import CausalSelfAttention, RotaryEmbedding
 from examples.gpt.gpt import EMBEDDING, OUTPUT, GPTStage, build_gpt_chunks
 from examples.gpt.tied_embeddings import is_tied_copy, sum_tied_gradients
-from megatron_pp.config.checks import ConfigError
 from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp.errors import ConfigError
 
 VOCAB, SEQ, BATCH, LAYERS = 29, 12, 3, 5
 

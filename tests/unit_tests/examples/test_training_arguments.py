@@ -26,10 +26,10 @@ from examples.gpt.errors import (
 from examples.gpt.flags import add_flags, values_of
 from examples.gpt.grid import Process, choose_device, grid_sizes
 from examples.gpt.program import _layout, main, train
-from megatron_pp.config.checks import ConfigError, LayoutError, ScheduleError, WorldSizeError
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
-from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.spec import PlanError, PlanSpec
+from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleError, WorldSizeError
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.spec import PlanSpec
 from tests.harness.plan_text import save_plan
 
 

@@ -26,7 +26,7 @@ from megatron_pp.faults.liveness import ALIVE, DEAD, STOPPED, UNKNOWN, state_of,
 from megatron_pp.faults.peers import View
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Entry, Process, Progress
 from megatron_pp.faults.stall_detector import Finding, Own, judge
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.spec import PlanSpec

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.records import DONE
 from megatron_pp.faults.tracker import Tracker
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.testing.threads import run_ranks
 

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
+from megatron_pp.errors import UnknownMegatronError
 from megatron_pp.integrations import megatron_core, megatron_release
-from megatron_pp.integrations.megatron_core import UnknownMegatronError
 from tests.unit_tests.integrations.test_megatron_versions import published_schedules
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"

@@ -11,8 +11,8 @@ import types
 
 import pytest
 
+from megatron_pp.errors import UnknownMegatronError
 from megatron_pp.integrations import megatron_versions
-from megatron_pp.integrations.megatron_versions import UnknownMegatronError
 
 FORWARD = (
     "forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "

@@ -10,26 +10,26 @@ import torch
 
 from examples.gpt.gpt import GPTStage, build_gpt_chunks
 from megatron_pp.config.model_config import TransformerConfig
-from megatron_pp.plan.activations import WEIGHT_SHARE, activations_timeline, kept_timeline, peak_activations
-from megatron_pp.plan.build import build_plan, verified_plan
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.activations import activations_timeline, kept_timeline, peak_activations
+from megatron_pp.plan.builder import build_plan, verified_plan
+from megatron_pp.plan.costs import WEIGHT_SHARE, MemoryModel, StageCosts
+from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.serialize import parse_plan
-from megatron_pp.plan.sim.costs import StageCosts
-from megatron_pp.plan.sim.greedy import MemoryModel
-from megatron_pp.plan.sim.measured import Measured
 from megatron_pp.plan.sim.memory import FULL, ModelShape
 from megatron_pp.plan.sim.search import peak_memory
 from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import PlanError, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.verifier import verify
 from megatron_pp.runtime.communicators import lone_communicator
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
+from megatron_pp.runtime.footprint import Footprint, LiveStorages, measure_footprint
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.testing.toy import HIDDEN, ToyBlock
-from megatron_pp.weight_grad import Footprint, measure_footprint, split_weight_grad
-from megatron_pp.weight_grad.footprint import LiveStorages
+from megatron_pp.weight_grad import split_weight_grad
 
 FLOAT = 4
 SEQUENCE, BATCH, WIDTH, VOCAB, LAYERS = 24, 2, 16, 64, 2

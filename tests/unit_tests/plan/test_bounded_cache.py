@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from megatron_pp.comm.transport import SoloTransport
 from megatron_pp.faults.agreement import RECEIVES, SENDS, Agreements
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan import build
+from megatron_pp.plan import builder
 from megatron_pp.plan.bounded_cache import BoundedCache
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.testing.toy import toy_config
 
@@ -50,11 +50,11 @@ def test_templates_of_many_shapes_do_not_pile_up() -> None:
 
 
 def test_plans_are_kept_by_their_size() -> None:
-    build.forget_plans()
+    builder.forget_plans()
     plans = [build_plan(PlanSpec("1f1b", 2, 1, m)) for m in range(1, 101)]
     assert all(build_plan(plan.spec) is plan for plan in plans)  # small ones: more than a count would keep
-    assert 8 * 2 * 50 * 4 < build._size(plans[49]) < 8 * 2 * 50 * 12
-    build.forget_plans()
+    assert 8 * 2 * 50 * 4 < builder._size(plans[49]) < 8 * 2 * 50 * 12
+    builder.forget_plans()
     assert build_plan(plans[0].spec) is not plans[0]
 
 

@@ -23,18 +23,16 @@ from examples.gpt.checkpoint import CheckpointWriter, check_layout, find_checkpo
 from examples.gpt.description import DESCRIPTION
 from examples.gpt.errors import CheckpointError, TrainingError
 from examples.gpt.metrics import MetricsFile, read_metrics
-from megatron_pp.config.checks import ConfigError, LayoutError
 from megatron_pp.config.fields import read_flag
 from megatron_pp.config.layout_text import layers_per_stage
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import ConfigError, ExchangeError, InstructionError, LayoutError, PlanError, ScheduleInputError
 from megatron_pp.faults.records import Entry, Failure, Process, Progress, RecordError, decode, encode
-from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.files import ExchangeError
-from megatron_pp.plan.instruction import InstructionError, parse_instruction, parse_program
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.instruction import parse_instruction, parse_program
+from megatron_pp.plan.measured import Measured, measured_values
 from megatron_pp.plan.serialize import format_plan, load_plan, parse_plan
-from megatron_pp.plan.sim.measured import Measured, measured_values
-from megatron_pp.plan.spec import PlanError, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.verifier import verify
 from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_line, step_line, sync_line
 from megatron_pp.tracing.recorder import chosen_steps
 from megatron_pp.tracing.run import load_run

@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_pp.cli.command_line import main
-from megatron_pp.plan.build import build_plan
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.instruction import parse_program
 from megatron_pp.plan.schedule_file import family_of_file
 from megatron_pp.plan.serialize import format_plan, parse_plan
-from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.verifier import verify
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_pp.errors import InstructionError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import (
     OP_NAMES,
     POST_OPS,
     SYNC_OPS,
     Instruction,
-    InstructionError,
     batch,
     format_program,
     instruction,

@@ -8,13 +8,15 @@ from collections import Counter
 
 import pytest
 
-from megatron_pp.plan.build import family_of
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import family_of
 from megatron_pp.plan.clock import run_clock
+from megatron_pp.plan.family import Shape
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction, format_program, instruction
-from megatron_pp.plan.orders import SCHEDULES, Shape
+from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.loop import has_short_group, schedule_table, warmup_forwards
 from megatron_pp.plan.placement import LOOP, Placement
-from megatron_pp.plan.spec import PlanError, PlanSpec
+from megatron_pp.plan.spec import PlanSpec
 
 Order = list[Instruction]
 

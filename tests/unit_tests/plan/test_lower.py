@@ -6,12 +6,22 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.build import build_plan, lowered_plan
+from megatron_pp.plan.builder import build_plan, lowered_plan
 from megatron_pp.plan.dataflow import KIND_OF, RESULT_OF
 from megatron_pp.plan.instruction import Instruction, format_program
 from megatron_pp.plan.lifetime import tensors_timeline
-from megatron_pp.plan.spec import BATCHED, CHANNELS, ONE_WAY, OVERLAP, PLAIN, POLICIES, SHARED, PlanError, PlanSpec
+from megatron_pp.plan.spec import (
+    BATCHED,
+    CHANNELS,
+    ONE_WAY,
+    OVERLAP,
+    PLAIN,
+    POLICIES,
+    SHARED,
+    PlanSpec,
+)
 from tests.harness.plan_text import index_of
 
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_pp.errors import PipelineError
-from megatron_pp.plan.build import build_plan
+from megatron_pp.errors import PipelineError, PlanError
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanError, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec
+from megatron_pp.plan.verifier import verify
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.toy import ToyResult, reference_run
 from tests.harness.plan_mutants import KINDS, mutants

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp.plan.build import build_plan, lowered_plan
+from megatron_pp.plan.builder import build_plan, lowered_plan
+from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.dataflow import RESULT_OF
-from megatron_pp.plan.orders import SCHEDULES, Family, Order, Shape
+from megatron_pp.plan.family import Family, Order, Shape
+from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.v import one_f_one_b_v_offsets, v_half_offsets, v_min_offsets, v_pattern
-from megatron_pp.plan.sim.costs import StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.plan.spec import CHANNELS, POLICIES, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.verifier import verify
 
 NAMED = [family for family in SCHEDULES.values() if family.search is None]
 SIZES = (1, 2, 3, 4, 8)
@@ -133,8 +134,8 @@ def test_bubbles_follow_their_formulas(size: int) -> None:
 def test_zero_bubble_schedules_never_idle_within_a_ranks_span(size: int) -> None:
     for name in ("zb_h2", "zb_v"):
         simulation = unit_simulation(name, size, 3 * size)
-        spans = [simulation.compute_span(rank) for rank in range(size)]
-        assert [end - start for start, end in spans] == list(simulation.busy)
+        computed = [list(simulation.compute_events(rank)) for rank in range(size)]
+        assert [events[-1].end - events[0].start for events in computed] == list(simulation.busy)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -179,7 +180,7 @@ def test_repeated_patterns_never_collide_with_themselves(offsets: object, size: 
 
 def test_eager_1f1b_hides_transfers_that_1f1b_waits_for() -> None:
     """Each transfer takes half a forward: 1F1B pays once a microbatch, eager 1F1B only while filling and draining."""
-    from megatron_pp.plan.sim.costs import Link, Network
+    from megatron_pp.plan.costs import Link, Network
 
     network = Network(link=Link(latency=0.5))
     spans = {}

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_pp.config.model_config import ModelParallelConfig, ScheduleError, TransformerConfig
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
+from megatron_pp.errors import ExchangeError, PlanError, ScheduleError, ScheduleInputError
 from megatron_pp.faults.attach import describe_step
-from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.files import ExchangeError
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.schedule_file import family_of_file, find_family, placement_kind
-from megatron_pp.plan.sim.measured import Measured
-from megatron_pp.plan.spec import PlanError, PlanSpec
+from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.executor import Shapes
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run

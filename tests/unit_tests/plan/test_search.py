@@ -8,18 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pp.errors import PlanError
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan.build import build_plan, lowered_plan
-from megatron_pp.plan.orders import SCHEDULES, Shape
+from megatron_pp.plan.builder import build_plan, lowered_plan
+from megatron_pp.plan.costs import MemoryModel, StageCosts
+from megatron_pp.plan.family import Shape
+from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.v import v_half_offsets, v_pattern
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.sim.costs import StageCosts
-from megatron_pp.plan.sim.greedy import MemoryModel, Rules, schedule
-from megatron_pp.plan.sim.measured import Measured
+from megatron_pp.plan.sim.greedy import Rules, schedule
 from megatron_pp.plan.sim.search import SearchResult, peak_memory
 from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import BATCHED, PlanError, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.spec import BATCHED, PlanSpec
+from megatron_pp.plan.verifier import verify
 from megatron_pp.schedules import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup

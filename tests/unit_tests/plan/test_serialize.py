@@ -14,14 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.files import ExchangeError, write_whole
+from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.instruction import format_program
+from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.serialize import format_plan, load_plan, parse_plan
-from megatron_pp.plan.sim.measured import Measured
-from megatron_pp.plan.spec import CHANNELS, POLICIES, PlanError, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.spec import CHANNELS, POLICIES, PlanSpec
+from megatron_pp.plan.verifier import verify
 from tests.harness.plan_text import save_plan
 
 TORCH_SCHEDULES = {

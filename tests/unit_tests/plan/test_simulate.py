@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp.plan.build import build_plan, lowered_plan
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import build_plan, lowered_plan
 from megatron_pp.plan.clock import run_clock
+from megatron_pp.plan.costs import GLOO_DETACHED_BYTES, Link, Network, StageCosts
 from megatron_pp.plan.instruction import format_program
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.sim.costs import GLOO_DETACHED_BYTES, Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, POLICIES, SHARED, Plan, PlanError, PlanSpec
+from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, POLICIES, SHARED, Plan, PlanSpec
 from tests.harness.plan_text import placed, with_programs
 
 UNIT_COSTS = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "breadth_first": 2}

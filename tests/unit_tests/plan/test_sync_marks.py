@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp.plan.build import build_plan
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.instruction import (
     BACKWARD,
     BACKWARD_OPS,
@@ -28,8 +29,8 @@ from megatron_pp.plan.instruction import (
 from megatron_pp.plan.lifetime import check_rank
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.serialize import format_plan, parse_plan
-from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanError, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
+from megatron_pp.plan.verifier import verify
 from megatron_pp.plan.whole_backwards import with_whole_backwards
 from tests.harness.plan_text import with_programs
 

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp.plan.build import lowered_plan
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.instruction import Instruction, parse_instruction, parse_program
-from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanError, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec
+from megatron_pp.plan.verifier import verify
 from tests.harness.plan_text import index_of, with_programs
 
 # -- accepts ----------------------------------------------------------------------------------------------------------

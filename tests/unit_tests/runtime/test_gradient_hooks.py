@@ -15,7 +15,7 @@ import torch
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.finalize import finalize_gradients
 from megatron_pp.runtime.gradient_hooks import SyncHooks

@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan.build import build_plan, verified_plan
+from megatron_pp.plan.builder import build_plan, verified_plan
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.spec import POLICIES, PlanSpec

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import PipelineError, ScheduleInputError, SendBufferError
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.instruction import POST_OF, Instruction, parse_instruction
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, PlanSpec

@@ -16,7 +16,7 @@ from examples.gpt.tied_embeddings import sum_tied_gradients
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from megatron_pp.cli.command_line import main
-from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.sim.costs import Link, Network, StageCosts
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.tracing.analysis import analyse

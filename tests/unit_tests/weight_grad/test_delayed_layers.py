@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_pp.weight_grad import WeightGradSplitError, check_wrappers, split_weight_grad
+from megatron_pp.errors import WeightGradSplitError
+from megatron_pp.weight_grad import check_wrappers, split_weight_grad
 from megatron_pp.weight_grad.transformer_engine import delays_weight_grad
 
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pp.weight_grad import WeightGradError, WeightGradStore, split_weight_grad
+from megatron_pp.errors import WeightGradError
+from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
 
 WIDTH, MICROBATCHES = 6, 3
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_pp.errors import FusedWeightGradError
 from megatron_pp.weight_grad import WeightGradStore, fused_kernels, split_weight_grad
-from megatron_pp.weight_grad.fused import FusedWeightGradError, add_weight_grad
+from megatron_pp.weight_grad.fused import add_weight_grad
 
 MICROBATCHES = 3
 

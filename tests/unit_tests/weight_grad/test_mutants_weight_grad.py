@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pp.errors import PlanError, WeightGradError
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.spec import PlanError, PlanSpec
-from megatron_pp.plan.verify import verify
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.verifier import verify
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run
-from megatron_pp.weight_grad import WeightGradError, WeightGradStore, split_weight_grad
+from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
 from megatron_pp.weight_grad.linear import DeferredLinear
 from megatron_pp.weight_grad.store import Deferred, Waiting
 from tests.harness.race_support import exact_data, run_plan

@@ -18,14 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron_pp.weight_grad import (
-    WeightGradError,
-    WeightGradSplitError,
-    WeightGradStore,
-    split_weight_grad,
-    store_of,
-    unsplit_weight_grad,
-)
+from megatron_pp.errors import WeightGradError, WeightGradSplitError
+from megatron_pp.weight_grad import WeightGradStore, split_weight_grad, store_of, unsplit_weight_grad
 
 VOCAB, WIDTH, MICROBATCHES = 11, 8, 4
 

@@ -1,4 +1,4 @@
-"""What a plan's instructions cost: compute per stage, transfers per directed link.
+"""What a plan's instructions cost: compute and memory per stage, transfers per directed link.
 
 Times are in one unit of the caller's choice, the same everywhere.
 """
@@ -10,8 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
-from megatron_pp.plan.spec import PlanError
+from megatron_pp.plan.placement import Placement
+
+WEIGHT_SHARE = 32 / 34
+"""Of a forward's memory, what a split backward keeps until its weight gradients; see ``activations.py``."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,26 @@ class StageCosts:
             INPUT_GRAD: self.backward_input,
             WEIGHT_GRAD: self.weight,
         }
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Activation memory, in any unit.
+
+    limits   per rank; infinity for none
+    forward  per stage: what a forward keeps until its backward
+    weight   per stage: what a split backward keeps until its weight gradient
+    """
+
+    limits: tuple[float, ...]
+    forward: tuple[float, ...]
+    weight: tuple[float, ...]
+
+    @classmethod
+    def in_chunks(cls, placement: Placement, limit: float) -> MemoryModel:
+        """Every forward counts 1 until its weight gradient is done: the papers' count."""
+        ones = (1.0,) * placement.num_stages
+        return cls((limit,) * placement.pipeline_size, ones, ones)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,10 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from megatron_pp.plan.activations import WEIGHT_SHARE
-from megatron_pp.plan.files import ExchangeError, read_text
+from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.plan.costs import WEIGHT_SHARE, Link, MemoryModel, Network, StageCosts
+from megatron_pp.plan.files import read_text
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.sim.costs import Link, Network, StageCosts
-from megatron_pp.plan.sim.greedy import MemoryModel
-from megatron_pp.plan.spec import PlanError
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Measured:
     memory_limit       per rank (or one number), in the unit of ``activation``; none where not given
     activation         memory that a forward keeps until its backward
     weight_activation  what a split backward keeps of it until its weight gradient; where not given, the share that a
-                       transformer layer has (``activations.WEIGHT_SHARE``). ``weight_grad.measure_footprint`` measures
+                       transformer layer has (``costs.WEIGHT_SHARE``). ``measure_footprint`` measures
                        both
 
     Raises PlanError for negative or non-finite times, and lists of a wrong length where they meet a pipeline.

@@ -1,6 +1,6 @@
 """How much memory a stage really keeps of one microbatch: until its backward, and after a split backward until its W.
 
-``forward`` and ``weight`` are what ``megatron_pp.plan.sim.measured.Measured`` calls ``activation`` and
+``forward`` and ``weight`` are what ``megatron_pp.plan.measured.Measured`` calls ``activation`` and
 ``weight_activation``, and their ratio is the weight share of ``megatron_pp.plan.activations``.
 """
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_pp.errors import ExchangeError, PlanError
 from megatron_pp.plan.bounded_cache import BoundedCache
-from megatron_pp.plan.files import ExchangeError
+from megatron_pp.plan.family import Announce, Family, Order, Shape
 from megatron_pp.plan.instruction import each
 from megatron_pp.plan.lower import lowered
-from megatron_pp.plan.orders import Family, Order, Shape
-from megatron_pp.plan.orders.family import Announce
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
-from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
-from megatron_pp.plan.verify import Verdict, verify
+from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.verifier import Verdict, verify
 from megatron_pp.plan.whole_backwards import with_whole_backwards
 
 _PLANS: BoundedCache[PlanSpec, tuple[Plan, Verdict]] = BoundedCache(256 << 20, least=2)  # training and evaluation

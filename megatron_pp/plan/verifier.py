@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_pp.plan.activations import WEIGHT_SHARE, Shares, peak_activations
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.activations import Shares, peak_activations
+from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.lifetime import RankPeaks, check_rank
 from megatron_pp.plan.order_check import check_programs
 from megatron_pp.plan.rendezvous import check_rendezvous
-from megatron_pp.plan.spec import Plan, PlanError
+from megatron_pp.plan.spec import Plan
 
 
 @dataclass(frozen=True)

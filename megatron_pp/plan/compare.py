@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_pp.plan.build import verified_plan
-from megatron_pp.plan.sim.costs import Network, StageCosts
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.builder import verified_plan
+from megatron_pp.plan.costs import Network, StageCosts
 from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
-from megatron_pp.plan.spec import PlanError, PlanSpec
+from megatron_pp.plan.spec import PlanSpec
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,112 @@
+"""The package as a whole: its errors, the names at its top, its old paths, and what works without torch."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import megatron_pp
+from megatron_pp import MegatronPPError, errors
+from megatron_pp.plan.spec import PlanSpec
+
+WITHOUT_TORCH = ("megatron_pp.plan", "megatron_pp.draw", "megatron_pp.cli")
+NAMED_IN_DOCS = (  # in README.md and docs/ of release 0.1
+    ("megatron_pp.overlap", "in_turn"),
+    ("megatron_pp.testing.hostile", "PoisoningNetwork"),
+    ("megatron_pp.plan.measured", "Measured"),
+    ("megatron_pp.plan.simulate", "simulate"),
+    ("megatron_pp.config", "explain_microbatch_count"),
+    ("megatron_pp.weight_grad", "measure_footprint"),
+    ("megatron_pp.weight_grad", "split_weight_grad"),
+)
+
+
+def modules_of(package: str) -> list[str]:
+    path = importlib.import_module(package).__path__
+    return [package, *(m.name for m in pkgutil.walk_packages(path, f"{package}.") if not m.name.endswith("__main__"))]
+
+
+def exceptions_of(module: str) -> list[type[BaseException]]:
+    members = vars(importlib.import_module(module)).values()
+    return [m for m in members if inspect.isclass(m) and issubclass(m, BaseException) and m.__module__ == module]
+
+
+def test_every_error_of_the_package_has_one_base():
+    found = [error for module in modules_of("megatron_pp") for error in exceptions_of(module)]
+    assert len(found) > 25
+    assert [error for error in found if not issubclass(error, MegatronPPError)] == []
+
+
+def test_every_public_error_is_importable_from_the_top():
+    for error in exceptions_of("megatron_pp.errors"):
+        assert getattr(megatron_pp, error.__name__) is error
+        assert error.__name__ in megatron_pp.__all__
+
+
+@pytest.mark.parametrize(
+    ("error", "base"),
+    [
+        (errors.PipelineError, RuntimeError),
+        (errors.P2PTypeError, TypeError),
+        (errors.P2PShapeError, ValueError),
+        (errors.ScheduleInputError, ValueError),
+        (errors.ConfigError, ValueError),
+        (errors.PlanError, ValueError),
+        (errors.InstructionError, ValueError),
+        (errors.WeightGradError, RuntimeError),
+        (errors.WeightGradSplitError, ValueError),
+        (errors.FusedWeightGradError, TypeError),
+        (errors.ParallelStateError, RuntimeError),
+        (errors.NotServedError, NotImplementedError),
+        (errors.UnknownMegatronError, RuntimeError),
+    ],
+)
+def test_errors_keep_their_builtin_base(error: type[Exception], base: type[Exception]):
+    assert issubclass(error, base)
+
+
+def test_the_names_at_the_top_are_there():
+    assert set(megatron_pp.__all__) <= set(dir(megatron_pp))
+    for name in megatron_pp.__all__:
+        assert getattr(megatron_pp, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        megatron_pp.no_such_name  # noqa: B018
+
+
+def test_a_plan_is_built_verified_and_simulated_from_the_top():
+    plan = megatron_pp.plan.build(PlanSpec("1f1b", pipeline_size=2, num_chunks=1, num_microbatches=4))
+    assert plan is megatron_pp.build_plan(plan.spec)
+    assert megatron_pp.plan.verify is megatron_pp.verify
+    assert megatron_pp.plan.simulate is megatron_pp.simulate
+    assert megatron_pp.verify(plan).worst_rank == 0
+
+
+@pytest.mark.parametrize("old", megatron_pp._MOVED)
+def test_an_old_path_is_the_new_module(old: str, monkeypatch: pytest.MonkeyPatch):
+    new = f"megatron_pp.{megatron_pp._MOVED[old]}"
+    monkeypatch.delitem(sys.modules, f"megatron_pp.{old}", raising=False)
+    with pytest.warns(DeprecationWarning, match=f"is now {new};"):
+        assert importlib.import_module(f"megatron_pp.{old}") is importlib.import_module(new)
+
+
+@pytest.mark.parametrize("name", ["build", "verify", "simulate"])
+def test_an_old_module_leaves_the_function_of_its_name(name: str):
+    importlib.import_module(f"megatron_pp.plan.{name}")
+    assert inspect.isfunction(getattr(megatron_pp.plan, name))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("module", "name"), NAMED_IN_DOCS)
+def test_the_paths_of_the_docs_of_release_0_1_work(module: str, name: str):
+    assert hasattr(importlib.import_module(module), name)
+
+
+def test_plans_drawings_and_the_command_line_do_not_load_torch():
+    modules = ", ".join(name for package in WITHOUT_TORCH for name in modules_of(package))
+    program = f"import sys, megatron_pp, {modules}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
