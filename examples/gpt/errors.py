@@ -1,6 +1,6 @@
 """What the training program raises on bad input, each with one sentence that says what would be right.
 
-A number of processes that does not fit the grid is a :class:`megatron_pp.config.checks.WorldSizeError`. All of these
+A number of processes that does not fit the grid is a :class:`megatron_pp.errors.WorldSizeError`. All of these
 are raised on every rank before any communication, except for what one rank alone cannot know (a folder, or flags, that
 nodes see differently) or what shows later (:class:`BrokenOffError`), which all ranks raise together.
 """

@@ -5,7 +5,7 @@ A forward keeps what its backward needs. A split backward frees it, but for the 
 gradients of their outputs; both stay until W. That is the *weight share* of a forward's memory. In a transformer layer
 with flash attention and half-precision activations a forward keeps 34 s b h bytes (arXiv 2205.05198, section 4.1,
 without the attention scores) and weight gradients need 32 s b h (arXiv 2401.10241, appendix): four inputs of 14 s b h,
-four output gradients of 18 s b h. ``megatron_pp.weight_grad.measure_footprint`` measures a stage's own share.
+four output gradients of 18 s b h. ``megatron_pp.measure_footprint`` measures a stage's own share.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import pytest
 import megatron_pp
 from megatron_pp import MegatronPPError, errors
 from megatron_pp.plan.spec import PlanSpec
+from tests.conftest import PROJECT_ROOT
 
 WITHOUT_TORCH = ("megatron_pp.plan", "megatron_pp.draw", "megatron_pp.cli")
 NAMED_IN_DOCS = (  # in README.md and docs/ of release 0.1
@@ -110,3 +111,9 @@ def test_plans_drawings_and_the_command_line_do_not_load_torch():
     modules = ", ".join(name for package in WITHOUT_TORCH for name in modules_of(package))
     program = f"import sys, megatron_pp, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def test_every_path_in_codeowners_is_there():
+    lines = (PROJECT_ROOT / "CODEOWNERS").read_text(encoding="utf-8").splitlines()
+    paths = [line.split()[0] for line in lines if line.startswith("/")]
+    assert [path for path in paths if not (PROJECT_ROOT / path[1:]).exists()] == []

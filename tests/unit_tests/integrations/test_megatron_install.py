@@ -37,7 +37,7 @@ def stand_in(version: str, **changed: str) -> types.ModuleType:
         vars(schedules),
     )
     names = ("megatron", "megatron.core", "megatron.core.pipeline_parallel", "megatron.core.parallel_state")
-    modules: dict[str, Any] = {name: types.ModuleType(name) for name in (*names, "megatron.core.utils")}
+    modules: dict[str, Any] = {name: types.ModuleType(name) for name in names}
     modules[SCHEDULES] = schedules
     modules["megatron.core"].__version__ = version
     modules["megatron.core.pipeline_parallel"].get_forward_backward_func = schedules.get_forward_backward_func
