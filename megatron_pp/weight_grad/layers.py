@@ -8,9 +8,10 @@ pickles of a converted layer are layers of the class it had before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ MARK = "_weight_grad_split"
 _MEGATRON_LAYERS = "megatron.core.tensor_parallel.layers"
 
 
-class SplitState(NamedTuple):
+@dataclass(slots=True)
+class SplitState:
     """What a converted layer carries, under the attribute ``MARK``."""
 
     store: WeightGradStore
@@ -33,6 +35,7 @@ class SplitState(NamedTuple):
     original: Any  # the class that it had
     fusion: bool
     kernels: Any
+    linear: LinearParameters | None = None
 
     @property
     def active(self) -> bool:
@@ -130,14 +133,18 @@ def _bare(original: Any) -> nn.Module:
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:  # named as torch names it
     state = state_of(layer)
-    if state.active and input.dim() > 1:
+    store = state.store
+    if store.armed and torch.is_grad_enabled() and input.dim() > 1:
         weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
         trained = bias if bias is not None and bias.requires_grad else None
-        weight_tap, bias_tap = state.store.tap_of(weight), bias if trained is None else state.store.tap_of(bias)
+        weight_tap, bias_tap = store.tap_of(weight), bias if trained is None else store.tap_of(bias)
         if weight is not None:
-            layer_now = LinearParameters(state.store, state.name, weight, trained, state.fusion, state.kernels)
-            if _splits(layer_now, input, None if bias is not None and bias_tap is None else weight_tap):
-                return split_linear(input, layer_now, cast(Tensor, weight_tap), bias_tap)
+            now = state.linear
+            if now is None or now.weight is not weight or now.bias is not trained:
+                now = LinearParameters(store, state.name, weight, trained, state.fusion, state.kernels)
+                state.linear = now
+            if _splits(now, input, None if bias is not None and bias_tap is None else weight_tap):
+                return split_linear(input, now, cast(Tensor, weight_tap), bias_tap)
     return state.original.forward(layer, input)
 
 

@@ -6,7 +6,7 @@ Their formulas are those of autograd, for every layout: the same calls give the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from megatron_pp.weight_grad.fused import add_weight_grad
 from megatron_pp.weight_grad.store import WeightGradStore
 
 
-class LinearParameters(NamedTuple):
+@dataclass(slots=True)
+class LinearParameters:
     """Weight [out, in] of a linear layer, which is trained, and its bias [out] where that is trained too.
 
     fusion   add weight gradients into ``main_grad`` by one kernel (Megatron's gradient_accumulation_fusion)
@@ -30,10 +31,10 @@ class LinearParameters(NamedTuple):
     bias: Tensor | None
     fusion: bool = False
     kernels: Any = None
+    trained: tuple[Tensor, ...] = field(init=False)
 
-    @property
-    def trained(self) -> tuple[Tensor, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+    def __post_init__(self) -> None:
+        self.trained = (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 class LinearForm(NamedTuple):
@@ -47,11 +48,6 @@ class LinearForm(NamedTuple):
     weight_in_rows: bool
     flat: bool
     widen: bool = False
-
-    @classmethod
-    def of(cls, layer_input: Tensor, weight: Tensor, widen: bool) -> LinearForm:
-        flat = layer_input.dim() == 2 or layer_input.is_contiguous()
-        return cls(weight.stride() == (weight.shape[1], 1), flat, widen)
 
 
 @dataclass(slots=True)
@@ -104,7 +100,7 @@ class DeferredLinear:
 def gradients_now(deferred: DeferredLinear, fused: bool) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias gradient for autograd; ``fused``: the weight's may go into ``main_grad`` instead."""
     if not fused:
-        deferred = replace(deferred, layer=deferred.layer._replace(fusion=False))
+        deferred = replace(deferred, layer=replace(deferred.layer, fusion=False))
     grads = [grad for _, grad in deferred.compute()]
     return grads[0], grads[1] if len(grads) == 2 else None
 
@@ -124,7 +120,8 @@ class _SplitLinear(torch.autograd.Function):
         layer: LinearParameters,
         widen: bool,
     ) -> Tensor:
-        ctx.layer, ctx.form = layer, LinearForm.of(layer_input, weight, widen)
+        flat = layer_input.dim() == 2 or layer_input.is_contiguous()
+        ctx.layer, ctx.form = layer, LinearForm(weight.stride() == (weight.shape[1], 1), flat, widen)
         ctx.set_materialize_grads(False)
         # As autograd: a weight may be changed in place where no input gradient needs it, and be assigned other data.
         saved = (weight, weight.detach()) if ctx.needs_input_grad[0] else (None, None)
@@ -152,9 +149,12 @@ class _SplitLinear(torch.autograd.Function):
         return grad_input, None, None, None, None, None
 
 
+_apply_linear: Any = super(torch.autograd.Function, _SplitLinear).apply  # less a wrapper for torch.func's transforms
+
+
 def _input_grad(flat_input: Tensor, flat_grad: Tensor, weight: Tensor) -> Tensor:
     """Autograd's own calls, to the same bits."""
-    if flat_input.stride() == (1, flat_input.shape[0]):
+    if flat_input.stride(0) == 1 and flat_input.stride(1) == flat_input.shape[0]:
         return weight.t().mm(flat_grad.t()).t()
     return flat_grad.mm(weight)
 
@@ -170,7 +170,7 @@ def split_linear(layer_input: Tensor, layer: LinearParameters, weight: Tensor, b
         layer_input, weight = casts.cast(layer_input, dtype), casts.cast(weight, dtype)
         bias = None if bias is None else casts.cast(bias, dtype)
         widen = not torch.is_autocast_cache_enabled()
-    result: Tensor = _SplitLinear.apply(layer_input, layer.store.anchor, weight, bias, layer, widen)
+    result: Tensor = _apply_linear(layer_input, layer.store.anchor, weight, bias, layer, widen)
     return result
 
 

@@ -20,10 +20,11 @@ _BEHIND = "_tapped_parameter"
 _ASSIGNED = "_tap_assignments"
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
+gradient_of: Callable[[Tensor], Tensor | None] = _GRAD.__get__  # what autograd has accumulated in a tap
 
 
-def new_tap(parameter: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
-    """A tap of ``parameter``. ``arrived(tap)`` is called whenever one backward has finished the tap's gradient."""
+def new_tap(parameter: Tensor, arrived: Callable[[Tensor, Tensor], None]) -> Tensor:
+    """A tap of ``parameter``. ``arrived(parameter, tap)`` is called whenever one backward has finished the tap's gradient."""
     tap: Tensor
     if isinstance(parameter, nn.Parameter) and _is_plain(type(parameter)):
         tap = torch.Tensor._make_subclass(_tap_class(type(parameter)), parameter, True)
@@ -34,7 +35,7 @@ def new_tap(parameter: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
     setattr(tap, _BEHIND, parameter)
     if parameter._backward_hooks:
         torch.Tensor.register_hook(tap, partial(_when_asked_for, get_gradient_edge(tap).node, parameter))
-    torch.Tensor.register_post_accumulate_grad_hook(tap, arrived)
+    torch.Tensor.register_post_accumulate_grad_hook(tap, partial(arrived, parameter))
     return tap
 
 
@@ -56,12 +57,9 @@ def parameter_behind(tensor: Tensor) -> Tensor:
     return getattr(tensor, _BEHIND, tensor)
 
 
-def take_grad(tap: Tensor) -> Tensor | None:
-    """What autograd has accumulated in the tap; the tap is left without."""
-    grad: Tensor | None = _GRAD.__get__(tap)
-    if grad is not None:
-        _GRAD.__set__(tap, None)
-    return grad
+def clear_gradient(tap: Tensor) -> None:
+    """Drop what autograd has accumulated in the tap."""
+    _GRAD.__set__(tap, None)
 
 
 def follow(tap: Tensor, parameter: Tensor) -> None:

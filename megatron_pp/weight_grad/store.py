@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_pp.weight_grad.casts import Casts
 from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
-from megatron_pp.weight_grad.parameter_leaf import accumulates, follow, new_tap, parameter_behind, take_grad
+from megatron_pp.weight_grad.parameter_leaf import accumulates, clear_gradient, follow, gradient_of, new_tap
 
 logger = logging.getLogger(__name__)
 
@@ -339,22 +339,21 @@ class WeightGradStore:
         """Called in a layer's backward, where ``running()`` puts off: run ``deferred`` later."""
         current, parameters = self._current, deferred.parameters
         assert current is not None
-        frozen: tuple[int, ...] = ()
-        for parameter in parameters:
-            current.left.add(id(parameter))
-            if not parameter.requires_grad:
-                frozen = (*frozen, id(parameter))
+        current.left.update(map(id, parameters))
+        frozen = tuple([id(parameter) for parameter in parameters if not parameter.requires_grad])
         self._queues[current.key].append(Waiting(current.task, deferred, _versions(deferred), frozen))
 
-    def arrive(self, tap: Tensor) -> None:
+    def arrive(self, parameter: Tensor, tap: Tensor) -> None:
         """Called when autograd has finished a tap's gradient. It has none where layers left all of it, or wrote it to
         ``main_grad`` themselves.
         """
-        parameter, grad, current = parameter_behind(tap), take_grad(tap), self._current
+        current, grad = self._current, gradient_of(tap)
         if grad is None:
-            if getattr(parameter, "main_grad", None) is not None:
+            left = current is not None and id(parameter) in current.left
+            if not left and getattr(parameter, "main_grad", None) is not None:
                 self._touched[parameter] = None
             return
+        clear_gradient(tap)
         if current is None:
             raise WeightGradError("a converted layer's backward ran outside of store.backward(chunk, mb)")
         if not parameter.requires_grad:  # it was frozen after its forward: autograd drops its gradient then
@@ -371,8 +370,8 @@ class WeightGradStore:
 
     def _work_off(self, queue: deque[Waiting]) -> None:
         """Run a queue. Gradients that one run of autograd left for a parameter are added up before they reach it."""
-        to_come = Counter((waiting.task, id(p)) for waiting in queue for p in waiting.deferred.parameters)
-        sums: dict[tuple[int, int], dict[torch.dtype, Tensor]] = {}  # autocast adds up in the lower precision first
+        left = [id(parameter) for waiting in queue for parameter in waiting.deferred.parameters]
+        sums = _Sums(queue) if len(set(left)) < len(left) else None
         while queue:
             task, deferred, versions, frozen = queue.popleft()
             if _versions(deferred) != versions:
@@ -381,18 +380,15 @@ class WeightGradStore:
                     "its B and its W, which still needs it"
                 )
             for parameter, grad in deferred.compute():
-                key = (task, id(parameter))
-                to_come[key] -= 1
                 if id(parameter) in frozen:
                     grad = None
-                elif grad is not None and grad.dtype is not parameter.dtype and not to_come[key] and key not in sums:
+                if sums is not None:
+                    grad, complete = sums.add(task, parameter, grad)
+                    if not complete:
+                        continue
+                elif grad is not None and grad.dtype is not parameter.dtype:
                     grad = grad.to(parameter.dtype)
-                if grad is not None and (to_come[key] or key in sums):
-                    of_dtypes = sums.setdefault(key, {})
-                    so_far = of_dtypes.get(grad.dtype)
-                    of_dtypes[grad.dtype] = grad if so_far is None else so_far.add_(grad)
-                if to_come[key] == 0:
-                    self._deliver(parameter, _total(sums.pop(key), parameter) if key in sums else grad)
+                self._deliver(parameter, grad)
 
     def _deliver(self, parameter: Tensor, grad: Tensor | None) -> None:
         self._touched[parameter] = None
@@ -450,10 +446,25 @@ def _versions(deferred: Deferred) -> int:
     return versions
 
 
-def _total(of_dtypes: dict[torch.dtype, Tensor], parameter: Tensor) -> Tensor:
-    """The sum of gradients of several dtypes, in the parameter's."""
-    first, *others = (grad.to(parameter.dtype) for grad in of_dtypes.values())
-    return sum(others, first)
+class _Sums:
+    """Sums of the gradients that one run of autograd left for a parameter, where it left several."""
+
+    def __init__(self, queue: Iterable[Waiting]) -> None:
+        self._to_come = Counter((waiting.task, id(p)) for waiting in queue for p in waiting.deferred.parameters)
+        self._sums: dict[tuple[int, int], dict[torch.dtype, Tensor]] = {}  # autocast adds in the lower precision first
+
+    def add(self, task: int, parameter: Tensor, grad: Tensor | None) -> tuple[Tensor | None, bool]:
+        """Add one; (the sum in the parameter's dtype, True) when it is the last."""
+        key = (task, id(parameter))
+        self._to_come[key] -= 1
+        if grad is not None:
+            sums = self._sums.setdefault(key, {})
+            sums[grad.dtype] = sums[grad.dtype].add_(grad) if grad.dtype in sums else grad
+        if self._to_come[key]:
+            return None, False
+        sums = self._sums.pop(key, {})
+        first, *others = [s.to(parameter.dtype) for s in sums.values()] or [None]
+        return (sum(others, first) if others else first), True
 
 
 def _no_store() -> None:
