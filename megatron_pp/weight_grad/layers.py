@@ -140,7 +140,7 @@ def _splits(layer: LinearParameters | EmbeddingParameters, input: Tensor, leaf: 
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         why = "it is called within vmap or another transform of torch.func"
     elif leaf is None:
-        why = "its weight was assigned after the step began"
+        why = "its weight is not the one that the model had when the step began"
     elif input.layout is not torch.strided or layer.weight.is_complex():
         why = "its tensors are complex, sparse or nested"
     if why:
