@@ -1,8 +1,7 @@
 """A timeline in Chrome's trace event format, which https://ui.perfetto.dev and chrome://tracing open.
 
-One process per rank, with a thread for compute, one for waits, and four for transfers sent and received, with arrows
-between them; memory is a counter. Several steps of one run follow each other, with a thread for their names. Times are
-microseconds: one ``unit`` of a timeline is ``scale`` of them.
+One process per rank, with a thread for compute, one for waits, and four for transfers sent and received, joined by
+arrows; memory is a counter. Several steps of one run follow each other, with a thread for their names.
 """
 
 from __future__ import annotations
@@ -18,19 +17,12 @@ from megatron_pp.plan.instruction import BACKWARD
 
 _COMPUTE, _WAITS, _SENT_ACT, _SENT_GRAD, _GOT_ACT, _GOT_GRAD = range(6)
 _STEPS = 6
-_THREADS = (
-    "compute",
-    "waits",
-    "activations sent",
-    "gradients sent",
-    "activations received",
-    "gradients received",
-)
+_THREADS = "compute", "waits", "activations sent", "gradients sent", "activations received", "gradients received"
 MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "slots": 1e3}
 
 
 def render_chrome_trace(timeline: Timeline) -> str:
-    """JSON of the trace. A unit without a length (slots) is shown as a millisecond."""
+    """JSON of the trace. A slot is shown as a millisecond."""
     return _document(timeline.title, chain(_all_names(timeline), _events(timeline, 0.0, "")))
 
 
@@ -53,15 +45,14 @@ def _all_names(timeline: Timeline) -> Iterator[dict[str, Any]]:
 def _step(name: str, began: float, timeline: Timeline) -> Iterator[dict[str, Any]]:
     scale = MICROSECONDS.get(timeline.unit, 1e3)
     for rank in range(len(timeline.lanes)):
-        yield {"ph": "M", "pid": rank, "tid": _STEPS, "name": "thread_name", "args": {"name": "steps"}}
-        yield {"ph": "M", "pid": rank, "tid": _STEPS, "name": "thread_sort_index", "args": {"sort_index": -1}}
+        yield from _thread(rank, _STEPS, "steps", -1)
         span = {"ph": "X", "pid": rank, "tid": _STEPS, "name": name}
         yield {**span, "ts": began * scale, "dur": timeline.end * scale}
     yield from _events(timeline, began, f"{name}: ")
 
 
 def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str, Any]]:
-    """What happened in one step; ``prefix`` keeps its arrows apart from those of others."""
+    """The events of one step; ``prefix`` makes the ids of its arrows unique."""
     scale = MICROSECONDS.get(timeline.unit, 1e3)
     for rank, lane in enumerate(timeline.lanes):
         yield from _spans(rank, lane, began, scale)
@@ -87,21 +78,19 @@ def _names(rank: int, lane: Lane) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": lane.name}}
     yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
     for thread, name in enumerate(_THREADS):
-        yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+        yield from _thread(rank, thread, name, thread)
+
+
+def _thread(rank: int, thread: int, name: str, position: int) -> Iterator[dict[str, Any]]:
+    meta = {"ph": "M", "pid": rank, "tid": thread}
+    yield {**meta, "name": "thread_name", "args": {"name": name}}
+    yield {**meta, "name": "thread_sort_index", "args": {"sort_index": position}}
 
 
 def _spans(rank: int, lane: Lane, began: float, scale: float) -> Iterator[dict[str, Any]]:
     for thread, events in ((_COMPUTE, lane.compute), (_WAITS, lane.waits)):
-        for start, end, at in ((e.start, e.end, e.instruction) for e in events):
-            args: dict[str, Any] = {"chunk": at.chunk, "microbatch": at.mb, "stage": at.stage}
-            yield {
-                "ph": "X",
-                "pid": rank,
-                "tid": thread,
-                "name": str(at),
-                "cat": NAMES.get(at.op, "wait"),
-                "ts": (began + start) * scale,
-                "dur": (end - start) * scale,
-                "args": args,
-            }
+        for event in events:
+            at = event.instruction
+            span = {"ph": "X", "pid": rank, "tid": thread, "name": str(at), "cat": NAMES.get(at.op, "wait")}
+            times = {"ts": (began + event.start) * scale, "dur": (event.end - event.start) * scale}
+            yield {**span, **times, "args": {"chunk": at.chunk, "microbatch": at.mb, "stage": at.stage}}

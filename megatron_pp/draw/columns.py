@@ -1,4 +1,4 @@
-"""Timelines as compact columns: what the HTML page draws from. Times are whole ticks, 2^31 of them a timeline."""
+"""Timelines as compact columns, for the HTML page. Times are whole ticks, 2^31 per timeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TICKS = 2**31
 _COMPUTE = {FORWARD: 0, BACKWARD: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3}
 _WAITS = {WAIT_F: 0, WAIT_B: 1, FREE_F: 2, FREE_B: 3}
 _MOST_CHUNKS, _MOST_MICROBATCHES = 2**10, 2**20
-_MOST_MEMORY_STEPS = 4000  # a lane; more are thinned, peaks kept
+_MOST_MEMORY_STEPS = 4000  # per lane; more are thinned, peaks kept
 
 
 class ColumnStore:
@@ -34,7 +34,7 @@ class ColumnStore:
 
 
 def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
-    """The page's description of ``timeline``, its columns added to ``store``.
+    """The page's description of ``timeline``; adds its columns to ``store``.
 
     Raises PlanError beyond 1024 chunks or a million microbatches.
     """
@@ -42,10 +42,11 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
         raise PlanError(f"the page shows at most {_MOST_CHUNKS} chunks and {_MOST_MICROBATCHES} microbatches")
     end = timeline.end or 1.0
     tick = end / _TICKS
-    sent = _sent_by(timeline)
-    lanes = [_lane(lane, sent[k], tick, store) for k, lane in enumerate(timeline.lanes)]
-    for lane, stages in zip(lanes, timeline.stages, strict=True):
-        lane["stages"] = list(stages)
+    sent = timeline.sent()
+    lanes = [
+        {**_lane(lane, sent[k], tick, store), "stages": list(timeline.stages[k])}
+        for k, lane in enumerate(timeline.lanes)
+    ]
     chunks = range(timeline.num_chunks)
     shades = [[block_colour(op, c, timeline.num_chunks) for c in chunks] for op in _COMPUTE]
     return {
@@ -59,7 +60,7 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
         "lanes": lanes,
         "hasTransfers": any(s for pair in sent for s in pair),
         "hasMemory": any(lane.memory for lane in timeline.lanes),
-        "mostMemory": max((v for lane in timeline.lanes for _, v in lane.memory), default=1.0) or 1.0,
+        "mostMemory": timeline.most_memory or 1.0,
         "shades": [[c.hex for c in row] for row in shades],
         "inks": [[ink_on(c).hex for c in row] for row in shades],
     }
@@ -76,40 +77,29 @@ def _lane(lane: Lane, sent: tuple[list[Transfer], list[Transfer]], tick: float, 
         "memory": {
             "times": store.add("I", (_ticks(t, tick) for t, _ in memory)),
             "values": store.add("f", (v for _, v in memory)),
-            "peak": max((v for _, v in lane.memory), default=0.0),
+            "peak": lane.peak,
         },
     }
 
 
-def _events(events: Sequence[Event], codes: dict[str, int], tick: float, store: ColumnStore) -> dict[str, list[int]]:
-    return {
-        "starts": store.add("I", (_ticks(e.start, tick) for e in events)),
-        "lengths": store.add("I", (_ticks(e.end - e.start, tick) for e in events)),
-        "codes": store.add(
-            "I", (codes[e.instruction.op] << 30 | e.instruction.chunk << 20 | e.instruction.mb for e in events)
-        ),
-    }
+def _events(events: Sequence[Event], ops: dict[str, int], tick: float, store: ColumnStore) -> dict[str, list[int]]:
+    instructions = [e.instruction for e in events]
+    return _spans(events, [ops[at.op] << 30 | at.chunk << 20 | at.mb for at in instructions], tick, store)
 
 
 def _transfers(transfers: Sequence[Transfer], tick: float, store: ColumnStore) -> dict[str, list[int]]:
+    spans = _spans(transfers, [t.mb for t in transfers], tick, store)
+    return {**spans, "where": store.add("I", (t.target << 20 | t.stage for t in transfers))}
+
+
+def _spans(
+    spans: Sequence[Event] | Sequence[Transfer], codes: list[int], tick: float, store: ColumnStore
+) -> dict[str, list[int]]:
     return {
-        "starts": store.add("I", (_ticks(t.start, tick) for t in transfers)),
-        "lengths": store.add("I", (_ticks(t.end - t.start, tick) for t in transfers)),
-        "codes": store.add("I", (t.mb for t in transfers)),
-        "where": store.add("I", (t.target << 20 | t.stage for t in transfers)),
+        "starts": store.add("I", (_ticks(s.start, tick) for s in spans)),
+        "lengths": store.add("I", (_ticks(s.end - s.start, tick) for s in spans)),
+        "codes": store.add("I", codes),
     }
-
-
-def _sent_by(timeline: Timeline) -> list[tuple[list[Transfer], list[Transfer]]]:
-    """Per lane, the activations and the gradients that it sends, in order of time, without those that take none."""
-    sent: list[tuple[list[Transfer], list[Transfer]]] = [([], []) for _ in timeline.lanes]
-    for t in timeline.transfers:
-        if t.end > t.start:
-            sent[t.source][t.kind == BACKWARD].append(t)
-    for pair in sent:
-        for transfers in pair:
-            transfers.sort(key=lambda t: t.start)
-    return sent
 
 
 def _ticks(time: float, tick: float) -> int:
@@ -117,7 +107,7 @@ def _ticks(time: float, tick: float) -> int:
 
 
 def thinned(steps: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most about ``most`` of the steps: of those that fall into one stretch of time, the highest and the last."""
+    """At most about ``most`` of the steps: the highest and the last of each stretch of time."""
     if len(steps) <= most:
         return list(steps)
     stretch = steps[-1][0] / (most / 2) or 1.0

@@ -1,4 +1,4 @@
-"""The classic table of a lecture: one row per rank, one column per time step, every operation one step long.
+"""The textbook table: one row per rank, one column per time step, every operation one step long.
 
 With one chunk a rank, rank r is stage r. A cell names the operation and its microbatch: ``F2``, ``B0``; ``F1.2`` is of
 chunk 1.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from megatron_pp.draw.palette import block_colour, ink_on
+from megatron_pp.draw.palette import block_name, block_style
 from megatron_pp.plan.clock import run_clock
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, SEND_OPS, Instruction, each, without_pairs
 from megatron_pp.plan.spec import Plan
@@ -68,7 +68,7 @@ def render_grid(plan: Plan, width: int = 80) -> list[Text]:
     cells = grid_cells(plan)
     chunks = plan.spec.num_chunks
     steps = len(cells[0])
-    cell = max([len(str(steps))] + [len(_name(at, chunks)) for row in cells for at in row if at is not None]) + 1
+    cell = max([len(str(steps))] + [len(block_name(at, chunks)) for row in cells for at in row if at is not None]) + 1
     heads = [f"{'stage' if chunks == 1 else 'rank'} {rank}" for rank in range(len(cells))]
     margin = max(len("time step"), max(map(len, heads))) + 1
     per_panel = max(1, (width - margin) // cell)
@@ -88,15 +88,10 @@ def _row(head: str, row: Sequence[Instruction | None], margin: int, cell: int, c
         if at is None:
             line.append(_IDLE.rjust(cell), style="dim")
             continue
-        name = _name(at, chunks)
-        colour = block_colour(at.op, at.chunk, chunks)
+        name = block_name(at, chunks)
         line.append(" " * (cell - len(name)))
-        line.append(name, style=f"{ink_on(colour).hex} on {colour.hex}")
+        line.append(name, style=block_style(at.op, at.chunk, chunks))
     return line
-
-
-def _name(at: Instruction, chunks: int) -> str:
-    return f"{at.op}{at.mb}" if chunks == 1 else f"{at.op}{at.chunk}.{at.mb}"
 
 
 def _orders(plan: Plan) -> list[list[Instruction]]:

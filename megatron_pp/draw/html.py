@@ -1,6 +1,6 @@
-"""Timelines as one HTML page that needs no network: zoom, hover, memory below each rank, light and dark.
+"""Timelines as one HTML page without network access: zoom, hover, memory below each rank, light and dark.
 
-Blocks are drawn on a canvas from compressed columns, so a page of half a million of them is some megabytes and quick.
+Blocks are drawn on a canvas from compressed columns: half a million of them take a few megabytes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def render_html(timelines: Sequence[Timeline], title: str, tables: Sequence[Tabl
 
 
 def _legend(timelines: Sequence[Timeline]) -> str:
-    ops = {e.instruction.op for t in timelines for lane in t.lanes for e in lane.compute}
+    ops = {op for t in timelines for op in t.ops}
     keys = [f'<i style="background:{OPERATIONS[op].hex}"></i>{NAMES[op]}' for op in OPERATIONS if op in ops]
     if any(t.num_chunks > 1 for t in timelines):
         keys.append("lighter: later chunks")
     keys.append('<i style="background:var(--idle);border:1px solid var(--rule)"></i>idle')
-    if any(lane.waits for t in timelines for lane in t.lanes):
+    if any(t.has_waits for t in timelines):
         keys.append('<i class="thin" style="background:var(--wait)"></i>waiting for a transfer')
     if any(tr.end > tr.start for t in timelines for tr in t.transfers):
         keys.append('<i class="thin" style="background:var(--act)"></i>activation on its way')

@@ -1,4 +1,4 @@
-"""Level of detail for pictures of a fixed width: blocks that are thinner than a pixel, added up per pixel."""
+"""Level of detail for pictures of a fixed width: blocks thinner than a pixel are added up per pixel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_pp.plan.sim.simulation import Event
 
 
 class Piece(NamedTuple):
-    """Something to draw from ``left`` to ``right`` (pixels): one block, or the shares of operations in one pixel."""
+    """From ``left`` to ``right`` (pixels): one block, or the shares of operations in one pixel."""
 
     left: float
     right: float
@@ -18,7 +18,7 @@ class Piece(NamedTuple):
 
 
 def pieces(events: Sequence[Event], pixels_per_unit: float) -> Iterator[Piece]:
-    """Blocks of at least a pixel as they are; the others as one piece a pixel, of the share that each operation has."""
+    """Blocks of at least a pixel; the others as one piece per pixel, with the share of each operation."""
     pixel, shares = -1, dict[str, float]()
     for event in events:
         left, right = event.start * pixels_per_unit, event.end * pixels_per_unit

@@ -1,12 +1,12 @@
-"""Colours that colour-blind readers can tell apart, on light and on dark paper: the palette of Okabe and Ito
-(https://jfly.uni-koeln.de/color/). Chunks are shades of their operation's colour.
+"""Colours and names of blocks. The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/) suits colour-blind
+readers on light and on dark paper; chunks are shades of their operation's colour.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
 
 
 class Colour(NamedTuple):
@@ -53,7 +53,7 @@ NAMES = {
 }
 ACTIVATION = Colour(86, 180, 233)  # sky blue: transfers of activations
 GRADIENT = Colour(213, 94, 0)  # vermillion: transfers of gradients
-WAIT = Colour(204, 121, 167)  # reddish purple: a rank stands in a WAIT or FREE
+WAIT = Colour(204, 121, 167)  # reddish purple: a rank is in a WAIT or FREE
 MEMORY = Colour(204, 121, 167)
 _LIGHTEST_CHUNK = 0.55
 
@@ -62,6 +62,17 @@ def block_colour(op: str, chunk: int, num_chunks: int) -> Colour:
     """The colour of a compute block: chunk 0 in full, later chunks lighter."""
     share = _LIGHTEST_CHUNK * chunk / max(1, num_chunks - 1) if num_chunks > 1 else 0.0
     return OPERATIONS[op].mixed(WHITE, share)
+
+
+def block_style(op: str, chunk: int, num_chunks: int) -> str:
+    """The style of a block in the terminal."""
+    colour = block_colour(op, chunk, num_chunks)
+    return f"{ink_on(colour).hex} on {colour.hex}"
+
+
+def block_name(at: Instruction, num_chunks: int) -> str:
+    """``F3`` is microbatch 3; ``F1.3``, with several chunks, microbatch 3 of chunk 1."""
+    return f"{at.op}{at.mb}" if num_chunks == 1 else f"{at.op}{at.chunk}.{at.mb}"
 
 
 def ink_on(colour: Colour) -> Colour:

@@ -23,39 +23,27 @@ _LETTER = 6.6
 
 def render_png(timeline: Timeline, width: int = 1600, dark: bool = False) -> bytes:
     """The picture, ``width`` pixels wide."""
-    return figure_png([timeline], width, dark)
-
-
-def figure_png(timelines: list[Timeline], width: int = 1600, dark: bool = False) -> bytes:
-    """Timelines below each other on a common time axis."""
     dpi = 100
-    memory = any(lane.memory for t in timelines for lane in t.lanes)
-    lane_pixels = 44 if memory else 30
-    height = sum(90 + lane_pixels * len(t.lanes) for t in timelines) + 40
+    height = 130 + (44 if timeline.most_memory else 30) * len(timeline.lanes)
     with style.context("dark_background" if dark else "default"):
         figure = Figure(figsize=(width / dpi, height / dpi), dpi=dpi)
         canvas = FigureCanvasAgg(figure)
-        end = max(t.end for t in timelines) or 1.0
-        grid = figure.subplots(
-            len(timelines), 1, squeeze=False, gridspec_kw={"height_ratios": [len(t.lanes) + 1 for t in timelines]}
-        )
-        for axes, timeline in zip(grid[:, 0], timelines, strict=True):
-            _draw(axes, timeline, end, width - 170, dark)
+        _draw(figure.subplots(), timeline, width - 170, dark)
         figure.tight_layout()
         out = io.BytesIO()
         canvas.print_png(out)
     return out.getvalue()
 
 
-def _draw(axes: Axes, timeline: Timeline, end: float, pixels: float, dark: bool) -> None:
+def _draw(axes: Axes, timeline: Timeline, pixels: float, dark: bool) -> None:
+    end = timeline.end or 1.0
     scale = pixels / end
-    most = max((v for lane in timeline.lanes for _, v in lane.memory), default=0.0)
     for k, lane in enumerate(timeline.lanes):
         axes.broken_barh([(0, timeline.end)], (k - 0.38, 0.5), facecolors=_DARK_IDLE if dark else _IDLE)
         axes.broken_barh([(e.start, e.end - e.start) for e in lane.waits], (k - 0.17, 0.08), facecolors=WAIT.hex)
         _draw_blocks(axes, timeline, lane, k, scale)
         if lane.memory:
-            _draw_memory(axes, timeline, lane, k, most)
+            _draw_memory(axes, timeline, lane, k)
     axes.set_xlim(0, end)
     axes.set_ylim(len(timeline.lanes) - 0.4, -0.6)
     axes.set_yticks(range(len(timeline.lanes)), [lane.name for lane in timeline.lanes])
@@ -96,26 +84,24 @@ def _draw_blocks(axes: Axes, timeline: Timeline, lane: Lane, k: int, scale: floa
         axes.bar(lefts, heights, width=1 / scale, bottom=bottoms, align="edge", color=OPERATIONS[op].hex, linewidth=0)
 
 
-def _draw_memory(axes: Axes, timeline: Timeline, lane: Lane, k: int, most: float) -> None:
-    steps = thinned(lane.memory, 4000)
+def _draw_memory(axes: Axes, timeline: Timeline, lane: Lane, k: int) -> None:
+    steps, most = thinned(lane.memory, 4000), timeline.most_memory
     times = [t for t, _ in steps] + [timeline.end]
     base = k + 0.5
     heights = [base - 0.3 * v / most for _, v in steps]
     heights.append(heights[-1])
     axes.fill_between(times, base, heights, step="post", color=MEMORY.hex, alpha=0.35, linewidth=0.8)
-    peak = max(v for _, v in lane.memory)
     halo = [withStroke(linewidth=3, foreground=axes.get_facecolor())]
-    note = f"peak {size_label(peak)} "
+    note = f"peak {size_label(lane.peak)} "
     axes.text(timeline.end, k + 0.3, note, ha="right", va="center", fontsize=7, path_effects=halo)
 
 
 def _keys(timeline: Timeline) -> list[Patch]:
-    ops = {e.instruction.op for lane in timeline.lanes for e in lane.compute}
-    keys = [Patch(color=OPERATIONS[op].hex, label=NAMES[op]) for op in OPERATIONS if op in ops]
+    keys = [Patch(color=OPERATIONS[op].hex, label=NAMES[op]) for op in OPERATIONS if op in timeline.ops]
     if timeline.num_chunks > 1:
         keys.append(Patch(color="none", label="lighter: later chunks"))
-    if any(lane.waits for lane in timeline.lanes):
+    if timeline.has_waits:
         keys.append(Patch(color=WAIT.hex, label="waiting"))
-    if any(lane.memory for lane in timeline.lanes):
+    if timeline.most_memory:
         keys.append(Patch(color=MEMORY.hex, alpha=0.5, label="memory"))
     return keys

@@ -1,4 +1,4 @@
-"""A timeline as SVG: one file, titles to hover over, light or dark as the reader's system says."""
+"""A timeline as SVG: one file, with hover titles, light or dark by the reader's setting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from megatron_pp.draw.merged import Piece, pieces
 from megatron_pp.draw.palette import ACTIVATION, GRADIENT, MEMORY, NAMES, OPERATIONS, WAIT, block_colour, ink_on
 from megatron_pp.draw.ticks import size_label, tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.instruction import BACKWARD
 from megatron_pp.plan.sim.simulation import Event, Transfer
 
 _BLOCK, _STRIP, _MEMORY, _GAP = 22, 4, 28, 10
@@ -41,9 +40,10 @@ class _Picture:
         self.width = width
         self.scale = (width - _MARGIN - _RIGHT) / (timeline.end or 1.0)
         self.names_chunks = timeline.names_chunks(self.scale, _LETTER)
-        self.sent = _sent(timeline)
-        self.most_memory = max((v for lane in timeline.lanes for _, v in lane.memory), default=0.0)
-        strips = 2 * _STRIP + 3 if any(self.sent) else 0
+        self.sent = timeline.sent()
+        self.has_transfers = any(s for pair in self.sent for s in pair)
+        self.most_memory = timeline.most_memory
+        strips = 2 * _STRIP + 3 if self.has_transfers else 0
         self.lane_height = _BLOCK + strips + (_MEMORY + 4 if self.most_memory else 0) + _GAP
         self.height = _TOP + self.lane_height * len(timeline.lanes) + 6
 
@@ -59,10 +59,10 @@ class _Picture:
 
     def _heading(self) -> Iterator[str]:
         yield f'<text class="title" x="8" y="20">{escape(self.timeline.title)}</text>'
-        keys = [(NAMES[op], OPERATIONS[op].hex, 12) for op in OPERATIONS if self._has(op)]
-        if any(lane.waits for lane in self.timeline.lanes):
+        keys = [(NAMES[op], OPERATIONS[op].hex, 12) for op in OPERATIONS if op in self.timeline.ops]
+        if self.timeline.has_waits:
             keys.append(("waiting", WAIT.hex, 4))
-        if any(self.sent):
+        if self.has_transfers:
             keys += [("activation on its way", ACTIVATION.hex, 4), ("gradient on its way", GRADIENT.hex, 4)]
         if self.most_memory:
             keys.append(("memory", MEMORY.hex, 2))
@@ -75,9 +75,6 @@ class _Picture:
         if self.timeline.num_chunks > 1:
             facts = f"lighter: later chunks; {facts}"
         yield f'<text class="soft" x="{x:.0f}" y="42">{facts}</text>'
-
-    def _has(self, op: str) -> bool:
-        return any(e.instruction.op == op for lane in self.timeline.lanes for e in lane.compute)
 
     def _axis(self) -> Iterator[str]:
         end = self.timeline.end
@@ -100,7 +97,7 @@ class _Picture:
             yield from self._strip(lane.waits, y + _BLOCK / 2 - 2, WAIT.hex)
             for piece in pieces(lane.compute, self.scale):
                 yield from self._piece(piece, y)
-            if any(self.sent):
+            if self.has_transfers:
                 yield from self._strip(self.sent[k][0], y + _BLOCK + 2, ACTIVATION.hex)
                 yield from self._strip(self.sent[k][1], y + _BLOCK + 3 + _STRIP, GRADIENT.hex)
             if lane.memory:
@@ -129,18 +126,16 @@ class _Picture:
             yield f'<text class="label" x="{middle:.1f}" y="{y + _BLOCK / 2 + 4}" style="{ink}">{label}</text>'
 
     def _strip(self, things: list[Event] | list[Transfer], y: float, colour: str) -> Iterator[str]:
-        """Thin bars; those that touch on paper are one."""
+        """Thin bars; those that touch are drawn as one."""
         left = right = -1.0
         for thing in things:
             start, end = self._x(thing.start), max(self._x(thing.start) + 0.7, self._x(thing.end))
             if start <= right + 0.3:
                 right = max(right, end)
                 continue
-            if right > left:
-                yield _bar(left, right, y, colour)
+            yield from _bar(left, right, y, colour)
             left, right = start, end
-        if right > left:
-            yield _bar(left, right, y, colour)
+        yield from _bar(left, right, y, colour)
 
     def _memory(self, lane: Lane, y: float) -> Iterator[str]:
         steps = thinned(lane.memory, 2 * self.width)
@@ -150,22 +145,11 @@ class _Picture:
             height = y + _MEMORY * (1 - value / self.most_memory)
             points.append(f"L{self._x(time):.1f} {height:.1f}H{self._x(until):.1f}")
         points.append(f"V{y + _MEMORY}Z")
-        peak = max(v for _, v in lane.memory)
         yield f'<path d="{"".join(points)}" fill="{MEMORY.hex}" fill-opacity="0.25" stroke="{MEMORY.hex}"/>'
-        yield f'<text class="soft end halo" x="{self.width - _RIGHT - 4}" y="{y + 8}">peak {size_label(peak)}</text>'
+        peak = f"peak {size_label(lane.peak)}"
+        yield f'<text class="soft end halo" x="{self.width - _RIGHT - 4}" y="{y + 8}">{peak}</text>'
 
 
-def _bar(left: float, right: float, y: float, colour: str) -> str:
-    return f'<rect x="{left:.1f}" y="{y:.1f}" width="{right - left:.1f}" height="{_STRIP}" fill="{colour}"/>'
-
-
-def _sent(timeline: Timeline) -> list[tuple[list[Transfer], list[Transfer]]]:
-    """Per lane, the activations and gradients it sends that take time; an empty list where no lane sends any."""
-    sent: list[tuple[list[Transfer], list[Transfer]]] = [([], []) for _ in timeline.lanes]
-    for t in timeline.transfers:
-        if t.end > t.start:
-            sent[t.source][t.kind == BACKWARD].append(t)
-    for pair in sent:
-        for transfers in pair:
-            transfers.sort(key=lambda t: t.start)
-    return sent if any(s for pair in sent for s in pair) else []
+def _bar(left: float, right: float, y: float, colour: str) -> Iterator[str]:
+    if right > left:
+        yield f'<rect x="{left:.1f}" y="{y:.1f}" width="{right - left:.1f}" height="{_STRIP}" fill="{colour}"/>'

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from megatron_pp.draw.palette import NAMES, block_colour, ink_on
+from megatron_pp.draw.palette import NAMES, block_name, block_style
 from megatron_pp.draw.ticks import tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
@@ -52,12 +52,12 @@ def render_text(timeline: Timeline, width: int = 80, max_panels: int = _MAX_PANE
 
 
 def choose_scale(timeline: Timeline, width: int, max_panels: int) -> Scale:
-    """Wide enough for names, or letters, in the shortest blocks within ``max_panels`` panels; otherwise one panel."""
+    """Wide enough for the names or letters of short blocks, in at most ``max_panels`` panels; otherwise one panel."""
     events = [e for lane in timeline.lanes for e in lane.compute if e.end > e.start]
     if not events:
         return Scale(max(timeline.end, 1.0), 1, width)
     shortest = _short_duration([e.end - e.start for e in events])
-    longest_name = max(len(_label(e, timeline)) for e in events)
+    longest_name = max(len(block_name(e.instruction, timeline.num_chunks)) for e in events)
     for name in range(longest_name, 0, -1):
         columns = round(timeline.end / shortest * name)
         if columns <= width * max_panels:
@@ -67,7 +67,7 @@ def choose_scale(timeline: Timeline, width: int, max_panels: int) -> Scale:
 
 
 def _short_duration(durations: list[float]) -> float:
-    """The shortest that counts: all that are shorter still are together less than a twentieth of the time."""
+    """The shortest, without shorter ones that add up to less than a twentieth of the time."""
     left = sum(durations) / 20
     for duration in sorted(durations):
         left -= duration
@@ -77,13 +77,12 @@ def _short_duration(durations: list[float]) -> float:
 
 
 def legend(timeline: Timeline) -> Text:
-    """One line that says what the letters and marks mean."""
-    ops = {e.instruction.op for lane in timeline.lanes for e in lane.compute}
+    """One line that explains the letters and marks."""
+    ops = timeline.ops
     text = Text()
     for op, name in NAMES.items():
         if op in ops:
-            colour = block_colour(op, 0, 1)
-            text.append(f"{op}{_FILL[op]}", style=f"{ink_on(colour).hex} on {colour.hex}")
+            text.append(f"{op}{_FILL[op]}", style=block_style(op, 0, 1))
             text.append(f" {name}  ")
     text.append(f"{_IDLE} idle")
     if any(t.end > t.start for t in timeline.transfers):
@@ -92,18 +91,18 @@ def legend(timeline: Timeline) -> Text:
 
 
 def _rows(timeline: Timeline, scale: Scale) -> list[tuple[str, Text]]:
-    """(name, whole row) of every rank, and of the links between them where a transfer takes time."""
-    links = _links(timeline, scale)
+    """(name, whole row) of every rank, and below it of its transfers that take time."""
+    transfers = _transfer_rows(timeline, scale)
     rows: list[tuple[str, Text]] = []
     for rank, lane in enumerate(timeline.lanes):
         rows.append((lane.name, _lane_row(lane, timeline, scale)))
-        if rank in links:
-            rows.append(("", Text(links[rank], style="dim")))
+        if rank in transfers:
+            rows.append(("", Text(transfers[rank], style="dim")))
     return rows
 
 
 def _lane_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
-    if _is_crowded(lane, scale):
+    if len(lane.compute) > scale.columns:  # the typical block is thinner than a column
         return _crowded_row(lane, timeline, scale)
     row = Text()
     for event in lane.compute:
@@ -115,13 +114,8 @@ def _lane_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
     return row
 
 
-def _is_crowded(lane: Lane, scale: Scale) -> bool:
-    """Whether the typical block is thinner than a column."""
-    return len(lane.compute) > scale.columns
-
-
 def _crowded_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
-    """Every column shows what fills most of it."""
+    """Every column shows the operation that fills most of it."""
     filled: list[dict[Event | None, float]] = [{} for _ in range(scale.columns)]
     totals: list[dict[str, float]] = [{} for _ in range(scale.columns)]
     for event in lane.compute:
@@ -145,22 +139,16 @@ def _crowded_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
 
 def _block(event: Event, timeline: Timeline, width: int) -> str:
     op = event.instruction.op
-    label = _label(event, timeline)
+    label = block_name(event.instruction, timeline.num_chunks)
     shown = label if len(label) <= width else op
     return shown.ljust(width, _FILL[op])
 
 
-def _label(event: Event, timeline: Timeline) -> str:
-    at = event.instruction
-    return f"{at.op}{at.mb}" if timeline.num_chunks == 1 else f"{at.op}{at.chunk}.{at.mb}"
-
-
 def _style(event: Event, timeline: Timeline) -> str:
-    colour = block_colour(event.instruction.op, event.instruction.chunk, timeline.num_chunks)
-    return f"{ink_on(colour).hex} on {colour.hex}"
+    return block_style(event.instruction.op, event.instruction.chunk, timeline.num_chunks)
 
 
-def _links(timeline: Timeline, scale: Scale) -> dict[int, str]:
+def _transfer_rows(timeline: Timeline, scale: Scale) -> dict[int, str]:
     """Under rank r, the transfers between r and r + 1; under the last rank, those between it and the first one."""
     ranks = len(timeline.lanes)
     marks: dict[int, list[list[bool]]] = {}
@@ -192,5 +180,5 @@ def _axis(scale: Scale, start: int, stop: int) -> str:
 
 
 def plain(lines: Sequence[Text]) -> str:
-    """Without colour, as a file or a test wants it."""
+    """Without colour, for files and tests."""
     return "\n".join(line.plain.rstrip() for line in lines)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: on axes, in tables."""
+"""Numbers for axes and tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def size_label(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits, or all that stand before the decimal point."""
+    """Three digits, or all before the decimal point."""
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}" if abs(value) < 10_000 else f"{value:.0f}"
 
 

@@ -1,11 +1,11 @@
-"""What every drawing starts from: the blocks, waits, transfers and memory of each rank, simulated or recorded."""
+"""The data of every drawing: blocks, waits, transfers and memory of each rank, simulated or recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_pp.plan.instruction import COMPUTE_OPS, POST_OF
+from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, POST_OF
 from megatron_pp.plan.sim.memory import ModelShape, rank_memory
 from megatron_pp.plan.sim.simulation import Event, Simulation, Transfer
 
@@ -14,7 +14,7 @@ from megatron_pp.plan.sim.simulation import Event, Simulation, Transfer
 class Lane:
     """One rank.
 
-    compute  forwards, backwards and weight gradients, in order of time, never overlapping
+    compute  forwards, backwards and weight gradients, in order of time, without overlap
     waits    WAIT and FREE instructions that took time
     memory   (time, bytes) steps: the value holds from its time to the next one's; empty where not known
     """
@@ -28,10 +28,14 @@ class Lane:
     def busy(self) -> float:
         return sum(e.end - e.start for e in self.compute)
 
+    @property
+    def peak(self) -> float:
+        return max((value for _, value in self.memory), default=0.0)
+
 
 @dataclass
 class Timeline:
-    """All ranks of one step. Times are in ``unit``, from 0 on; ``stages[rank][chunk]`` says who holds which stage."""
+    """All ranks of one step. Times are in ``unit``, from 0 on; ``stages[rank][chunk]`` is a global stage."""
 
     title: str
     unit: str
@@ -46,7 +50,7 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the last thing that is drawn ends."""
+        """The end of the last block or wait."""
         ends = [events[-1].end for lane in self.lanes for events in (lane.compute, lane.waits) if events]
         return max(ends, default=0.0)
 
@@ -57,19 +61,42 @@ class Timeline:
 
     @property
     def short_block(self) -> float:
-        """A length that nine of ten blocks reach: what their labels can count on."""
+        """A length that nine of ten blocks reach, which labels have to fit."""
         lengths = sorted(e.end - e.start for lane in self.lanes for e in lane.compute)
         return lengths[len(lengths) // 10] if lengths else 0.0
 
     def names_chunks(self, scale: float, letter: float) -> bool:
-        """Whether labels can name chunk and microbatch (``F1.3``), at ``scale`` pixels a unit and ``letter`` pixels a
-        letter; all of a picture do, or none. Else a lighter colour is a later chunk."""
+        """Whether all labels name chunk and microbatch (``F1.3``), at ``scale`` pixels a unit and ``letter`` pixels a
+        letter.
+        """
         longest = len(f"F{self.num_chunks - 1}.{self.num_microbatches - 1}")
         return self.num_chunks > 1 and letter * longest + 2 < self.short_block * scale
 
     @property
     def num_blocks(self) -> int:
         return sum(len(lane.compute) for lane in self.lanes)
+
+    @property
+    def ops(self) -> set[str]:
+        """The compute operations that occur."""
+        return {e.instruction.op for lane in self.lanes for e in lane.compute}
+
+    @property
+    def has_waits(self) -> bool:
+        return any(lane.waits for lane in self.lanes)
+
+    @property
+    def most_memory(self) -> float:
+        """The highest memory of any rank, in bytes; 0 where it is not known."""
+        return max((lane.peak for lane in self.lanes), default=0.0)
+
+    def sent(self) -> list[tuple[list[Transfer], list[Transfer]]]:
+        """Per rank, the activations and the gradients that it sends, in order of time, without those of length 0."""
+        sent: list[tuple[list[Transfer], list[Transfer]]] = [([], []) for _ in self.lanes]
+        for t in sorted(self.transfers, key=lambda t: t.start):
+            if t.end > t.start:
+                sent[t.source][t.kind == BACKWARD].append(t)
+        return sent
 
 
 def simulated_timeline(
@@ -106,7 +133,7 @@ def _lane(name: str, events: Iterable[Event]) -> Lane:
 
 
 def _steps(times: Sequence[float], values: Sequence[float], static: float) -> list[tuple[float, float]]:
-    """Only where the value changes; of several values at one time the highest and the last."""
+    """Steps where the value changes; of several values at one time the highest and the last."""
     steps = [(0.0, static)]
     for time, value in zip(times, values, strict=True):
         now = static + value

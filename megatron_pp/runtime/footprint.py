@@ -1,4 +1,4 @@
-"""How much memory a stage really keeps of one microbatch: until its backward, and after a split backward until its W.
+"""The memory that a stage keeps of one microbatch: until its backward, and after a split backward until its W.
 
 ``forward`` and ``weight`` are what ``megatron_pp.plan.measured.Measured`` calls ``activation`` and
 ``weight_activation``, and their ratio is the weight share of ``megatron_pp.plan.activations``.
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_pp.runtime.deallocate import accumulate, backward_root
 from megatron_pp.weight_grad.store import WeightGradStore
 
 
@@ -40,10 +40,8 @@ class Footprint:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Sees every storage that operations make while it is active, and counts those that still live; not what was there
-    before and is only looked at.
-
-    Holds none of them alive. CPU kernels' workspace, and what a custom kernel keeps outside of tensors, is not seen.
+    """Records every storage that operations allocate while it is active, without keeping it alive, and counts those
+    that are still alive. Workspace of kernels is not recorded.
     """
 
     def __init__(self) -> None:
@@ -79,8 +77,8 @@ class LiveStorages(TorchDispatchMode):
 def measure_footprint(
     store: WeightGradStore, chunks: Sequence[nn.Module], chunk: int, forward: Callable[[], tuple[Any, Tensor]]
 ) -> Footprint:
-    """Run forward, release of the output, input-gradient backward and W of one microbatch of ``chunks[chunk]``, and
-    measure what lives after each but the last.
+    """Run forward, release of the output, input-gradient backward and W of one microbatch of ``chunks[chunk]``; measure
+    the memory after each but the last.
 
     ``store`` is what ``split_weight_grad(chunks)`` returned. ``forward()`` runs the chunk and returns (its input, its
     output); the output's gradient is zero, so the parameters' gradients stay what they were (zero where they were
@@ -94,11 +92,11 @@ def measure_footprint(
         del given
         after_forward = storages.bytes_besides(own)
         grad = torch.zeros_like(output)
-        root = backward_root(output)
+        root = get_gradient_edge(output.view_as(output))
         del output
         after_release = storages.bytes_besides([*own, grad])
         with store.backward(chunk, 0, split=True):
-            accumulate((root,), (grad,))
+            torch.autograd.backward((root,), (grad,))
         del root, grad
         after_backward = storages.bytes_besides([*own, *_gradients(chunks)])
         store.run(chunk, 0)
@@ -106,7 +104,7 @@ def measure_footprint(
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    """Those in a flat or once nested sequence."""
+    """The tensors of a flat or once nested sequence."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,10 +1,8 @@
-"""Backward in two halves: input gradients now (B), weight gradients later (W), as zero-bubble schedules want it.
+"""Backward in two halves, for zero-bubble schedules: input gradients first (I), weight gradients later (W).
 
 ``split_weight_grad(model)`` converts a rank's model chunks once and returns the ``WeightGradStore`` that the engine
-drives: gradients that a layer can put off wait in it, first in, first out, per (chunk, microbatch). Outside of a
-pipeline step a converted model behaves as before.
-
-Source: arXiv 2401.10241, section 2 (which half of backward is which). How: ``store.py``.
+drives: deferred weight gradients wait in it per (chunk, microbatch), first in, first out. Outside of a pipeline step a
+converted model behaves as before. Source: arXiv 2401.10241, section 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Autocast's casts of what split layers multiply."""
+"""Autocast's casts of the operands of split layers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ class _Cast(NamedTuple):
 
 
 class Casts:
-    """Casts as autocast does: float64 stays as it is, and a leaf that wants a gradient (a parameter, a stage's input)
-    has one cast that all its users share, so that their gradients are added up in the lower precision.
-
-    Cleared at each B, after which the graphs hold what they need.
+    """Casts as autocast does: float64 stays, and all users of a leaf that requires a gradient share one cast, so that
+    their gradients are added in the lower precision. Cleared at each backward; graphs hold what they need.
     """
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_pp.errors import WeightGradSplitError
 from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.weight_grad.fused import fused_kernels
-from megatron_pp.weight_grad.layers import SplitState, convert, is_converted, kind_of, restore
+from megatron_pp.weight_grad.layers import SplitState, convert, is_converted, restore
 from megatron_pp.weight_grad.store import SplitReport, WeightGradStore
 from megatron_pp.weight_grad.transformer_engine import DelayedLayer, delays_weight_grad
 
@@ -25,14 +25,13 @@ def split_weight_grad(
     """Convert a model chunk, or the list of a rank's chunks, so that backward can be split; returns their store.
 
     torch's ``Linear`` and ``Embedding``, Megatron-core's tensor-parallel linear layers and Transformer Engine's layers
-    built with ``delay_wgrad_compute`` put off their weight gradients; every other layer does all of its backward in B.
-    Parameters, state dicts, hooks and wrappers (DistributedDataParallel before or after) stay as they are, and so does
-    everything outside of a pipeline step.
+    built with ``delay_wgrad_compute`` defer their weight gradients; every other layer computes all gradients at once.
+    Parameters, state dicts, hooks and wrappers (DistributedDataParallel before or after) do not change.
 
-    ``gradient_accumulation_fusion``: weight gradients go straight into ``main_grad`` by one kernel, apex's where it
-    can be imported. By default what the model's ``config`` says.
+    ``gradient_accumulation_fusion``: one kernel (apex's where it can be imported) adds weight gradients into
+    ``main_grad``. The default is the field of the model's ``config``.
 
-    Raises WeightGradSplitError for a model that was converted before, or in which TorchScript hides the layers.
+    Raises WeightGradSplitError for a model that is converted already, or that contains TorchScript.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     store = WeightGradStore()
@@ -74,13 +73,13 @@ def store_of(chunks: Sequence[Any]) -> WeightGradStore | None:
 
 
 def check_wrappers(store: WeightGradStore, chunks: Sequence[Any]) -> None:
-    """Raises WeightGradSplitError for layers that delay their weight gradients themselves in torch's
-    DistributedDataParallel: its hooks fire in B, before such a layer has its gradient.
+    """Raises WeightGradSplitError for layers with delay_wgrad_compute in torch's DistributedDataParallel: its hooks
+    fire before such a layer has its gradient.
     """
     if store.report.delayed and any(isinstance(chunk, DistributedDataParallel) for chunk in chunks):
         raise WeightGradSplitError(
             f"{store.report.delayed} layers with delay_wgrad_compute are inside DistributedDataParallel, which would "
-            "reduce their gradients before they are there; build them without it, or use Megatron-core's wrapper"
+            "reduce their gradients before they are computed; build them without it, or use Megatron-core's wrapper"
         )
 
 
@@ -93,9 +92,8 @@ def _convert_layer(layer: nn.Module, name: str, chunk: int, store: WeightGradSto
     if delays_weight_grad(layer):
         store.own_external(DelayedLayer(layer, chunk))
         return "delayed"
-    kind = kind_of(layer)
-    convert(layer, SplitState(store, name, type(layer), fusion, fused_kernels() if fusion else None))
-    return "split" if kind.splits else "whole"
+    state = SplitState(store, name, type(layer), fusion, fused_kernels() if fusion else None)
+    return "split" if convert(layer, state) else "whole"
 
 
 def _layers_with_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -109,14 +107,8 @@ def _check(chunk: nn.Module) -> None:
         if is_converted(layer):
             raise WeightGradSplitError(f"{where} was converted before: split_weight_grad is called once per model")
         if isinstance(layer, torch.jit.ScriptModule):
-            raise WeightGradSplitError(f"{where} is TorchScript, whose layers can not be converted")
+            raise WeightGradSplitError(f"{where} is TorchScript, whose layers cannot be converted")
 
 
 def _fusion(chunk: nn.Module) -> bool:
-    inner: Any = chunk
-    while inner is not None:
-        config = getattr(inner, "config", None)
-        if config is not None:
-            return bool(getattr(config, "gradient_accumulation_fusion", False))
-        inner = getattr(inner, "module", None)
-    return False
+    return bool(getattr(wrapped_attribute(chunk, "config"), "gradient_accumulation_fusion", False))

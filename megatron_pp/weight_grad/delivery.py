@@ -1,8 +1,8 @@
-"""Bringing a finished gradient to its parameter, with or without the hooks that listen there.
+"""Delivery of a finished gradient to its parameter, with or without its accumulation hooks.
 
-Autograd adds a gradient through a parameter's AccumulateGrad node, where DistributedDataParallel, Megatron's main_grad
-and optimizers in backward have their hooks. In a pipeline step those are to fire once per parameter, after its last
-gradient; all gradients before it are added in silence, by the same addition that AccumulateGrad does.
+DistributedDataParallel, Megatron's main_grad and optimizers in backward put hooks on a parameter's AccumulateGrad node.
+In a pipeline step they fire once per parameter, with its last gradient; earlier gradients are added without hooks, by
+the same addition.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from torch import Tensor
 
 
 def add_silently(parameter: Tensor, grad: Tensor, owned: bool) -> None:
-    """Add ``grad`` to ``main_grad`` or ``.grad``. No accumulation hook fires; tensor hooks, which may change the
-    gradient, do.
-
-    ``owned`` says that no one else holds ``grad``, so that it may become ``.grad`` itself.
+    """Add ``grad`` to ``main_grad`` or ``.grad``. Tensor hooks run, and may change the gradient; accumulation hooks
+    do not. ``owned``: nothing else holds ``grad``, so that it may become ``.grad`` itself.
     """
     grad = through_tensor_hooks(parameter, grad)
     main_grad = getattr(parameter, "main_grad", None)
@@ -34,10 +32,9 @@ def add_silently(parameter: Tensor, grad: Tensor, owned: bool) -> None:
 
 
 def add_and_fire(parameter: Tensor, grad: Tensor | None, owned: bool) -> None:
-    """Add the last gradient of a step (None where everything was added before) and let every accumulation hook fire,
-    once.
+    """Add the last gradient of a step (None where all are added already) and fire every accumulation hook once.
 
-    Where there is a ``main_grad``, hooks get Megatron's signal ``grad_added_to_main_grad`` and a zero gradient.
+    With a ``main_grad``, hooks get Megatron's signal ``grad_added_to_main_grad`` and a zero gradient.
     """
     if not parameter.requires_grad:  # frozen since its backward: autograd would call no hook
         if grad is not None:
@@ -61,7 +58,7 @@ def _fire_for_main_grad(parameter: Tensor) -> None:
 
 
 def _fire_with_zeros(parameter: Tensor) -> None:
-    """Let accumulation hooks fire without a gradient. Tensor hooks, which have seen every gradient, stay out of it."""
+    """Fire accumulation hooks without a gradient. Tensor hooks, which have run on every gradient, do not run again."""
     hooks: dict[int, Any] = parameter._backward_hooks or {}
     aside = dict(hooks)
     hooks.clear()
@@ -77,7 +74,7 @@ def _zeros_like(parameter: Tensor) -> Tensor:
 
 
 def through_tensor_hooks(parameter: Tensor, grad: Tensor) -> Tensor:
-    """What ``parameter.register_hook`` hooks make of the gradient."""
+    """The gradient after the hooks of ``parameter.register_hook``."""
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(grad)
         grad = grad if changed is None else changed

@@ -1,6 +1,4 @@
-"""Weight gradients added straight into ``main_grad``: apex's fused kernel where it can be imported, a plain addmm
-otherwise.
-"""
+"""Weight gradients added directly into ``main_grad``, by apex's fused kernel or a plain addmm."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""What a converted layer is: an object of a class derived from its own, which shows taps for parameters and splits
-what it can.
+"""A converted layer: its class is replaced by a derived class of the same name, whose parameters read as leaves
+(``parameter_leaf.py``) during a step and whose forward splits backward.
 
-The derived class is made per class of layer and has the same name. It adds nothing to the state dict, and copies and
-pickles of a converted layer are layers of the class it had before.
+State dicts do not change; copies and pickles of a converted layer have the original class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,40 +21,29 @@ from megatron_pp.weight_grad.parameter_leaf import parameter_behind
 from megatron_pp.weight_grad.store import WeightGradStore
 
 MARK = "_weight_grad_split"
+Overrides = tuple[tuple[str, Callable[..., Any]], ...]  # (method, its function)
 _MEGATRON_LAYERS = "megatron.core.tensor_parallel.layers"
 
 
-class SplitState(NamedTuple):
+@dataclass(slots=True)
+class SplitState:
     """What a converted layer carries, under the attribute ``MARK``."""
 
     store: WeightGradStore
     name: str
-    original: Any  # the class that it had
+    original: Any  # the class before the conversion
     fusion: bool
     kernels: Any
+    linear: LinearParameters | None = None
 
     @property
     def active(self) -> bool:
-        """Whether a forward now belongs to a pipeline step that will run backward."""
+        """Whether this forward is part of a pipeline step with a backward."""
         return self.store.armed and torch.is_grad_enabled()
 
 
-class Kind(Enum):
-    """What a converted layer does differently."""
-
-    TAPPED = "all of its backward in B"
-    LINEAR = "torch's Linear"
-    EMBEDDING = "torch's Embedding"
-    TENSOR_PARALLEL = "Megatron-core's ColumnParallelLinear or RowParallelLinear"
-
-    @property
-    def splits(self) -> bool:
-        """Whether its weight gradients are put off until W."""
-        return self is not Kind.TAPPED
-
-
-class TappedParameter:
-    """Class attribute in the place of a parameter: the parameter, or in a pipeline step a tap of it."""
+class LeafAttribute:
+    """Class attribute in place of a parameter: the parameter, or in a pipeline step its leaf."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -68,8 +56,8 @@ class TappedParameter:
             raise AttributeError(f"{type(layer).__name__!r} object has no attribute {self.name!r}")
         parameter = parameters[self.name]
         store = state_of(layer).store
-        tap = store.tap_of(parameter) if store.armed else None
-        return parameter if tap is None else tap
+        leaf = store.leaf_of(parameter) if store.armed else None
+        return parameter if leaf is None else leaf
 
 
 def state_of(layer: Any) -> SplitState:
@@ -80,25 +68,12 @@ def is_converted(layer: nn.Module) -> bool:
     return MARK in layer.__dict__
 
 
-def kind_of(layer: nn.Module) -> Kind:
-    """What conversion makes of ``layer``. Classes that bring a forward of their own are tapped only."""
-    own = type(layer)
-    plain = "weight" in layer._parameters  # else the weight is computed from others (torch.nn.utils.parametrize)
-    if isinstance(layer, nn.Linear) and own.forward is nn.Linear.forward and plain:
-        return Kind.LINEAR
-    if isinstance(layer, nn.Embedding) and own.forward is nn.Embedding.forward and plain:
-        # Sparse gradients and renormalised rows are autograd's business.
-        return Kind.TAPPED if layer.sparse or layer.max_norm is not None else Kind.EMBEDDING
-    if any(base.__module__ == _MEGATRON_LAYERS and hasattr(base, "_forward_impl") for base in own.__mro__):
-        return Kind.TENSOR_PARALLEL
-    return Kind.TAPPED
-
-
-def convert(layer: nn.Module, state: SplitState) -> None:
-    """Give ``layer`` the derived class."""
-    kind = kind_of(layer)
+def convert(layer: nn.Module, state: SplitState) -> bool:
+    """Give ``layer`` the derived class. Returns whether its weight gradients are deferred."""
+    overrides = _overrides_of(layer)
     layer.__dict__[MARK] = state
-    layer.__class__ = _derived(state.original, kind, tuple(layer._parameters))
+    layer.__class__ = _derived(state.original, overrides, tuple(layer._parameters))
+    return bool(overrides)
 
 
 def restore(layer: nn.Module) -> None:
@@ -107,15 +82,14 @@ def restore(layer: nn.Module) -> None:
 
 
 @cache
-def _derived(original: Any, kind: Kind, names: tuple[str, ...]) -> Any:
+def _derived(original: Any, overrides: Overrides, names: tuple[str, ...]) -> Any:
     """One base only: Python lets an object change to a class of the same layout, and more bases may change that."""
-    attributes: dict[str, Any] = {name: TappedParameter(name) for name in names}
-    attributes |= {"__module__": original.__module__, "__reduce_ex__": _reduce_as_original} | _OVERRIDES[kind]
+    attributes: dict[str, Any] = {name: LeafAttribute(name) for name in names}
+    attributes |= {"__module__": original.__module__, "__reduce_ex__": _reduce_as_original, **dict(overrides)}
     return type(original)(original.__name__, (original,), attributes)
 
 
-# -- methods of derived classes
-# ----------------------------------------------------------------------------------------
+# -- methods of derived classes ----------------------------------------------------------------
 
 
 def _reduce_as_original(layer: nn.Module, protocol: Any) -> Any:
@@ -124,20 +98,24 @@ def _reduce_as_original(layer: nn.Module, protocol: Any) -> Any:
 
 
 def _bare(original: Any) -> nn.Module:
-    """A layer without anything in it, as unpickling starts from."""
+    """An empty layer, as unpickling starts from."""
     return original.__new__(original)
 
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:  # named as torch names it
     state = state_of(layer)
-    if state.active and input.dim() > 1:
+    store = state.store
+    if store.armed and torch.is_grad_enabled() and input.dim() > 1:
         weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
         trained = bias if bias is not None and bias.requires_grad else None
-        weight_tap, bias_tap = state.store.tap_of(weight), bias if trained is None else state.store.tap_of(bias)
+        weight_leaf, bias_leaf = store.leaf_of(weight), bias if trained is None else store.leaf_of(bias)
         if weight is not None:
-            layer_now = LinearParameters(state.store, state.name, weight, trained, state.fusion, state.kernels)
-            if _splits(layer_now, input, None if bias is not None and bias_tap is None else weight_tap):
-                return split_linear(input, layer_now, cast(Tensor, weight_tap), bias_tap)
+            now = state.linear
+            if now is None or now.weight is not weight or now.bias is not trained:
+                now = LinearParameters(store, state.name, weight, trained, state.fusion, state.kernels)
+                state.linear = now
+            if _splits(now, input, None if bias is not None and bias_leaf is None else weight_leaf):
+                return split_linear(input, now, cast(Tensor, weight_leaf), bias_leaf)
     return state.original.forward(layer, input)
 
 
@@ -145,26 +123,24 @@ def _embedding_forward(layer: nn.Embedding, input: Tensor) -> Tensor:
     state = state_of(layer)
     if state.active:
         weight = layer._parameters.get("weight")
-        tap = state.store.tap_of(weight)
+        leaf = state.store.leaf_of(weight)
         if weight is not None:
-            form = layer.padding_idx, layer.scale_grad_by_freq
-            layer_now = EmbeddingParameters(state.store, state.name, weight, *form)
-            if _splits(layer_now, input, tap):
-                return split_embedding(input, layer_now, cast(Tensor, tap))
+            options = layer.padding_idx, layer.scale_grad_by_freq
+            now = EmbeddingParameters(state.store, state.name, weight, *options)
+            if _splits(now, input, leaf):
+                return split_embedding(input, now, cast(Tensor, leaf))
     return state.original.forward(layer, input)
 
 
-def _splits(layer: LinearParameters | EmbeddingParameters, input: Tensor, tap: Tensor | None) -> bool:
-    """Whether the split form is right for this call: the layer's weight is trained, and autograd's formulas are those
-    that it has. Else autograd does it, and all of its backward is in B.
-    """
+def _splits(layer: LinearParameters | EmbeddingParameters, input: Tensor, leaf: Tensor | None) -> bool:
+    """Whether the split form computes what autograd does for this call; otherwise all of its backward is in B."""
     if not layer.weight.requires_grad:
         return False
     why = ""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         why = "it is called within vmap or another transform of torch.func"
-    elif tap is None:
-        why = "its weight is none that the model had when the step began"
+    elif leaf is None:
+        why = "its weight is not the one that the model had when the step began"
     elif input.layout is not torch.strided or layer.weight.is_complex():
         why = "its tensors are complex, sparse or nested"
     if why:
@@ -173,11 +149,11 @@ def _splits(layer: LinearParameters | EmbeddingParameters, input: Tensor, tap: T
 
 
 def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The point where both of Megatron's layers multiply."""
+    """In place of the method in which both of Megatron's layers multiply."""
     state = state_of(layer)
     parameter = parameter_behind(weight)
     call = None if args else TensorParallelCall.of(kwargs)
-    # A weight that is no tap belongs to a layer that was not converted: it stays in autograd's graph.
+    # A weight that is no leaf belongs to a layer that is not converted: it stays in autograd's graph.
     if call is None or not state.active or parameter is weight:
         return state.original._forward_impl(layer, input, weight, *args, **kwargs)
     bias = kwargs.get("bias")
@@ -192,9 +168,15 @@ def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args
     return split_tensor_parallel_linear(input, parameters, call, weight, bias)
 
 
-_OVERRIDES: dict[Kind, dict[str, Callable[..., Any]]] = {
-    Kind.TAPPED: {},
-    Kind.LINEAR: {"forward": _linear_forward},
-    Kind.EMBEDDING: {"forward": _embedding_forward},
-    Kind.TENSOR_PARALLEL: {"_forward_impl": _tensor_parallel_impl},
-}
+def _overrides_of(layer: nn.Module) -> Overrides:
+    """The methods that split ``layer``; none for classes with a forward of their own, which autograd handles."""
+    own = type(layer)
+    plain = "weight" in layer._parameters  # else the weight is computed from others (torch.nn.utils.parametrize)
+    if isinstance(layer, nn.Linear) and own.forward is nn.Linear.forward and plain:
+        return (("forward", _linear_forward),)
+    if isinstance(layer, nn.Embedding) and own.forward is nn.Embedding.forward and plain:
+        # Autograd handles sparse gradients and renormalised rows.
+        return () if layer.sparse or layer.max_norm is not None else (("forward", _embedding_forward),)
+    if any(base.__module__ == _MEGATRON_LAYERS and hasattr(base, "_forward_impl") for base in own.__mro__):
+        return (("_forward_impl", _tensor_parallel_impl),)
+    return ()

@@ -1,45 +1,42 @@
-"""Linear layers and embeddings whose weight gradient can be put off.
-
-Their formulas are those of autograd, for every layout: the same calls give the same bits.
+"""Linear layers and embeddings with deferred weight gradients, by autograd's own formulas: the same calls give the same
+bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_pp.weight_grad.deferred import Deferred, SplitLayer
 from megatron_pp.weight_grad.fused import add_weight_grad
-from megatron_pp.weight_grad.store import WeightGradStore
 
 
-class LinearParameters(NamedTuple):
-    """Weight [out, in] of a linear layer, which is trained, and its bias [out] where that is trained too.
+@dataclass(slots=True)
+class LinearParameters(SplitLayer):
+    """Weight [out, in] of a linear layer, and its bias [out] where that is trained.
 
     fusion   add weight gradients into ``main_grad`` by one kernel (Megatron's gradient_accumulation_fusion)
     kernels  apex's kernels, or None
     """
 
-    store: WeightGradStore
-    name: str
-    weight: Tensor
     bias: Tensor | None
     fusion: bool = False
     kernels: Any = None
+    trained: tuple[Tensor, ...] = field(init=False)
 
-    @property
-    def trained(self) -> tuple[Tensor, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+    def __post_init__(self) -> None:
+        self.trained = (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 class LinearForm(NamedTuple):
-    """What decides by which calls autograd computes a linear layer's gradients.
+    """The layouts by which autograd chooses its calls for a linear layer's gradients.
 
-    weight_in_rows  the weight's rows are contiguous, as they are unless somebody transposed it
+    weight_in_rows  the weight's rows are contiguous (it is not transposed)
     flat            the bias was added to [tokens, out], not to an output of more dimensions
     widen           each call's gradient is cast to the parameter's dtype before it is added to others
     """
@@ -48,34 +45,15 @@ class LinearForm(NamedTuple):
     flat: bool
     widen: bool = False
 
-    @classmethod
-    def of(cls, layer_input: Tensor, weight: Tensor, widen: bool) -> LinearForm:
-        flat = layer_input.dim() == 2 or layer_input.is_contiguous()
-        return cls(weight.stride() == (weight.shape[1], 1), flat, widen)
-
 
 @dataclass(slots=True)
-class DeferredLinear:
-    """Weight and bias gradients of one call of a linear layer: keeps its input, [tokens, in], and its output's
-    gradient, [tokens, out] where the form is flat, else [..., out].
+class DeferredLinear(Deferred):
+    """Of a linear layer: its input is [tokens, in], its output's gradient [tokens, out] or, where the form is not flat,
+    [..., out].
     """
 
     layer: LinearParameters
     form: LinearForm
-    layer_input: Tensor
-    grad_output: Tensor
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return self.layer.trained
-
-    @property
-    def kept(self) -> tuple[Tensor, ...]:
-        return self.layer_input, self.grad_output
-
-    @property
-    def name(self) -> str:
-        return self.layer.name
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         layer, grad_output = self.layer, self.grad_output
@@ -104,14 +82,14 @@ class DeferredLinear:
 def gradients_now(deferred: DeferredLinear, fused: bool) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias gradient for autograd; ``fused``: the weight's may go into ``main_grad`` instead."""
     if not fused:
-        deferred = replace(deferred, layer=deferred.layer._replace(fusion=False))
+        deferred = replace(deferred, layer=replace(deferred.layer, fusion=False))
     grads = [grad for _, grad in deferred.compute()]
     return grads[0], grads[1] if len(grads) == 2 else None
 
 
 class _SplitLinear(torch.autograd.Function):
-    """Linear layer: the backward of a B gives the input gradient and leaves the rest with the store. Every other
-    backward gives all, and can be differentiated again.
+    """Linear layer: in a pipeline backward it returns the input gradient and queues the rest in the store. Every other
+    backward returns all gradients, and can be differentiated again.
     """
 
     @staticmethod
@@ -124,9 +102,10 @@ class _SplitLinear(torch.autograd.Function):
         layer: LinearParameters,
         widen: bool,
     ) -> Tensor:
-        ctx.layer, ctx.form = layer, LinearForm.of(layer_input, weight, widen)
+        flat = layer_input.dim() == 2 or layer_input.is_contiguous()
+        ctx.layer, ctx.form = layer, LinearForm(weight.stride() == (weight.shape[1], 1), flat, widen)
         ctx.set_materialize_grads(False)
-        # As autograd: a weight may be changed in place where no input gradient needs it, and be assigned other data.
+        # As autograd: where no input gradient needs the weight, it may be changed in place or assigned other data.
         saved = (weight, weight.detach()) if ctx.needs_input_grad[0] else (None, None)
         ctx.save_for_backward(layer_input, *saved)
         return F.linear(layer_input, weight, bias)
@@ -139,12 +118,12 @@ class _SplitLinear(torch.autograd.Function):
         layer, shape = ctx.layer, layer_input.shape
         if torch.is_grad_enabled():
             layer.store.keep_whole(layer, "its gradient is differentiated again")
-        else:  # the input's graph would keep the stage's input and the gradient of that until W
+        else:  # undetached, the input's graph would keep the stage's input and its gradient until W
             layer_input, weight = layer_input.detach(), weight_data
         flat_input, flat_grad, grad_input = layer_input.flatten(0, -2), grad_output.flatten(0, -2), None
         if weight is not None:
             grad_input = _input_grad(flat_input, flat_grad, weight).reshape(shape)
-        deferred = DeferredLinear(layer, ctx.form, flat_input, flat_grad if ctx.form.flat else grad_output)
+        deferred = DeferredLinear(layer, flat_input, flat_grad if ctx.form.flat else grad_output, ctx.form)
         current = layer.store.running()
         if current is None or not current.puts_off(layer.weight):
             return grad_input, None, *gradients_now(deferred, fused=current is not None), None, None
@@ -152,16 +131,19 @@ class _SplitLinear(torch.autograd.Function):
         return grad_input, None, None, None, None, None
 
 
+_apply_linear: Any = super(torch.autograd.Function, _SplitLinear).apply  # less a wrapper for torch.func's transforms
+
+
 def _input_grad(flat_input: Tensor, flat_grad: Tensor, weight: Tensor) -> Tensor:
     """Autograd's own calls, to the same bits."""
-    if flat_input.stride() == (1, flat_input.shape[0]):
+    if flat_input.stride(0) == 1 and flat_input.stride(1) == flat_input.shape[0]:
         return weight.t().mm(flat_grad.t()).t()
     return flat_grad.mm(weight)
 
 
 def split_linear(layer_input: Tensor, layer: LinearParameters, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` of an input of at least two dimensions [..., in], under autocast too. ``weight`` and ``bias`` are
-    the taps of the layer's parameters, or parameters that are not trained.
+    the leaves of the layer's parameters, or parameters without a gradient.
     """
     device = layer_input.device.type
     widen = False
@@ -170,52 +152,36 @@ def split_linear(layer_input: Tensor, layer: LinearParameters, weight: Tensor, b
         layer_input, weight = casts.cast(layer_input, dtype), casts.cast(weight, dtype)
         bias = None if bias is None else casts.cast(bias, dtype)
         widen = not torch.is_autocast_cache_enabled()
-    result: Tensor = _SplitLinear.apply(layer_input, layer.store.anchor, weight, bias, layer, widen)
+    result: Tensor = _apply_linear(layer_input, layer.store.anchor, weight, bias, layer, widen)
     return result
 
 
-class EmbeddingParameters(NamedTuple):
-    """Weight [rows, width] of an embedding, and how its gradient is made."""
+@dataclass(slots=True)
+class EmbeddingParameters(SplitLayer):
+    """Weight [rows, width] of an embedding, and options of its gradient."""
 
-    store: WeightGradStore
-    name: str
-    weight: Tensor
     padding_idx: int | None
     scale_grad_by_freq: bool
 
 
-@dataclass(slots=True)
-class DeferredEmbedding:
-    """The weight gradient of one look-up: keeps the indices and the output gradient."""
+class DeferredEmbedding(Deferred):
+    """Of one look-up; its input is the indices."""
 
+    __slots__ = ()
     layer: EmbeddingParameters
-    indices: Tensor
-    grad_output: Tensor
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return (self.layer.weight,)
-
-    @property
-    def kept(self) -> tuple[Tensor, ...]:
-        return self.indices, self.grad_output
-
-    @property
-    def name(self) -> str:
-        return self.layer.name
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         layer = self.layer
         padding = -1 if layer.padding_idx is None else layer.padding_idx
         rows = layer.weight.shape[0]
         grad = torch.ops.aten.embedding_dense_backward(
-            self.grad_output, self.indices, rows, padding, layer.scale_grad_by_freq
+            self.grad_output, self.layer_input, rows, padding, layer.scale_grad_by_freq
         )
         yield layer.weight, grad
 
 
 class _SplitEmbedding(torch.autograd.Function):
-    """Embedding: it has no input gradient, so that its whole backward is a weight gradient."""
+    """Embedding: without an input gradient, so that its whole backward is a weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, anchor: Tensor, weight: Tensor, layer: EmbeddingParameters) -> Tensor:
@@ -241,6 +207,6 @@ class _SplitEmbedding(torch.autograd.Function):
 
 
 def split_embedding(indices: Tensor, layer: EmbeddingParameters, weight: Tensor) -> Tensor:
-    """``F.embedding`` without max_norm or sparse gradients; ``weight`` is the tap of the layer's."""
+    """``F.embedding`` without max_norm or sparse gradients; ``weight`` is the leaf of the layer's."""
     result: Tensor = _SplitEmbedding.apply(indices, layer.store.anchor, weight, layer)
     return result

@@ -1,8 +1,7 @@
-"""The split form of Megatron-core's tensor-parallel linear layers.
+"""The split form of Megatron-core's tensor-parallel linear layers, with Megatron's arithmetic and communication.
 
-Arithmetic and communication are those of Megatron's own backward: the input gradient is all-reduced or, with sequence
-parallelism, reduce-scattered over the tensor-parallel group in B; the gathered input that the weight gradient needs is
-gathered (again) in W, which all ranks of the group come to in the same order.
+The input gradient is all-reduced or, with sequence parallelism, reduce-scattered over the tensor-parallel group in the
+backward; the input is gathered again in W, which all ranks of the group run in the same order.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pp.weight_grad.deferred import Deferred
 from megatron_pp.weight_grad.linear import DeferredLinear, LinearForm, LinearParameters, gradients_now
 
 _FORM = LinearForm(weight_in_rows=True, flat=True)
@@ -31,7 +31,7 @@ class TensorParallelCall:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> TensorParallelCall | None:
-        """None for a call that the split form does not cover: Megatron defers this layer's weight gradient itself."""
+        """None where Megatron defers this layer's weight gradient itself."""
         if keywords.get("grad_output_buffer") is not None:
             return None
         return cls(
@@ -43,32 +43,18 @@ class TensorParallelCall:
 
 
 @dataclass(slots=True)
-class DeferredTensorParallelLinear:
-    """Weight and bias gradients of one call; ``layer_input`` is this rank's part of a split sequence."""
+class DeferredTensorParallelLinear(Deferred):
+    """Of one call; its input is this rank's part of a split sequence."""
 
     layer: LinearParameters
     call: TensorParallelCall
-    layer_input: Tensor
-    grad_output: Tensor
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return self.layer.trained
-
-    @property
-    def kept(self) -> tuple[Tensor, ...]:
-        return self.layer_input, self.grad_output
-
-    @property
-    def name(self) -> str:
-        return self.layer.name
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        yield from self.gathered().compute()
+        return self.gathered().compute()
 
     def gathered(self) -> DeferredLinear:
         whole = _gathered(self.layer_input, self.call.tp_group) if self.call.sequence_parallel else self.layer_input
-        return DeferredLinear(self.layer, _FORM, whole.flatten(0, -2), self.grad_output.flatten(0, -2))
+        return DeferredLinear(self.layer, whole.flatten(0, -2), self.grad_output.flatten(0, -2), _FORM)
 
 
 class _SplitTensorParallelLinear(torch.autograd.Function):
@@ -101,7 +87,7 @@ class _SplitTensorParallelLinear(torch.autograd.Function):
         elif grad_input is not None and call.allreduce_dgrad:
             pending = dist.all_reduce(grad_input, group=call.tp_group, async_op=True)
         layer, current = ctx.layer, ctx.layer.store.running()
-        deferred = DeferredTensorParallelLinear(layer, call, layer_input.detach(), grad_output)
+        deferred = DeferredTensorParallelLinear(layer, layer_input.detach(), grad_output, call)
         weight_grad = bias_grad = None
         if current is not None and current.puts_off(layer.weight):
             layer.store.leave(deferred)
@@ -116,7 +102,7 @@ def split_tensor_parallel_linear(
     layer_input: Tensor, layer: LinearParameters, call: TensorParallelCall, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     """What Megatron's ``_forward_impl`` computes: [sequence, batch, in / tp or in] -> [sequence, batch, out or out /
-    tp]. ``weight`` and ``bias`` are the taps of the layer's.
+    tp]. ``weight`` and ``bias`` are the leaves of the layer's.
     """
     return _SplitTensorParallelLinear.apply(layer_input, layer.store.anchor, weight, bias, layer, call)
 

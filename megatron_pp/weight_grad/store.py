@@ -1,10 +1,9 @@
-"""The store of weight gradients that wait for their W, and the delivery of all gradients of a pipeline step.
+"""The store of deferred weight gradients, and the delivery of all gradients of a pipeline step.
 
-In a step (between ``begin_step`` and ``end_step``) the parameters of converted layers are not in the autograd graph
-themselves: *taps* (``parameter_leaf.py``) stand for them. Layers that can put off their weight gradient leave it here
-in their backward; all other gradients arrive through the taps. The store adds up those of one backward per parameter,
-in the order in which autograd would, passes the sum to the parameter's hooks, and lets accumulation hooks fire once,
-with the last.
+During a step *parameter leaves* (``parameter_leaf.py``) replace the parameters of converted layers in autograd's graph.
+Split layers queue their weight gradients here; all other gradients arrive through the leaves. The store adds up the
+gradients of one backward per parameter in autograd's order, passes the sum to the parameter's tensor hooks, and fires
+accumulation hooks once, with the last gradient.
 """
 
 from __future__ import annotations
@@ -14,15 +13,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_pp.errors import WeightGradError
 from megatron_pp.weight_grad.casts import Casts
+from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waiting, versions
 from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
-from megatron_pp.weight_grad.parameter_leaf import accumulates, follow, new_tap, parameter_behind, take_grad
+from megatron_pp.weight_grad.parameter_leaf import accumulates, clear_gradient, follow, gradient_of, new_leaf
+from megatron_pp.weight_grad.transformer_engine import DelayedLayer
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +32,11 @@ Key = tuple[int, int]  # (chunk, microbatch)
 
 @dataclass(frozen=True)
 class SplitReport:
-    """Layers with parameters, by what became of them.
+    """Counts of layers with parameters.
 
-    split        put their weight gradients off until W (linear layers and embeddings)
+    split        defer their weight gradients until W (linear layers and embeddings)
     delayed      do so themselves (Transformer Engine's delay_wgrad_compute)
-    whole        do all of their backward in B
+    whole        compute all gradients in the backward
     """
 
     split: int = 0
@@ -44,124 +45,27 @@ class SplitReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.split} layers put their weight gradients off, {self.delayed} do so themselves, "
-            f"{self.whole} do all of their backward at once"
+            f"{self.split} layers defer their weight gradients, {self.delayed} do so themselves, "
+            f"{self.whole} compute all gradients at once"
         )
-
-
-class Deferred(Protocol):
-    """A weight gradient that waits: what is needed for it, and nothing more."""
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """The parameters that it has gradients for."""
-        ...
-
-    @property
-    def kept(self) -> tuple[Tensor, ...]:
-        """The tensors that it keeps alive."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The layer that left it."""
-        ...
-
-    def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """(parameter, gradient) for each; None where it added the gradient to ``main_grad`` itself. Gradients are
-        fresh tensors.
-        """
-        ...
-
-
-class SplitLayer(Protocol):
-    """A layer that puts off its weight gradient."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def weight(self) -> Tensor: ...
-
-
-class External(Protocol):
-    """A layer that keeps its own queue of weight gradients (Transformer Engine's)."""
-
-    @property
-    def chunk(self) -> int:
-        """The model chunk it is in."""
-        ...
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]: ...
-
-    def waiting(self) -> int:
-        """How many entries its queue has."""
-        ...
-
-    def run(self, entries: int) -> bool:
-        """Work off ``entries`` of them, oldest first. Returns whether the layer fires hooks itself."""
-        ...
 
 
 @dataclass
 class _Backward:
-    """The B that is running."""
+    """The backward that is running."""
 
     key: Key
     split: bool
     final: bool  # whether this (chunk, microbatch) completes the chunk's gradients
-    whole: dict[int, Tensor]  # by id: parameters whose gradients are autograd's business
-    task: int = -1  # autograd's run that is known to be a part of this B
-    left: set[int] = field(default_factory=set)  # ids of parameters whose gradients wait
+    whole: dict[int, Tensor]  # by id: parameters whose gradients autograd computes
+    task: int = -1  # autograd's run that is part of this backward
+    left: set[int] = field(default_factory=set)  # ids of parameters with queued gradients
 
     def puts_off(self, weight: Tensor) -> bool:
-        """Whether the gradients of a layer wait: for W, or for the end of this B where it is the last, so that hooks
-        never fire inside of autograd's run.
+        """Whether a layer queues its gradients: for W, or in the last backward for its end, since hooks must not fire
+        inside of autograd's run.
         """
         return (self.split or self.final) and id(weight) not in self.whole
-
-
-class Waiting(NamedTuple):
-    """``deferred``, which autograd's run ``task`` left when the tensors that it keeps had ``versions``. Autograd drops
-    gradients of parameters that are ``frozen`` by then.
-    """
-
-    task: int
-    deferred: Deferred
-    versions: int
-    frozen: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """A gradient that B computed already and that waits for the hooks' sake."""
-
-    parameter: Tensor
-    grad: Tensor
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return (self.parameter,)
-
-    @property
-    def kept(self) -> tuple[Tensor, ...]:
-        return (self.grad,)
-
-    @property
-    def name(self) -> str:
-        return "of a gradient that B computed"
-
-    def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        yield self.parameter, self.grad
-
-
-@dataclass(frozen=True)
-class _ExternalRun:
-    """What an external layer queued in one B."""
-
-    layer: External
-    entries: int
 
 
 class WeightGradStore:
@@ -174,19 +78,19 @@ class WeightGradStore:
 
     def __init__(self) -> None:
         self.armed = False
-        self.anchor = torch.zeros((), requires_grad=True)  # gives outputs a graph where no input has one
-        self.report = SplitReport()  # what the conversion did
+        self.anchor = torch.zeros((), requires_grad=True)  # so that outputs have a graph where no input has one
+        self.report = SplitReport()
         self.timers: Callable[..., Any] | None = None  # Megatron's timers: "weight-compute" runs around every W
         self.casts = Casts()
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self._whole: dict[int, Tensor] = {}
-        self._said: set[tuple[str, str]] = set()
-        self._taps: dict[int, Tensor] = {}  # by the parameter's id
+        self._logged: set[tuple[str, str]] = set()
+        self._leaves: dict[int, Tensor] = {}  # by the parameter's id
         self._layers: list[tuple[nn.Module, int]] = []
         self._chunks_of: dict[Tensor, set[int]] = {}
-        self._externals: list[External] = []
+        self._externals: list[DelayedLayer] = []
         self._queues: dict[Key, deque[Waiting]] = {}
-        self._external_runs: dict[Key, list[_ExternalRun]] = {}
+        self._external_runs: dict[Key, list[tuple[DelayedLayer, int]]] = {}
         self._last: dict[int, int] = {}
         self._complete: set[int] = set()
         self._touched: dict[Tensor, None] = {}  # in the order of the first gradient
@@ -197,20 +101,20 @@ class WeightGradStore:
         """Copies and pickles of a converted model are not converted: they carry no store."""
         return _no_store, ()
 
-    # -- what the conversion tells it ------------------------------------------------------------------------------
+    # -- called by the conversion ----------------------------------------------------------------------------------
 
     def own(self, layer: nn.Module, chunk: int) -> None:
-        """``layer`` of ``chunk`` is converted, or an external one."""
+        """Register a layer of ``chunk``."""
         self._layers.append((layer, chunk))
 
-    def own_external(self, layer: External) -> None:
+    def own_external(self, layer: DelayedLayer) -> None:
         self._externals.append(layer)
 
-    # -- what the engine drives ------------------------------------------------------------------------------------
+    # -- called by the engine --------------------------------------------------------------------------------------
 
     @contextmanager
     def step(self, last: Mapping[int, int]) -> Iterator[None]:
-        """``begin_step`` and ``end_step`` around a step; a step that fails is forgotten."""
+        """``begin_step`` and ``end_step`` around a step; ``abort_step`` when it raises."""
         self.begin_step(last)
         try:
             yield
@@ -229,7 +133,7 @@ class WeightGradStore:
         self.armed = True
 
     def end_step(self) -> None:
-        """End a step. Raises WeightGradError where a B's weight gradients were never run."""
+        """End a step. Raises WeightGradError where a backward is without its W."""
         left = self.waiting()
         self._reset()
         if left:
@@ -242,12 +146,12 @@ class WeightGradStore:
         return sorted({*self._queues, *self._external_runs})
 
     def abort_step(self) -> None:
-        """Forget a step that failed."""
+        """Drop everything of a step that failed."""
         self._reset()
 
     @contextmanager
     def backward(self, chunk: int, mb: int, split: bool = True) -> Iterator[None]:
-        """Around the backward of (chunk, mb): input gradients only where ``split``, else weight gradients with it."""
+        """Around the backward of (chunk, mb): input gradients only where ``split``, else all gradients."""
         key = (chunk, mb)
         if not self.armed:
             raise WeightGradError(
@@ -265,7 +169,7 @@ class WeightGradStore:
             self._current = None
             self.casts.clear()
         self._external_runs[key] = [
-            _ExternalRun(layer, layer.waiting() - count)
+            (layer, layer.waiting() - count)
             for layer, count in zip(self._externals, before, strict=True)
             if layer.chunk == chunk and layer.waiting() > count
         ]
@@ -287,41 +191,39 @@ class WeightGradStore:
             self.timers("weight-compute", log_level=2).start()
         with torch.no_grad():
             self._work_off(queue)
-            for external in self._external_runs.pop(key, ()):
-                self._run_external(external)
+            for layer, entries in self._external_runs.pop(key, ()):
+                self._run_external(layer, entries)
             if final:
                 self._fire_the_rest()
         if self.timers is not None:
             self.timers("weight-compute").stop()
 
     def kept_bytes(self, chunk: int, mb: int) -> int:
-        """Bytes that wait for the W of (chunk, mb), each storage counted once; without layers that keep their own
-        queue.
-        """
+        """Bytes kept for the W of (chunk, mb), each storage counted once; without layers that have their own queue."""
         storages = [t.untyped_storage() for d in self._queues.get((chunk, mb), ()) for t in d.deferred.kept]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
-    # -- what layers leave -----------------------------------------------------------------------------------------
+    # -- called by layers ------------------------------------------------------------------------------------------
 
-    def tap_of(self, parameter: Tensor | None) -> Tensor | None:
-        """The tap of a parameter that is trained in this step; None for anything else."""
-        tap = self._taps.get(id(parameter))
-        if tap is None or parameter is None or not parameter.requires_grad:
+    def leaf_of(self, parameter: Tensor | None) -> Tensor | None:
+        """The leaf of a parameter that is trained in this step; None for anything else."""
+        leaf = self._leaves.get(id(parameter))
+        if leaf is None or parameter is None or not parameter.requires_grad:
             return None
-        if tap.data_ptr() != parameter.data_ptr():
-            follow(tap, parameter)
-        return tap
+        if leaf.data_ptr() != parameter.data_ptr():
+            follow(leaf, parameter)
+        return leaf
 
     def keep_whole(self, layer: SplitLayer, reason: str) -> None:
-        """Leave all gradients of a layer's weight to autograd from now on, and log it once."""
-        if id(layer.weight) in self._taps:
+        """Let autograd compute all gradients of a layer's weight from now on; logged once."""
+        if id(layer.weight) in self._leaves:
             self._whole[id(layer.weight)] = layer.weight
-        if (layer.name, reason) not in self._said:
-            self._said.add((layer.name, reason))
+        if (layer.name, reason) not in self._logged:
+            self._logged.add((layer.name, reason))
             logger.warning("layer %s computes its weight gradient in B, not in W: %s", layer.name, reason)
 
     def running(self) -> _Backward | None:
-        """The B that the running backward is a part of; None in ``autograd.grad``, be it within a B."""
+        """The pipeline backward that autograd is in; None in ``autograd.grad``, also where a backward calls it."""
         current = self._current
         if current is None or torch.is_grad_enabled():
             return None
@@ -333,33 +235,32 @@ class WeightGradStore:
         return current
 
     def leave(self, deferred: Deferred) -> None:
-        """Called in a layer's backward, where ``running()`` puts off: run ``deferred`` later."""
+        """Queue ``deferred``; for a layer's backward where ``running()`` puts it off."""
         current, parameters = self._current, deferred.parameters
         assert current is not None
-        frozen: tuple[int, ...] = ()
-        for parameter in parameters:
-            current.left.add(id(parameter))
-            if not parameter.requires_grad:
-                frozen = (*frozen, id(parameter))
-        self._queues[current.key].append(Waiting(current.task, deferred, _versions(deferred), frozen))
+        current.left.update(map(id, parameters))
+        frozen = tuple([id(parameter) for parameter in parameters if not parameter.requires_grad])
+        self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen))
 
-    def arrive(self, tap: Tensor) -> None:
-        """Called when autograd has finished a tap's gradient. It has none where layers left all of it, or wrote it to
+    def arrive(self, parameter: Tensor, leaf: Tensor) -> None:
+        """Called when autograd has finished a leaf's gradient; there is none where layers queued it, or added it to
         ``main_grad`` themselves.
         """
-        parameter, grad, current = parameter_behind(tap), take_grad(tap), self._current
+        current, grad = self._current, gradient_of(leaf)
         if grad is None:
-            if getattr(parameter, "main_grad", None) is not None:
+            left = current is not None and id(parameter) in current.left
+            if not left and getattr(parameter, "main_grad", None) is not None:
                 self._touched[parameter] = None
             return
+        clear_gradient(leaf)
         if current is None:
             raise WeightGradError("a converted layer's backward ran outside of store.backward(chunk, mb)")
-        if not parameter.requires_grad:  # it was frozen after its forward: autograd drops its gradient then
+        if not parameter.requires_grad:  # frozen after its forward: autograd drops its gradient
             return
         self._touched[parameter] = None
         if current.final or id(parameter) in current.left:
-            task, ready = torch._C._current_graph_task_id(), _Ready(parameter, grad)
-            self._queues[current.key].append(Waiting(task, ready, _versions(ready)))
+            task, ready = torch._C._current_graph_task_id(), Ready((parameter,), (grad,))
+            self._queues[current.key].append(Waiting(task, ready, versions(ready)))
         else:
             with torch.no_grad():
                 add_silently(parameter, grad, owned=True)
@@ -368,28 +269,25 @@ class WeightGradStore:
 
     def _work_off(self, queue: deque[Waiting]) -> None:
         """Run a queue. Gradients that one run of autograd left for a parameter are added up before they reach it."""
-        to_come = Counter((waiting.task, id(p)) for waiting in queue for p in waiting.deferred.parameters)
-        sums: dict[tuple[int, int], dict[torch.dtype, Tensor]] = {}  # autocast adds up in the lower precision first
+        left = [id(parameter) for waiting in queue for parameter in waiting.deferred.parameters]
+        sums = _Sums(queue) if len(set(left)) < len(left) else None
         while queue:
-            task, deferred, versions, frozen = queue.popleft()
-            if _versions(deferred) != versions:
+            task, deferred, then, frozen = queue.popleft()
+            if versions(deferred) != then:
                 raise WeightGradError(
                     f"the input of layer {deferred.name}, or the gradient of its output, was changed in place between "
                     "its B and its W, which still needs it"
                 )
             for parameter, grad in deferred.compute():
-                key = (task, id(parameter))
-                to_come[key] -= 1
                 if id(parameter) in frozen:
                     grad = None
-                elif grad is not None and grad.dtype is not parameter.dtype and not to_come[key] and key not in sums:
+                if sums is not None:
+                    grad, complete = sums.add(task, parameter, grad)
+                    if not complete:
+                        continue
+                elif grad is not None and grad.dtype is not parameter.dtype:
                     grad = grad.to(parameter.dtype)
-                if grad is not None and (to_come[key] or key in sums):
-                    of_dtypes = sums.setdefault(key, {})
-                    so_far = of_dtypes.get(grad.dtype)
-                    of_dtypes[grad.dtype] = grad if so_far is None else so_far.add_(grad)
-                if to_come[key] == 0:
-                    self._deliver(parameter, _total(sums.pop(key), parameter) if key in sums else grad)
+                self._deliver(parameter, grad)
 
     def _deliver(self, parameter: Tensor, grad: Tensor | None) -> None:
         self._touched[parameter] = None
@@ -399,32 +297,29 @@ class WeightGradStore:
         elif grad is not None:
             add_silently(parameter, grad, owned=True)
 
-    def _run_external(self, external: _ExternalRun) -> None:
-        fires_itself = external.layer.run(external.entries)
-        for parameter in external.layer.parameters:
-            self._touched[parameter] = None
-            if fires_itself:
-                self._fired.add(parameter)
+    def _run_external(self, layer: DelayedLayer, entries: int) -> None:
+        fires_itself = layer.run(entries)
+        self._touched.update(dict.fromkeys(layer.parameters))
+        if fires_itself:
+            self._fired.update(layer.parameters)
 
     def _fire_the_rest(self) -> None:
-        """Hooks of parameters whose last gradient came before the chunk's last microbatch."""
-        for parameter in _in_reverse(self._touched):
+        """Fire the hooks of parameters without a gradient in the chunk's last microbatch."""
+        for parameter in reversed(list(self._touched)):
             if parameter not in self._fired and self._chunks_of[parameter] <= self._complete:
                 self._fired.add(parameter)
                 add_and_fire(parameter, None, owned=False)
 
     def _look_up_parameters(self) -> None:
-        """Which chunks have which parameter, and its tap: anew for each step, since parameters may be replaced."""
+        """The chunks and the leaf of each parameter; for each step, since parameters may be replaced."""
         self._chunks_of.clear()
-        self._taps.clear()
+        self._leaves.clear()
         for layer, chunk in self._layers:
             for parameter in layer._parameters.values():
                 if parameter is not None:
                     self._chunks_of.setdefault(parameter, set()).add(chunk)
         self._whole = {key: weight for key, weight in self._whole.items() if weight in self._chunks_of}
-        for known in self._chunks_of:
-            if known.requires_grad:
-                self._taps[id(known)] = new_tap(known, self.arrive)
+        self._leaves.update((id(p), new_leaf(p, self.arrive)) for p in self._chunks_of if p.requires_grad)
 
     def _reset(self) -> None:
         self.armed = False
@@ -434,28 +329,33 @@ class WeightGradStore:
         self._complete.clear()
         self._touched.clear()
         self._fired.clear()
-        self._taps.clear()
+        self._leaves.clear()
         self.casts.clear()
         self._current = None
 
 
-def _versions(deferred: Deferred) -> int:
-    """Grows with every change in place of what ``deferred`` keeps."""
-    versions = 0
-    for tensor in deferred.kept:
-        versions += tensor._version
-    return versions
+class _Sums:
+    """Sums of the gradients that one run of autograd left for a parameter, where it left several."""
 
+    def __init__(self, queue: Iterable[Waiting]) -> None:
+        self._to_come = Counter((waiting.task, id(p)) for waiting in queue for p in waiting.deferred.parameters)
+        self._sums: dict[tuple[int, int], dict[torch.dtype, Tensor]] = {}  # autocast adds in the lower precision first
 
-def _total(of_dtypes: dict[torch.dtype, Tensor], parameter: Tensor) -> Tensor:
-    """The sum of gradients of several dtypes, in the parameter's."""
-    first, *others = (grad.to(parameter.dtype) for grad in of_dtypes.values())
-    return sum(others, first)
+    def add(self, task: int, parameter: Tensor, grad: Tensor | None) -> tuple[Tensor | None, bool]:
+        """Add one; (the sum in the parameter's dtype, True) when it is the last."""
+        key = (task, id(parameter))
+        self._to_come[key] -= 1
+        if grad is not None:
+            sums = self._sums.setdefault(key, {})
+            sums[grad.dtype] = sums[grad.dtype].add_(grad) if grad.dtype in sums else grad
+        if self._to_come[key]:
+            return None, False
+        total: Tensor | None = None
+        for part in self._sums.pop(key, {}).values():
+            part = part.to(parameter.dtype)
+            total = part if total is None else total + part
+        return total, True
 
 
 def _no_store() -> None:
     return None
-
-
-def _in_reverse(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return list(parameters)[::-1]

@@ -1,8 +1,7 @@
-"""Layers that put off their weight gradients themselves: Transformer Engine's, built with
-``delay_wgrad_compute=True``.
+"""Layers that defer their weight gradients themselves: Transformer Engine's, built with ``delay_wgrad_compute=True``.
 
-Such a layer queues its weight gradient in backward and computes it in ``backward_dw()``. Its queue is first in, first
-out over all microbatches, as the store's is, so that the store only has to count.
+Such a layer queues its weight gradient in backward and computes it in ``backward_dw()``, first in, first out over all
+microbatches, so that the store only counts entries.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class DelayedLayer:
         return int(self.layer.wgrad_store.context.qsize())
 
     def run(self, entries: int) -> bool:
-        """Work off ``entries`` of the layer's queue. A layer of two matrices takes two at a time.
+        """Run ``entries`` of the layer's queue; a layer of two matrices takes two at a time. Returns whether the layer
+        fires hooks itself.
 
-        Without fused accumulation the layer assigns ``.grad`` rather than adds to it, so what was there is kept aside
-        meanwhile.
+        Without fused accumulation the layer assigns ``.grad`` instead of adding to it, so the old value is kept aside.
         """
         left = self.waiting() - entries
         unfused = [p for p in self.parameters if getattr(p, "main_grad", None) is None]

@@ -548,7 +548,7 @@ def test_under_autocast_too(kind: type[Habit]) -> None:
     ("kind", "reason"),
     [
         (Forces, "its gradient is differentiated again"),
-        (FunctionalCallAlone, "its weight is none that the model had when the step began"),
+        (FunctionalCallAlone, "its weight is not the one that the model had when the step began"),
         (Vmap, "it is called within vmap or another transform of torch.func"),
         (Complex, "its tensors are complex, sparse or nested"),
     ],

@@ -22,8 +22,8 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run
 from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
+from megatron_pp.weight_grad.deferred import Deferred, Waiting
 from megatron_pp.weight_grad.linear import DeferredLinear
-from megatron_pp.weight_grad.store import Deferred, Waiting
 from tests.harness.race_support import exact_data, run_plan
 
 SIZE, MICROBATCHES = 2, 5

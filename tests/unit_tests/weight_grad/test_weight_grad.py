@@ -509,7 +509,7 @@ def test_what_becomes_of_each_layer_is_reported() -> None:
     report = split_weight_grad(new_net()).report
     # embedding, up, down, out_proj, frozen, bias_only, twice, head
     assert (report.split, report.delayed) == (8, 0)
-    assert "8 layers put their weight gradients off" in str(report)
+    assert "8 layers defer their weight gradients" in str(report)
 
 
 def test_converting_twice_is_refused() -> None:
