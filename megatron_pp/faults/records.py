@@ -1,13 +1,13 @@
-"""What ranks tell each other through the store: where they are, what they entered with, and what failed.
+"""What ranks publish in the store: where they are, what they entered a step with, and what failed.
 
-Records are small JSON objects. Reading never trusts: what is not a record of the expected form raises RecordError, and
-nothing is evaluated.
+Records are small JSON objects. What is not a record of the expected form raises RecordError; nothing is evaluated.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ DONE = "done"
 
 EXCEPTION = "exception"  # a rank raised an error of its own
 MISMATCH = "mismatch"  # ranks entered a step with different plans or shapes
-STALL = "stall"  # a rank died, stopped, or nobody moves
+STALL = "stall"  # a rank died or stopped, or no rank makes progress
 KINDS = (EXCEPTION, MISMATCH, STALL)
 
 
@@ -30,8 +30,8 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class Process:
-    """Which process a rank is. ``host`` tells machines (and process namespaces) apart; ``started`` is the kernel's
-    start time, so that a reused pid is seen."""
+    """A process. ``host``: its machine and process namespace; ``started``: the kernel's start time, which detects a
+    reused pid."""
 
     host: str = ""
     pid: int = 0
@@ -45,11 +45,11 @@ class Progress:
     step      its step number, counted from 1
     state     entering, in_step or done
     position  index of the current instruction in its program
-    text      that instruction, as printed, or what else it does
-    idle      seconds since it moved, at the time of writing and by its own clock
-    beat      grows with every record, so that a reader sees that the writer lives
-    history   which of the agreements between the ranks it used in which step; see ``agreement.py``
-    number    the program's number of the step, as text; see ``step_number.py``
+    text      that instruction, as printed, or what the rank does outside the plan
+    idle      seconds since its position changed, at the time of writing and by its own clock
+    beat      grows with every record: shows readers that the writer is alive
+    history   the agreements between the ranks that it used, by step; see ``agreement.py``
+    number    the program's number of the step, as text; see ``consistency.py``
     """
 
     step: int
@@ -78,15 +78,16 @@ class Failure:
 
     kind            exception, mismatch or stall
     pipeline        name of the pipeline group in which it happened
-    rank            pipeline rank that reports it (the one that raised; for a stall the one that noticed)
-    global_rank     that rank's number in the whole job
-    instruction     as printed, such as F0.3; empty where it was outside the plan
+    rank            pipeline rank that reports it: the one that raised; for a stall the one that detected it
+    global_rank     its rank in the whole job
+    instruction     as printed, such as F0.3; empty if it was outside the plan
     where           the same in words
     exception_type  qualified name of the exception
     message         its text
     traceback_tail  its last lines
-    suspects        for a stall, the pipeline ranks that do not answer
-    field, values   for a mismatch
+    suspects        for a stall, the pipeline ranks that do not respond, or hold the others up
+    field           for a mismatch, what differs
+    values          by pipeline rank: for a mismatch its value, for a stall where it was
     """
 
     kind: str
@@ -141,25 +142,22 @@ def _checked(kind: Any, name: str, declared: str, value: object) -> object:
         return _build(Process, value)
     if name == "kind" and value not in KINDS:
         raise RecordError(f"{kind.__name__}.kind is {value!r}; it is one of {', '.join(KINDS)}")
-    if not _fits(declared, value):
+    if not _FITS[declared](value):
         raise RecordError(f"{kind.__name__}.{name} is {str(value)[:40]!r}; it must be {declared}")
     return tuple(value) if isinstance(value, list) else value
 
 
-def _fits(declared: str, value: object) -> bool:
-    if declared == "str":
-        return isinstance(value, str)
-    if declared == "dict[str, str]":
-        return isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
-    if declared == "tuple[int, ...]":
-        return isinstance(value, list) and all(_is_int(v) for v in value)
-    if declared == "float":
-        return isinstance(value, float) or _is_int(value)
-    return _is_int(value)
-
-
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "int": _is_int,
+    "float": lambda value: isinstance(value, float) or _is_int(value),
+    "dict[str, str]": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
+    "tuple[int, ...]": lambda value: isinstance(value, list) and all(map(_is_int, value)),
+}
 
 
 def cut(text: str) -> str:
