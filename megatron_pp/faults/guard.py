@@ -23,25 +23,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
+from megatron_pp.faults import consistency, diagnosis
 from megatron_pp.faults.agreement import Agreements, last_change
-from megatron_pp.faults.consistency import (
-    MOVE,
-    NUMBER,
-    Mismatch,
-    StepNumber,
-    arrived,
-    find_late_mismatch,
-    find_mismatch,
-)
-from megatron_pp.faults.diagnosis import (
-    Source,
-    busy_ranks,
-    error_of,
-    first_line,
-    progress_lines,
-    stall_text,
-    working_ranks,
-)
 from megatron_pp.faults.exceptions import is_consequence, is_raised_by_python, tail_of, text_of, type_name
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
@@ -116,14 +99,12 @@ class FaultGuard:
         self._over: str | None = None
         self._entered_with: Hashable = None
         self._agreements = Agreements(self.size)
-        self._number = StepNumber()
-
-    # -- what the engine calls -----------------------------------------------------------------------------------------
+        self._number = consistency.StepNumber()
 
     @contextmanager
     def step(
         self,
-        source: Source,
+        source: diagnosis.Source,
         key: Hashable = None,
         describe: Describe | None = None,
         number: int | None = None,
@@ -172,9 +153,9 @@ class FaultGuard:
         self._tracker.reset()
         self._heartbeat.reset()
 
-    # -- entering ------------------------------------------------------------------------------------------------------
-
-    def _enter(self, source: Source, key: Hashable, describe: Describe | None, number: int | None, phase: str) -> None:
+    def _enter(
+        self, source: diagnosis.Source, key: Hashable, describe: Describe | None, number: int | None, phase: str
+    ) -> None:
         self._main = threading.get_ident()
         move = self._number.move(number)
         key = (key, move)
@@ -189,7 +170,11 @@ class FaultGuard:
         if known:
             self._heartbeat.asked_from = self._tracker.step
         else:
-            description = {MOVE: move, NUMBER: shown, **describe()}  # first: ranks in different steps differ in more
+            description = {
+                consistency.MOVE: move,
+                consistency.NUMBER: shown,
+                **describe(),
+            }  # first: ranks in different steps differ in more
             known = self._agreements.add(key, self._check_entry(description))
             self._tracker.agreed(known)
         self.agreement = known
@@ -202,7 +187,13 @@ class FaultGuard:
         try:
             heartbeat.publish(entry, 0.0)
             with heartbeat.lock:
-                heartbeat.lock.wait_for(lambda: self.failure is not None or self._entry_is_settled(step))
+                heartbeat.lock.wait_for(
+                    lambda: (
+                        self.failure is not None
+                        or self._mismatch(step) is not None
+                        or len(consistency.arrived(heartbeat.peers.entries, step)) == self.size
+                    )
+                )
                 mismatch = self._mismatch(step)
                 entries = {**heartbeat.peers.entries, self.rank: entry}
             if mismatch is not None:
@@ -213,21 +204,16 @@ class FaultGuard:
             heartbeat.poll_fast(False)
         return {rank: known.description for rank, known in entries.items() if known.step == step}
 
-    def _entry_is_settled(self, step: int) -> bool:
-        return self._mismatch(step) is not None or len(arrived(self._heartbeat.peers.entries, step)) == self.size
+    def _mismatch(self, step: int) -> consistency.Mismatch | None:
+        entries, progress = self._heartbeat.peers.entries, self._progress_of_others()
+        return consistency.find_mismatch(self.rank, entries, progress, step, self._agreements)
 
-    def _mismatch(self, step: int) -> Mismatch | None:
-        entries = self._heartbeat.peers.entries
-        return find_mismatch(self.rank, entries, self._progress_of_others(), step, self._agreements)
-
-    def _mismatch_failure(self, found: Mismatch) -> Failure:
+    def _mismatch_failure(self, found: consistency.Mismatch) -> Failure:
         values = {str(rank): value for rank, value in found.values.items()}
-        return self._new_failure(MISMATCH, message=str(found), field=found.field, values=values)
+        return self._new_failure(MISMATCH, str(found), field=found.field, values=values)
 
     def _progress_of_others(self) -> dict[int, Progress]:
         return {rank: seen.progress for rank, seen in self._heartbeat.peers.seen.items()}
-
-    # -- leaving -------------------------------------------------------------------------------------------------------
 
     def _leave(self, error: BaseException | None) -> None:
         """The step ended, with ``error`` or without; raises what the caller should see instead of it."""
@@ -244,20 +230,13 @@ class FaultGuard:
                 self._conclude(self._own_failure(error), True)
         finally:
             if error is not None or self.failure is not None:
-                self._over = self._over or first_line(self.failure)
+                self._over = self._over or diagnosis.first_line(self.failure)
             self._tracker.end()
 
     def _own_failure(self, error: BaseException) -> Failure:
         """This rank is the cause."""
-        instruction, where = self._tracker.place()
-        return self._new_failure(
-            EXCEPTION,
-            instruction=instruction,
-            where=where,
-            exception_type=type_name(error),
-            message=text_of(error),
-            traceback_tail=tail_of(error),
-        )
+        text, tail = text_of(error), tail_of(error)
+        return self._new_failure(EXCEPTION, text, exception_type=type_name(error), traceback_tail=tail)
 
     def _cause_of(self, error: BaseException) -> PipelineError:
         """Why a transfer failed: another rank's record, a process that is gone, a rank without a heartbeat; or the
@@ -275,8 +254,6 @@ class FaultGuard:
             assert here is not None
             self._conclude(self._stall_failure(here, failed, ()), True)
         return self._error()
-
-    # -- failures ------------------------------------------------------------------------------------------------------
 
     def _act(self) -> bool:
         """Called by the watchdog, often: if there is a failure to act on, make every transfer here fail; whether it
@@ -299,7 +276,7 @@ class FaultGuard:
             return None
         with heartbeat.lock:
             others = self._progress_of_others()
-        found = find_late_mismatch(self.rank, here, others, self._agreements)
+        found = consistency.find_late_mismatch(self.rank, here, others, self._agreements)
         if found is not None:
             return self._mismatch_failure(found)
         since = last_change(here.history)
@@ -312,7 +289,7 @@ class FaultGuard:
         with self._heartbeat.lock:
             working: tuple[int, ...] = ()
             if here.idle >= self.timeout:
-                working = working_ranks(self._plan(), {**self._progress_of_others(), self.rank: here})
+                working = diagnosis.working_ranks(self._plan(), {**self._progress_of_others(), self.rank: here})
             waits_on, failed = tracker.waits_on(), tracker.failed
             own = OwnState(self.rank, self.size, here.step, here.idle, waits_on, failed, working)
             found = find_stall(peers, own, self.timeout, self._clock(), state_of, self.patience)
@@ -351,7 +328,7 @@ class FaultGuard:
         """This rank does not leave its step at all: it hangs in code that cannot be interrupted. Log where."""
         logger.error(
             "pipeline rank %d has to leave its step (%s) but is still in %s:\n%s",
-            self.rank, first_line(self.failure), self._tracker.place()[1], self._stack(),
+            self.rank, diagnosis.first_line(self.failure), self._tracker.place()[1], self._stack(),
         )  # fmt: skip
 
     def _stack(self) -> str:
@@ -362,11 +339,13 @@ class FaultGuard:
     def _error(self) -> PipelineError:
         """What this rank raises because of ``failure``."""
         assert self.failure is not None
-        self._raised = error = error_of(self.failure, self.pipeline, self.rank, self._tracker.doing())
+        self._raised = error = diagnosis.error_of(self.failure, self.pipeline, self.rank, self._tracker.doing())
         return error
 
-    def _new_failure(self, kind: str, **content: Any) -> Failure:
-        return Failure(kind, self.pipeline, self.rank, self._global_rank, **content)
+    def _new_failure(self, kind: str, message: str, **content: Any) -> Failure:
+        instruction, where = ("", "") if kind == MISMATCH else self._tracker.place()
+        who = (self.pipeline, self.rank, self._global_rank)
+        return Failure(kind, *who, instruction, where, message=message, **content)
 
     def _stall_failure(self, here: Progress, why: str, suspects: tuple[int, ...]) -> Failure:
         now = self._clock()
@@ -374,20 +353,13 @@ class FaultGuard:
         plan = self._plan()
         if plan is not None and not suspects:
             in_step = {r: p.position for r, (p, _) in {**seen, self.rank: (here, 0.0)}.items() if p.state == IN_STEP}
-            suspects = busy_ranks(plan, in_step)
+            suspects = diagnosis.busy_ranks(plan, in_step)
             if suspects:
                 why += f"; held up by rank {', '.join(map(str, suspects))}, which waits for no other rank"
-        text = stall_text(self.rank, plan, here, seen, self.size, why)
-        lines = progress_lines(self.rank, plan, here, seen, self.size)
-        instruction, where = self._tracker.place()
-        return self._new_failure(
-            STALL,
-            message=text,
-            instruction=instruction,
-            where=where,
-            suspects=suspects,
-            values={str(rank): line for rank, line in lines.items()},
-        )
+        text = diagnosis.stall_text(self.rank, plan, here, seen, self.size, why)
+        lines = diagnosis.progress_lines(self.rank, plan, here, seen, self.size)
+        values = {str(rank): line for rank, line in lines.items()}
+        return self._new_failure(STALL, text, suspects=suspects, values=values)
 
 
 def _may_be_of_an_aborted_group(error: BaseException) -> bool:

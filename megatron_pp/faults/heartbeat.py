@@ -23,16 +23,11 @@ _AFTER_ERROR = 1.0  # torch's client writes a page of warnings for each call on 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds.
+    """Seconds."""
 
-    poll   between checks for a failure
-    beat   between heartbeats
-    quiet  without moving until this rank begins to read where the others are
-    """
-
-    poll: float
-    beat: float
-    quiet: float
+    poll: float  # between checks for a failure
+    beat: float  # between heartbeats
+    quiet: float  # without moving until this rank begins to read where the others are
 
     @classmethod
     def of(cls, timeout: float, world_size: int) -> Pace:
@@ -42,12 +37,7 @@ class Pace:
 
 
 class Heartbeat:
-    """Owns the store: only this thread calls it. ``lock`` guards ``peers`` and everything that is handed over.
-
-    asked_from  set by others: where the other ranks are is read, although this one moves, until they have all come
-                to this step
-    settled_to  set by others: the step for which they have
-    """
+    """Owns the store: only this thread calls it. ``lock`` guards ``peers`` and everything that is handed over."""
 
     def __init__(
         self, store: FaultStore, pace: Pace, tracker: Tracker, clock: Callable[[], float] = time.monotonic
@@ -56,6 +46,8 @@ class Heartbeat:
         self.pace = pace
         self.peers = Peers()
         self.lock = threading.Condition()
+        # Set by others: peers are read, although this rank moves, until they have all come to step ``asked_from``;
+        # ``settled_to`` is the step to which they have.
         self.asked_from = 0
         self.settled_to = 0
         self._tracker = tracker
@@ -69,8 +61,6 @@ class Heartbeat:
         self._beat = 0
         self._published: Progress | None = None
         self._published_at = 0.0
-
-    # -- from other threads --------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
         """Called at the start of a step: costs an attribute lookup while the thread is awake."""

@@ -13,20 +13,14 @@ _READS_TO_BE_SURE = 3
 
 @dataclass
 class Peer:
-    """The newest progress record of one rank.
-
-    beat_at      when its beat was first seen (seconds, this rank's monotonic clock)
-    moved_at     when, by this clock, its position last changed
-    reads_since  how often it was read since with the same beat
-    """
+    """The newest progress record of one rank. Times in seconds of this rank's monotonic clock."""
 
     progress: Progress
-    beat_at: float
-    moved_at: float
-    reads_since: int = 0
+    beat_at: float  # when its beat was first seen
+    moved_at: float  # when its position last changed
+    reads_since: int = 0  # how often it was read since with the same beat
 
     def update(self, progress: Progress, now: float) -> None:
-        """Take in what was read at ``now``."""
         if progress.beat == self.progress.beat:
             self.reads_since += 1
             return
@@ -43,22 +37,16 @@ class Peer:
 
 @dataclass
 class Peers:
-    """What one rank of a pipeline knows about it.
-
-    reading_since  since when the peers are polled without a break; None while there is no need to
-    read_at        when they were last read
-    broken_since   since when the store returns errors, None while it answers; ``broken`` is the error
-    asked_at       when the store was asked what it has not answered yet
-    """
+    """What one rank of a pipeline knows about the others."""
 
     failure: Failure | None = None
     seen: dict[int, Peer] = field(default_factory=dict)
     entries: dict[int, Entry] = field(default_factory=dict)
-    reading_since: float | None = None
-    read_at: float = 0.0
-    broken_since: float | None = None
-    broken: str = ""
-    asked_at: float | None = None
+    reading_since: float | None = None  # since when peers are polled without a break; None while there is no need to
+    read_at: float = 0.0  # when they were last read
+    broken_since: float | None = None  # since when the store returns errors; None while it answers
+    broken: str = ""  # that error
+    asked_at: float | None = None  # when the store was asked what it has not answered yet
 
     def note_progress(self, records: Mapping[int, Progress], now: float) -> None:
         """Take in the records of the other ranks, read at ``now``."""

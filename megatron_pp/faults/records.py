@@ -30,37 +30,24 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class Process:
-    """A process. ``host``: its machine and process namespace; ``started``: the kernel's start time, which detects a
-    reused pid."""
-
-    host: str = ""
+    host: str = ""  # machine and process namespace
     pid: int = 0
-    started: int = 0
+    started: int = 0  # the kernel's start time: detects a reused pid
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a rank is.
+    """Where a rank is."""
 
-    step      its step number, counted from 1
-    state     entering, in_step or done
-    position  index of the current instruction in its program
-    text      that instruction, as printed, or what the rank does outside the plan
-    idle      seconds since its position changed, at the time of writing and by its own clock
-    beat      grows with every record: shows readers that the writer is alive
-    history   the agreements between the ranks that it used, by step; see ``agreement.py``
-    number    the program's number of the step, as text; see ``consistency.py``
-    """
-
-    step: int
-    state: str
-    position: int = 0
-    text: str = ""
-    idle: float = 0.0
-    beat: int = 0
+    step: int  # counted from 1
+    state: str  # ENTERING, IN_STEP or DONE
+    position: int = 0  # index of the current instruction in its program
+    text: str = ""  # that instruction, as printed, or what the rank does outside the plan
+    idle: float = 0.0  # seconds since its position changed, at the time of writing and by its own clock
+    beat: int = 0  # grows with every record: shows readers that the writer is alive
     process: Process = dataclasses.field(default_factory=Process)
-    history: tuple[int, ...] = ()
-    number: str = ""
+    history: tuple[int, ...] = ()  # the agreements between the ranks that it used, by step; see ``agreement.py``
+    number: str = ""  # the program's number of the step; see ``consistency.py``
 
 
 @dataclass(frozen=True)
@@ -74,34 +61,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why all ranks leave their step.
+    """Why all ranks leave their step."""
 
-    kind            exception, mismatch or stall
-    pipeline        name of the pipeline group in which it happened
-    rank            pipeline rank that reports it: the one that raised; for a stall the one that detected it
-    global_rank     its rank in the whole job
-    instruction     as printed, such as F0.3; empty if it was outside the plan
-    where           the same in words
-    exception_type  qualified name of the exception
-    message         its text
-    traceback_tail  its last lines
-    suspects        for a stall, the pipeline ranks that do not respond, or hold the others up
-    field           for a mismatch, what differs
-    values          by pipeline rank: for a mismatch its value, for a stall where it was
-    """
-
-    kind: str
-    pipeline: str
-    rank: int
-    global_rank: int
-    instruction: str = ""
-    where: str = ""
-    exception_type: str = ""
-    message: str = ""
-    traceback_tail: str = ""
-    suspects: tuple[int, ...] = ()
-    field: str = ""
-    values: dict[str, str] = dataclasses.field(default_factory=dict)
+    kind: str  # EXCEPTION, MISMATCH or STALL
+    pipeline: str  # name of the pipeline group in which it happened
+    rank: int  # pipeline rank that reports it: the one that raised; for a stall the one that detected it
+    global_rank: int  # its rank in the whole job
+    instruction: str = ""  # as printed, such as F0.3; empty if it was outside the plan
+    where: str = ""  # the same in words
+    exception_type: str = ""  # qualified name
+    message: str = ""  # of the exception, mismatch or stall
+    traceback_tail: str = ""  # last lines
+    suspects: tuple[int, ...] = ()  # of a stall: pipeline ranks that do not respond, or hold the others up
+    field: str = ""  # what differs
+    values: dict[str, str] = dataclasses.field(default_factory=dict)  # by pipeline rank: what it has, or where it was
 
 
 Record = TypeVar("Record", Progress, Entry, Failure)

@@ -34,23 +34,15 @@ class Stall:
 
 @dataclass(frozen=True)
 class OwnState:
-    """This rank.
+    """This rank."""
 
-    rank, size  in the pipeline
-    step        its step number
-    idle        seconds since its position changed
-    waits_on    pipeline ranks whose message the current instruction waits for; empty while it computes
-    failed      which of its transfers has failed, and how; "" if none has
-    working     ranks, this one or others, that compute or run user code
-    """
-
-    rank: int
+    rank: int  # in the pipeline
     size: int
     step: int
-    idle: float
-    waits_on: tuple[int, ...] = ()
-    failed: str = ""
-    working: tuple[int, ...] = ()
+    idle: float  # seconds since its position changed
+    waits_on: tuple[int, ...] = ()  # ranks whose message the current instruction waits for; empty while it computes
+    failed: str = ""  # which of its transfers has failed, and how
+    working: tuple[int, ...] = ()  # ranks, this one or others, that compute or run user code
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -61,11 +53,8 @@ def find_stall(
     peers: Peers, own: OwnState, timeout: float, now: float, state_of: StateOf, patience: float | None = None
 ) -> Stall | None:
     """The first of: a process that is gone; a store that does not answer; ranks without a heartbeat; no rank moving.
-    None while all is well.
-
-    ``state_of`` returns a process' state (``liveness.state_of``); ``patience`` (by default as long as ``timeout``) is
-    for ranks that compute. Times in seconds.
-    """
+    None while all is well. ``state_of``: see ``liveness``; ``patience`` (by default ``timeout``) is for ranks that
+    compute. Times in seconds."""
     return (
         _dead(peers, own, state_of)
         or _store_gone(peers, own, timeout, now)
@@ -94,35 +83,27 @@ def _store_gone(peers: Peers, own: OwnState, timeout: float, now: float) -> Stal
     patience = min(timeout, _STORE_PATIENCE)
     broken = 0.0 if peers.broken_since is None else now - peers.broken_since
     if broken >= patience and (own.failed or own.idle >= patience):
-        return Stall(
-            f"the store has failed ({peers.broken}); the process that holds it, by default global rank 0 or the "
-            "launcher, is gone"
-        )
+        host = "the process that holds it, by default global rank 0 or the launcher, is gone"
+        return Stall(f"the store has failed ({peers.broken}); {host}")
     patience = patience if own.failed else timeout
     unanswered = 0.0 if peers.asked_at is None else now - peers.asked_at
     if unanswered >= patience and (own.failed or own.idle >= patience):
-        return Stall(
-            f"the store has not answered for {unanswered:.0f} s; the network to the process that holds it is cut"
-        )
+        cut = "the network to the process that holds it is cut"
+        return Stall(f"the store has not answered for {unanswered:.0f} s; {cut}")
     return None
 
 
 def _silent(peers: Peers, own: OwnState, timeout: float, now: float, state_of: StateOf) -> Stall | None:
     patience = min(timeout, _SILENCE_AFTER_FAILURE) if own.failed else timeout
-    quiet = {
-        r: f"rank {r} ({_how(peers, r, state_of)}) for {seen.silent_for(now):.0f} s"
-        for r, seen in sorted(peers.seen.items())
-        if seen.progress.state != DONE and seen.silent_for(now) >= patience
-    }
+    quiet = {}
+    for r, seen in sorted(peers.seen.items()):
+        if seen.progress.state != DONE and seen.silent_for(now) >= patience:
+            process = peers.process_of(r)
+            pid = "process unknown" if process is None else f"pid {process.pid}"
+            if process is not None and state_of(process) == STOPPED:
+                pid += " is stopped, as by SIGSTOP or a debugger"
+            quiet[r] = f"rank {r} ({pid}) for {seen.silent_for(now):.0f} s"
     return Stall(f"no heartbeat from {', '.join(quiet.values())}", tuple(quiet)) if quiet else None
-
-
-def _how(peers: Peers, rank: int, state_of: StateOf) -> str:
-    process = peers.process_of(rank)
-    if process is None:
-        return "process unknown"
-    stopped = " is stopped, as by SIGSTOP or a debugger" if state_of(process) == STOPPED else ""
-    return f"pid {process.pid}{stopped}"
 
 
 def _stuck(peers: Peers, own: OwnState, timeout: float, now: float, patience: float) -> Stall | None:

@@ -17,12 +17,8 @@ _BEFORE_LEFT_BEHIND = 5.0  # longer than it takes to report a failure and to abo
 
 
 class Watchdog:
-    """Sleeps outside steps; never calls the store.
-
-    act         called often: acts on a failure, if there is one; whether it did
-    escalate    called when that did not bring this rank out of its step
-    show_stack  called when that did not either
-    """
+    """Sleeps outside steps; never calls the store. Calls ``act`` often, which acts on a failure, if there is one, and
+    returns whether it did; then ``escalate`` and at last ``show_stack``, while this rank does not leave its step."""
 
     def __init__(
         self,
