@@ -40,7 +40,7 @@ from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verify import verify
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.deallocate import deallocate_output_tensor
-from megatron_pp.runtime.executor import Key, PlanExecutor, Shapes
+from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.stage import PipelineStage
 
@@ -220,23 +220,24 @@ class FreesAtOnce(PlanExecutor):
         for handle in self.unwaited:
             handle.wait()
 
-    def _forward(self, key: Key) -> None:
-        super()._forward(key)
-        if self._around[key[0]].act_to is None:
-            self._copies(key).clear()  # the last stage's, which nobody sends
+    def _forward(self, at: ins.Instruction) -> None:
+        super()._forward(at)
+        if at.stage == self.last_stage:
+            self._copies(at).clear()  # which nobody sends
 
-    def _send_act(self, key: Key) -> None:
-        copy = self._copies(key).popleft()
-        peer = self._around[key[0]].act_to
-        assert peer is not None
-        self.act_sends[key] = self.communicator.post_send(copy, peer, ACT)
+    def _send_f(self, at: ins.Instruction) -> None:
+        copy, key = self._copies(at).popleft(), at[1:3]
+        self.sends[ins.SEND_F][key] = self.communicator.post_send(copy, at.peer, ACT)
         deallocate_output_tensor(self.outputs[key], True)
 
-    def _release_act(self, key: Key) -> None:
-        self.unwaited.append(self.act_sends.pop(key))
+    def _free(self, at: ins.Instruction) -> None:
+        if at.op == ins.FREE_F:
+            self.unwaited.append(self.sends[ins.SEND_F].pop(at[1:3]))
+        else:
+            super()._free(at)
 
-    def _copies(self, key: Key) -> deque[torch.Tensor]:
-        copies: deque[torch.Tensor] = self.steps.chunks[key[0]].inner.copies  # type: ignore[attr-defined]
+    def _copies(self, at: ins.Instruction) -> deque[torch.Tensor]:
+        copies: deque[torch.Tensor] = self.steps.chunks[at.chunk].inner.copies  # type: ignore[attr-defined]
         return copies
 
 

@@ -42,7 +42,7 @@ BLACK = Colour(0, 0, 0)
 OPERATIONS = {
     FORWARD: Colour(0, 114, 178),  # blue
     BACKWARD: Colour(230, 159, 0),  # orange
-    INPUT_GRAD: Colour(240, 228, 66),  # yellow
+    INPUT_GRAD: Colour(240, 250, 70),  # their yellow, greener: theirs is close to the orange for deuteranopes
     WEIGHT_GRAD: Colour(40, 196, 150),  # their bluish green, lighter: theirs is close to the blue for tritanopes
 }
 NAMES = {

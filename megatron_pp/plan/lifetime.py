@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import neighbour_of
@@ -47,12 +47,10 @@ class Memory:
 
     def grow_to(self, other: Memory) -> None:
         """Field by field maximum, in place."""
-        for name in _MEMORY_FIELDS:
-            if getattr(other, name) > getattr(self, name):
-                setattr(self, name, getattr(other, name))
-
-
-_MEMORY_FIELDS = tuple(f.name for f in fields(Memory))
+        most = self.__dict__
+        for name, value in other.__dict__.items():
+            if value > most[name]:
+                most[name] = value
 
 
 @dataclass
@@ -109,10 +107,10 @@ class _Walk:
         """Run the program; after each instruction, the memory (one object, updated in place)."""
         for at in self.program:
             for one in at.members or (at,):
-                if one.op in ins.SYNC_OPS:
-                    continue
-                self._check(one)
-                self._account(one)
+                self._check_site(one)
+                if one.op not in ins.SYNC_OPS:
+                    self._check(one)
+                    self._account(one)
             yield at, self.memory
         self._check_end()
 
@@ -126,7 +124,6 @@ class _Walk:
                 f"there is no such stage and microbatch on this rank: stages are {', '.join(map(str, self.stages))}, "
                 f"microbatches 0..{self.microbatches - 1}",
             )
-        self._check_site(at)
         needs, adds, _ = rule
         required = self.required[at.stage]
         if adds & ~(required | self.optional):
@@ -144,10 +141,11 @@ class _Walk:
 
     def _check_site(self, at: Instruction) -> None:
         """Stage, chunk and peer must be those of the placement."""
-        site = self.sites.get((at.op, at.chunk))
+        key = (at.op, at.chunk)
+        site = self.sites.get(key)
         if site is None:
-            site = self.sites[(at.op, at.chunk)] = self.placement.site(self.rank, at.op, at.chunk)
-        if at.stage != site[0] or at.peer != site[1]:
+            site = self.sites[key] = self.placement.site(self.rank, *key)
+        if (at.stage, at.peer) != site:
             raise self._error(
                 at,
                 f"it has stage {at.stage} and peer {at.peer}; on this rank and chunk they are {site[0]} and {site[1]} "

@@ -22,15 +22,17 @@ from megatron_pp.plan.files import ExchangeError, read_text
 from megatron_pp.plan.instruction import (
     ALL_OPS,
     BATCH,
-    COMPUTE_OPS,
     GROUP_OPS,
     NONE,
+    SINGLE_COMPUTE_OPS,
     SYNC_OPS,
     TRANSFER_OPS,
     Instruction,
     InstructionError,
     batch,
     pair,
+    parse_instruction,
+    without_pairs,
 )
 from megatron_pp.plan.orders import OLD_NAMES
 from megatron_pp.plan.placement import PLACEMENTS, Placement
@@ -83,8 +85,8 @@ def parse_plan(text: str, **lowering: Any) -> Plan:
 
 
 def compute_of(programs: Sequence[Sequence[Instruction]]) -> _Programs:
-    """The compute order of lowered programs."""
-    return tuple(tuple(at for at in program if at.op in COMPUTE_OPS) for program in programs)
+    """The compute order of lowered programs, the halves of a pair by themselves."""
+    return tuple(tuple(at for at in without_pairs(program) if at.op in SINGLE_COMPUTE_OPS) for program in programs)
 
 
 def _to_json(plan: Plan) -> str:
@@ -189,7 +191,7 @@ def _nodes(entries: Any, rank: int) -> tuple[Instruction, ...]:
 
 def _instruction(node: Any, position: int) -> Instruction:
     where = f"instruction {position}"
-    if not isinstance(node, dict) or node.get("op") not in ALL_OPS:
+    if not isinstance(node, dict) or not isinstance(node.get("op"), str) or node["op"] not in ALL_OPS:
         raise InstructionError(f"{where}: {str(node)[:60]} is no object with a known 'op'")
     op = node["op"]
     if op in GROUP_OPS:
@@ -205,7 +207,7 @@ def _instruction(node: Any, position: int) -> Instruction:
     tensor = node.get("tensor", "")
     if not isinstance(tensor, str):
         raise InstructionError(f"{where}: 'tensor' is {tensor!r}; it must be a name")
-    return Instruction(
+    at = Instruction(
         op,
         _number(node, "stage", where),
         NONE if op in SYNC_OPS else _number(node, "mb", where),
@@ -214,6 +216,9 @@ def _instruction(node: Any, position: int) -> Instruction:
         _number(node, "slice", where) if "slice" in node else NONE,
         tensor,
     )
+    if at.slice != NONE or tensor:
+        parse_instruction(str(at))  # refuses an op that takes none, and what is no name
+    return at
 
 
 def _number(node: dict[str, Any], key: str, where: str) -> int:

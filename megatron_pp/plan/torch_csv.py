@@ -1,8 +1,7 @@
 """PyTorch's CSV of a schedule (torch.distributed.pipelining, ``_dump_csv``), read and written in both its forms.
 
 ``compute_only``   one row per rank, one cell per action: ``0F0`` forward, ``0B0`` full backward, ``0I0`` input
-gradients,
-                   ``0W0`` weight gradients; the first number is the *stage*, the second the microbatch;
+                   gradients, ``0W0`` weight gradients; the first number is the *stage*, the second the microbatch;
                    ``(0F1;7B0)OVERLAP_F_B`` is a pair; an empty cell is an idle slot
 ``compute_comms``  the same with ``0SEND_F0``, ``1RECV_F0``, ``1SEND_B0``, ``0RECV_B0`` where they are posted
 
@@ -26,6 +25,7 @@ from megatron_pp.plan.dataflow import KIND_OF, MOVES, RESULT_OF, source_of
 from megatron_pp.plan.files import ExchangeError
 from megatron_pp.plan.instruction import (
     BACKWARD_OPS,
+    COMPUTE_OPS,
     FORWARD,
     FREE_F,
     PAIR,
@@ -106,7 +106,7 @@ def _comms_row(program: Sequence[Instruction]) -> list[str]:
 
 
 def _compute_rows(plan: Plan) -> list[list[str]]:
-    orders = [[at for at in order if not plan.spec.forward_only or at.op == FORWARD] for order in plan.orders]
+    orders = [[at for at in program if at.op in COMPUTE_OPS] for program in plan.programs]
     clocked = run_clock(orders, plan.placement)
     slots = max((ends[-1] for ends in clocked.ends if ends), default=0)
     rows = []

@@ -32,7 +32,7 @@ from megatron_pp.plan.serialize import spec_from_values, spec_values
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
 from megatron_pp.plan.version_1 import parse_version_1
 
-_FORMAT = "megatron_pp.tracing.recorder"
+_FORMAT = "megatron_pp.trace"
 _VERSION = 2
 _READ = (1, _VERSION)
 

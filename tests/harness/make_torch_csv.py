@@ -1,4 +1,5 @@
-"""Write the compute order of PyTorch's own pipeline schedules as CSV, one file each: ``make_torch_csv.py FOLDER P M``.
+"""Write PyTorch's own pipeline schedules as CSV: ``make_torch_csv.py FOLDER P M``. One file each with the compute
+order, ``NAME.csv``, and where its runtime has communication, ``NAME-comms.csv``.
 
 A program of its own, because PyTorch's stages want a process group: here its fake one, which never communicates.
 """
@@ -38,8 +39,9 @@ def main(folder: str, size: int, microbatches: int) -> None:
     for name in SINGLE + LOOPED + V_SHAPED:
         made = make(name, size, microbatches)
         target = Path(folder) / f"{name}.csv"
-        if hasattr(made, "_dump_csv"):
-            schedules.PipelineScheduleMulti._dump_csv(made, target)
+        if isinstance(made, schedules._PipelineScheduleRuntime):
+            made._dump_csv(str(target), format="compute_only")
+            made._dump_csv(str(target.with_name(f"{name}-comms.csv")), format="compute_comms")
         else:
             with target.open("w", newline="") as out:
                 csv.writer(out).writerows(made.pipeline_order.values())

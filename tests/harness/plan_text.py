@@ -24,6 +24,14 @@ def with_programs(plan: Plan, *lines: str) -> Plan:
     return replace(plan, programs=tuple(programs))
 
 
+def without(plan: Plan, rank: int, text: str) -> Plan:
+    """``plan`` without the first instruction of ``rank`` that prints as ``text``."""
+    program = plan.programs[rank]
+    index = index_of(program, text)
+    programs = (*plan.programs[:rank], program[:index] + program[index + 1 :], *plan.programs[rank + 1 :])
+    return replace(plan, programs=programs)
+
+
 def index_of(program: Sequence[Instruction], text: str) -> int:
     """Where the instruction that prints as ``text`` stands."""
     return [str(at) for at in program].index(text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TRANSFORMER_ENGINE = '''
+TRANSFORMER_ENGINE = """
 import torch, torch.nn.functional as F
 from torch import nn
 
@@ -117,9 +117,9 @@ class autocast:
 
 def is_fp8_available(return_reason=False): return (True, "")
 def is_fp8_block_scaling_available(return_reason=False): return (False, "needs compute capability 9.0")
-'''
+"""
 
-RECIPES = '''
+RECIPES = """
 import enum
 from dataclasses import dataclass
 
@@ -134,9 +134,9 @@ class DelayedScaling:
 @dataclass
 class Float8BlockScaling:
     fp8_format: Format = Format.E4M3
-'''
+"""
 
-FUSED_ADAM = '''
+FUSED_ADAM = """
 import torch
 
 class FusedAdam(torch.optim.Optimizer):
@@ -157,15 +157,15 @@ class FusedAdam(torch.optim.Optimizer):
                 m = state["exp_avg"].mul_(b1).add_(p.grad, alpha=1 - b1)
                 v = state["exp_avg_sq"].mul_(b2).addcmul_(p.grad, p.grad, value=1 - b2)
                 p.addcdiv_(m / (1 - b1**t), (v / (1 - b2**t)).sqrt_().add_(group["eps"]), value=-group["lr"])
-'''
+"""
 
-FUSED_NORM = '''
+FUSED_NORM = """
 import torch
 
 class FusedLayerNorm(torch.nn.LayerNorm):
     def __init__(self, normalized_shape, eps=1e-5, elementwise_affine=True, memory_efficient=False):
         super().__init__(normalized_shape, eps=eps)
-'''
+"""
 
 MODULES = {
     "transformer_engine/__init__.py": "__version__ = '2.18.stand-in'",

@@ -81,7 +81,7 @@ def test_text_names_every_operation_once(schedule, m):
     for rank, program in enumerate(plan.orders):
         row = "".join(line.removeprefix(f"rank {rank}").strip() for line in lines if line.startswith(f"rank {rank}"))
         expected = [str(at) if timeline.num_chunks > 1 else f"{at.op}{at.mb}" for at in program]
-        assert re.findall(r"[FBW]\d+(?:\.\d+)?", row) == expected
+        assert re.findall(r"[FBIW]\d+(?:\.\d+)?", row) == expected
 
 
 def test_text_of_1f1b_is_the_textbook_figure():
@@ -169,7 +169,7 @@ def test_svg_escapes_titles():
 
 def test_png_shows_the_colours_on_light_and_dark_paper():
     for dark, paper in ((False, 1.0), (True, 0.0)):
-        pixels = matplotlib.image.imread(io.BytesIO(render_png(timeline_of("zb_h1"), 1200, dark)))[..., :3]
+        pixels = matplotlib.image.imread(io.BytesIO(render_png(timeline_of("dualpipe_v"), 1200, dark)))[..., :3]
         assert (pixels[0, 0] == paper).all()
         for colour in OPERATIONS.values():
             assert (np.abs(pixels - np.array(colour) / 255).max(axis=-1) < 0.02).sum() > 500
@@ -213,8 +213,8 @@ def test_html_holds_every_block_wait_transfer_and_peak():
     for rank, lane in enumerate(timeline.lanes):
         columns = shown["lanes"][rank]
         codes = column(data, columns["compute"]["codes"])
-        decoded = [("FBW"[c >> 30], c >> 20 & 1023, c & 0xFFFFF) for c in codes]
-        assert decoded == [tuple(e.instruction[:3]) for e in lane.compute]
+        decoded = [("FBIW"[c >> 30], c >> 20 & 1023, c & 0xFFFFF) for c in codes]
+        assert decoded == [(at.op, at.chunk, at.mb) for at in (e.instruction for e in lane.compute)]
         starts = column(data, columns["compute"]["starts"])
         assert starts == pytest.approx([e.start / shown["tick"] for e in lane.compute], abs=1)
         assert columns["waits"]["starts"][1] == len(lane.waits)

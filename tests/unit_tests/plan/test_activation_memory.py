@@ -12,6 +12,7 @@ from examples.gpt.gpt import GPTStage, build_gpt_chunks
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.plan.activations import WEIGHT_SHARE, activations_timeline, kept_timeline, peak_activations
 from megatron_pp.plan.build import build_plan, verified_plan
+from megatron_pp.plan.instruction import SINGLE_COMPUTE_OPS
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.serialize import parse_plan
@@ -54,7 +55,7 @@ def test_every_stage_has_a_share_of_its_own_and_it_may_be_more_than_all() -> Non
 
     def after_compute(share: float | list[float]) -> list[float]:
         values = activations_timeline(plan, 0, share)
-        return [value for at, value in zip(plan.programs[0], values, strict=True) if at.op in "FBW"]
+        return [value for at, value in zip(plan.programs[0], values, strict=True) if at.op in SINGLE_COMPUTE_OPS]
 
     assert after_compute(0.5) == [1, 2, 1.5, 2.5, 2, 1.5, 1, 0.5, 0]
     assert after_compute([16.0]) == [1, 2, 17, 18, 33, 17, 32, 16, 0]  # recomputed layers keep their input alone
@@ -182,7 +183,7 @@ class _Weigher:
         pass
 
     def end(self, at: Any) -> None:
-        if at.op in "FBW":
+        if at.op in SINGLE_COMPUTE_OPS:
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]
             self.weighed.append(self.storages.bytes_besides([*self.model.parameters(), *self.model.buffers(), *grads]))
 
@@ -211,7 +212,7 @@ def test_a_run_keeps_after_each_operation_what_the_plan_predicts() -> None:
             observer=weigher,
         ).run()
     kept = kept_timeline(plan.programs[0], [0], [float(footprint.forward)], [float(footprint.weight)])
-    predicted = [value for at, value in zip(plan.programs[0], kept, strict=True) if at.op in "FBW"]
+    predicted = [value for at, value in zip(plan.programs[0], kept, strict=True) if at.op in SINGLE_COMPUTE_OPS]
     # A loss of a few bytes each, and the last microbatch's norm gradients, which wait for the hooks' sake.
     assert weigher.weighed == pytest.approx(predicted, rel=0.01, abs=64)
     assert max(weigher.weighed) < 0.97 * footprint.forward * 3  # three were in flight or waiting at the peak

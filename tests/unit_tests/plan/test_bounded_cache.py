@@ -53,7 +53,7 @@ def test_plans_are_kept_by_their_size() -> None:
     build.forget_plans()
     plans = [build_plan(PlanSpec("1f1b", 2, 1, m)) for m in range(1, 101)]
     assert all(build_plan(plan.spec) is plan for plan in plans)  # small ones: more than a count would keep
-    assert 8 * 2 * 50 * 4 < build._size(plans[49]) < 8 * 2 * 50 * 12
+    assert 136 * 2 * 50 * 4 < build._size(plans[49]) < 136 * 2 * 50 * 12
     build.forget_plans()
     assert build_plan(plans[0].spec) is not plans[0]
 

@@ -31,7 +31,7 @@ from megatron_pp.faults.records import Entry, Failure, Process, Progress, Record
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.files import ExchangeError
 from megatron_pp.plan.instruction import InstructionError, parse_instruction, parse_program
-from megatron_pp.plan.serialize import format_plan, load_plan, parse_plan
+from megatron_pp.plan.serialize import FORMATS, format_plan, load_plan, parse_plan
 from megatron_pp.plan.sim.measured import Measured, measured_values
 from megatron_pp.plan.spec import PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
@@ -63,7 +63,11 @@ def _only(allowed: type[Exception] | tuple[type[Exception], ...], read: Callable
 # -- plans ---
 
 PLAN = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 4, measured=Measured(forward=2.0)))
-TEXTS = {form: format_plan(PLAN, form) for form in ("csv", "json", "torch-csv")}
+TEXTS = {form: format_plan(PLAN, form) for form in FORMATS}
+TEXTS["json, pairs"] = format_plan(build_plan(PlanSpec("dualpipe_v", 2, 2, 4, overlap_pairs=True)), "json")
+TEXTS["version 1"] = json.dumps(
+    {**json.loads(TEXTS["json"]), "version": 1, "programs": ["F0.0 [SA0.0 RG1.0] DA0.0 GS0 B0.0 W0.0"] * 2}
+)
 TEXTS["torch-csv, split"] = format_plan(build_plan(PlanSpec("zb_h1", 2, 1, 4)), "torch-csv")
 
 
@@ -86,7 +90,7 @@ def test_a_plan_with_strange_values(text: str) -> None:
 
 
 @examples(60)
-@given(st.one_of(st.text(), st.text().map(lambda t: "megatron_pp plan,1\n" + t), st.text().map(lambda t: "{" + t)))
+@given(st.one_of(st.text(), st.text().map(lambda t: "0F0,0B0\n" + t), st.text().map(lambda t: "{" + t)))
 def test_any_text_as_a_plan(text: str) -> None:
     _only(PlanError, lambda: parse_plan(text))
 
@@ -98,14 +102,17 @@ def test_any_bytes_as_a_plan_file(data: bytes, tmp_path: Path) -> None:
     _only(ExchangeError, lambda: load_plan(tmp_path / "plan.json"))
 
 
-@pytest.mark.parametrize("text", ["{" + '"a":' + DEEP + "}", "megatron_pp plan,1\nschedule," + DEEP + "\nend,2\n"])
+PAIR_IN_PAIR = TEXTS["json"].replace('{"op"', '{"op": "PAIR", "members": [' * 500 + '{"op"', 1)
+
+
+@pytest.mark.parametrize("text", ["{" + '"a":' + DEEP + "}", PAIR_IN_PAIR])
 def test_a_plan_that_is_nested_deeply(text: str) -> None:
     with pytest.raises(PlanError):
         parse_plan(text)
 
 
 @examples(60)
-@given(st.one_of(st.text(), mutated_text("[SEND_F0.3 RECV_B0.2] F0.0 GRAD_SYNC1 W1.2")))
+@given(st.one_of(st.text(), mutated_text("[SEND_F0.3 RECV_B0.2] (F0.0 B1.1) SEND_F0.3s1:skip GRAD_SYNC1 W1.2")))
 def test_instructions(text: str) -> None:
     _only(InstructionError, lambda: parse_instruction(text))
     _only(InstructionError, lambda: list(parse_program(text)))

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from megatron_pp.cli.command_line import main
 from megatron_pp.plan.build import build_plan
-from megatron_pp.plan.instruction import parse_program
+from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.schedule_file import family_of_file
-from megatron_pp.plan.serialize import format_plan, parse_plan
+from megatron_pp.plan.serialize import FORMATS, format_plan, parse_plan
 from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
+from tests.harness.plan_text import placed
 
 PLANS = [build_plan(PlanSpec(*size)) for size in (("1f1b", 2, 1, 4), ("zb_v", 2, 2, 4), ("zb_h1", 1, 1, 2))]
 COMMANDS = (
@@ -72,7 +73,7 @@ def exit_code(command: tuple[str, ...], path: Path, plan: Plan) -> int:
     return main([*command, str(path), *map(str, size if command[-1] == "-s" else [])])
 
 
-@pytest.mark.parametrize("form", ["csv", "json", "torch-csv"])
+@pytest.mark.parametrize("form", FORMATS)
 @settings(
     max_examples=100,
     deadline=None,
@@ -90,20 +91,24 @@ def test_every_command_ends_with_an_answer(form: str, data: st.DataObject, tmp_p
 
 def with_orders(*orders: str) -> str:
     """A file of 1F1B whose compute order is another one."""
-    content = json.loads(format_plan(build_plan(PlanSpec("1f1b", 2, 1, 2)), "json"))
-    return json.dumps({**content, "orders": list(orders)})
+    plan = build_plan(PlanSpec("1f1b", 2, 1, 2))
+    return format_plan(replace(plan, orders=ordered(plan, *orders)), "json")
+
+
+def ordered(plan: Plan, *orders: str) -> tuple[tuple[Instruction, ...], ...]:
+    return tuple(placed(plan.placement, rank, order) for rank, order in enumerate(orders))
 
 
 GOOD = "F0.0 F0.1 B0.0 B0.1"
 WRONG = {
-    "F0.0 F0.1 B0.0 B0.9": r"rank 1: B0\.9 \(BACKWARD of .*\): chunks are 0\.\.0, microbatches 0\.\.1",
+    "F0.0 F0.1 B0.0 B0.9": r"rank 1: B0\.9 \(backward of .*\): chunks are 0\.\.0, microbatches 0\.\.1",
     "F0.0 F0.1 B0.0 B7.1": r"rank 1: B7\.1 .* chunks are 0\.\.0",
     "F0.0 F0.1 F0.1 B0.0 B0.1": r"rank 1: F0\.1 .* it stands twice",
     "F0.0 F0.1 B0.1": r"rank 1: B0\.0 .* the order lacks it",
     "F0.0 F0.1": r"rank 1: B0\.0 .* the order lacks it",
     "": r"rank 1: F0\.0 .* the order lacks it",
     "F0.0 B0.1 F0.1 B0.0": r"rank 1: B0\.1 .* F0\.1 has to come before it",
-    "F0.0 F0.1 W0.0 B0.0 B0.1": r"rank 1: W0\.0 .* B0\.0 has to come before it",
+    "F0.0 F0.1 W0.0 B0.0 B0.1": r"rank 1: W0\.0 .* I0\.0 has to come before it",
     "F0.0 F0.1 B0.0 B0.1 SEND_F0.0": r"rank 1: SEND_F0\.0 .* an order holds compute alone",
 }
 
@@ -125,7 +130,7 @@ def test_a_plan_that_does_not_run_its_order_is_refused() -> None:
     plan = parse_plan(with_orders("F0.0 B0.0 F0.1 B0.1", "F0.0 B0.0 F0.1 B0.1"))
     with pytest.raises(PlanError, match=r"rank 0: the plan's order has B0\.0 where its program runs F0\.1"):
         verify(plan)
-    split = replace(plan, orders=(*plan.orders[:1], tuple(parse_program("F0.0 B0.0 F0.1 B0.1 W0.0"))))
+    split = replace(plan, orders=ordered(plan, "F0.0 B0.0 F0.1 B0.1", "F0.0 I0.0 F0.1 B0.1 W0.0"))
     with pytest.raises(PlanError, match="rank 0: the plan's order"):
         verify(split)
 

@@ -80,7 +80,7 @@ def test_every_op_has_a_name_in_words() -> None:
     assert set(OP_NAMES) == ins.ALL_OPS
     assert instruction("F", 0, 3).name == "forward of chunk 0, microbatch 3"
     assert instruction("GRAD_SYNC", 1).name == "gradient sync of chunk 1"
-    assert parse_instruction("[SEND_F0.3 RECV_B0.2]").name == "BATCH [SEND_F0.3 RECV_B0.2]"
+    assert parse_instruction("[SEND_F0.3 RECV_B0.2]").name == "batch [SEND_F0.3 RECV_B0.2]"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,18 @@ def test_every_op_has_a_name_in_words() -> None:
     [
         *("", "F", "F0", "F0.", "F.1", "f0.1", "X0.1", "F0.1.2", "F-1.0", "F0.-1", "F0,1", "F 0.1", "F0.1234567890"),
         *("GRAD_SYNC", "GRAD_SYNC0.1", "PARAM_SYNC1.0", "F0.1 B0.1", "F\u0660.1"),
-        *("[", "[]", "]", "[F0.1]", "[SEND_F0.1", "SEND_F0.1]", "[[SEND_F0.1]]", "[GRAD_SYNC0]"),
+        *("[", "[]", "]", "[F0.1]", "[SEND_F0.1", "SEND_F0.1]", "[[SEND_F0.1]]", "[GRAD_SYNC0]", "[(F0.1 B0.2)]"),
+        *("(", "()", "(F0.1)", "(F0.1 B0.1)", "(F0.1 I0.2)", "(B0.1 F0.2)", "(F0.1 B0.2 B0.3)", "((F0.1 B0.2))"),
+        *(
+            "F0.1s",
+            "F0.1s-1",
+            "F0.1:x",
+            "SEND_F0.1:",
+            "SEND_F0.1:1x",
+            "SEND_F0.1:x y",
+            "GRAD_SYNC0s1",
+            "SEND_F0.1:x s1",
+        ),
     ],
 )
 def test_what_is_no_instruction_is_refused_and_quoted(text: str) -> None:
@@ -103,7 +114,7 @@ def test_the_refusal_says_what_would_be_right() -> None:
         parse_instruction("Q7")
     with pytest.raises(InstructionError, match=r"'GRAD_SYNC0\.1': GRAD_SYNC takes no microbatch \(as in GRAD_SYNC0\)"):
         parse_instruction("GRAD_SYNC0.1")
-    with pytest.raises(InstructionError, match=r"'F0': FORWARD takes a chunk and a microbatch"):
+    with pytest.raises(InstructionError, match=r"'F0': F takes a chunk and a microbatch"):
         parse_instruction("F0")
 
 

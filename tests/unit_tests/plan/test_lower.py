@@ -8,7 +8,7 @@ import pytest
 
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.build import build_plan, lowered_plan
-from megatron_pp.plan.dataflow import KIND_OF, RESULT_OF
+from megatron_pp.plan.dataflow import KIND_OF, RESULT_OF, TOWARDS
 from megatron_pp.plan.instruction import Instruction, format_program
 from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.spec import BATCHED, CHANNELS, ONE_WAY, OVERLAP, PLAIN, POLICIES, SHARED, PlanError, PlanSpec
@@ -265,7 +265,7 @@ def test_receives_of_a_channel_are_posted_in_the_order_of_its_sends() -> None:
             for at in program:
                 if at.op not in ins.POST_OPS:
                     continue
-                step = 1 if at.op[1] == "A" else -1
+                step = TOWARDS[KIND_OF[at.op]]
                 stage = plan.placement.stages[rank][at.chunk]
                 source, target = (stage, stage + step) if at.op in ins.SEND_OPS else (stage - step, stage)
                 queue = sent if at.op in ins.SEND_OPS else received

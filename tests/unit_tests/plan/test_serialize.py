@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -16,9 +19,9 @@ from hypothesis import strategies as st
 
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.files import ExchangeError, write_whole
-from megatron_pp.plan.instruction import format_program
+from megatron_pp.plan.instruction import FREE_OPS, POST_OPS, SINGLE_COMPUTE_OPS, Instruction, each, format_program
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.serialize import format_plan, load_plan, parse_plan
+from megatron_pp.plan.serialize import FORMATS, format_plan, load_plan, parse_plan
 from megatron_pp.plan.sim.measured import Measured
 from megatron_pp.plan.spec import CHANNELS, POLICIES, PlanError, PlanSpec
 from megatron_pp.plan.verify import verify
@@ -47,23 +50,29 @@ def small_plan(schedule="1f1b", p=2, v=1, m=3, **options):
     policy=st.sampled_from(POLICIES),
     channels=st.sampled_from(CHANNELS),
     forward_only=st.booleans(),
-    form=st.sampled_from(["csv", "json"]),
+    pairs=st.booleans(),
 )
-def test_what_is_written_is_read_back_equal(name, p, m, policy, channels, forward_only, form):
+def test_what_is_written_is_read_back_equal(name, p, m, policy, channels, forward_only, pairs):
     spec = PlanSpec(
-        name, p, SCHEDULES[name].chunks or 2, m, policy=policy, channels=channels, forward_only=forward_only
+        name,
+        p,
+        SCHEDULES[name].chunks or 2,
+        m,
+        policy=policy,
+        channels=channels,
+        forward_only=forward_only,
+        overlap_pairs=pairs,
     )
     try:
         plan = build_plan(spec)
     except PlanError:
         return  # some families want more microbatches than this
-    assert parse_plan(format_plan(plan, form)) == plan
+    assert parse_plan(format_plan(plan, "json")) == plan
 
 
-@pytest.mark.parametrize("form", ["csv", "json"])
-def test_files_round_trip_and_leave_nothing_beside_them(tmp_path, form):
+def test_files_round_trip_and_leave_nothing_beside_them(tmp_path):
     plan = small_plan("interleaved_1f1b", 2, 2, 4, grad_sync="explicit", param_sync=True, policy="batched")
-    path = tmp_path / f"plan.{form}"
+    path = tmp_path / "plan.json"
     save_plan(plan, path)
     assert load_plan(path) == plan
     assert os.listdir(tmp_path) == [path.name]
@@ -141,7 +150,13 @@ def torch_text(schedule="interleaved_1f1b"):
         (lambda t: t.replace("1F2", "5F2"), "neither in a loop nor in a V"),
         (lambda t: t.replace("0B0", "0I0"), r"weight gradients.*0W0"),
         (lambda t: t.replace("0B0", "0I0,0B0,0W0"), "0I0 and 0B0 are both there"),
-        (lambda t: t.replace("1F2", "1SEND_F2"), "is communication; write the file with format 'compute_only'"),
+        (lambda t: t.replace("1F2", "1SEND_F2"), r"forward of stage 1, microbatch 2 \(1F2\) is missing"),
+        (lambda t: t.replace("1F2", "0SEND_F2,1F2"), r"row 2: 0SEND_F2: stage 0 is not on rank 1"),
+        (lambda t: t.replace("1F2", "9SEND_F2,1F2"), r"row 2: 9SEND_F2: stage 9 is not on rank 1"),
+        (lambda t: t.replace("1F2", "(1F2;1I2)OVERLAP_F_B").replace("1B2", "1W2"), r"\(F0.2 I0.2\) is no pair"),
+        (lambda t: t.replace("1F2", "(1F2)OVERLAP_F_B"), "a pair is of two actions"),
+        (lambda t: t.replace("1F2", "()OVERLAP_F_B"), r"1F2.* is missing"),
+        (lambda t: t.replace("1F2", "(1F2;1X2)OVERLAP_F_B"), "row 2, cell .*'1X2' is no action"),
         (lambda t: t.replace("0F0", '"0F0'), "not a CSV file|is no action"),
         (lambda t: "\n" + t, "row 1: rank 0 has nothing to do"),
     ],
@@ -152,12 +167,309 @@ def test_bad_pytorch_files_are_refused_in_one_line(damage, message):
     assert "\n" not in str(caught.value)
 
 
-def test_an_order_that_can_not_run_is_refused():
+def test_an_order_that_cannot_run_is_refused():
     swapped = torch_text("gpipe").replace("0F0", "x").replace("0B0", "0F0").replace("x", "0B0")
     with pytest.raises(PlanError, match=r"rank 0: B0\.0 .* F0\.0 has to come before it"):
         parse_plan(swapped)
-    with pytest.raises(PlanError, match=r"rank . can not run"):
+    with pytest.raises(PlanError, match=r"rank . cannot run"):
         parse_plan("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+
+
+COMMUNICATING = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+PAIRED = [("dualpipe_v", {"overlap_pairs": True}), ("interleaved_1f1b", {"overlap_pairs": True})]
+
+
+def cells_of(text):
+    """The actions of each row, without idle slots and FSDP's actions, which a plan has no instruction for."""
+    fsdp = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+    return [[c for c in row if c and not any(word in c for word in fsdp)] for row in csv.reader(io.StringIO(text))]
+
+
+@from_torch
+@pytest.mark.parametrize("shape", [(2, 4), (4, 8)])
+@pytest.mark.parametrize("name", COMMUNICATING)
+def test_pytorchs_communication_stays_where_it_stands(torch_files, name, shape):
+    text = (torch_files[shape] / f"Schedule{name}-comms.csv").read_text()
+    plan = parse_plan(text)
+    verify(plan)
+    assert "SEND_F" in text
+    assert cells_of(format_plan(plan, "torch-csv-comms")) == cells_of(text)
+    assert parse_plan(format_plan(plan, "json")) == plan
+
+
+@from_torch
+@pytest.mark.parametrize("shape", [(2, 4), (4, 8)])
+@pytest.mark.parametrize("name", COMMUNICATING)
+def test_pytorchs_compute_order_is_written_as_it_was_read(torch_files, name, shape):
+    text = (torch_files[shape] / f"Schedule{name}.csv").read_text()
+    assert cells_of(format_plan(parse_plan(text), "torch-csv")) == cells_of(text)
+
+
+def test_what_pytorchs_rows_leave_out_is_added():
+    """Waits and hand-offs right before the use, releases an operation after the send, syncs as in any plan."""
+    plan = parse_plan("0F0,0SEND_F0,0RECV_B0,0I0,0W0\n1RECV_F0,1F0,1I0,1SEND_B0,1W0\n")
+    assert list(map(format_program, plan.programs)) == [
+        "F0.0 SEND_F0.0 RECV_B0.0 FREE_F0.0 WAIT_B0.0 ENABLE_GRAD_SYNC0 I0.0 ENABLE_GRAD_SYNC0 W0.0",
+        "RECV_F0.0 WAIT_F0.0 F0.0 ENABLE_GRAD_SYNC0 I0.0 SEND_B0.0 ENABLE_GRAD_SYNC0 W0.0 FREE_B0.0",
+    ]
+    verify(plan)
+
+
+@from_torch
+@pytest.mark.parametrize("comms", [False, True])
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in sorted(SCHEDULES)), *PAIRED])
+def test_pytorch_reads_what_is_written(name, options, comms):
+    """Every cell is what PyTorch prints for the action that it reads in it, and the plan comes back."""
+    actions = pytest.importorskip("torch.distributed.pipelining.schedules")._Action
+    plan = small_plan(name, 4, SCHEDULES[name].chunks or 2, 8, **options)
+    text = format_plan(plan, "torch-csv-comms" if comms else "torch-csv")
+    stages = plan.placement.stages
+    for rank, row in enumerate(csv.reader(io.StringIO(text))):
+        read = [action for cell in row if (action := actions.from_str(cell)) is not None]
+        assert [str(action) for action in read] == [cell for cell in row if cell]
+        compute = [one for a in read for one in a.sub_actions or (a,) if one.computation_type.value in "FBIW"]
+        ours = [at for at in plan.timed(rank) if at.op in SINGLE_COMPUTE_OPS]
+        assert [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in compute] == [
+            (stages[rank][at.chunk], at.op, at.mb) for at in ours
+        ]
+        assert any(a.sub_actions for a in read) == any(at.op == "PAIR" for at in plan.programs[rank])
+        assert any("SEND" in str(a) or "RECV" in str(a) for a in read) == comms
+    back = parse_plan(text, **options)
+    assert [list(each(order)) for order in back.orders] == [list(order) for order in plan.orders]
+    assert [posts_of(program) for program in back.programs if comms] == [posts_of(p) for p in plan.programs if comms]
+
+
+def posts_of(program):
+    return [at for at in each(program) if at.op in POST_OPS]
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+# Plans of one program each whose instructions have, between them, every key: they need not be valid.
+EVERY_KEY = [
+    '{"op": "F", "stage": 1, "chunk": 0, "mb": 3}',
+    '{"op": "I", "stage": 1, "chunk": 0, "mb": 3, "slice": 2}',
+    '{"op": "RECV_F", "stage": 1, "chunk": 0, "mb": 3, "peer": 0}',
+    '{"op": "FREE_B", "stage": 3, "chunk": 1, "mb": 0, "peer": 0, "slice": 0, "tensor": "skip"}',
+    '{"op": "HAND_B", "stage": 3, "chunk": 1, "mb": 0}',
+    '{"op": "PARAM_SYNC", "stage": 3, "chunk": 1, "mb": null}',
+    '{"op": "BATCH", "stage": null, "chunk": null, "mb": null, "members": ['
+    '{"op": "SEND_F", "stage": 1, "chunk": 0, "mb": 3, "peer": 0, "tensor": "kv"}, '
+    '{"op": "RECV_B", "stage": 1, "chunk": 0, "mb": 2, "peer": 0}]}',
+    '{"op": "PAIR", "stage": null, "chunk": null, "mb": null, "members": ['
+    '{"op": "F", "stage": 1, "chunk": 0, "mb": 3}, {"op": "B", "stage": 3, "chunk": 1, "mb": 0}]}',
+]
+
+
+def test_the_keys_of_an_instruction():
+    nodes = [json.loads(text) for text in EVERY_KEY]
+    plan = parse_plan(edited(num_chunks=2, programs=[nodes, nodes]))
+    assert list(map(str, plan.programs[0])) == [
+        *("F0.3", "I0.3s2", "RECV_F0.3", "FREE_B1.0s0:skip", "HAND_B1.0", "PARAM_SYNC1"),
+        *("[SEND_F0.3:kv RECV_B0.2]", "(F0.3 B1.0)"),
+    ]
+    assert plan.programs[0][3] == Instruction("FREE_B", stage=3, mb=0, peer=0, chunk=1, slice=0, tensor="skip")
+    written = format_plan(plan, "json")
+    assert all(f"   {text}" in written.splitlines() or f"   {text}," in written.splitlines() for text in EVERY_KEY)
+    assert json.loads(written)["programs"] == [nodes, nodes]
+    assert json.loads(written)["version"] == 2
+    assert parse_plan(written) == plan
+
+
+def test_a_plan_holds_stages_chunks_and_peers():
+    content = json.loads(format_plan(small_plan("zb_v", 2, 2, 4), "json"))
+    assert list(content) == ["format", "version", "spec", "placement", "remark", "programs"]
+    node = next(node for node in content["programs"][1] if node["op"] == "SEND_F")
+    assert node == {"op": "SEND_F", "stage": 2, "chunk": 1, "mb": 0, "peer": 0}
+    assert all({"op", "stage", "chunk", "mb"} <= set(node) for program in content["programs"] for node in program)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "batched", "grad_sync": "explicit", "param_sync": True},
+        {"policy": "batched", "overlap_pairs": True},
+        {"overlap_pairs": True, "variable_shapes": True},
+        {"split_backward": False},
+    ],
+)
+def test_batches_pairs_and_syncs_survive_a_file(options):
+    plan = small_plan("dualpipe_v", 2, 2, 6, **options)
+    ops = {at.op for program in plan.programs for at in program}
+    assert ("BATCH" in ops) == (options.get("policy") == "batched")
+    assert ("PAIR" in ops) == ("overlap_pairs" in options)
+    assert parse_plan(format_plan(plan, "json")) == plan
+
+
+def with_node(node):
+    """A file whose first instruction is ``node``."""
+    content = json.loads(format_plan(small_plan(), "json"))
+    content["programs"][0][0] = node
+    return json.dumps(content)
+
+
+F = {"op": "F", "stage": 0, "chunk": 0, "mb": 0}
+B = {"op": "B", "stage": 0, "chunk": 0, "mb": 1}
+SEND = {"op": "SEND_F", "stage": 0, "chunk": 0, "mb": 0, "peer": 1}
+GROUP = {"stage": None, "chunk": None, "mb": None}
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (3, "instruction 0: 3 is no object with a known 'op'"),
+        ("F0.0", "instruction 0: F0.0 is no object with a known 'op'"),
+        ({}, "no object with a known 'op'"),
+        ({**F, "op": "G"}, "no object with a known 'op'"),
+        ({**F, "op": ["F"]}, "no object with a known 'op'"),
+        ({**F, "op": None}, "no object with a known 'op'"),
+        ({**F, "mb": "0"}, r"instruction 0 \(F\): 'mb' is '0'; it must be a whole number of at least 0"),
+        ({**F, "mb": -1}, "'mb' is -1"),
+        ({**F, "mb": None}, "'mb' is None"),
+        ({**F, "mb": True}, "'mb' is True"),
+        ({**F, "mb": 0.0}, "'mb' is 0.0"),
+        ({**F, "mb": 10**9}, "'mb' is 1000000000"),
+        ({**F, "stage": -1}, "'stage' is -1"),
+        ({"op": "F", "stage": 0, "mb": 0}, "'chunk' is None"),
+        ({**F, "slice": -1}, "'slice' is -1"),
+        ({**F, "slice": None}, "'slice' is None"),
+        ({**F, "tensor": "x"}, "F takes no tensor"),
+        ({**SEND, "peer": None}, "'peer' is None"),
+        ({**SEND, "tensor": 3}, "'tensor' is 3; it must be a name"),
+        ({**SEND, "tensor": "a b"}, "is not an instruction"),
+        ({**SEND, "tensor": "a\nb"}, "is not an instruction"),
+        ({"op": "GRAD_SYNC", "stage": 0, "chunk": 0, "mb": None, "slice": 1}, "GRAD_SYNC"),
+        ({"op": "PAIR", **GROUP}, "the 'members' of a PAIR are a list of single instructions"),
+        ({"op": "PAIR", **GROUP, "members": [F]}, "a PAIR has two members, not 1"),
+        ({"op": "PAIR", **GROUP, "members": [F, B, B]}, "a PAIR has two members, not 3"),
+        ({"op": "PAIR", **GROUP, "members": [B, F]}, "is no pair"),
+        ({"op": "PAIR", **GROUP, "members": [F, {**B, "mb": 0}]}, "is no pair"),
+        ({"op": "PAIR", **GROUP, "members": [F, {**B, "op": "I"}]}, "is no pair"),
+        ({"op": "BATCH", **GROUP, "members": []}, "a batch holds sends and receives only, and at least one"),
+        ({"op": "BATCH", **GROUP, "members": [F]}, "a batch holds sends and receives only"),
+        ({"op": "BATCH", **GROUP, "members": SEND}, "the 'members' of a BATCH are a list of single instructions"),
+        ({"op": "BATCH", **GROUP, "members": [3]}, "no object with a known 'op'"),
+        (
+            {"op": "BATCH", **GROUP, "members": [{"op": "BATCH", **GROUP, "members": [SEND]}]},
+            "the 'members' of a BATCH are a list of single instructions",
+        ),
+    ],
+)
+def test_bad_instructions_are_refused_in_one_line(node, message):
+    with pytest.raises(ExchangeError, match=f"programs, rank 0: .*{message}") as caught:
+        parse_plan(with_node(node))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("stage", 1, r"SEND_F0\.0 .*: it has stage 1 and peer 1; on this rank and chunk they are 0 and 1"),
+        ("peer", 0, r"SEND_F0\.0 .*: it has stage 0 and peer 0; on this rank and chunk they are 0 and 1"),
+        ("chunk", 1, r"SEND_F1\.0 .*: it has stage 0 and peer 1"),
+    ],
+)
+def test_a_wrong_stage_or_peer_is_refused_by_verify(key, value, words):
+    content = json.loads(format_plan(small_plan(), "json"))
+    node = next(node for node in content["programs"][0] if node["op"] == "SEND_F")
+    assert node == SEND
+    node[key] = value
+    with pytest.raises(PlanError, match=f"rank 0: {words}"):
+        verify(parse_plan(json.dumps(content)))
+
+
+# -- version 1 ---------------------------------------------------------------------------------------------------------
+
+
+def version_1(spec, placement, *programs):
+    """A file as release 0.1 wrote it; the fields that it had are those of ``spec`` and these."""
+    rest = {
+        "group_size": 0,
+        "policy": "overlap",
+        "channels": "one_way",
+        "forward_only": False,
+        "variable_shapes": False,
+        "release_after": 1,
+        "lookahead": 1,
+        "grad_sync": "hooks",
+        "param_sync": False,
+        "overlap_pairs": False,
+        "measured": None,
+        "digest": "",
+    }
+    content = {"format": "megatron_pp.plan", "version": 1, "spec": {**rest, **spec}, "placement": placement}
+    return json.dumps({**content, "remark": "", "programs": list(programs)})
+
+
+def sizes(schedule, p, v, m, **options):
+    return {"schedule": schedule, "pipeline_size": p, "num_chunks": v, "num_microbatches": m, **options}
+
+
+VERSION_1 = {
+    "zb_h1": (
+        sizes("zb_h1", 2, 1, 2, policy="batched"),
+        "loop",
+        "F0.0 [SA0.0] DA0.0 F0.1 [RG0.0 SA0.1] WG0.0 DA0.1 B0.0 W0.0 [RG0.1] WG0.1 GE0 B0.1 GE0 W0.1",
+        "[RA0.0] WA0.0 F0.0 [RA0.1] WA0.1 B0.0 [SG0.0] DG0.0 F0.1 GE0 B0.1 [SG0.1] DG0.1 W0.0 GE0 W0.1",
+    ),
+    "interleaved": (
+        sizes("interleaved_1f1b", 2, 2, 2, grad_sync="explicit", param_sync=True),
+        "loop",
+        "PS0 PS1 F0.0 RA1.0 SA0.0 F0.1 RA1.1 SA0.1 DA0.0 WA1.0 F1.0 RG1.0 SA1.0 DA0.1 WA1.1 F1.1 RG1.1 SA1.1 DA1.0 "
+        "WG1.0 B1.0 RG0.0 SG1.0 DA1.1 WG1.1 B1.1 RG0.1 SG1.1 DG1.0 GS1 WG0.0 B0.0 DG1.1 WG0.1 B0.1 GS0",
+        "RA0.0 RA0.1 WA0.0 PS0 PS1 F0.0 RA1.0 SA0.0 WA0.1 F0.1 SA0.1 DA0.0 WA1.0 F1.0 RA1.1 DA0.1 B1.0 SG1.0 WA1.1 "
+        "F1.1 RG0.0 DG1.0 B1.1 RG0.1 SG1.1 WG0.0 B0.0 SG0.0 DG1.1 GS1 WG0.1 B0.1 SG0.1 DG0.0 DG0.1 GS0",
+    ),
+    "dualpipev of one rank": (
+        sizes("dualpipev", 1, 2, 2, overlap_pairs=True),
+        "v",
+        "F0.0 HA1.0 F1.0 F0.1 B1.0 HA1.1 HG0.0 F1.1 B0.0 GE1 B1.1 HG0.1 GE0 B0.1 GE0 W0.1",
+    ),
+    "dualpipev": (
+        sizes("dualpipev", 2, 2, 4, overlap_pairs=True),
+        "v",
+        "F0.0 SA0.0 F0.1 RA1.0 SA0.1 DA0.0 F0.2 SA0.2 DA0.1 WA1.0 F1.0 DA0.2 B1.0 RA1.1 SG1.0 W1.0 DG1.0 WA1.1 F1.1 "
+        "RA1.2 RG0.0 F0.3 B1.1 SA0.3 SG1.1 DA0.3 WA1.2 WG0.0 F1.2 B0.0 RA1.3 RG0.1 DG1.1 B1.2 SG1.2 WA1.3 WG0.1 F1.3 "
+        "B0.1 RG0.2 DG1.2 GE1 B1.3 SG1.3 WG0.2 B0.2 RG0.3 DG1.3 W0.2 WG0.3 GE0 B0.3 GE0 W0.3",
+        "RA0.0 WA0.0 F0.0 RA0.1 HA1.0 F1.0 RA0.2 SA1.0 WA0.1 F0.1 RG1.0 DA1.0 HA1.1 F1.1 SA1.1 WA0.2 WG1.0 F0.2 B1.0 "
+        "RA0.3 RG1.1 DA1.1 HA1.2 HG0.0 F1.2 B0.0 SA1.2 SG0.0 DA1.2 WA0.3 WG1.1 F0.3 B1.1 RG1.2 DG0.0 HA1.3 HG0.1 F1.3 "
+        "B0.1 SA1.3 SG0.1 DA1.3 WG1.2 B1.2 RG1.3 DG0.1 HG0.2 B0.2 SG0.2 WG1.3 GE1 B1.3 DG0.2 HG0.3 GE0 B0.3 SG0.3 GE1 "
+        "W1.3 DG0.3 GE0 W0.3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VERSION_1)
+def test_files_of_version_1_are_read(name):
+    """Each was written by release 0.1, and is the plan that today's lowering makes of the same spec, releases of pairs
+    apart.
+    """
+    spec, placement, *programs = VERSION_1[name]
+    plan = parse_plan(version_1(spec, placement, *programs))
+    today = build_plan(PlanSpec(**{**spec, "schedule": spec["schedule"].replace("dualpipev", "dualpipe_v")}))
+    assert (plan.spec, plan.placement, plan.orders) == (today.spec, today.placement, today.orders)
+    assert list(map(without_releases, plan.programs)) == list(map(without_releases, today.programs))
+    assert (
+        plan.programs == today.programs or spec["overlap_pairs"]
+    )  # there releases are put off as by whole pairs today
+    for program, line in zip(plan.programs, programs, strict=True):
+        assert [(at.chunk, at.mb) for at in each(program)] == [
+            (int(chunk), int(mb or -1)) for chunk, mb in re.findall(r"[A-Z](\d+)(?:\.(\d+))?", line)
+        ]
+    verify(plan)
+    assert parse_plan(format_plan(plan, "json")) == plan
+
+
+def without_releases(program):
+    return [at for at in program if at.op not in FREE_OPS]
+
+
+def test_orders_of_version_1_are_read():
+    """A plan for evaluation has an order that trains."""
+    text = version_1(sizes("1f1b", 2, 1, 1, forward_only=True), "loop", "F0.0 SA0.0 DA0.0", "RA0.0 WA0.0 F0.0")
+    orders = ["F0.0 B0.0", "F0.0 B0.0"]
+    plan = parse_plan(json.dumps({**json.loads(text), "orders": orders}))
+    assert plan == build_plan(PlanSpec("1f1b", 2, 1, 1, forward_only=True))
 
 
 def edited(**changes):
@@ -174,7 +486,10 @@ def edited(**changes):
         (format_plan(small_plan(), "json")[:200], "not a JSON file, or cut off"),
         ("{" * 100_000, "not a JSON file, or cut off"),
         ("{}", "no plan that this reads"),
-        (edited(version=2), "no plan that this reads"),
+        (edited(version=3), "no plan that this reads"),
+        (edited(version=True), "no plan that this reads"),
+        (edited(version="2"), "no plan that this reads"),
+        (edited(version=[2]), "no plan that this reads"),
         (edited(spec=[]), "'spec' is missing or no object"),
         (edited(pipeline_size=3), "programs of 2 ranks; the pipeline has 3"),
         (edited(pipeline_size="2"), "pipeline_size is '2'; it must be of type int"),
@@ -185,10 +500,12 @@ def edited(**changes):
         (edited(policy="hopeful"), "policy 'hopeful' is not known"),
         (edited(placement="spiral"), "placement 'spiral' is not known"),
         (edited(placement=["loop"]), "is not known"),
-        (edited(programs="F0.0"), "'programs' is missing or no list of strings"),
-        (edited(programs=["F0.0 Q1.1", ""]), "programs, rank 0: 'Q1.1' is not an instruction"),
-        (edited(programs=["F0.0 [SEND_F0.0", ""]), "programs, rank 0: .* is not an instruction"),
-        (edited(orders=["F0.0"]), "orders of 1 ranks; the pipeline has 2"),
+        (edited(programs="F0.0"), "'programs' is missing or no list with an entry per rank"),
+        (edited(programs=["F0.0", "F0.0"]), "programs, rank 0: a program is a list of instructions"),
+        (edited(version=1), "programs, rank 0: a program of version 1 is a string"),
+        (edited(version=1, programs=["F0.0 Q1.1", ""]), "programs, rank 0: 'Q1.1' is not an instruction"),
+        (edited(version=1, programs=["F0.0 [SA0.0", ""]), "programs, rank 0: .* is not an instruction"),
+        (edited(orders=[[]]), "orders of 1 ranks; the pipeline has 2"),
     ],
 )
 def test_bad_json_is_refused_in_one_line(text, message):
@@ -197,11 +514,10 @@ def test_bad_json_is_refused_in_one_line(text, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("form", ["csv", "json"])
-def test_measured_values_travel_with_the_plan(form):
+def test_measured_values_travel_with_the_plan():
     measured = Measured(forward=(1.0, 1.5), backward_input=2.0, weight=0.5, memory_limit=4.0)
     plan = small_plan("auto", 2, 1, 4, measured=measured)
-    assert parse_plan(format_plan(plan, form)) == plan
+    assert parse_plan(format_plan(plan, "json")) == plan
 
 
 def test_bad_measured_values_are_refused():
@@ -223,26 +539,13 @@ def test_unknown_and_missing_fields_are_named():
         parse_plan(json.dumps(content))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda t: t[: len(t) // 2], "cut off or damaged"),
-        (lambda t: t.rsplit("\n", 2)[0] + "\n", "cut off or damaged"),
-        (lambda t: t.replace("plan,1", "plan,7"), "version 7 of the plan format is not known"),
-        (lambda t: t.replace("SEND_F0.1", "ZZ0.1"), "program of rank 0, cell .*'ZZ0.1' is not an instruction"),
-        (lambda t: t.replace("program,1", "program,3"), "expected the program of rank 1, found 'program,3'"),
-        (lambda t: t.replace("schedule,1f1b", "schedule"), "expected a name and its value"),
-        (lambda t: t.replace("num_chunks,1", "num_chunks,many"), "num_chunks is 'many'; it must be of type int"),
-    ],
-)
-def test_bad_csv_is_refused_in_one_line(damage, message):
-    with pytest.raises(ExchangeError, match=message) as caught:
-        parse_plan(damage(format_plan(small_plan(), "csv")))
-    assert "\n" not in str(caught.value)
+def test_the_csv_of_the_first_release_is_refused_in_one_line():
+    with pytest.raises(ExchangeError, match=r"the CSV of megatron_pp 0\.1 is no longer read; write plans as json"):
+        parse_plan("megatron_pp plan,1\nschedule,1f1b\n")
 
 
 @settings(max_examples=150, deadline=None)
-@given(form=st.sampled_from(["csv", "json", "torch-csv"]), data=st.data())
+@given(form=st.sampled_from(FORMATS), data=st.data())
 def test_no_damage_brings_anything_but_a_plan_error(form, data):
     """Cut a piece out of a file, or write something into it: a plan comes out, or a PlanError."""
     text = format_plan(small_plan(), form)
@@ -258,7 +561,7 @@ def test_files_that_are_no_text_or_not_there(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00F")
     with pytest.raises(ExchangeError, match="not a text file in UTF-8"):
         load_plan(binary)
-    with pytest.raises(ExchangeError, match="can not be read"):
+    with pytest.raises(ExchangeError, match=r"can ?not be read"):
         load_plan(tmp_path / "nothing.csv")
 
 
@@ -276,7 +579,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(ExchangeError, match="can not be written"):
+    with pytest.raises(ExchangeError, match=r"can ?not be written"):
         write_whole(target, "new")
     assert target.read_text() == "old"
     assert os.listdir(tmp_path) == ["out.csv"]

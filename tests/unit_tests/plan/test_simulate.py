@@ -92,9 +92,9 @@ def test_transfers_by_hand():
     result = simulated("gpipe", 2, 1, 1, network=Network(4.0, link=Link(latency=0.25, bandwidth=8.0)))
     assert result.makespan == 1 + 0.75 + 1 + 2 + 0.75 + 2
     there, back = result.transfers
-    assert (there.source, there.target, there.kind, there.stage, there.mb) == (0, 1, "A", 1, 0)
+    assert (there.source, there.target, there.kind, there.stage, there.mb) == (0, 1, "F", 1, 0)
     assert (there.send_posted, there.ready, there.start, there.end) == (1.0, 1.0, 1.0, 1.75)
-    assert (back.source, back.target, back.kind, back.stage, back.start, back.end) == (1, 0, "G", 0, 4.75, 5.5)
+    assert (back.source, back.target, back.kind, back.stage, back.start, back.end) == (1, 0, "B", 0, 4.75, 5.5)
     assert result.volume() == {(0, 1): (1, 4.0), (1, 0): (1, 4.0)}
 
 
@@ -235,7 +235,7 @@ def test_crossing_messages_are_refused():
     swap = {"SEND_F0.0": "SEND_F0.1", "SEND_F0.1": "SEND_F0.0"}
     text = " ".join(swap.get(str(i), str(i)) for i in plan.programs[0])
     broken = with_programs(plan, text, format_program(plan.programs[1]))
-    with pytest.raises(PlanError, match="messages cross"):
+    with pytest.raises(PlanError, match="messages between them cross"):
         simulate(broken, StageCosts.uniform(2))
 
 

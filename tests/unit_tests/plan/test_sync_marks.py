@@ -112,7 +112,7 @@ def mutants(program: Program, chunks: int, rng: random.Random, most: int) -> Ite
 
 
 def is_accepted(plan: Plan, rank: int, program: Program) -> bool:
-    programs = (*plan.programs[:rank], program, *plan.programs[rank + 1 :])
+    programs = (*plan.programs[:rank], plan.placement.place(rank, program), *plan.programs[rank + 1 :])
     try:
         check_rank(replace(plan, programs=programs), rank)
     except PlanError:
@@ -144,7 +144,7 @@ def test_no_mutant_whose_gradients_are_not_reduced_once_is_accepted(schedule: st
         (
             "F0.0 I0.0 W0.0 F0.1 I0.1 ENABLE_GRAD_SYNC0 W0.1",
             HOOKS,
-            "rank 0: B0.1 .*no ENABLE_GRAD_SYNC0 stands before it",
+            "rank 0: I0.1 .*no ENABLE_GRAD_SYNC0 stands before it",
         ),
         (
             "F0.0 B0.0 F0.1 ENABLE_GRAD_SYNC0 B0.1 GRAD_SYNC0",
@@ -175,7 +175,7 @@ def test_a_plan_without_w_communicates_as_the_one_with_it(schedule: str, policy:
 
 def test_a_plan_without_w_may_not_hold_one() -> None:
     plan = build_plan(PlanSpec("zb_h1", 2, 1, 3))
-    with pytest.raises(PlanError, match=r"W0\.0 .* has no such step in this plan"):
+    with pytest.raises(PlanError, match=r"I0\.0 .* has no such step in this plan"):
         verify(replace(plan, spec=replace(plan.spec, split_backward=False)))
 
 

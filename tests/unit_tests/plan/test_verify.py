@@ -221,9 +221,9 @@ def test_the_plan_that_is_edited_below_is_accepted() -> None:
         (
             0,
             add("F1.0", before="F0.0"),
-            "rank 0: F1.0 (forward of chunk 1, microbatch 0): there is no such (chunk, mic",
+            "rank 0: F1.0 (forward of chunk 1, microbatch 0): there is no such stage and mic",
         ),
-        (0, add("F0.2", before="B0.0"), "chunks are 0..0, microbatches 0..1"),
+        (0, add("F0.2", before="B0.0"), "stages are 0, microbatches 0..1"),
         # Marks.
         (0, drop("ENABLE_GRAD_SYNC0"), "rank 0: the gradients of chunk(s) [0] are never synchronised"),
         (
@@ -289,8 +289,7 @@ def test_refuses_gradient_marks_in_evaluation() -> None:
     plan = plan_1f1b(forward_only=True)
     assert (
         "rank 0: ENABLE_GRAD_SYNC0 (start of gradient sync in the backward of chunk 0): a forward-only plan has no "
-        "gradients"
-        in refusal(edited(plan, 0, lambda program: program.append(parse_instruction("ENABLE_GRAD_SYNC0"))))
+        "gradients" in refusal(edited(plan, 0, lambda program: program.append(parse_instruction("ENABLE_GRAD_SYNC0"))))
     )
     assert "stage 0 has no such step" in refusal(
         edited(plan, 0, lambda program: program.append(parse_instruction("B0.0")))
@@ -425,8 +424,7 @@ def test_refuses_shapes_that_are_read_too_late() -> None:
     )
     assert (
         "rank 1: RECV_F0.1 (receive of the activation of chunk 0, microbatch 1) would receive what rank 0 sends with "
-        "SEND_F0.0"
-        in refusal(late)
+        "SEND_F0.0" in refusal(late)
     )
 
 

@@ -199,7 +199,7 @@ def test_offsets_are_removed_from_the_merged_timeline(tmp_path, monkeypatch):
     assert abs(run.ranks[1].syncs[0][1] - HOUR) < 1_000_000_000
     for step in run.steps:
         assert run.measured(step).makespan < 10_000
-    first = next(t for t in run.measured(2).transfers if t.kind == "A")
+    first = next(t for t in run.measured(2).transfers if t.kind == "F")
     received = next(e for e in run.measured(2).events(1) if str(e.instruction) == "WAIT_F0.0")
     assert received.end >= first.send_posted - 50
 
@@ -322,7 +322,12 @@ def test_a_line_that_a_killed_run_left_is_ignored(recorded):
     [
         (lambda t: "", "the file is empty"),
         (lambda t: t[:40], "cut off in its first line"),
-        (lambda t: t.replace('"megatron_pp.tracing.recorder"', '"other"'), "line 1: not a trace of version 1"),
+        (lambda t: t.replace('"megatron_pp.trace"', '"other"'), "line 1: not a trace of this format"),
+        (lambda t: t.replace('"version":2', '"version":3'), "line 1: not a trace .* in a version that is read: 1 or 2"),
+        (
+            lambda t: t.replace('"version":2', '"version":true'),
+            "line 1: not a trace .* in a version that is read: 1 or 2",
+        ),
         (lambda t: t.replace('"kind":"sync"', '"kind":"song"'), "line 2: 'song' is no kind of line"),
         (lambda t: t.replace('"program":"F0.0', '"program":"Q0.0'), "line 3: 'Q0.0' is not an instruction"),
         (lambda t: t.replace('"step":1,"plan":0', '"step":1,"plan":7'), "line 4: step 1 is of a plan that does not"),

@@ -174,5 +174,7 @@ def test_a_hidden_transfer_takes_no_more_than_there_was_time(tmp_path):
     step = simulated("gpipe", 2, 1, 8, network=Network(1e6, link=Link(bandwidth=1e6 / 9)))
     write_traces(tmp_path, [step])
     for t in load_run(tmp_path).measured(1).transfers:
-        used = next(e for e in dataclasses.replace(step).events(t.target) if str(e.instruction) == f"W{t.kind}0.{t.mb}")
+        used = next(
+            e for e in dataclasses.replace(step).events(t.target) if str(e.instruction) == f"WAIT_{t.kind}0.{t.mb}"
+        )
         assert t.end <= used.end + 1e-3

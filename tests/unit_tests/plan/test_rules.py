@@ -1,0 +1,108 @@
+"""The table of rules: it is whole, and a program that violates a rule is refused with that rule's facts in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.build import build_plan
+from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.rules import RULES, words_of
+from megatron_pp.plan.spec import Plan, PlanError, PlanSpec
+from megatron_pp.plan.verify import verify
+
+# Between them they have every op: transfers, a hand-off at the turn of the V, whole and split backwards.
+PLAN = build_plan(PlanSpec("dualpipe_v", 2, 2, 6))
+
+
+def site_of(op: str) -> tuple[int, int]:
+    """A rank and a place in its program where ``op`` stands; not the first microbatch, so that something is before."""
+    return next(
+        (rank, i)
+        for rank, program in enumerate(PLAN.programs)
+        for i, at in enumerate(program)
+        if at.op == op and at.mb > 0
+    )
+
+
+def changed(rank: int, *program: Instruction) -> Plan:
+    return replace(PLAN, programs=(*PLAN.programs[:rank], program, *PLAN.programs[rank + 1 :]), orders=())
+
+
+def refusal(plan: Plan) -> str:
+    with pytest.raises(PlanError) as caught:
+        verify(plan)
+    return str(caught.value)
+
+
+def test_every_op_has_a_rule_with_a_sentence() -> None:
+    assert set(RULES) == ins.SINGLE_COMPUTE_OPS | ins.TRANSFER_OPS | ins.HAND_OPS
+    for op, rule in RULES.items():
+        assert rule.sentence.endswith("."), op
+        assert rule.sentence[0].isupper(), op
+        assert "\n" not in rule.sentence
+    facts = 0
+    for rule in RULES.values():
+        facts |= rule.needs | rule.adds
+    assert len(list(words_of(facts))) == facts.bit_count()  # every fact has words
+
+
+def test_what_a_rule_needs_another_one_adds() -> None:
+    added = 0
+    for rule in RULES.values():
+        added |= rule.adds
+    assert all(rule.needs & ~added == 0 for rule in RULES.values())
+
+
+@pytest.mark.parametrize("op", sorted(RULES))
+def test_what_stands_twice_is_refused(op: str) -> None:
+    rank, i = site_of(op)
+    program = PLAN.programs[rank]
+    words = refusal(changed(rank, *program[: i + 1], *program[i:]))
+    assert words.startswith(f"rank {rank}: {program[i]} ({program[i].name}): ")
+    assert words.endswith("already: it stands twice")
+    assert next(words_of(RULES[op].adds)) in words
+
+
+@pytest.mark.parametrize("op", sorted(op for op, rule in RULES.items() if rule.needs))
+def test_what_comes_before_what_it_needs_is_refused(op: str) -> None:
+    rank, i = site_of(op)
+    program = PLAN.programs[rank]
+    words = refusal(changed(rank, program[i], *program[:i], *program[i + 1 :]))
+    assert words.startswith(f"rank {rank}: {program[i]} ({program[i].name}): it comes before ")
+    assert any(fact in words for fact in words_of(RULES[op].needs))
+
+
+@pytest.mark.parametrize("op", sorted(ins.HAND_OPS))
+def test_a_hand_off_before_the_neighbour_stage_has_produced_is_refused(op: str) -> None:
+    rank, i = site_of(op)
+    program = PLAN.programs[rank]
+    words = refusal(changed(rank, program[i], *program[:i], *program[i + 1 :]))
+    assert "has not produced it yet on this rank" in words
+
+
+@pytest.mark.parametrize("op", sorted(RULES))
+def test_what_is_missing_is_refused(op: str) -> None:
+    """Where it stood, by what needs it, or at the end."""
+    rank, i = site_of(op)
+    program = PLAN.programs[rank]
+    words = refusal(changed(rank, *program[:i], *program[i + 1 :]))
+    facts = [*words_of(RULES[op].adds), "the next forward of", "has not produced it yet", "no ENABLE_GRAD_SYNC"]
+    assert any(fact in words for fact in facts), words
+
+
+@pytest.mark.parametrize("op", sorted({*RULES, *ins.SYNC_OPS}))
+@pytest.mark.parametrize("field", ["stage", "peer"])
+def test_a_wrong_stage_or_peer_is_refused(op: str, field: str) -> None:
+    plan = build_plan(PlanSpec("dualpipe_v", 2, 2, 6, grad_sync="explicit", param_sync=True)) if op in SYNCS else PLAN
+    rank, i = next((r, i) for r, p in enumerate(plan.programs) for i, at in enumerate(p) if at.op == op)
+    program = plan.programs[rank]
+    wrong = program[i]._replace(**{field: getattr(program[i], field) + 1})
+    programs = (*plan.programs[:rank], (*program[:i], wrong, *program[i + 1 :]), *plan.programs[rank + 1 :])
+    words = refusal(replace(plan, programs=programs, orders=()))
+    assert words.startswith(f"rank {rank}: {wrong} ({wrong.name}): it has stage {wrong.stage} and peer {wrong.peer}; ")
+
+
+SYNCS = (ins.GRAD_SYNC, ins.PARAM_SYNC)
