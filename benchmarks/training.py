@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.report import BenchmarkError, Report, Row
 
 HELP = "tokens/s of a real GPT: ours, and Megatron-core's GPTModel under our engine and under its own"
-SCRIPTS = Path(__file__).resolve().parent.parent
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 POLICIES = {1: ("plain", "batched"), 2: ("overlap", "overlap+flush")}  # by number of chunks: what Megatron-core has
 OURS = "examples.gpt.gpt, scripts/train.py"
 
@@ -103,7 +103,7 @@ def _row(model: str, chunks: int, policy: str, args: argparse.Namespace, seconds
 
 
 def measure(case: Any) -> dict[str, list[float]]:
-    """On each rank: seconds per step of either engine, in turns. A ``check`` of ``megatron_runner``."""
+    """On each rank: seconds per step of either engine, in turns. A ``check`` of ``tests.megatron.runner``."""
     import torch.distributed as dist
 
     from benchmarks.rounds import timed_rounds

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Measure this engine beside its peers: `benchmark.py overhead`, `benchmark.py exposed --pp 2`, ...
 
-Each subcommand is a module of `scripts/benchmarks` with `HELP`, `add_arguments(parser)` and `run(args) -> Report`. It
+Each subcommand is a module of `benchmarks/` with `HELP`, `add_arguments(parser)` and `run(args) -> Report`. It
 prints a table, and with `--out DIR` writes NAME.json, NAME.txt and, where there is something to draw, NAME.png.
 `benchmark.py tables --from DIR` puts those tables into docs/performance.md. Run on a machine that does nothing else.
 """

@@ -18,10 +18,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.megatron.cases import POLICIES, Case, Job, Model, Outcome
-from tests.megatron.runner import parity_jobs, run_jobs
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.megatron.cases import POLICIES, Case, Job, Model, Outcome  # noqa: E402
+from tests.megatron.runner import parity_jobs, run_jobs  # noqa: E402
+
 MODELS = {"untied": Model(), "tied": Model(tied=True, position="learned_absolute")}
 ENGINES = ("megatron", "ours")
 # (forward_only, variable_shapes) of a table's columns

@@ -6,7 +6,7 @@
 
 Model, DistributedDataParallel, optimizer and gradient finalisation are Megatron-core's; the one line that plugs in
 megatron_pp is `megatron_core.install()`. Flags are named as Megatron's. Without a GPU it runs on the CPU with gloo,
-through the shim `megatron_cpu_shim.py`. `--compare` trains a second copy of the model under Megatron's own
+through the shim `tests/megatron/cpu_shim.py`. `--compare` trains a second copy of the model under Megatron's own
 schedule, step by step with the first, and prints both losses and the largest difference of any gradient.
 """
 
@@ -25,15 +25,15 @@ from typing import Any
 
 warnings.simplefilter("ignore", FutureWarning)  # names of torch that Megatron still uses
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that the package need not be installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
-    from tests.megatron import cpu_shim as megatron_cpu_shim
-    megatron_cpu_shim.redirect()
+    from tests.megatron import cpu_shim
+
+    cpu_shim.redirect()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402

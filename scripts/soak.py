@@ -20,6 +20,7 @@ import platform
 import random
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,13 +29,15 @@ from typing import Any
 
 import torch
 
-from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.placement import Placement
-from tests.harness.fault_injection import DELAY, KILL, KINDS, SHAPE, Fault
-from tests.harness.fault_scenario_checks import complaints, leaks, limit, seconds_to_detect
-from tests.harness.fault_scenarios import Episode, HungError, Pool, Report, Resources
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_pp.plan.orders import SCHEDULES  # noqa: E402
+from megatron_pp.plan.placement import Placement  # noqa: E402
+from tests.harness.fault_injection import DELAY, KILL, KINDS, SHAPE, Fault  # noqa: E402
+from tests.harness.fault_scenario_checks import complaints, leaks, limit, seconds_to_detect  # noqa: E402
+from tests.harness.fault_scenarios import Episode, HungError, Pool, Report, Resources  # noqa: E402
+
 CHUNKS = {"1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}
 NAMES = {"1f1b": "1F1B", "interleaved_1f1b": "interleaved", "zb_v": "ZB-V"}
 POLICIES: tuple[dict[str, Any], ...] = ({"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {})

@@ -46,7 +46,7 @@ for version in "${versions[@]}"; do
     fi
     echo "== megatron-core $version"
     if ! (cd "$root" && timeout "${DEADLINE:-900}" "$folder/bin/python" -m pytest -q -p no:cacheprovider \
-        tests/unit_tests/test_megatron_*.py tests/functional_tests/test_megatron_*.py); then
+        tests/unit_tests/integrations/test_megatron_*.py tests/functional_tests/test_megatron_*.py); then
         failed+=("$version")
     fi
 done

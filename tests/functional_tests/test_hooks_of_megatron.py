@@ -6,7 +6,6 @@ Each rank of theirs runs by itself, on a communicator that hands out zeros: wher
 from __future__ import annotations
 
 import itertools
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.threads import ThreadGroup
-from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
+from tests.functional_tests.megatron_support import needs_megatron
 from tests.harness.hook_log import SHAPE, HookLog, logged_config, step_arguments
 from tests.unit_tests.runtime.test_gradient_hooks import run_logged
 
@@ -101,18 +100,18 @@ def run_megatron(schedules: Any, case: dict[str, Any], rank: int) -> list[str]:
     return log.lines
 
 
-def megatron_process(rank: int, size: int, scripts: str) -> list[list[list[str]]]:
+def megatron_process(rank: int, size: int) -> list[list[list[str]]]:
     """In a process of its own, since Megatron's calls to CUDA are redirected there."""
-    sys.path.insert(0, scripts)
-    from tests.megatron import cpu_shim as megatron_cpu_shim
-    megatron_cpu_shim.redirect()
+    from tests.megatron import cpu_shim
+
+    cpu_shim.redirect()
     from megatron.core.pipeline_parallel import schedules
 
     return [[run_megatron(schedules, case, rank) for rank in range(case["size"])] for case in cases()]
 
 
 def test_hooks_fire_where_megatrons_schedules_fire_them() -> None:
-    theirs = run_processes(megatron_process, 1, (str(SCRIPTS),), timeout=120.0, backend=None)[0]
+    theirs = run_processes(megatron_process, 1, timeout=120.0, backend=None)[0]
     differing = []
     for case, expected in zip(cases(), theirs, strict=True):
         logs = run_logged(

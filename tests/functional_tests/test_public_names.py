@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import megatron_pp.p2p_communication
 import megatron_pp.schedules
 from megatron_pp.schedules import StepArguments
 from megatron_pp.testing.processes import run_processes
-from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
+from tests.functional_tests.megatron_support import needs_megatron
 
 # One start serves all tests, on one worker.
 pytestmark = pytest.mark.xdist_group("public_names")
@@ -60,11 +59,11 @@ def parameters_of(function: Any) -> Parameters:
     ]
 
 
-def megatron_process(rank: int, size: int, scripts: str) -> dict[str, Any]:
+def megatron_process(rank: int, size: int) -> dict[str, Any]:
     """Megatron's signatures, and some of its results, from a process in which its calls to CUDA are redirected."""
-    sys.path.insert(0, scripts)
-    from tests.megatron import cpu_shim as megatron_cpu_shim
-    megatron_cpu_shim.redirect()
+    from tests.megatron import cpu_shim
+
+    cpu_shim.redirect()
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     p2p = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
     told: dict[str, Any] = {name: parameters_of(getattr(schedules, name)) for name in (*FUNCTIONS, *ENTRY_POINTS)}
@@ -103,7 +102,7 @@ def numbers() -> list[tuple[tuple[int, int, int | None], tuple[Any, ...]]]:
 
 @pytest.fixture(scope="module")
 def megatron() -> dict[str, Any]:
-    return run_processes(megatron_process, 1, (str(SCRIPTS),), timeout=120.0, backend=None)[0]
+    return run_processes(megatron_process, 1, timeout=120.0, backend=None)[0]
 
 
 def accepts(ours: Parameters, theirs: Parameters) -> list[str]:

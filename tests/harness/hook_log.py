@@ -1,8 +1,7 @@
 """Model chunks and data-parallel hooks that write down what happens: forwards, backwards, and where the hooks fire.
 
 A line is ``F0.3`` or ``B0.3`` (chunk, microbatch), ``GRAD_SYNC0`` (grad_sync_func) or ``PARAM_SYNC0``
-(param_sync_func); ``B`` and
-``GS`` end with a ``+`` where gradients are being synchronised, that is outside no_sync.
+(param_sync_func); ``B`` and ``GRAD_SYNC`` end with a ``+`` where gradients are being synchronised, outside no_sync.
 """
 
 from __future__ import annotations

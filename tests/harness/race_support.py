@@ -34,7 +34,7 @@ from megatron_pp.testing.toy import (
 
 
 class DeferredWeights:
-    """Weight gradients that WEIGHT computes, for ``ExactBlock``: what the engine asks of its ``weights``, in twenty
+    """Weight gradients that W computes, for ``ExactBlock``: what the engine asks of its ``weights``, in twenty
     lines.
     """
 

@@ -1,7 +1,7 @@
 """What is compared with Megatron-core, as data: which model, cut how, run by which schedule.
 
 Plain dataclasses without torch, so that a test or a script can list cases and read results without starting anything.
-`megatron_lab` builds and runs one case on a rank; `megatron_runner` runs lists of them on sets of processes.
+`lab` builds and runs one case on a rank; `runner` runs lists of them on sets of processes.
 """
 
 from __future__ import annotations

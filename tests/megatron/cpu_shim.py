@@ -5,8 +5,8 @@ so that the real `GPTModel`, `DistributedDataParallel` and distributed optimizer
 `megatron_pp` imports this module, and nothing here is needed on a machine with GPUs. Call it once per process,
 before Megatron is imported:
 
-    from tests.megatron import cpu_shim as megatron_cpu_shim
-    megatron_cpu_shim.redirect()
+    from tests.megatron import cpu_shim
+    cpu_shim.redirect()
     import megatron.core
 
 What is redirected, and why Megatron needs it:

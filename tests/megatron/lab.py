@@ -1,4 +1,4 @@
-"""Run one case of `megatron_cases` on this rank: Megatron-core's own GPTModel, DDP and optimizer, under either engine.
+"""Run one case of `cases` on this rank: Megatron-core's own GPTModel, DDP and optimizer, under either engine.
 
 The same weights for every cut: a parameter's values depend on its name in the whole model (with the layer's global
 number), so that gradients of any cut can be compared, name by name, with those of one process that holds all
@@ -17,15 +17,15 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from tests.megatron import cpu_shim as megatron_cpu_shim
+from tests.megatron import cpu_shim
 
 warnings.simplefilter("ignore")  # no Apex, no Transformer Engine, names that torch deprecates: all known here
-megatron_cpu_shim.redirect()
+cpu_shim.redirect()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-with megatron_cpu_shim.triton_stand_in():
+with cpu_shim.triton_stand_in():
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,

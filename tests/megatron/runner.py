@@ -1,10 +1,10 @@
-"""Run jobs of `megatron_cases` on sets of processes, with a deadline for each, and print one JSON line per job.
+"""Run jobs of `cases` on sets of processes, with a deadline for each, and print one JSON line per job.
 
-    echo '[{"case": {...}}, ...]' | python tests/megatron/runner.py
+    echo '[{"case": {...}}, ...]' | python -m tests.megatron.runner
 
 Megatron-core is imported once, then every rank is forked from this process. A set of ranks runs job after job; when
 one of them raises or misses the job's deadline, the whole set is killed and the next job starts a new one. So a
-schedule that hangs costs its deadline and nothing else. From Python: `run_jobs(jobs)` starts this file as a process
+schedule that hangs costs its deadline and nothing else. From Python: `run_jobs(jobs)` starts this module as a process
 of its own.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 
 from tests.megatron.cases import Case, Job, Outcome
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class RankFailedError(Exception):
@@ -114,7 +114,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
 def serve_jobs(jobs: list[Job]) -> None:
     """The body of the process: run the jobs, print an Outcome as JSON for each, in order."""
-    import megatron_lab  # noqa: F401  imported before the first fork, so that no rank pays for it again
+    importlib.import_module("tests.megatron.lab")  # imported before the first fork, so that no rank pays for it again
 
     if any(job.case.engine == "ours" for job in jobs):
         importlib.import_module("megatron_pp.integrations.megatron_core")
@@ -156,17 +156,16 @@ def merge(reports: list[dict[str, Any]]) -> Outcome:
 
 
 def run_jobs(jobs: list[Job], deadline: float = 600.0, on_outcome: Any = None) -> list[Outcome]:
-    """Start this file as a process, give it the jobs, and return one Outcome per job.
+    """Start this module as a process, give it the jobs, and return one Outcome per job.
 
     deadline: seconds for all of them together; then the process and its ranks are killed and the rest reported as
     "hang". on_outcome(job, outcome): called for each as it comes.
     """
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    package = str(HERE.parent)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "megatron_runner.py")],
+        [sys.executable, "-m", "tests.megatron.runner"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,  # so that select() sees every line that has not been read

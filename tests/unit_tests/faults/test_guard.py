@@ -193,7 +193,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named() -> None:
         error = raised[rank]
         assert isinstance(error, PipelineStallError)
         assert error.suspects == (1,)
-        assert "is in FORWARD of chunk 0, microbatch 3 (F0.3" in error.progress[1]
+        assert "is in forward of chunk 0, microbatch 3 (F0.3" in error.progress[1]
         assert "held up by rank 1" in str(error)
     assert ">F0.3<" in str(raised[0])
 
@@ -203,7 +203,7 @@ def test_an_operation_that_takes_several_times_p2p_timeout_is_no_error(caplog: p
     raised = _train(Fault(DELAY, 1, 2, 0, 3, seconds=2.0), p2p_timeout=0.5)
     assert set(raised.values()) == {None}
     (said,) = [record.getMessage() for record in caplog.records if "compute_timeout" in record.getMessage()]
-    assert "pipeline rank 1 has been in FORWARD of chunk 0, microbatch 3 for" in said
+    assert "pipeline rank 1 has been in forward of chunk 0, microbatch 3 for" in said
     assert "give up after 5 s" in said
     assert "in fire" in said  # the line of the user's code
 

@@ -323,7 +323,7 @@ def test_the_message_of_a_stall() -> None:
     seen = {1: (Progress(7, IN_STEP, busy, "F0.3"), 41.2), 0: (Progress(7, DONE), 3.0)}
     text = stall_text(2, plan, own, seen, 3, "no rank has moved")
     assert "rank 2 waits for the activation of chunk 0, microbatch 3 from rank 1, which last reported" in text
-    assert "last reported FORWARD of chunk 0, microbatch 3, 41.2 s ago" in text
+    assert "last reported forward of chunk 0, microbatch 3, 41.2 s ago" in text
     assert "rank 0: finished step 7 3.0 s ago" in text
     assert ">F0.3<" in text
     assert ">WAIT_F0.3<" in text

@@ -153,7 +153,7 @@ def megatron_interleaved(
     def forward(k: int) -> None:
         ahead = k + rank
         if param_sync and ahead < total and table[ahead][0] == 0 and 1 < table[ahead][1] + 1 < chunks:
-            result.append(f"PS{table[ahead][1] + 1}")
+            result.append(f"PARAM_SYNC{table[ahead][1] + 1}")
         result.append(f"F{table[k][1]}.{table[k][0]}")
 
     def backward(k: int) -> None:
@@ -161,7 +161,7 @@ def megatron_interleaved(
         result.append(f"B{chunk}.{mb}" + ("+" if not explicit and mb == last_mb else ""))
         behind = k - rank
         if explicit and behind >= 0 and table[behind][0] == last_mb:
-            result.append(f"GS{chunks - 1 - table[behind][1]}+")
+            result.append(f"GRAD_SYNC{chunks - 1 - table[behind][1]}+")
             synchronised.add(chunks - 1 - table[behind][1])
 
     for k in range(total + warmup):
@@ -170,7 +170,7 @@ def megatron_interleaved(
         if k >= warmup:
             backward(k - warmup)
     if explicit:
-        result += [f"GS{chunk}+" for chunk in range(chunks) if chunk not in synchronised]
+        result += [f"GRAD_SYNC{chunk}+" for chunk in range(chunks) if chunk not in synchronised]
     return result
 
 
@@ -215,8 +215,8 @@ def test_with_split_backwards_the_sync_opens_for_the_last_backward_and_for_the_l
     """Layers that do not split have their last gradient in the one, the others in the other."""
     for program in build_plan(PlanSpec("zb_h1", 4, 1, 8)).programs:
         opened = [i for i, at in enumerate(program) if str(at) == "ENABLE_GRAD_SYNC0"]
-        covered = [next(at for at in program[i:] if at.op in ("B", "W")) for i in opened]
-        assert [str(at) for at in covered] == ["B0.7", "W0.7"]
+        covered = [next(at for at in program[i:] if at.op in ("B", "I", "W")) for i in opened]
+        assert [str(at) for at in covered] == ["I0.7", "W0.7"]
 
 
 # -- evaluation, and what the config looks like afterwards ------------------------------------------------------------

@@ -76,9 +76,7 @@ def test_every_schedule_and_policy(schedule: str, policy: str, kind: type[Hostil
         data = ToyData(2 * size + 1, variable=seed % 3 == 2)
         network = kind(size, channels == ONE_WAY, seed=seed, pollable=pollable)
         only, convert = seed % 4 == 3, seed != 1
-        off = difference(
-            schedule, size, num_chunks, data, policy, network, forward_only=only, convert=convert
-        )
+        off = difference(schedule, size, num_chunks, data, policy, network, forward_only=only, convert=convert)
         assert off == 0.0, f"P={size} channels={channels} pollable={pollable} seed={seed}: off by {off}"
 
 

@@ -1,7 +1,7 @@
 """Engine mutants: each fault around the freeing of buffers is caught by a hostile network, and each wall against it
 stands alone.
 
-First wall: RELEASE waits before it frees. Second wall: the handle owns the bytes. A poisoning network sees through the
+First wall: FREE waits before it frees. Second wall: the handle owns the bytes. A poisoning network sees through the
 second; a core that owns nothing takes it away.
 """
 

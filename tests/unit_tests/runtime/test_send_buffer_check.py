@@ -92,7 +92,7 @@ class WritesUnseen(WritesToOutput):
 
 
 class WritesUnseenOnRankOne(WritesUnseen):
-    """The rank before the last, whose first backward comes before the RELEASE."""
+    """The rank before the last, whose first backward comes before the FREE_F where that is put off."""
 
     microbatch = 0
 
@@ -112,10 +112,10 @@ def test_a_write_in_flight_is_named(mutant: type[PlanExecutor]) -> None:
 
 
 def test_a_write_is_found_when_a_backward_uses_the_output_up() -> None:
-    """Before the RELEASE: what was sent is compared when its gradient has come back."""
+    """With the FREE_F put off: what was sent is compared when its gradient has come back."""
     spec = PlanSpec("1f1b", 3, 1, 8, overlap_pairs=True)
     with pytest.raises(SendBufferError, match="written to") as caught:
-        run(spec, watched(WritesUnseenOnRankOne))
+        run(spec, watched(WritesUnseenOnRankOne), pollable=True)
     assert (caught.value.posted_by, caught.value.broken_by) == ("SEND_F0.0", "B0.0")
 
 
@@ -173,7 +173,7 @@ def test_no_sound_run_is_reported(
     deallocate: bool,
     seed: int,
 ) -> None:
-    """With overlapped pairs an output may be used up by its backward before its RELEASE."""
+    """With overlapped pairs an output may be used up by its backward before its FREE_F has been done."""
     num_chunks = SCHEDULES[schedule].chunks or 1 + seed % 2
     data = ToyData(microbatches)
     fields = {"pipeline_schedule": schedule, "max_pending_sends": sends, **FLAGS[policy]}

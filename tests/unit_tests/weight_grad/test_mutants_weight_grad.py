@@ -212,10 +212,10 @@ def test_a_w_before_its_b_is_refused_by_verify_and_by_the_store() -> None:
     plan = build_plan(PlanSpec("zb_h1", 2, 1, 4))
     program = list(plan.programs[0])
     w = next(k for k, at in enumerate(program) if at.op == ins.WEIGHT_GRAD)
-    b = next(k for k, at in enumerate(program) if at.op == ins.BACKWARD and at.mb == program[w].mb)
+    b = next(k for k, at in enumerate(program) if at.op == ins.INPUT_GRAD and at.mb == program[w].mb)
     program.insert(b, program.pop(w))
     early = replace(plan, programs=(tuple(program), *plan.programs[1:]))
-    with pytest.raises(PlanError, match=r"rank 0: W0\.0 .*: it comes before its backward ran"):
+    with pytest.raises(PlanError, match=r"rank 0: W0\.0 .*: it comes before its backward left the weight gradients"):
         verify(early)
 
     def with_real_store(*args: Any, weights: Any, **more: Any) -> PlanExecutor:

@@ -14,13 +14,14 @@ import torch.utils.checkpoint
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.build import verified_plan
+from megatron_pp.plan.instruction import PAIR
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.pairs import overlap_pairs
+from megatron_pp.plan.pairs import pair_up
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime import settings as schedule_inputs
 from megatron_pp.runtime.pairs import HalfCall, in_turn, on_two_streams
-from megatron_pp.schedules import StepCall
+from megatron_pp.runtime.step import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads, run_rank, toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
@@ -223,7 +224,7 @@ def test_a_function_of_the_users_runs_every_pair(name: str, convert: bool) -> No
     )
     assert result.difference(reference_run(size * chunks, data)) == 0.0
     plan, _ = verified_plan(PlanSpec(name, size, chunks, data.num_microbatches, overlap_pairs=True))
-    wanted = sum(map(len, overlap_pairs(plan.orders)))
+    wanted = sum(at.op == PAIR for order in plan.orders for at in pair_up(order))
     assert len(recorder.pairs) == wanted > 0 if name == "dualpipe_v" else 0 < len(recorder.pairs) <= wanted
     assert all(forward[1] != backward[1] for forward, backward in recorder.pairs)
 
