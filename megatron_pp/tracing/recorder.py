@@ -19,6 +19,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import socket
 import time
 import weakref
@@ -42,7 +43,7 @@ DIRECTORY_VARIABLE = "MEGATRON_PP_TRACE_DIR"
 STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"
 _DEFAULT_STEPS = "2-21"
 _STEPS_BETWEEN_SYNCS = 16
-_MAX_DIGITS = 18
+_STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 # A tracer belongs to a model, and goes with it. Ranks make their models in one order, so their numbers agree.
 _NUMBERS = itertools.count()
@@ -55,16 +56,6 @@ class Observer(Protocol):
     def begin(self, at: Instruction) -> None: ...
 
     def end(self, at: Instruction) -> None: ...
-
-
-class Recording(Observer, Protocol):
-    """One step that is being recorded."""
-
-    def start(self) -> None:
-        """Right before the first instruction, with all ranks' channels prepared. Collective over the pipeline."""
-
-    def finish(self) -> None:
-        """After the last instruction."""
 
 
 def trace_folder(config: Any) -> str | None:
@@ -87,18 +78,17 @@ def chosen_steps(text: str) -> list[range]:
     """``3,10-12`` -> the steps 3, 10, 11, 12. Raises ScheduleInputError."""
     ranges = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not _is_step(first) or (dash and not _is_step(last)) or (dash and int(last) < int(first)):
+        found = _STEPS.fullmatch(part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if last < first:
             raise ScheduleInputError(f"trace_steps is {text!r}; it must list steps, as in 3,10-12")
-        ranges.append(range(int(first), int(last or first) + 1))
+        ranges.append(range(first, last + 1))
     return ranges
 
 
-def _is_step(word: str) -> bool:
-    return word.isascii() and word.isdigit() and len(word) <= _MAX_DIGITS
-
-
-def step_recording(model: Any, config: Any, plan: Plan, transport: Transport, size: float) -> Recording | None:
+def step_recording(
+    model: Any, config: Any, plan: Plan, transport: Transport, size: float
+) -> _CpuRecording | _CudaRecording | None:
     """The recording of the training step that starts now; None if it is not chosen. ``model`` (steps are counted per
     model) is this rank's first chunk; ``size``: bytes of an activation."""
     folder = trace_folder(config)
@@ -149,7 +139,7 @@ class Tracer:
         self.broken = False
         self.pending: list[_CudaRecording] = []
 
-    def next_step(self, plan: Plan, size: float) -> Recording | None:
+    def next_step(self, plan: Plan, size: float) -> _CpuRecording | _CudaRecording | None:
         """Count the step that starts now, and return its recording if it is chosen."""
         self.step += 1
         if not any(self.step in chosen for chosen in self.steps):
@@ -226,8 +216,9 @@ def message_bytes(shapes: Any, dtype: torch.dtype | None) -> float:
     return sum(message_bytes(shape, dtype) for shape in shapes)
 
 
-class _StepOf:
-    """The step of ``tracer`` that is recorded."""
+class _Recording:
+    """One step that is being recorded: ``start`` right before its first instruction, with all ranks' channels prepared
+    (collective over the pipeline), ``finish`` after the last one."""
 
     def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
         self.tracer = tracer
@@ -240,7 +231,7 @@ class _StepOf:
         self.number = self.tracer.before(self.plan, self.size)
 
 
-class _CpuRecording(_StepOf):
+class _CpuRecording(_Recording):
     """Times of the monotonic clock."""
 
     def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
@@ -261,7 +252,7 @@ class _CpuRecording(_StepOf):
         self.tracer.write(step_line(StepRecord(self.step, self.number, base, starts, ends)))
 
 
-class _CudaRecording(_StepOf):
+class _CudaRecording(_Recording):
     """CUDA events on the current stream, read after the step."""
 
     def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
