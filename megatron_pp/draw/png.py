@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 from matplotlib import style
 from matplotlib.axes import Axes
@@ -21,22 +22,27 @@ _IDLE, _DARK_IDLE = "#f1f2f4", "#22272d"
 _LETTER = 6.6
 
 
-def render_png(timeline: Timeline, width: int = 1600, dark: bool = False) -> bytes:
-    """The picture, ``width`` pixels wide."""
+def render_png(timelines: Timeline | Sequence[Timeline], width: int = 1600, dark: bool = False) -> bytes:
+    """The picture, ``width`` pixels wide; several timelines stand below each other on a common time axis."""
+    shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     dpi = 100
-    height = 130 + (44 if timeline.most_memory else 30) * len(timeline.lanes)
+    lane_pixels = 44 if any(t.most_memory for t in shown) else 30
+    height = 40 + sum(90 + lane_pixels * len(t.lanes) for t in shown)
     with style.context("dark_background" if dark else "default"):
         figure = Figure(figsize=(width / dpi, height / dpi), dpi=dpi)
         canvas = FigureCanvasAgg(figure)
-        _draw(figure.subplots(), timeline, width - 170, dark)
+        ratios = {"height_ratios": [len(t.lanes) + 1 for t in shown]}
+        grid = figure.subplots(len(shown), 1, squeeze=False, gridspec_kw=ratios)
+        end = max(t.end for t in shown) or 1.0
+        for axes, timeline in zip(grid[:, 0], shown, strict=True):
+            _draw(axes, timeline, end, width - 170, dark)
         figure.tight_layout()
         out = io.BytesIO()
         canvas.print_png(out)
     return out.getvalue()
 
 
-def _draw(axes: Axes, timeline: Timeline, pixels: float, dark: bool) -> None:
-    end = timeline.end or 1.0
+def _draw(axes: Axes, timeline: Timeline, end: float, pixels: float, dark: bool) -> None:
     scale = pixels / end
     for k, lane in enumerate(timeline.lanes):
         axes.broken_barh([(0, timeline.end)], (k - 0.38, 0.5), facecolors=_DARK_IDLE if dark else _IDLE)

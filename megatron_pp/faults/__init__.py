@@ -1,4 +1,4 @@
-"""Errors instead of hangs: see ``guard.py``."""
+"""Errors instead of hangs: a failure of one rank becomes an error on all; see ``guard.py``."""
 
 from __future__ import annotations
 

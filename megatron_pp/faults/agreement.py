@@ -1,10 +1,9 @@
-"""What the ranks of a pipeline have agreed on at the entry of a step, so that a plan that they come back to costs
-nothing, and whether all of them have come back to the same one.
+"""What the ranks of a pipeline have agreed on when they entered their steps: a plan that they come back to needs no new
+comparison. Also whether all of them came back to the same plan.
 
-Agreements are numbered as they are made. Every rank takes part in each, in the same step, so that a number means the
-same everywhere. Which number a rank used in which step travels in its progress record as a *history*: ``(upto, digest,
-step, number, step, number, ...)``: the last changes in order, complete up to step ``upto``, and a digest of all changes
-before them.
+Agreements are numbered as they are made. Every rank takes part in each, in the same step, so a number means the same on
+all ranks. A rank's progress record contains the numbers it used, as a *history*: ``(upto, digest, step, number, step,
+number, ...)``: the last changes in order, complete up to step ``upto``, and a digest of all changes before them.
 """
 
 from __future__ import annotations
@@ -18,25 +17,24 @@ SENDS = "shape sent towards the last stage"
 RECEIVES = "shape received from the stage before"
 _DIFFERING = frozenset({SENDS, RECEIVES})  # fields in which ranks that agree may differ
 
-_BUDGET = 4 << 20  # bytes; all ranks forget the same agreements, as they use the same ones and reckon alike
-_LEAST_BYTES = _BUDGET // 64  # of one agreement: no more than 64 are kept
-_BYTES_A_RANK = 512  # for what differs
+_BUDGET = 4 << 20  # bytes; all ranks evict the same agreements, as they use the same ones and count sizes alike
+_MIN_BYTES = _BUDGET // 64  # of one agreement: no more than 64 are kept
+_BYTES_PER_RANK = 512  # for what differs
 _CHANGES = 32  # listed in a history
 _DIGESTS = 2**61 - 1  # a prime
 
 
 class _Agreed(NamedTuple):
-    """``common`` to all ranks, and what is each one's own."""
+    """``common`` to all ranks, and ``own``: what differs, by rank."""
 
     key: Hashable
-    number: int
     common: dict[str, str]
     own: dict[int, dict[str, str]]
 
 
 class Difference(NamedTuple):
-    """In ``step`` one rank used agreement ``mine``, the other ``theirs``; both 0 where all that can be said is that
-    they parted before it."""
+    """In ``step`` one rank used agreement ``mine``, the other ``theirs``; both 0 if all that is known is that they
+    differed before ``step``."""
 
     step: int
     mine: int
@@ -48,12 +46,12 @@ class Agreements:
 
     def __init__(self, ranks: int = 1) -> None:
         self._made = 0
-        self._bytes = ranks * _BYTES_A_RANK
+        self._bytes = ranks * _BYTES_PER_RANK
         self._kept: BoundedCache[int, _Agreed] = BoundedCache(_BUDGET)
 
     def use(self, key: Hashable) -> int:
         """The number of the agreement on ``key``; 0 where there is none."""
-        found = next((agreed.number for agreed in self._kept.values() if agreed.key == key), 0)
+        found = next((number for number, agreed in self._kept.entries.items() if agreed.key == key), 0)
         self._kept.get(found)
         return found
 
@@ -62,16 +60,13 @@ class Agreements:
         self._made += 1
         one = next(iter(descriptions.values()), {})
         common = {name: value for name, value in one.items() if name not in _DIFFERING}
-        own = {
-            rank: {name: value for name, value in each.items() if name in _DIFFERING}
-            for rank, each in descriptions.items()
-        }
+        own = {rank: {n: v for n, v in each.items() if n in _DIFFERING} for rank, each in descriptions.items()}
         size = self._bytes + sum(len(name) + len(value) for name, value in common.items())
-        self._kept.put(self._made, _Agreed(key, self._made, common, own), max(size, _LEAST_BYTES))
+        self._kept.put(self._made, _Agreed(key, common, own), max(size, _MIN_BYTES))
         return self._made
 
     def description(self, number: int, rank: int) -> Mapping[str, str] | None:
-        """What ``rank`` entered with when agreement ``number`` was made; None if that is not known any more."""
+        """What ``rank`` entered with when agreement ``number`` was made; None if it is no longer kept."""
         agreed = self._kept.entries.get(number)
         return None if agreed is None or rank not in agreed.own else {**agreed.common, **agreed.own[rank]}
 
@@ -87,11 +82,10 @@ def changed(changes: tuple[int, ...], step: int, number: int) -> tuple[int, ...]
 
 
 def in_force(history: tuple[int, ...], step: int) -> int:
-    """The agreement that was used in ``step``; 0 where the history does not say."""
+    """The agreement that was used in ``step``; 0 if the history does not contain it."""
     if not history or step > history[0]:
         return 0
-    numbers = [number for since, number in _pairs(history) if since <= step]
-    return numbers[-1] if numbers else 0
+    return next((number for since, number in reversed(_pairs(history)) if since <= step), 0)
 
 
 def last_change(history: tuple[int, ...]) -> int:
@@ -104,14 +98,13 @@ def difference(mine: tuple[int, ...], theirs: tuple[int, ...]) -> Difference | N
     if len(mine) < 4 or len(theirs) < 4:
         return None
     start, upto = max(mine[2], theirs[2]), min(mine[0], theirs[0])
-    steps = {since for history in (mine, theirs) for since, _ in _pairs(history)}
-    for step in sorted(step for step in steps if start <= step <= upto):
+    for step in sorted({since for since, _ in _pairs(mine) + _pairs(theirs) if start <= since <= upto}):
         one, other = in_force(mine, step), in_force(theirs, step)
         if one != other:
             return Difference(step, one, other)
     before, before_theirs = _digests(mine), _digests(theirs)
-    parted = [s for s, digest in before.items() if s <= upto and before_theirs.get(s, digest) != digest]
-    return Difference(min(parted), 0, 0) if parted else None
+    steps = [s for s, digest in before.items() if s <= upto and before_theirs.get(s, digest) != digest]
+    return Difference(min(steps), 0, 0) if steps else None
 
 
 def _digests(history: tuple[int, ...]) -> dict[int, int]:

@@ -97,8 +97,8 @@ def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
         "channels": "p2p_channels",
         "variable_shapes": "variable_seq_lengths",
     }
-    told = {names.get(k, k): str(v) for k, v in asdict(spec).items() if k not in _PRIVATE_FIELDS}
-    return {**told, "pipeline_dtype": str(dtype), SENDS: str(shapes.send), RECEIVES: str(shapes.receive)}
+    described = {names.get(k, k): str(v) for k, v in asdict(spec).items() if k not in _PRIVATE_FIELDS}
+    return {**described, "pipeline_dtype": str(dtype), SENDS: str(shapes.send), RECEIVES: str(shapes.receive)}
 
 
 def _make_guard(transport: Any, store: Any) -> FaultGuard:

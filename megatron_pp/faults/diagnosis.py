@@ -1,11 +1,13 @@
-"""In words: what each rank waits for, where it was last, and its last instructions beside the plan."""
+"""What an error reports: what each rank waits for, where it was last, its instructions around that; and the error that
+a rank raises for a failure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Progress
+from megatron_pp.errors import PipelineError, PipelineMismatchError, PipelinePeerError, PipelineStallError
+from megatron_pp.faults.records import DONE, ENTERING, EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, Progress
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.spec import Plan
@@ -14,9 +16,8 @@ _BEFORE, _AFTER = 6, 3
 
 
 class Source(Protocol):
-    """What a step is watched through: the engine's ``PlanExecutor`` is one. ``position`` is the index of the current
-    instruction; ``plan`` is None for what follows no plan.
-    """
+    """What a step is observed through: the engine's ``PlanExecutor`` is one. ``position`` is the index of the current
+    instruction; ``plan`` is None for work outside any plan."""
 
     @property
     def plan(self) -> Plan | None: ...
@@ -33,8 +34,8 @@ def waits_on(at: Instruction) -> tuple[int, ...]:
 _WORDS = {
     ins.WAIT_F: "waits for the activation of {where} from rank {peer}",
     ins.WAIT_B: "waits for the gradient of {where} from rank {peer}",
-    ins.FREE_F: "waits for rank {peer} to take the activation of {where}",
-    ins.FREE_B: "waits for rank {peer} to take the gradient of {where}",
+    ins.FREE_F: "waits for rank {peer} to receive the activation of {where}",
+    ins.FREE_B: "waits for rank {peer} to receive the gradient of {where}",
 }
 
 
@@ -51,47 +52,46 @@ def instruction_at(plan: Plan, rank: int, position: int) -> Instruction | None:
     return program[position] if 0 <= position < len(program) else None
 
 
+def _reported_at(plan: Plan | None, rank: int, progress: Progress) -> Instruction | None:
+    """The instruction of ``plan`` that ``progress`` is at; None if it is at none, or at another plan's."""
+    at = instruction_at(plan, rank, progress.position) if plan is not None else None
+    return at if at is not None and str(at) == progress.text else None
+
+
 def progress_line(plan: Plan | None, rank: int, progress: Progress | None, idle: float | None) -> str:
-    """One line on where ``rank`` last was. ``idle``: seconds since it moved, None if unknown."""
+    """Where ``rank`` last was, in one line. ``idle``: seconds since its position changed, None if unknown."""
     if progress is None:
-        return f"rank {rank}: has not reported since this rank looks for it"
+        return "has not reported since this rank began to poll it"
     ago = "" if idle is None else f" {max(idle, 0.0):.1f} s ago"
     if progress.state == DONE:
-        return f"rank {rank}: finished step {progress.step}{ago}"
+        return f"finished step {progress.step}{ago}"
     if progress.state == ENTERING:
-        return f"rank {rank}: entered step {progress.step}{ago} and compares plans with the others"
-    at = instruction_at(plan, rank, progress.position) if plan is not None else None
-    if plan is None or at is None or str(at) != progress.text:
-        return f"rank {rank}: step {progress.step}, {progress.text or 'no instruction'}; last moved{ago}"
-    what = doing(at)
+        return f"entered step {progress.step}{ago} and compares plans with the others"
+    at = _reported_at(plan, rank, progress)
+    if plan is None or at is None:
+        return f"step {progress.step}, {progress.text or 'no instruction'}; last moved{ago}"
     place = f"{at}, instruction {progress.position + 1} of {len(plan.programs[rank])}"
-    return f"rank {rank}: step {progress.step}, {what} ({place}); last moved{ago}"
+    return f"step {progress.step}, {doing(at)} ({place}); last moved{ago}"
 
 
 def busy_ranks(plan: Plan, positions: Mapping[int, int]) -> tuple[int, ...]:
-    """Ranks that wait for nobody: where none moves, it is they who hold the others up."""
-    found = []
-    for rank, position in sorted(positions.items()):
-        at = instruction_at(plan, rank, position)
-        if at is not None and at.op in ins.COMPUTE_OPS:
-            found.append(rank)
-    return tuple(found)
+    """Ranks that compute: when no rank moves, they hold the others up."""
+    at = {rank: instruction_at(plan, rank, position) for rank, position in sorted(positions.items())}
+    return tuple(rank for rank, one in at.items() if one is not None and one.op in ins.COMPUTE_OPS)
 
 
 def working_ranks(plan: Plan | None, where: Mapping[int, Progress]) -> tuple[int, ...]:
-    """Ranks that are in work of their own, or of the user's code, rather than in a transfer: in the plan, or in what
-    follows it within the step."""
+    """Ranks that compute or run user code, rather than a transfer: in the plan, or in what follows it within the
+    step."""
     found = []
     for rank, progress in sorted(where.items()):
-        if progress.state != IN_STEP:
-            continue
-        at = instruction_at(plan, rank, progress.position) if plan is not None else None
-        if plan is None or at is None or str(at) != progress.text or not waits_on(at):
+        at = _reported_at(plan, rank, progress)
+        if progress.state == IN_STEP and (at is None or not waits_on(at)):
             found.append(rank)
     return tuple(found)
 
 
-def beside_the_plan(plan: Plan, positions: Mapping[int, int]) -> str:
+def around_positions(plan: Plan, positions: Mapping[int, int]) -> str:
     """Each rank's program around its position, the current instruction between ``>`` and ``<``."""
     return "\n".join(f"rank {rank}: {_window(plan.programs[rank], at)}" for rank, at in sorted(positions.items()))
 
@@ -102,27 +102,33 @@ def _window(program: Sequence[Instruction], position: int) -> str:
     return " ".join((["..."] if start > 0 else []) + words + (["..."] if stop < len(program) else []))
 
 
-def stall_text(
-    rank: int, plan: Plan | None, own: Progress, seen: Mapping[int, tuple[Progress, float]], size: int, why: str
-) -> str:
-    """The message of a PipelineStallError. ``seen``: other ranks' progress, and seconds since
-    they moved."""
+Seen = Mapping[int, tuple[Progress, float]]  # of other ranks: progress, and seconds since the position changed
+
+
+def progress_lines(rank: int, plan: Plan | None, own: Progress, seen: Seen, size: int) -> dict[int, str]:
+    """``progress_line`` of every rank of the pipeline; ``rank`` is this one."""
     where = {**seen, rank: (own, own.idle)}
-    lines = {r: progress_line(plan, r, *where.get(r, (None, None))) for r in range(size)}
+    return {r: progress_line(plan, r, *where.get(r, (None, None))) for r in range(size)}
+
+
+def stall_text(rank: int, plan: Plan | None, own: Progress, seen: Seen, size: int, why: str) -> str:
+    """The message of a PipelineStallError."""
+    lines = progress_lines(rank, plan, own, seen, size)
     head = f"pipeline stalled: {why}. {_headline(rank, plan, own, seen)}".rstrip()
-    parts = [head, "Where each rank was:", *(f"  {lines[r]}" for r in range(size))]
-    positions = {r: p.position for r, (p, _) in where.items() if p.state == IN_STEP and p.step == own.step}
+    parts = [head, "Last position of each rank:", *(f"  rank {r}: {line}" for r, line in lines.items())]
+    where = {**{r: p for r, (p, _) in seen.items()}, rank: own}
+    positions = {r: p.position for r, p in where.items() if p.state == IN_STEP and p.step == own.step}
     if plan is not None and positions:
-        window = beside_the_plan(plan, positions)
-        parts += ["Beside the plan:", *(f"  {line}" for line in window.splitlines())]
+        parts.append("Programs around these positions (> < marks the current instruction):")
+        parts += [f"  {line}" for line in around_positions(plan, positions).splitlines()]
     return "\n".join(parts)
 
 
-def _headline(rank: int, plan: Plan | None, own: Progress, seen: Mapping[int, tuple[Progress, float]]) -> str:
-    """``rank 2 waits for the activation of chunk 1, microbatch 3 from rank 1, which last reported FORWARD of ..., 41 s
+def _headline(rank: int, plan: Plan | None, own: Progress, seen: Seen) -> str:
+    """``rank 2 waits for the activation of chunk 1, microbatch 3 from rank 1, which last reported forward of ..., 41 s
     ago``."""
-    at = instruction_at(plan, rank, own.position) if plan is not None else None
-    if plan is None or at is None or str(at) != own.text:
+    at = _reported_at(plan, rank, own)
+    if plan is None or at is None:
         return f"rank {rank}: {own.text}" if own.text else ""
     text = f"rank {rank} {doing(at)}"
     for peer in waits_on(at):
@@ -131,7 +137,42 @@ def _headline(rank: int, plan: Plan | None, own: Progress, seen: Mapping[int, tu
             continue
         progress, idle = seen[peer]
         last = instruction_at(plan, peer, progress.position)
-        told = f"the end of step {progress.step}" if progress.state == DONE else last.name if last else progress.text
+        where = f"the end of step {progress.step}" if progress.state == DONE else last.name if last else progress.text
         step = "" if progress.step == own.step or progress.state == DONE else f" in step {progress.step}"
-        text += f", which last reported {told}{step}, {max(idle, 0.0):.1f} s ago"
+        text += f", which last reported {where}{step}, {max(idle, 0.0):.1f} s ago"
     return text
+
+
+def error_of(failure: Failure, pipeline: str, rank: int, here: str) -> PipelineError:
+    """What ``rank`` of ``pipeline`` raises because of ``failure``; ``here``: what it does itself."""
+    elsewhere = "" if failure.pipeline == pipeline else f" of pipeline {failure.pipeline}"
+    values = {int(r): value for r, value in failure.values.items() if r.isdigit()}
+    if failure.kind == STALL:
+        detected = (
+            f"\n(detected by rank {failure.rank}{elsewhere}; {here})" if elsewhere or failure.rank != rank else ""
+        )
+        return PipelineStallError(failure.message + detected, suspects=failure.suspects, progress=values)
+    if failure.kind == MISMATCH:
+        return PipelineMismatchError(failure.message, field=failure.field, values=values)
+    at = failure.where + (f" ({failure.instruction})" if failure.instruction else "")
+    text = f"pipeline rank {failure.rank} (global rank {failure.global_rank}){elsewhere} raised "
+    text += f"{failure.exception_type} in {at}: {failure.message}"
+    if failure.traceback_tail:
+        lines = failure.traceback_tail.splitlines()
+        text += "\n".join([f"\n  The traceback on rank {failure.rank} ends with:", *(f"    {line}" for line in lines)])
+    return PipelinePeerError(
+        text,
+        rank=failure.rank,
+        instruction=failure.instruction,
+        exception_type=failure.exception_type,
+        message=failure.message,
+        traceback_tail=failure.traceback_tail,
+    )
+
+
+def first_line(failure: Failure | None) -> str:
+    """The failure in one line, for a log."""
+    if failure is None:
+        return "an error ended its last step"
+    text = f"{failure.exception_type}: {failure.message}" if failure.kind == EXCEPTION else failure.message
+    return f"rank {failure.rank}: {text.splitlines()[0] if text else failure.kind}"

@@ -1,5 +1,4 @@
-"""Which process a rank is, and whether it still lives, as far as this machine can tell (Linux; elsewhere nothing is
-claimed)."""
+"""Which process a rank is, and whether it is alive, as far as this machine can determine (Linux only)."""
 
 from __future__ import annotations
 
@@ -23,10 +22,9 @@ def this_process() -> Process:
 def process_of(pid: int) -> Process:
     """The identity of a process of this machine; an empty one without /proc, or without that process."""
     try:
-        found = _stat(pid)
+        return Process(_host(), pid, _stat(pid)[1])
     except OSError:
-        found = None
-    return Process(_host(), pid, found[1]) if found else Process()
+        return Process()
 
 
 def state_of(process: Process) -> str:
@@ -34,23 +32,19 @@ def state_of(process: Process) -> str:
     if not process.host or process.host != _host():
         return UNKNOWN
     try:
-        found = _stat(process.pid)
+        state, started = _stat(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return DEAD
     except OSError:
         return UNKNOWN
-    if found is None:
-        return UNKNOWN
-    state, started = found
-    if started != process.started or state in "ZXx":  # another process by now; or one that nobody has waited for
+    if started != process.started or state in "ZXx":  # the pid is reused, or it is a zombie
         return DEAD
     return STOPPED if state in "Tt" else ALIVE
 
 
 @lru_cache(maxsize=1)
 def _host() -> str:
-    """Names this boot of this kernel and its process namespace: only there do pids mean the same. Empty without
-    /proc."""
+    """This boot of this kernel and its process namespace: only there do pids mean the same. Empty without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -58,10 +52,11 @@ def _host() -> str:
         return ""
 
 
-def _stat(pid: int) -> tuple[str, int] | None:
-    """(state letter, start time in clock ticks) of a process; None if the kernel tells it otherwise. Raises OSError
-    without that process."""
+def _stat(pid: int) -> tuple[str, int]:
+    """(state letter, start time in clock ticks) of a process. Raises OSError without it, or in an unknown format."""
     text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    # The command's name stands in parentheses and may itself contain any character.
+    # The command's name is in parentheses and may itself contain any character.
     rest = text.rpartition(")")[2].split()
-    return (rest[0], int(rest[19])) if len(rest) > 19 else None
+    if len(rest) <= 19:
+        raise OSError(f"/proc/{pid}/stat has an unknown format")
+    return rest[0], int(rest[19])

@@ -1,5 +1,5 @@
-"""What one rank knows about the others, and since when by its own clock. Filled by the link's thread, read by the
-guard's."""
+"""What one rank knows about its peers, and since when by its own clock. Written by the heartbeat thread, read by the
+watchdog."""
 
 from __future__ import annotations
 
@@ -12,21 +12,15 @@ _READS_TO_BE_SURE = 3
 
 
 @dataclass
-class Seen:
-    """The newest progress record of one rank.
-
-    beat_at      when its beat was first seen (seconds, this rank's monotonic clock)
-    moved_at     when, by this clock, that rank last moved
-    reads_since  how often it was read since with the same beat
-    """
+class Peer:
+    """The newest progress record of one rank. Times in seconds of this rank's monotonic clock."""
 
     progress: Progress
-    beat_at: float
-    moved_at: float
-    reads_since: int = 0
+    beat_at: float  # when its beat was first seen
+    moved_at: float  # when its position last changed
+    reads_since: int = 0  # how often it was read since with the same beat
 
     def update(self, progress: Progress, now: float) -> None:
-        """Take in what was read at ``now``."""
         if progress.beat == self.progress.beat:
             self.reads_since += 1
             return
@@ -36,29 +30,23 @@ class Seen:
         self.reads_since = 0
 
     def silent_for(self, now: float) -> float:
-        """Seconds without a sign of life; 0 until several reads have found none, since a reader that was itself
-        stopped has missed them."""
+        """Seconds without a heartbeat; 0 until several reads have found none: a reader that was itself stopped has
+        missed them."""
         return now - self.beat_at if self.reads_since >= _READS_TO_BE_SURE else 0.0
 
 
 @dataclass
-class View:
-    """What is known of the pipeline by one of its ranks.
-
-    reading_since   since when the others are being read without a break; None while there is no need to
-    read_at         when they were last read
-    broken_since    since when the store gives errors, None while it answers; ``broken`` is the error
-    asked_at        when the question to the store that is still open was asked
-    """
+class Peers:
+    """What one rank of a pipeline knows about the others."""
 
     failure: Failure | None = None
-    seen: dict[int, Seen] = field(default_factory=dict)
+    seen: dict[int, Peer] = field(default_factory=dict)
     entries: dict[int, Entry] = field(default_factory=dict)
-    reading_since: float | None = None
-    read_at: float = 0.0
-    broken_since: float | None = None
-    broken: str = ""
-    asked_at: float | None = None
+    reading_since: float | None = None  # since when peers are polled without a break; None while there is no need to
+    read_at: float = 0.0  # when they were last read
+    broken_since: float | None = None  # since when the store returns errors; None while it answers
+    broken: str = ""  # that error
+    asked_at: float | None = None  # when the store was asked what it has not answered yet
 
     def note_progress(self, records: Mapping[int, Progress], now: float) -> None:
         """Take in the records of the other ranks, read at ``now``."""
@@ -69,21 +57,19 @@ class View:
             if rank in self.seen:
                 self.seen[rank].update(progress, now)
             else:
-                self.seen[rank] = Seen(progress, now, now - progress.idle)
+                self.seen[rank] = Peer(progress, now, now - progress.idle)
 
     def stop_reading(self) -> None:
-        """What was read gets old from now on."""
+        """Forget what was read: it gets old from now on."""
         self.reading_since = None
         self.seen.clear()
 
     def process_of(self, rank: int) -> Process | None:
-        """The process that ``rank`` said it is."""
+        """The process that ``rank`` published."""
         if rank in self.seen and self.seen[rank].progress.process.pid:
             return self.seen[rank].progress.process
         return self.entries[rank].process if rank in self.entries else None
 
     def moved_at(self, rank: int) -> float | None:
-        """When ``rank`` last moved, as far as this rank knows; None if it is not reading."""
-        if rank in self.seen:
-            return self.seen[rank].moved_at
-        return self.reading_since
+        """When the position of ``rank`` last changed, as far as this rank knows; None if it does not poll."""
+        return self.seen[rank].moved_at if rank in self.seen else self.reading_since

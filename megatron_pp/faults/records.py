@@ -1,13 +1,13 @@
-"""What ranks tell each other through the store: where they are, what they entered with, and what failed.
+"""What ranks publish in the store: where they are, what they entered a step with, and what failed.
 
-Records are small JSON objects. Reading never trusts: what is not a record of the expected form raises RecordError, and
-nothing is evaluated.
+Records are small JSON objects. What is not a record of the expected form raises RecordError; nothing is evaluated.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ DONE = "done"
 
 EXCEPTION = "exception"  # a rank raised an error of its own
 MISMATCH = "mismatch"  # ranks entered a step with different plans or shapes
-STALL = "stall"  # a rank died, stopped, or nobody moves
+STALL = "stall"  # a rank died or stopped, or no rank makes progress
 KINDS = (EXCEPTION, MISMATCH, STALL)
 
 
@@ -32,37 +32,24 @@ class RecordError(MegatronPPError, ValueError):
 
 @dataclass(frozen=True)
 class Process:
-    """Which process a rank is. ``host`` tells machines (and process namespaces) apart; ``started`` is the kernel's
-    start time, so that a reused pid is seen."""
-
-    host: str = ""
+    host: str = ""  # machine and process namespace
     pid: int = 0
-    started: int = 0
+    started: int = 0  # the kernel's start time: detects a reused pid
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a rank is.
+    """Where a rank is."""
 
-    step      its step number, counted from 1
-    state     entering, in_step or done
-    position  index of the current instruction in its program
-    text      that instruction, as printed, or what else it does
-    idle      seconds since it moved, at the time of writing and by its own clock
-    beat      grows with every record, so that a reader sees that the writer lives
-    history   which of the agreements between the ranks it used in which step; see ``agreement.py``
-    number    the program's number of the step, as text; see ``step_number.py``
-    """
-
-    step: int
-    state: str
-    position: int = 0
-    text: str = ""
-    idle: float = 0.0
-    beat: int = 0
+    step: int  # counted from 1
+    state: str  # ENTERING, IN_STEP or DONE
+    position: int = 0  # index of the current instruction in its program
+    text: str = ""  # that instruction, as printed, or what the rank does outside the plan
+    idle: float = 0.0  # seconds since its position changed, at the time of writing and by its own clock
+    beat: int = 0  # grows with every record: shows readers that the writer is alive
     process: Process = dataclasses.field(default_factory=Process)
-    history: tuple[int, ...] = ()
-    number: str = ""
+    history: tuple[int, ...] = ()  # the agreements between the ranks that it used, by step; see ``agreement.py``
+    number: str = ""  # the program's number of the step; see ``consistency.py``
 
 
 @dataclass(frozen=True)
@@ -76,33 +63,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why all ranks leave their step.
+    """Why all ranks leave their step."""
 
-    kind            exception, mismatch or stall
-    pipeline        name of the pipeline group in which it happened
-    rank            pipeline rank that reports it (the one that raised; for a stall the one that noticed)
-    global_rank     that rank's number in the whole job
-    instruction     as printed, such as F0.3; empty where it was outside the plan
-    where           the same in words
-    exception_type  qualified name of the exception
-    message         its text
-    traceback_tail  its last lines
-    suspects        for a stall, the pipeline ranks that do not answer
-    field, values   for a mismatch
-    """
-
-    kind: str
-    pipeline: str
-    rank: int
-    global_rank: int
-    instruction: str = ""
-    where: str = ""
-    exception_type: str = ""
-    message: str = ""
-    traceback_tail: str = ""
-    suspects: tuple[int, ...] = ()
-    field: str = ""
-    values: dict[str, str] = dataclasses.field(default_factory=dict)
+    kind: str  # EXCEPTION, MISMATCH or STALL
+    pipeline: str  # name of the pipeline group in which it happened
+    rank: int  # pipeline rank that reports it: the one that raised; for a stall the one that detected it
+    global_rank: int  # its rank in the whole job
+    instruction: str = ""  # as printed, such as F0.3; empty if it was outside the plan
+    where: str = ""  # the same in words
+    exception_type: str = ""  # qualified name
+    message: str = ""  # of the exception, mismatch or stall
+    traceback_tail: str = ""  # last lines
+    suspects: tuple[int, ...] = ()  # of a stall: pipeline ranks that do not respond, or hold the others up
+    field: str = ""  # what differs
+    values: dict[str, str] = dataclasses.field(default_factory=dict)  # by pipeline rank: what it has, or where it was
 
 
 Record = TypeVar("Record", Progress, Entry, Failure)
@@ -143,25 +117,22 @@ def _checked(kind: Any, name: str, declared: str, value: object) -> object:
         return _build(Process, value)
     if name == "kind" and value not in KINDS:
         raise RecordError(f"{kind.__name__}.kind is {value!r}; it is one of {', '.join(KINDS)}")
-    if not _fits(declared, value):
+    if not _FITS[declared](value):
         raise RecordError(f"{kind.__name__}.{name} is {str(value)[:40]!r}; it must be {declared}")
     return tuple(value) if isinstance(value, list) else value
 
 
-def _fits(declared: str, value: object) -> bool:
-    if declared == "str":
-        return isinstance(value, str)
-    if declared == "dict[str, str]":
-        return isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
-    if declared == "tuple[int, ...]":
-        return isinstance(value, list) and all(_is_int(v) for v in value)
-    if declared == "float":
-        return isinstance(value, float) or _is_int(value)
-    return _is_int(value)
-
-
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "int": _is_int,
+    "float": lambda value: isinstance(value, float) or _is_int(value),
+    "dict[str, str]": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
+    "tuple[int, ...]": lambda value: isinstance(value, list) and all(map(_is_int, value)),
+}
 
 
 def cut(text: str) -> str:

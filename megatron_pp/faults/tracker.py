@@ -13,7 +13,7 @@ from megatron_pp.plan.instruction import Instruction
 
 
 class Outside:
-    """A source for work that follows no plan."""
+    """A source for work outside any plan."""
 
     plan = None
     position = 0
@@ -23,8 +23,8 @@ class Tracker:
     """One rank's position, and since when it has it. Everything here is cheap and takes no lock.
 
     source  what this rank executes; None outside steps
-    phase   what it does where it follows no plan, in words
-    failed  which transfer of this rank has failed, and how, while the reason is being looked for; else ""
+    phase   what it does outside the plan, in words
+    failed  which transfer of this rank has failed, and how, while the cause is being looked for; else ""
     number  the program's number of the step, as text
     """
 
@@ -32,27 +32,29 @@ class Tracker:
         self.rank = rank
         self.size = size
         self.source: Source | None = None
-        self.step = 0
         self.phase = ""
         self.failed = ""
         self.number = ""
         self.process = this_process()
         self._clock = clock
         self._entering = False
-        self._changes: tuple[int, ...] = ()  # replaced, never altered
         self._around: list[tuple[Source | None, str]] = []
         self._last: tuple[int, int, str, bool] = (0, 0, "", False)
         self._moved_at = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, at step 0."""
+        self.step = 0
+        self._changes: tuple[int, ...] = ()  # replaced, never altered
         self._done: tuple[int, tuple[int, ...]] = (0, ())  # steps, and changes up to the last of them
 
     def begin(
         self, source: Source, entering: bool = False, phase: str = "", agreement: int = 0, number: str = ""
     ) -> None:
-        """A step begins, or with ``phase`` something else, in which steps may be. ``entering``: plans are compared
-        first. ``agreement``: that of an earlier comparison which this step comes back to, 0 where it goes on with the
-        last step's. Assigning ``source`` is what the other threads see, so it comes last: nobody may be told of this
-        step as of one whose plan is the last step's, when it is not. For the same reason ``observe`` reads what is
-        assigned here in the opposite order.
+        """A step begins, or with ``phase`` something else, which may contain steps. ``entering``: plans are compared
+        first. ``agreement``: that of an earlier comparison which this step comes back to, 0 if it continues with the
+        last step's.
         """
         self._around.append((self.source, self.phase))
         self._entering = entering
@@ -63,6 +65,8 @@ class Tracker:
         self.phase = phase
         self.failed = ""
         self._moved_at = self._clock()
+        # Publish ``source`` last: observers must never pair the new step with the old plan. ``observe`` reads what is
+        # assigned here in the opposite order, for the same reason.
         self.source = source
 
     def end(self) -> None:
@@ -71,20 +75,10 @@ class Tracker:
         self._done = (self.step, self._changes)
         self.source, self.phase = self._around.pop() if self._around else (None, "")
 
-    def entering(self, on: bool) -> None:
-        """Whether this rank compares plans with the others."""
-        self._entering = on
-
     def agreed(self, number: int) -> None:
         """The ranks have agreed, under ``number``, on what this step runs with."""
         self._changes = changed(self._changes, self.step, number)
         self._entering = False
-
-    def forget(self) -> None:
-        """Begin anew, at step 0."""
-        self.step = 0
-        self._changes = ()
-        self._done = (0, ())
 
     def observe(self) -> Progress | None:
         """Progress now; None outside a step."""
@@ -104,38 +98,34 @@ class Tracker:
         history = (known_upto, *self._changes)
         return Progress(here[0], state, here[1], text, idle, 0, self.process, history, self.number)
 
-    def at_rest(self) -> Progress:
-        """What this rank has done, outside a step; or, as the next one may have begun since it was seen there, before
-        it: ``step`` and what else ``begin`` changes may be the next one's already."""
+    def finished(self) -> Progress:
+        """Progress outside a step, from what ``end`` recorded: the next step may have begun since ``observe`` returned
+        None, so ``step`` and what else ``begin`` changes may already be the next one's."""
         step, changes = self._done
         return Progress(step, DONE, process=self.process, history=(step, *changes))
 
     def waits_on(self) -> tuple[int, ...]:
-        """Pipeline ranks that this rank may be waiting for: the partners of a transfer; all, outside the plan; none
-        while it computes."""
+        """Pipeline ranks that this rank may be waiting for: the peers of a transfer; all outside the plan; none while
+        it computes."""
         source = self.source
         if source is None:
             return ()
         at = self._at(source)
-        if self._entering or self.phase or at is None or source.plan is None:
+        if self._entering or self.phase or at is None:
             return tuple(r for r in range(self.size) if r != self.rank)
         return waits_on(at)
 
     def place(self) -> tuple[str, str]:
-        """The current instruction as printed and in words; outside the plan, what else this rank does."""
-        source = self.source
-        at = self._at(source)
+        """The current instruction as printed and in words; outside the plan "", and what else this rank does."""
+        at = self._at(self.source)
         if self._entering:
             return "", "the entry of the step"
-        if self.phase or at is None:
-            return "", self.phase or "the step"
-        return str(at), at.name
+        return ("", self.phase or "the step") if self.phase or at is None else (str(at), at.name)
 
     def doing(self) -> str:
-        """What this rank does now, as a sentence's end: ``rank 2 waits for ...``."""
-        source = self.source
-        at = self._at(source)
-        if source is None or source.plan is None or at is None or self._entering or self.phase:
+        """What this rank does now, as a clause: ``rank 2 waits for ...``."""
+        at = self._at(self.source)
+        if at is None or self._entering or self.phase:
             return f"rank {self.rank} is in {self.place()[1]}"
         return f"rank {self.rank} {doing(at)}"
 

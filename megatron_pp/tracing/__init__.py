@@ -1,3 +1,1 @@
-"""Recorded runs: the files that ``megatron_pp.tracing.recorder`` writes, merged, and compared with their plans. Without
-torch.
-"""
+"""Recording of real steps, and the comparison of a recorded run with its plan."""

@@ -1,4 +1,4 @@
-"""A recorded run against its plan: what was measured, what the simulator predicts from it, and where they differ."""
+"""A recorded run compared with its plan: what was measured, and what the simulator predicts from it."""
 
 from __future__ import annotations
 
@@ -17,42 +17,35 @@ from megatron_pp.tracing.run import TracedRun
 
 @dataclass(frozen=True)
 class Findings:
-    """One step, measured and predicted. All times in milliseconds.
+    """One step, measured and predicted. All times in milliseconds."""
 
-    step        the step that is shown: of those of one plan, the one with the median makespan
-    steps       how many steps the measured costs are medians over
-    measured    as it happened
-    predicted   the same plan, simulated with the measured costs
-    costs, network   what was measured: per stage, and per link (a transfer takes its link's usual time)
-    """
-
-    step: int
-    steps: int
+    step: int  # the step that is shown: of those of one plan, the one with the median makespan
+    steps: int  # how many steps the measured costs are medians over
     measured: Simulation
-    predicted: Simulation
-    costs: StageCosts
-    network: Network
+    predicted: Simulation  # the same plan, simulated with the measured costs
+    costs: StageCosts  # measured, per stage
+    network: Network  # measured, per link: a transfer takes its link's median time
 
     @property
     def slowest_rank(self) -> int:
-        """The rank that computes longest."""
+        """The one that computes longest."""
         return max(range(len(self.measured.busy)), key=lambda r: self.measured.busy[r])
 
     @property
     def slowest_excess(self) -> float:
-        """How much longer than the median rank it computes, as a share of that."""
+        """How much longer than the median rank it computes, as a share of the median."""
         usual = statistics.median(self.measured.busy)
         return self.measured.busy[self.slowest_rank] / usual - 1.0 if usual else 0.0
 
     @property
     def overlap(self) -> float:
-        """Share of all transfer time that no rank stood waiting for; 1 where nothing was transferred."""
+        """Share of all transfer time that no rank waited for; 1 if nothing was transferred."""
         total = sum(t.end - t.start for t in self.measured.transfers)
         exposed = sum(w.transfer for w in self.measured.waits)
         return max(0.0, 1.0 - exposed / total) if total else 1.0
 
     def other(self, rank: int) -> float:
-        """Time of ``rank`` between first and last instruction that is neither compute nor a wait: the host's work."""
+        """Time of ``rank`` between first and last instruction that is neither compute nor a wait: host overhead."""
         starts, ends = self.measured.starts[rank], self.measured.ends[rank]
         if not len(starts):
             return 0.0
@@ -64,23 +57,17 @@ def analyse(run: TracedRun, step: int | None = None) -> Findings:
     if step is not None and step not in run.steps:
         known = ", ".join(map(str, run.steps))
         raise ExchangeError(f"step {step} was not recorded by all ranks; recorded steps: {known}")
-    chosen = [run.steps[-1] if step is None else step]
-    if step is None:
-        plan = run.plan(run.steps[-1])
-        chosen = [s for s in run.steps if run.plan(s) == plan]
+    chosen = [step] if step is not None else [s for s in run.steps if run.plan(s) == run.plan(run.steps[-1])]
     steps = {s: run.measured(s) for s in chosen}
     shown = sorted(steps, key=lambda s: steps[s].makespan)[(len(steps) - 1) // 2]
-    costs = measured_costs(list(steps.values()))
-    network = measured_network(list(steps.values()), gloo=run.is_gloo)
+    costs = _measured_costs(list(steps.values()))
+    network = _measured_network(list(steps.values()), gloo=run.is_gloo)
     predicted = simulate(steps[shown].plan, costs, network)
     return Findings(shown, len(steps), steps[shown], predicted, costs, network)
 
 
-def measured_costs(steps: Sequence[Simulation]) -> StageCosts:
-    """Median time of each operation of each stage.
-
-    Where backwards ran whole, each half is taken as half of it; where they ran in halves, a whole one as their sum.
-    """
+def _measured_costs(steps: Sequence[Simulation]) -> StageCosts:
+    """Median time of each operation of each stage."""
     plan = steps[0].plan
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     for rank in range(len(plan.programs)):
@@ -88,26 +75,23 @@ def measured_costs(steps: Sequence[Simulation]) -> StageCosts:
             if at.op in COMPUTE_OPS:
                 times[(at.op, at.stage)] += [step.ends[rank][i] - step.starts[rank][i] for step in steps]
 
-    def median(op: str) -> tuple[float, ...]:
+    def median(op: str) -> list[float]:
         stages = range(plan.placement.num_stages)
-        return tuple(statistics.median(times[(op, s)]) if times[(op, s)] else 0.0 for s in stages)
+        return [statistics.median(times[(op, s)]) if times[(op, s)] else 0.0 for s in stages]
 
-    halves, weight, whole = median(INPUT_GRAD), median(WEIGHT_GRAD), median(BACKWARD)
-    for s, both in enumerate(zip(whole, halves, weight, strict=True)):
-        if both[1] == both[2] == 0:
-            halves, weight = _with(halves, s, both[0] / 2), _with(weight, s, both[0] / 2)
-        elif both[0] == 0:
-            whole = _with(whole, s, both[1] + both[2])
-    return StageCosts(median(FORWARD), whole, halves, weight)
-
-
-def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:
-    return (*values[:index], value, *values[index + 1 :])
+    # Whole backwards count as two equal halves; where they ran in halves, a whole one as their sum.
+    whole, halves, weight = median(BACKWARD), median(INPUT_GRAD), median(WEIGHT_GRAD)
+    for s, (both, one, other) in enumerate(zip(whole, halves, weight, strict=True)):
+        if one == other == 0:
+            halves[s] = weight[s] = both / 2
+        elif both == 0:
+            whole[s] = one + other
+    return StageCosts(tuple(median(FORWARD)), tuple(whole), tuple(halves), tuple(weight))
 
 
-def measured_network(steps: Sequence[Simulation], gloo: bool) -> Network:
-    """Per link, the median time of its transfers, during which they hold the link; for a link without any, the median
-    over all links. ``gloo``: as in Network."""
+def _measured_network(steps: Sequence[Simulation], gloo: bool) -> Network:
+    """Per link, the median time of its transfers, during which they occupy it; for a link without any, the median over
+    all links. ``gloo``: as in Network."""
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in steps:
         for t in step.transfers:

@@ -1,6 +1,6 @@
 """The trace file of one rank: one JSON object a line, in the order in which things happened.
 
-``run``   which run, rank and pipeline the file is of; always the first line
+``run``   the run, rank and pipeline of the file; always the first line
 ``plan``  a plan, before the first step that executes it: its spec, and this rank's program
 ``sync``  how far this rank's clock is ahead of the pipeline's first rank's, in nanoseconds
 ``step``  when each instruction of the program began and ended (the halves of a pair by themselves), in nanoseconds
@@ -79,46 +79,35 @@ class RankTrace:
     steps: dict[int, StepRecord] = field(default_factory=dict)
 
     def ahead_at(self, time: int) -> float:
-        """How far this rank's clock is ahead of the first rank's, between two looks at it on the line through them."""
+        """How far this rank's clock is ahead of the first rank's, interpolated between two syncs."""
         if not self.syncs:
             return 0.0
         before = [s for s in self.syncs if s[0] <= time] or self.syncs[:1]
         after = [s for s in self.syncs if s[0] > time]
-        (t0, a0), (t1, a1) = (
-            (before[-1], after[0]) if after else (self.syncs[max(0, len(self.syncs) - 2)], self.syncs[-1])
-        )
+        (t0, a0), (t1, a1) = (before[-1], after[0]) if after else (self.syncs[-2:][0], self.syncs[-1])
         return a0 + (a1 - a0) * (time - t0) / (t1 - t0) if t1 != t0 else float(a0)
 
 
 def header_line(header: RunHeader) -> str:
-    return _line({"kind": "run", "format": _FORMAT, "version": _VERSION, **asdict(header)})
+    return _line("run", format=_FORMAT, version=_VERSION, **asdict(header))
 
 
 def plan_line(plan: Plan, rank: int, message_bytes: float) -> str:
-    return _line(
-        {
-            "kind": "plan",
-            "spec": dict(spec_values(plan.spec)),
-            "placement": plan.placement.kind,
-            "program": format_program(plan.programs[rank]),
-            "message_bytes": message_bytes,
-        }
-    )
+    spec, program = dict(spec_values(plan.spec)), format_program(plan.programs[rank])
+    return _line("plan", spec=spec, placement=plan.placement.kind, program=program, message_bytes=message_bytes)
 
 
 def sync_line(time: int, ahead: int) -> str:
-    return _line({"kind": "sync", "time": time, "ahead": ahead})
+    return _line("sync", time=time, ahead=ahead)
 
 
 def step_line(step: StepRecord) -> str:
     starts, ends = list(step.starts), list(step.ends)
-    return _line(
-        {"kind": "step", "step": step.step, "plan": step.plan, "base": step.base, "starts": starts, "ends": ends}
-    )
+    return _line("step", step=step.step, plan=step.plan, base=step.base, starts=starts, ends=ends)
 
 
-def _line(content: dict[str, Any]) -> str:
-    return json.dumps(content, separators=(",", ":")) + "\n"
+def _line(kind: str, **content: Any) -> str:
+    return json.dumps({"kind": kind, **content}, separators=(",", ":")) + "\n"
 
 
 def read_rank_trace(path: str | Path) -> RankTrace:
@@ -144,9 +133,7 @@ def read_rank_trace(path: str | Path) -> RankTrace:
     return trace
 
 
-_NOT_A_LINE = (
-    KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError, InstructionError
-)  # fmt: skip
+_NOT_A_LINE = (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError)
 
 
 def _why(error: Exception) -> str:
@@ -160,13 +147,9 @@ def _why(error: Exception) -> str:
 def _header(content: dict[str, Any]) -> RunHeader:
     if content.get("format") != _FORMAT or content.get("version") not in _READ:
         raise ExchangeError(f"not a trace of this format in a version that is read: {' or '.join(map(str, _READ))}")
-    header = RunHeader(
-        str(content["run"]),
-        int(content["rank"]),
-        tuple(int(r) for r in content["pipeline"]),
-        str(content["device"]),
-        str(content["host"]),
-    )
+    pipeline = tuple(int(r) for r in content["pipeline"])
+    run, rank, device, host = str(content["run"]), int(content["rank"]), str(content["device"]), str(content["host"])
+    header = RunHeader(run, rank, pipeline, device, host)
     if not 0 <= header.rank < len(header.pipeline):
         raise ExchangeError(f"rank {header.rank} is not in a pipeline of {len(header.pipeline)} ranks")
     return header
@@ -187,13 +170,8 @@ def _add(trace: RankTrace, content: dict[str, Any]) -> None:
     elif kind == "sync":
         trace.syncs.append((int(content["time"]), int(content["ahead"])))
     elif kind == "step":
-        record = StepRecord(
-            int(content["step"]),
-            int(content["plan"]),
-            int(content["base"]),
-            array("q", content["starts"]),
-            array("q", content["ends"]),
-        )
+        step, plan, base = (int(content[name]) for name in ("step", "plan", "base"))
+        record = StepRecord(step, plan, base, array("q", content["starts"]), array("q", content["ends"]))
         _check_step(trace, record)
         trace.steps[record.step] = record
     else:

@@ -1,10 +1,10 @@
-"""Recording of what a step really did: when every instruction began and ended, on every rank.
+"""Recording of real steps: when every instruction began and ended, on every rank.
 
 Off unless ``config.trace_dir`` (or the environment variable MEGATRON_PP_TRACE_DIR) names a folder; the setting must be
-the same on all ranks of a pipeline. Each rank then writes a file of its own there, which ``megatron-pp report`` puts
-together. Recorded are the training steps that ``config.trace_steps`` (MEGATRON_PP_TRACE_STEPS) lists, as in "3,10-12";
-by default 2 to 21, so that a forgotten setting does not fill a disk. Steps count from 1 in this process, or from
-``config.trace_first_step`` where there is such a field, as after a resume.
+the same on all ranks of a pipeline. Each rank then writes its own file there; ``megatron-pp report`` merges them.
+``config.trace_steps`` (MEGATRON_PP_TRACE_STEPS) lists the training steps to record, as in "3,10-12"; by default 2 to
+21, so that a forgotten setting does not fill a disk. Steps count from 1 in this process, or from
+``config.trace_first_step`` if the config has it, as after a resume.
 
 On CPUs times are the monotonic clock's. On GPUs they are those of CUDA events on the current stream: what the stream
 did and what it waited for. They are read when the next recorded step begins, or at exit; nothing is synchronised
@@ -19,6 +19,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import socket
 import time
 import weakref
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.comm.transport import Transport
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.instruction import Instruction
@@ -41,6 +43,7 @@ DIRECTORY_VARIABLE = "MEGATRON_PP_TRACE_DIR"
 STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"
 _DEFAULT_STEPS = "2-21"
 _STEPS_BETWEEN_SYNCS = 16
+_STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 # A tracer belongs to a model, and goes with it. Ranks make their models in one order, so their numbers agree.
 _NUMBERS = itertools.count()
@@ -55,30 +58,15 @@ class Observer(Protocol):
     def end(self, at: Instruction) -> None: ...
 
 
-class Recording(Observer, Protocol):
-    """One step that is being recorded."""
-
-    def start(self) -> None:
-        """Right before the first instruction, with all ranks' channels prepared. Collective over the pipeline."""
-        ...
-
-    def finish(self) -> None:
-        """After the last instruction."""
-        ...
-
-
 def trace_folder(config: Any) -> str | None:
-    """Where traces go; None where tracing is off."""
+    """The folder of the traces; None where tracing is off."""
     return getattr(config, "trace_dir", None) or os.environ.get(DIRECTORY_VARIABLE) or None
 
 
 def flush_traces() -> None:
-    """Write what is still to be written: steps on GPUs whose times were not read yet. Waits for those steps."""
+    """Write the steps on GPUs whose times were not read yet. Waits for those steps."""
     for tracer in list(_TRACERS.values()):
         tracer.resolve_pending()
-
-
-_MOST_DIGITS = 18
 
 
 def trace_steps(config: Any) -> str:
@@ -90,22 +78,19 @@ def chosen_steps(text: str) -> list[range]:
     """``3,10-12`` -> the steps 3, 10, 11, 12. Raises ScheduleInputError."""
     ranges = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not _is_step(first) or (dash and not _is_step(last)) or (dash and int(last) < int(first)):
+        found = _STEPS.fullmatch(part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if last < first:
             raise ScheduleInputError(f"trace_steps is {text!r}; it must list steps, as in 3,10-12")
-        ranges.append(range(int(first), int(last or first) + 1))
+        ranges.append(range(first, last + 1))
     return ranges
 
 
-def _is_step(word: str) -> bool:
-    return word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS
-
-
-def step_recording(model: Any, config: Any, plan: Plan, transport: Transport, size: float) -> Recording | None:
-    """What records the training step that starts now; None where it is not to be recorded.
-
-    ``model`` (steps are counted per model) is this rank's first chunk; ``size`` is the bytes of an activation.
-    """
+def step_recording(
+    model: Any, config: Any, plan: Plan, transport: Transport, size: float
+) -> _CpuRecording | _CudaRecording | None:
+    """The recording of the training step that starts now; None if it is not chosen. ``model`` (steps are counted per
+    model) is this rank's first chunk; ``size``: bytes of an activation."""
     folder = trace_folder(config)
     if folder is None or plan.spec.forward_only:
         return None
@@ -117,13 +102,13 @@ def step_recording(model: Any, config: Any, plan: Plan, transport: Transport, si
 
 
 def observers(*candidates: Observer | None) -> Observer | None:
-    """One observer for all that are not None; None where all are."""
+    """One observer for all that are not None; None if all are."""
     found = [one for one in candidates if one is not None]
     return _Several(found) if len(found) > 1 else next(iter(found), None)
 
 
 class _Several:
-    """Observers one within the other."""
+    """Observers, the later ones nested within the earlier ones."""
 
     def __init__(self, inside: Sequence[Observer]) -> None:
         self.inside = inside
@@ -138,7 +123,8 @@ class _Several:
 
 
 class Tracer:
-    """One rank's trace of one model: counts steps, compares clocks, writes the file."""
+    """One rank's trace of one model: counts steps, compares clocks, writes the file. A disk error ends the trace, never
+    the training."""
 
     def __init__(self, folder: str, steps: Sequence[range], transport: Transport, first_step: int = 1) -> None:
         self.number = next(_NUMBERS)
@@ -149,78 +135,55 @@ class Tracer:
         self.recorded = 0
         self.clock: Callable[[], int] = time.perf_counter_ns
         self.plans: dict[PlanSpec, int] = {}
-        self.file: _TraceFile | None = None
+        self.path: Path | None = None  # of the file; None before it is made
+        self.broken = False
         self.pending: list[_CudaRecording] = []
 
-    def next_step(self, plan: Plan, size: float) -> Recording | None:
-        """Count the step that starts now, and return what records it where it was chosen."""
+    def next_step(self, plan: Plan, size: float) -> _CpuRecording | _CudaRecording | None:
+        """Count the step that starts now, and return its recording if it is chosen."""
         self.step += 1
         if not any(self.step in chosen for chosen in self.steps):
             return None
-        if self.transport.device.type == "cuda":
-            return _CudaRecording(self, plan, self.step, size)
-        return _CpuRecording(self, plan, self.step, size)
+        kind = _CudaRecording if self.transport.device.type == "cuda" else _CpuRecording
+        return kind(self, plan, self.step, size)
 
     def before(self, plan: Plan, size: float) -> int:
-        """Everything that has to stand in the file before a step of ``plan``. Returns the plan's number."""
+        """Write all that precedes a step of ``plan`` in the file. Returns the plan's number."""
         if self.recorded % _STEPS_BETWEEN_SYNCS == 0:
             self._compare_clocks()
         self.recorded += 1
         if plan.spec not in self.plans:
             self.plans[plan.spec] = len(self.plans)
-            self._write(plan_line(plan, self.transport.rank, size))
+            self.write(plan_line(plan, self.transport.rank, size))
         return self.plans[plan.spec]
-
-    def write_step(self, record: StepRecord) -> None:
-        self._write(step_line(record))
 
     def resolve_pending(self) -> None:
         """Read the times of GPU steps that have finished; called where waiting for them costs nothing."""
         for recording in self.pending:
-            self.write_step(recording.resolved())
+            self.write(step_line(recording.resolved()))
         self.pending.clear()
 
     def _compare_clocks(self) -> None:
         agreed = agree_on_clocks(self.transport, self.clock, self._run_number() if self.transport.rank == 0 else 0)
-        if self.file is None:
+        if self.path is None:
             ranks = tuple(self.transport.global_rank(r) for r in range(self.transport.size))
             run = f"{agreed.run:x}"
             header = RunHeader(run, self.transport.rank, ranks, self.transport.device.type, socket.gethostname())
-            self.file = _TraceFile(Path(self.folder), header)
-        self._write(sync_line(self.clock(), agreed.ahead))
+            self._make_file(header)
+        self.write(sync_line(self.clock(), agreed.ahead))
 
-    def _write(self, line: str) -> None:
-        if self.file is not None:
-            self.file.write(line)
-
-    def _run_number(self) -> int:
-        """Microseconds since 1970 and 12 random bits: sorted by time, and different for runs that start together.
-
-        Pipelines of one job have to have the same: the job's store keeps the first one that is made for the model.
-        """
-        mine = time.time_ns() // 1000 << 12 | int.from_bytes(os.urandom(2), "big") >> 4
-        store = getattr(self.transport, "store", None)
-        if store is None:
-            return mine
-        return int(store.compare_set(f"megatron_pp/trace/run/{self.number}", "", str(mine)))
-
-
-class _TraceFile:
-    """The file of one rank. A disk that fails ends the trace, never the training."""
-
-    def __init__(self, folder: Path, header: RunHeader) -> None:
-        self.path = folder / header.file_name
-        self.broken = False
+    def _make_file(self, header: RunHeader) -> None:
+        self.path = Path(self.folder) / header.file_name
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)  # of the same job's attempt before a restart
         except OSError as error:
             self._give_up(error)
         self.write(header_line(header))
 
     def write(self, line: str) -> None:
-        """Append one line."""
-        if self.broken:
+        """Append one line to the file."""
+        if self.broken or self.path is None:
             return
         try:
             with self.path.open("a", encoding="utf-8") as out:
@@ -230,11 +193,20 @@ class _TraceFile:
 
     def _give_up(self, error: OSError) -> None:
         self.broken = True
-        logger.warning("tracing stops: %s can not be written (%s)", self.path, error)
+        logger.warning("tracing stops: %s cannot be written (%s)", self.path, error)
+
+    def _run_number(self) -> int:
+        """Microseconds since 1970 and 12 random bits: sorted by time, and different for runs that start together. The
+        same for all pipelines of one job: its store keeps the first one that is made for the model."""
+        mine = time.time_ns() // 1000 << 12 | int.from_bytes(os.urandom(2), "big") >> 4
+        store = getattr(self.transport, "store", None)
+        if store is None:
+            return mine
+        return int(store.compare_set(f"megatron_pp/trace/run/{self.number}", "", str(mine)))
 
 
 def message_bytes(shapes: Any, dtype: torch.dtype | None) -> float:
-    """Bytes of a message of ``shapes`` (one, or a list or dict of them) in ``dtype``; 0 where they are not known."""
+    """Bytes of a message of ``shapes`` (one, or a list or dict of them) in ``dtype``; 0 if they are not known."""
     if shapes is None or dtype is None:
         return 0.0
     if isinstance(shapes, dict):
@@ -244,21 +216,29 @@ def message_bytes(shapes: Any, dtype: torch.dtype | None) -> float:
     return sum(message_bytes(shape, dtype) for shape in shapes)
 
 
-class _CpuRecording:
-    """Times of the monotonic clock."""
+class _Recording:
+    """One step that is being recorded: ``start`` right before its first instruction, with all ranks' channels prepared
+    (collective over the pipeline), ``finish`` after the last one."""
 
     def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
         self.tracer = tracer
         self.plan = plan
         self.step = step
         self.size = size
-        self.clock = tracer.clock
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-        self.number = 0
+        self.number = 0  # of the plan, in the file
 
     def start(self) -> None:
         self.number = self.tracer.before(self.plan, self.size)
+
+
+class _CpuRecording(_Recording):
+    """Times of the monotonic clock."""
+
+    def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
+        super().__init__(tracer, plan, step, size)
+        self.clock = tracer.clock
+        self.starts: list[int] = []
+        self.ends: list[int] = []
 
     def begin(self, at: Instruction) -> None:
         self.starts.append(self.clock())
@@ -269,25 +249,21 @@ class _CpuRecording:
     def finish(self) -> None:
         base = self.starts[0] if self.starts else self.clock()
         starts, ends = [t - base for t in self.starts], [t - base for t in self.ends]
-        self.tracer.write_step(StepRecord(self.step, self.number, base, starts, ends))
+        self.tracer.write(step_line(StepRecord(self.step, self.number, base, starts, ends)))
 
 
-class _CudaRecording:
+class _CudaRecording(_Recording):
     """CUDA events on the current stream, read after the step."""
 
     def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
-        self.tracer = tracer
-        self.plan = plan
-        self.step = step
-        self.size = size
+        super().__init__(tracer, plan, step, size)
         self.begun: list[torch.cuda.Event] = []
         self.ended: list[torch.cuda.Event] = []
         self.origin = torch.cuda.Event(enable_timing=True)
         self.base = 0
-        self.number = 0
 
     def start(self) -> None:
-        self.number = self.tracer.before(self.plan, self.size)
+        super().start()
         # The one synchronisation, before the step: the moment at which the device's time and the host's are the same.
         torch.cuda.synchronize(self.tracer.transport.device)
         self.tracer.resolve_pending()
@@ -303,27 +279,18 @@ class _CudaRecording:
 
     def finish(self) -> None:
         if not self.tracer.pending:
-            atexit.register(_resolve_at_exit, weakref.ref(self.tracer))
+            atexit.register(call_if_alive, weakref.WeakMethod(self.tracer.resolve_pending))
         self.tracer.pending.append(self)
 
     def resolved(self) -> StepRecord:
         """The step's times; waits for its last event."""
         if self.ended:
             self.ended[-1].synchronize()
-        starts, ends = [self._after(e) for e in self.begun], [self._after(e) for e in self.ended]
+        starts, ends = ([round(self.origin.elapsed_time(e) * 1e6) for e in es] for es in (self.begun, self.ended))
         return StepRecord(self.step, self.number, self.base, starts, ends)
-
-    def _after(self, event: torch.cuda.Event) -> int:
-        return round(self.origin.elapsed_time(event) * 1e6)
 
 
 def _recorded_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _resolve_at_exit(tracer: weakref.ref[Tracer]) -> None:
-    alive = tracer()
-    if alive is not None:
-        alive.resolve_pending()

@@ -1,4 +1,4 @@
-"""A run against its plan as tables, sentences and a picture: what the command and the training program show."""
+"""A run compared with its plan, as tables, sentences and a picture."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def report_tables(found: Findings) -> list[Table]:
 
 
 def report_picture(found: Findings, traced: TracedRun, output: str) -> str | bytes:
-    """The measured step above the predicted one, on one time axis: a PNG where ``output`` ends so, else a page that
-    has the tables."""
-    timelines = both_timelines(found)
+    """The measured step above the predicted one, on one time axis: a PNG if ``output`` ends so, else a page with the
+    tables."""
+    timelines = [_measured(found.step, found.measured), _predicted(found)]
     if Path(output).suffix == ".png":
-        from megatron_pp.draw.png import figure_png
+        from megatron_pp.draw.png import render_png
 
-        return figure_png(timelines)
+        return render_png(timelines)
     return render_html(timelines, f"run {traced.name}", report_tables(found))
 
 
@@ -43,11 +43,6 @@ def run_trace(traced: TracedRun) -> str:
 def _steps(traced: TracedRun) -> list[tuple[str, float, Timeline]]:
     """(name, when it began in ms, timeline) of each recorded step."""
     return [(f"step {step}", traced.began(step), _measured(step, traced.measured(step))) for step in traced.steps]
-
-
-def both_timelines(found: Findings) -> list[Timeline]:
-    """Measured and predicted."""
-    return [_measured(found.step, found.measured), _predicted(found)]
 
 
 def _measured(step: int, measured: Simulation) -> Timeline:
@@ -96,10 +91,11 @@ def _links(found: Findings) -> Table:
 def report_sentences(found: Findings) -> list[str]:
     """The slowest rank, and how much of the transfers was hidden."""
     rank, excess = found.slowest_rank, found.slowest_excess
-    busy = found.measured.busy[rank]
-    lines = [f"slowest rank: {rank} computes {short(busy)} ms, {percent(excess)} more than the median rank"]
-    lines.append(f"overlap: {percent(found.overlap)} of the transfer time was hidden behind compute or other waits")
-    return lines
+    busy = short(found.measured.busy[rank])
+    return [
+        f"slowest rank: {rank} computes {busy} ms, {percent(excess)} more than the median rank",
+        f"overlap: {percent(found.overlap)} of the transfer time was hidden behind compute or other waits",
+    ]
 
 
 def listed(steps: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""The files of one run's ranks, put together: every step of a pipeline on one clock."""
+"""The files of one run's ranks, merged: every step of a pipeline on one clock."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from megatron_pp.plan.sim.simulation import Simulation, Transfer, TransferLog, W
 from megatron_pp.plan.spec import Plan
 from megatron_pp.tracing.files import RankTrace, read_rank_trace
 
-_NANOSECONDS = 1e6  # in a millisecond: all times handed out are in milliseconds
+_NANOSECONDS = 1e6  # in a millisecond
 
 
 @dataclass(frozen=True)
 class TracedRun:
-    """One pipeline's traces in the order of its ranks, and the training steps that all of them recorded."""
+    """One pipeline's traces in the order of its ranks, and the training steps that all of them recorded. All times in
+    milliseconds."""
 
     ranks: tuple[RankTrace, ...]
     steps: tuple[int, ...]
@@ -40,7 +41,7 @@ class TracedRun:
         """The plan that ``step`` executed. Raises ExchangeError where the ranks disagree."""
         records = [trace.plans[trace.steps[step].plan] for trace in self.ranks]
         first = records[0]
-        # Whether a backward is split is each rank's own matter.
+        # Each rank decides for itself whether it splits backwards.
         spec = replace(first.spec, split_backward=any(record.spec.split_backward for record in records))
         for rank, record in enumerate(records):
             if replace(record.spec, split_backward=spec.split_backward) != spec or record.placement != first.placement:
@@ -50,16 +51,16 @@ class TracedRun:
         return Plan(spec, placement, programs, compute_of(programs))
 
     def message_bytes(self, step: int) -> float:
-        """Size of one activation between stages; 0 where it was not known."""
+        """Size of one activation between stages; 0 if it was not known."""
         trace = self.ranks[0]
         return trace.plans[trace.steps[step].plan].message_bytes
 
     def began(self, step: int) -> float:
-        """When the first rank began ``step``, in milliseconds after the first recorded one began."""
+        """When the first rank began ``step``, relative to the first recorded step."""
         return (_first_start(self, step) - _first_start(self, self.steps[0])) / _NANOSECONDS
 
     def measured(self, step: int) -> Simulation:
-        """The step as it happened, in milliseconds from its first instruction on any rank."""
+        """The step as it happened, from its first instruction on any rank."""
         return _Merge(self, step).simulation()
 
 
@@ -84,7 +85,7 @@ def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> Trace
 
 
 def run_names(folder: str | Path) -> list[str]:
-    """The runs whose traces lie in ``folder``, oldest first."""
+    """The runs whose traces are in ``folder``, oldest first."""
     return sorted({path.name.split("-")[1] for path in Path(folder).glob("trace-*-rank*.jsonl")})
 
 
@@ -121,9 +122,7 @@ class _Merge:
         self.ends = [_milliseconds(r.ends, base - zero) for r, base in zip(records, bases, strict=True)]
         self.waited: dict[Message, tuple[int, float, float]] = {}  # receiving rank, start and end of its WAIT
         self.posted: dict[tuple[str, Message], float] = {}  # ("S" or "R", message) -> when
-        self.batches: dict[
-            tuple[int, Message], list[Message]
-        ] = {}  # (rank, message) -> all that its BATCH there posted
+        self.batches: dict[tuple[int, Message], list[Message]] = {}  # (rank, message) -> all that its BATCH posted
         self._collect()
 
     def simulation(self) -> Simulation:
@@ -131,30 +130,29 @@ class _Merge:
         log = TransferLog()
         for t in sorted(transfers.values(), key=lambda t: t.start):
             log.append(t)
-        waits = tuple(self._waits(rank, transfers) for rank in range(len(self.starts)))
-        return Simulation(
-            self.plan, self.starts, self.ends, log, waits, tuple(self._busy(r) for r in range(len(waits)))
-        )
+        ranks = range(len(self.starts))
+        waits, busy = tuple(self._waits(r, transfers) for r in ranks), tuple(self._busy(r) for r in ranks)
+        return Simulation(self.plan, self.starts, self.ends, log, waits, busy)
 
     def _collect(self) -> None:
         late = self.plan.spec.variable_shapes
         for rank in range(len(self.plan.programs)):
             for i, at in enumerate(self.plan.timed(rank)):
+                start, end = self.starts[rank][i], self.ends[rank][i]
                 together = [message_of(one) for one in at.members]
                 self.batches.update(((rank, message), together) for message in together)
                 for one in at.members or (at,):
                     if one.op in ins.SEND_OPS:
-                        self.posted[("S", message_of(one))] = self.starts[rank][i]
+                        self.posted[("S", message_of(one))] = start
                     elif one.op in ins.RECV_OPS and not (late and one is at):
-                        self.posted[("R", message_of(one))] = self.starts[rank][i]
+                        self.posted[("R", message_of(one))] = start
                     elif one.op in ins.WAIT_OPS:
-                        message = message_of(one)
-                        self.waited[message] = (rank, self.starts[rank][i], self.ends[rank][i])
-                        self.posted.setdefault(("R", message), self.starts[rank][i])
+                        self.waited[message_of(one)] = (rank, start, end)
+                        self.posted.setdefault(("R", message_of(one)), start)
 
     def _transfers(self) -> dict[Message, Transfer]:
-        """From when both ends were posted until the receiver's WAIT ended, where that held it up; where it did not, the
-        transfer was over before: it is given its link's usual time, but no more than that."""
+        """From when both ends were posted until the receiver's WAIT ended, if it waited. If it did not, the transfer
+        ended before: it takes its link's usual time, at most until then."""
         ready = {m: max(self.posted[("S", m)], self.posted[("R", m)]) for m in self.waited if ("S", m) in self.posted}
         usual = self._usual_times(ready)
         transfers = {}
@@ -164,15 +162,13 @@ class _Merge:
             source = self._source(message)
             held_up = since > wait_start and since == self._whole_ready(target, message, ready)
             end = wait_end if held_up else min(wait_end, since + usual.get((source, target), 0.0))
-            posted = (self.posted[("S", message)], self.posted[("R", message)])
-            transfers[message] = Transfer(
-                source, target, kind, stage, mb, self.size, *posted, since, since, max(since, end)
-            )
+            times = (self.posted[("S", message)], self.posted[("R", message)], since, since, max(since, end))
+            transfers[message] = Transfer(source, target, kind, stage, mb, self.size, *times)
         return transfers
 
     def _usual_times(self, ready: dict[Message, float]) -> dict[tuple[int, int], float]:
-        """Per link, the median of the transfers that a rank visibly waited for from beginning to end; without any,
-        the quickest that can be seen."""
+        """Per link, the median of the transfers that a rank waited for from beginning to end; without any, the shortest
+        upper bound."""
         seen: dict[tuple[int, int], list[float]] = {}
         bounds: dict[tuple[int, int], list[float]] = {}
         for message, since in ready.items():
@@ -184,7 +180,7 @@ class _Merge:
         return {link: statistics.median(seen[link]) if link in seen else min(bounds[link]) for link in links}
 
     def _whole_ready(self, rank: int, message: Message, ready: dict[Message, float]) -> float:
-        """When the last message that ``rank`` posted together with this one was ready: a batch is done as a whole."""
+        """When the last message that ``rank`` posted together with this one was ready: a batch completes as a whole."""
         together = self.batches.get((rank, message), (message,))
         return max(ready.get(m, 0.0) for m in together)
 
@@ -209,7 +205,7 @@ class _Merge:
 
 
 def _bases(run: TracedRun, step: int) -> list[float]:
-    """What each rank's times count from in ``step``, in nanoseconds of the first rank's clock."""
+    """The base of each rank's times in ``step``, in nanoseconds of the first rank's clock."""
     return [trace.steps[step].base - trace.ahead_at(trace.steps[step].base) for trace in run.ranks]
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.records import EXCEPTION, Failure
-from megatron_pp.faults.store import Board
+from megatron_pp.faults.store import FaultStore
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.communicators import communicator_for
@@ -60,7 +60,7 @@ called = threading.Event()
 def end_amid_abort() -> None:
     store = dist.HashStore()
     guard = FaultGuard(store, "p", 0, 2, 30.0, abort)
-    Board(store, "p", 1, 2, 1).announce(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad"))
+    FaultStore(store, "p", 1, 2, 1).announce(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad"))
     with guard.step(SimpleNamespace(plan=build_plan(PlanSpec("1f1b", 2, 1, 4)), position=0)):
         called.wait(20.0)
         raise SystemExit(3)

@@ -99,6 +99,6 @@ def test_a_cable_that_stays_out_is_an_error_on_both_hosts(tmp_path: Path) -> Non
             here = node.said.partition(f"\n  rank {rank}: step ")[2].partition("\n")[0]
             places = ("instruction ", "the work after the plan", "the norm of", "agreeing on")
             assert any(words in here for words in places), node.said
-        assert "no sign of life from rank 1" in left.said, left.said
+        assert "no heartbeat from rank 1" in left.said, left.said
         assert "the store has not answered" in right.said, right.said
         assert "Traceback" not in left.said + right.said

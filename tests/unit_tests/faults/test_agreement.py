@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megatron_pp.errors import PipelineMismatchError
 from megatron_pp.faults.agreement import Agreements, Difference, changed, difference, in_force, last_change
-from megatron_pp.faults.consistency import find_mismatch, find_parting
+from megatron_pp.faults.consistency import find_late_mismatch, find_mismatch
 from megatron_pp.faults.records import IN_STEP, Entry, Progress
-from megatron_pp.faults.store import Board
+from megatron_pp.faults.store import FaultStore
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_rank
@@ -103,7 +103,7 @@ def test_a_rank_that_came_back_to_an_old_plan_is_compared_by_that_plan() -> None
 def test_what_differs_is_named_although_nobody_told_it_anew() -> None:
     mine = (5, 0, 1, 1, 2, 2)
     there = {1: Progress(5, IN_STEP, history=mine), 2: Progress(5, IN_STEP, history=(*mine, 5, 1))}
-    found = find_parting(0, Progress(5, IN_STEP, history=mine), there, _agreements())
+    found = find_late_mismatch(0, Progress(5, IN_STEP, history=mine), there, _agreements())
     assert found is not None
     assert (found.field, found.values) == ("num_microbatches (M)", {0: "6", 2: "4"})
 
@@ -137,14 +137,14 @@ def _run(
 def test_only_new_plans_are_compared_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six changes of plan, two plans: two comparisons, on each rank."""
     told: list[Entry] = []
-    publish = Board.publish
+    publish = FaultStore.publish
 
-    def counted(board: Board, record: Any) -> None:
+    def counted(store: FaultStore, record: Any) -> None:
         if isinstance(record, Entry):
             told.append(record)
-        publish(board, record)
+        publish(store, record)
 
-    monkeypatch.setattr(Board, "publish", counted)
+    monkeypatch.setattr(FaultStore, "publish", counted)
     assert set(_run(lambda rank, step: 4 + 2 * (step % 2), steps=7).values()) == {None}
     assert len(told) == 2 * SIZE
 

@@ -1,4 +1,4 @@
-"""A rank that enters a step with another plan than its last one must not be judged by the last one.
+"""A rank that enters a step with another plan than its last one must not be compared by the last one.
 
 Between its first sign of life in the step and its new entry the others see its old entry. (Seen once in a hundred
 changes of plan over 4 processes, as a mismatch that was none.)
@@ -33,20 +33,20 @@ def progress(step: int, state: str) -> Progress:
         (IN_STEP, 1, False),  # it is not there yet
     ],
 )
-def test_only_a_rank_past_its_entry_is_judged_by_an_old_one(state: str, step: int, mismatch: bool) -> None:
+def test_only_a_rank_past_its_entry_is_compared_by_an_old_one(state: str, step: int, mismatch: bool) -> None:
     entries = {0: Entry(2, NEW, PROCESS), 1: Entry(1, OLD, PROCESS)}
     found = find_mismatch(0, entries, {1: progress(step, state)}, 2)
     assert (found is not None) == mismatch
 
 
-def test_a_new_entry_is_always_judged() -> None:
+def test_a_new_entry_is_always_compared() -> None:
     entries = {0: Entry(2, NEW, PROCESS), 1: Entry(2, OLD, PROCESS)}
     found = find_mismatch(0, entries, {1: progress(2, ENTERING)}, 2)
     assert found is not None
     assert found.field == "schedule"
 
 
-def test_a_rank_is_not_judged_by_its_own_old_entry() -> None:
+def test_a_rank_is_not_compared_by_its_own_old_entry() -> None:
     """The others' new entries may be read before this rank's own has arrived in the store."""
     entries = {0: Entry(1, OLD, PROCESS), 1: Entry(2, NEW, PROCESS)}
     assert find_mismatch(0, entries, {1: progress(2, ENTERING)}, 2) is None
@@ -60,7 +60,7 @@ def test_the_first_sign_of_a_step_says_that_plans_are_compared() -> None:
     seen = tracker.observe()
     assert seen is not None
     assert (seen.step, seen.state) == (1, ENTERING)
-    tracker.entering(False)
+    tracker.agreed(1)
     seen = tracker.observe()
     assert seen is not None
     assert seen.state == IN_STEP

@@ -27,7 +27,7 @@ from megatron_pp.faults import guard as guard_module
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.liveness import process_of
 from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, Progress
-from megatron_pp.faults.store import Board
+from megatron_pp.faults.store import FaultStore
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
@@ -223,7 +223,7 @@ def test_ranks_that_wait_for_each_other_are_given_up_after_p2p_timeout() -> None
 
     for error in Ranks(2, wait).run().values():
         assert isinstance(error, PipelineStallError)
-        assert "no rank has moved for" in str(error)
+        assert "no rank has made progress for" in str(error)
     for guard, _ in guards:
         guard.close()
 
@@ -284,7 +284,9 @@ def test_a_rank_that_notices_nothing_is_told_when_it_leaves() -> None:
     """On NCCL an abort lets kernels end without an error on the host."""
     store = dist.HashStore()
     guard, source = _guard(0, store)
-    Board(store, "p", 1, 2, 1).announce(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad"))
+    FaultStore(store, "p", 1, 2, 1).publish_failure(
+        Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad")
+    )
     with pytest.raises(PipelinePeerError, match="ValueError"), guard.step(source):
         assert source.aborted.wait(10.0)
     guard.close()
@@ -292,11 +294,11 @@ def test_a_rank_that_notices_nothing_is_told_when_it_leaves() -> None:
 
 def test_the_first_exception_counts_more_than_the_stall_that_follows_it() -> None:
     store = dist.HashStore()
-    board = Board(store, "p", 0, 2, 0)
-    board.announce(Failure(STALL, "p", 0, 0, message="a transfer failed"))
-    board.announce(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "first"))
-    board.announce(Failure(EXCEPTION, "p", 0, 0, "F0.1", "FORWARD", "ValueError", "second"))
-    found = board.failure()
+    records = FaultStore(store, "p", 0, 2, 0)
+    records.publish_failure(Failure(STALL, "p", 0, 0, message="a transfer failed"))
+    records.publish_failure(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "first"))
+    records.publish_failure(Failure(EXCEPTION, "p", 0, 0, "F0.1", "FORWARD", "ValueError", "second"))
+    found = records.read_failure()
     assert found is not None
     assert found.message == "first"
 
@@ -338,9 +340,9 @@ def test_the_end_of_a_process_does_not_overtake_what_it_has_told(kind: str, erro
     child.communicate()
     store = dist.HashStore()
     guard, source = _guard(0, _LooksTooEarly(store))
-    other = Board(store, "p", 1, 2, 1)
+    other = FaultStore(store, "p", 1, 2, 1)
     other.publish(Progress(1, IN_STEP, 3, "F0.1", process=process))
-    other.announce(Failure(kind, "p", 1, 1, message="told before it ended"))
+    other.publish_failure(Failure(kind, "p", 1, 1, message="told before it ended"))
     with pytest.raises(error, match="told before it ended"), guard.step(source):
         raise P2PTransferError("connection closed by peer")
     guard.close()
@@ -364,7 +366,7 @@ def test_after_a_failure_the_guard_is_closed_until_it_is_reset() -> None:
     two, other_source = _guard(1, store)
     with pytest.raises(ValueError, match="first"), one.step(source):
         raise ValueError("first")
-    with pytest.raises(CommunicatorClosedError, match="can not be used any more"), one.step(source):
+    with pytest.raises(CommunicatorClosedError, match="cannot be used any more"), one.step(source):
         pass
     with pytest.raises(PipelinePeerError), two.step(other_source):
         _wait_until_aborted(other_source)
@@ -410,9 +412,7 @@ def test_a_store_that_is_gone_is_an_error_for_who_waits() -> None:
     store = _Unreachable()
     guard, source = _guard(0, store)
     with (
-        pytest.raises(
-            PipelineStallError, match=r"the store does not work any more \(DistNetworkError: connection reset"
-        ),
+        pytest.raises(PipelineStallError, match=r"the store has failed \(DistNetworkError: connection reset"),
         guard.step(source),
     ):
         store.gone = True
@@ -460,7 +460,9 @@ def test_what_does_not_leave_its_step_meets_stronger_means() -> None:
     store = dist.HashStore()
     guard = FaultGuard(store, "p", 0, 2, 30.0, lambda: None, escalate=stronger.set)
     plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
-    Board(store, "p", 1, 2, 1).announce(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad"))
+    FaultStore(store, "p", 1, 2, 1).publish_failure(
+        Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad")
+    )
     with pytest.raises(PipelinePeerError), guard.step(SimpleNamespace(plan=plan, position=0)):
         assert stronger.wait(10.0)
         torch._assert_async(torch.tensor(False), "Application timeout caused pair closure")  # in C++
@@ -516,9 +518,9 @@ def test_an_error_that_passes_two_guards_is_told_once() -> None:
     guard, source = _guard(0, store)
     with pytest.raises(ValueError, match="inner"), guard.watch("the training step"), guard.step(source):
         raise ValueError("inner")
-    board = Board(store, "p", 1, 2, 1)
-    assert store.add(f"megatron_pp/{board.epoch}/tickets", 0) == 1
-    found = board.failure()
+    records = FaultStore(store, "p", 1, 2, 1)
+    assert store.add(f"megatron_pp/{records.epoch}/tickets", 0) == 1
+    found = records.read_failure()
     assert found is not None
     assert (found.message, found.instruction) == ("inner", str(source.plan.programs[0][0]))
     guard.close()

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_pp.faults.consistency import RECEIVES, SENDS, arrived, find_mismatch
 from megatron_pp.faults.diagnosis import (
-    beside_the_plan,
+    around_positions,
     busy_ranks,
     doing,
     instruction_at,
@@ -23,9 +23,9 @@ from megatron_pp.faults.diagnosis import (
 )
 from megatron_pp.faults.heartbeat import Pace
 from megatron_pp.faults.liveness import ALIVE, DEAD, STOPPED, UNKNOWN, state_of, this_process
-from megatron_pp.faults.peers import View
+from megatron_pp.faults.peers import Peers
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Entry, Process, Progress
-from megatron_pp.faults.stall_detector import Finding, Own, judge
+from megatron_pp.faults.stall_detector import OwnState, Stall, find_stall
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
@@ -46,11 +46,11 @@ def _progress(
     return Progress(step, state, 3, text, idle, beat, _process(rank))
 
 
-def _view(*reads: tuple[float, dict[int, Progress]]) -> View:
-    view = View()
+def _peers(*reads: tuple[float, dict[int, Progress]]) -> Peers:
+    peers = Peers()
     for now, records in reads:
-        view.note_progress(records, now)
-    return view
+        peers.note_progress(records, now)
+    return peers
 
 
 def _all_alive(process: Process) -> str:
@@ -61,65 +61,65 @@ def _gone(*ranks: int) -> object:
     return lambda process: DEAD if process.pid - 100 in ranks else ALIVE
 
 
-def _own(idle: float = 0.0, waits_on: tuple[int, ...] = (), failed: bool = False, size: int = 3) -> Own:
-    return Own(0, size, 5, idle, waits_on, failed)
+def _own(idle: float = 0.0, waits_on: tuple[int, ...] = (), failed: bool = False, size: int = 3) -> OwnState:
+    return OwnState(0, size, 5, idle, waits_on, failed)
 
 
-def _judge(view: View, own: Own, now: float, state: object = _all_alive) -> Finding | None:
-    return judge(view, own, TIMEOUT, now, state)  # type: ignore[arg-type]
+def _find(peers: Peers, own: OwnState, now: float, state: object = _all_alive) -> Stall | None:
+    return find_stall(peers, own, TIMEOUT, now, state)  # type: ignore[arg-type]
 
 
 # -- nothing is wrong ---
 
 
 def test_a_rank_that_moves_has_nothing_to_report() -> None:
-    assert _judge(View(), _own(), 1000.0) is None
+    assert _find(Peers(), _own(), 1000.0) is None
 
 
 def test_a_slow_rank_that_lives_and_moves_is_no_error() -> None:
     """This rank has waited for an hour; rank 1 moved 50 seconds ago, rank 2 did not for an hour."""
     reads = [(float(t), {1: _progress(1, idle=50.0, beat=t), 2: _progress(2, idle=3600.0, beat=t)}) for t in range(70)]
-    assert _judge(_view(*reads), _own(idle=3600.0, waits_on=(1,)), 69.0) is None
+    assert _find(_peers(*reads), _own(idle=3600.0, waits_on=(1,)), 69.0) is None
 
 
 def test_a_rank_that_has_finished_and_ended_is_not_missed() -> None:
-    view = _view((0.0, {1: _progress(1, state=DONE), 2: _progress(2)}))
-    assert _judge(view, _own(idle=10.0, waits_on=(1,)), 1.0, _gone(1)) is None
+    peers = _peers((0.0, {1: _progress(1, state=DONE), 2: _progress(2)}))
+    assert _find(peers, _own(idle=10.0, waits_on=(1,)), 1.0, _gone(1)) is None
 
 
 def test_a_rank_that_nobody_waits_for_may_end_before_it_says_that_it_finished() -> None:
-    view = _view((0.0, {1: _progress(1), 2: _progress(2)}))
-    assert _judge(view, _own(idle=10.0, waits_on=(2,)), 1.0, _gone(1)) is None
+    peers = _peers((0.0, {1: _progress(1), 2: _progress(2)}))
+    assert _find(peers, _own(idle=10.0, waits_on=(2,)), 1.0, _gone(1)) is None
 
 
 def test_a_hiccup_of_the_store_is_no_error_while_this_rank_moves() -> None:
-    view = View(broken_since=0.0, broken="reset")
-    assert _judge(view, _own(idle=1.0), 100.0) is None
+    peers = Peers(broken_since=0.0, broken="reset")
+    assert _find(peers, _own(idle=1.0), 100.0) is None
 
 
 # -- dead, silent, stuck, cut off ---
 
 
 def test_a_dead_process_that_is_waited_for_is_found_at_once() -> None:
-    view = _view((0.0, {1: _progress(1), 2: _progress(2)}))
-    found = _judge(view, _own(idle=1.5, waits_on=(1,)), 0.1, _gone(1))
+    peers = _peers((0.0, {1: _progress(1), 2: _progress(2)}))
+    found = _find(peers, _own(idle=1.5, waits_on=(1,)), 0.1, _gone(1))
     assert found is not None
     assert found.suspects == (1,)
     assert "the process of rank 1 (pid 101) is gone" in found.why
 
 
 def test_after_a_failed_transfer_any_dead_process_counts() -> None:
-    view = _view((0.0, {1: _progress(1), 2: _progress(2)}))
-    found = _judge(view, _own(failed="a transfer failed"), 0.1, _gone(2))
+    peers = _peers((0.0, {1: _progress(1), 2: _progress(2)}))
+    found = _find(peers, _own(failed="a transfer failed"), 0.1, _gone(2))
     assert found is not None
     assert found.suspects == (2,)
 
 
 def test_silence_for_the_timeout_is_an_error() -> None:
     reads = [(float(t), {1: _progress(1, beat=1), 2: _progress(2, beat=t)}) for t in range(0, 61, 10)]
-    view = _view(*reads)
-    assert _judge(view, _own(idle=60.0, waits_on=(1,)), 59.0) is None
-    found = _judge(view, _own(idle=61.0, waits_on=(1,)), 61.0, lambda process: STOPPED)
+    peers = _peers(*reads)
+    assert _find(peers, _own(idle=60.0, waits_on=(1,)), 59.0) is None
+    found = _find(peers, _own(idle=61.0, waits_on=(1,)), 61.0, lambda process: STOPPED)
     assert found is not None
     assert found.suspects == (1,)
     assert "pid 101 is stopped, as by SIGSTOP" in found.why
@@ -127,30 +127,30 @@ def test_silence_for_the_timeout_is_an_error() -> None:
 
 def test_a_reader_that_was_itself_stopped_does_not_blame_the_others() -> None:
     """After an hour's stop the clock says that nothing came for an hour; but nothing was asked, either."""
-    view = _view((0.0, {1: _progress(1), 2: _progress(2)}))
-    assert _judge(view, _own(idle=3600.0, waits_on=(1,)), 3600.0) is None
-    view.note_progress({1: _progress(1, beat=9), 2: _progress(2, beat=9)}, 3600.1)
-    assert _judge(view, _own(idle=3600.0, waits_on=(1,)), 3600.2) is None
+    peers = _peers((0.0, {1: _progress(1), 2: _progress(2)}))
+    assert _find(peers, _own(idle=3600.0, waits_on=(1,)), 3600.0) is None
+    peers.note_progress({1: _progress(1, beat=9), 2: _progress(2, beat=9)}, 3600.1)
+    assert _find(peers, _own(idle=3600.0, waits_on=(1,)), 3600.2) is None
 
 
 def test_nobody_moving_for_the_timeout_is_an_error() -> None:
     reads = [(float(t), {r: _progress(r, idle=t, beat=t) for r in (1, 2)}) for t in range(0, 62, 5)]
-    view = _view(*reads)
-    assert _judge(view, _own(idle=59.0), 60.0) is None
-    found = _judge(view, _own(idle=61.0), 61.0)
+    peers = _peers(*reads)
+    assert _find(peers, _own(idle=59.0), 60.0) is None
+    found = _find(peers, _own(idle=61.0), 61.0)
     assert found is not None
-    assert "no rank has moved for 61 s" in found.why
+    assert "no rank has made progress for 61 s" in found.why
 
 
 def test_a_rank_that_computes_has_more_time() -> None:
     reads = [(float(t), {r: _progress(r, idle=t, beat=t) for r in (1, 2)}) for t in range(0, 122, 5)]
-    view = _view(*reads)
-    own = Own(0, 3, 5, 119.0, (1,), working=(2,))
-    assert judge(view, own, TIMEOUT, 119.0, _all_alive, 120.0) is None
-    assert judge(view, replace(own, working=()), TIMEOUT, 119.0, _all_alive, 120.0) is not None
-    found = judge(view, replace(own, idle=121.0), TIMEOUT, 121.0, _all_alive, 120.0)
+    peers = _peers(*reads)
+    own = OwnState(0, 3, 5, 119.0, (1,), working=(2,))
+    assert find_stall(peers, own, TIMEOUT, 119.0, _all_alive, 120.0) is None
+    assert find_stall(peers, replace(own, working=()), TIMEOUT, 119.0, _all_alive, 120.0) is not None
+    found = find_stall(peers, replace(own, idle=121.0), TIMEOUT, 121.0, _all_alive, 120.0)
     assert found is not None
-    assert "no rank has moved for 121 s" in found.why
+    assert "no rank has made progress for 121 s" in found.why
 
 
 def test_who_works_and_who_waits() -> None:
@@ -169,7 +169,7 @@ def test_who_works_and_who_waits() -> None:
 
 def test_who_never_entered_is_named() -> None:
     reads = [(float(t), {1: _progress(1, idle=t, beat=t)}) for t in range(0, 62, 5)]
-    found = _judge(_view(*reads), _own(idle=61.0), 61.0)
+    found = _find(_peers(*reads), _own(idle=61.0), 61.0)
     assert found is not None
     assert found.suspects == (2,)
     assert "rank 2 has not entered step 5" in found.why
@@ -178,23 +178,23 @@ def test_who_never_entered_is_named() -> None:
 def test_who_is_still_in_an_earlier_step_is_named() -> None:
     done = _progress(2, step=4, state=DONE)
     reads = [(float(t), {1: _progress(1, idle=t, beat=t), 2: done}) for t in range(0, 62, 5)]
-    found = _judge(_view(*reads), _own(idle=61.0), 61.0)
+    found = _find(_peers(*reads), _own(idle=61.0), 61.0)
     assert found is not None
     assert found.suspects == (2,)
 
 
 def test_a_store_that_is_gone_is_an_error_for_who_waits() -> None:
-    view = View(broken_since=10.0, broken="DistNetworkError: reset")
-    assert _judge(view, _own(idle=10.0), 12.0) is None
-    found = _judge(view, _own(idle=10.0), 14.0)
+    peers = Peers(broken_since=10.0, broken="DistNetworkError: reset")
+    assert _find(peers, _own(idle=10.0), 12.0) is None
+    found = _find(peers, _own(idle=10.0), 14.0)
     assert found is not None
     assert "DistNetworkError: reset" in found.why
 
 
 def test_a_store_that_does_not_answer_is_an_error_after_the_timeout() -> None:
-    view = View(asked_at=10.0)
-    assert _judge(view, _own(idle=60.0), 69.0) is None
-    found = _judge(view, _own(idle=61.0), 71.0)
+    peers = Peers(asked_at=10.0)
+    assert _find(peers, _own(idle=60.0), 69.0) is None
+    found = _find(peers, _own(idle=61.0), 71.0)
     assert found is not None
     assert "the network" in found.why
 
@@ -311,7 +311,7 @@ def test_what_a_rank_does() -> None:
     told = doing(placed_one(loop, 2, "WAIT_F1.3"))
     assert told == "waits for the activation of chunk 1, microbatch 3 from rank 1"
     told = doing(placed_one(loop, 2, "FREE_B1.3"))
-    assert told == "waits for rank 1 to take the gradient of chunk 1, microbatch 3"
+    assert told == "waits for rank 1 to receive the gradient of chunk 1, microbatch 3"
     assert doing(placed_one(loop, 2, "F0.1")) == "is in forward of chunk 0, microbatch 1"
 
 
@@ -338,11 +338,11 @@ def test_a_rank_that_was_never_heard_of_has_its_line() -> None:
 
 def test_the_window_beside_the_plan_is_marked_and_cut() -> None:
     plan = build_plan(PlanSpec("1f1b", 2, 1, 8))
-    line = beside_the_plan(plan, {0: 10})
+    line = around_positions(plan, {0: 10})
     assert line.startswith("rank 0: ... ")
     assert line.endswith(" ...")
     assert f">{plan.programs[0][10]}<" in line
-    first, last = beside_the_plan(plan, {0: 0}), beside_the_plan(plan, {0: len(plan.programs[0]) - 1})
+    first, last = around_positions(plan, {0: 0}), around_positions(plan, {0: len(plan.programs[0]) - 1})
     assert first.startswith(f"rank 0: >{plan.programs[0][0]}<")
     assert last.endswith("<")
     assert instruction_at(plan, 0, 10_000) is None

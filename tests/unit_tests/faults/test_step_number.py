@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp.errors import PipelineMismatchError, ScheduleInputError
+from megatron_pp.faults.consistency import StepNumber
 from megatron_pp.faults.records import Entry
-from megatron_pp.faults.step_number import StepNumber
-from megatron_pp.faults.store import Board
+from megatron_pp.faults.store import FaultStore
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime.settings import given_step_number
 from megatron_pp.testing.memory_transport import MemoryNetwork
@@ -134,14 +134,14 @@ def test_ranks_that_count_alike_never_differ(calls: list[tuple[int, bool]]) -> N
 def test_a_number_that_counts_up_costs_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for the first call, one for the first that counts up from it."""
     told: list[Entry] = []
-    publish = Board.publish
+    publish = FaultStore.publish
 
-    def counted(board: Board, record: Any) -> None:
+    def counted(store: FaultStore, record: Any) -> None:
         if isinstance(record, Entry):
             told.append(record)
-        publish(board, record)
+        publish(store, record)
 
-    monkeypatch.setattr(Board, "publish", counted)
+    monkeypatch.setattr(FaultStore, "publish", counted)
     assert run([training(20)] * SIZE) == [Outcome(20, None)] * SIZE
     assert len(told) == 2 * SIZE
 

@@ -1,5 +1,5 @@
-"""What an exception is, and where it was raised. Exceptions of user code may do anything when they are looked at, so
-nothing here lets them raise, and their text decides nothing."""
+"""The type, text and origin of an exception. Exceptions of user code may raise when they are inspected: nothing here
+lets them, and their text decides nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed import DistError
 from megatron_pp.errors import P2PTransferError
 from megatron_pp.faults.records import cut
 
-_TAIL = 12  # lines
+_TRACEBACK_LINES = 12
 # The place in gloo's source that raised it; one error has none.
 _FROM_GLOO = re.compile(r"\[[^\]\n]*/gloo/[^\]\n]+:\d+\] |Application timeout caused pair closure")
 
@@ -31,7 +31,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def is_raised_by_python(error: BaseException) -> bool:
-    """Whether a ``raise`` statement raised ``error``, rather than a function that is written in C or C++."""
+    """Whether a ``raise`` statement raised ``error``, rather than a function written in C or C++."""
     last: TracebackType | None = vars(BaseException)["__traceback__"].__get__(error)
     if last is None:
         return True
@@ -44,8 +44,13 @@ def is_raised_by_python(error: BaseException) -> bool:
 
 def type_name(error: BaseException) -> str:
     """The exception's class as a traceback shows it."""
-    kind = type(error)
-    return _safely(lambda: _qualified(kind), "an exception")
+
+    def qualified() -> str:
+        kind = type(error)
+        module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+        return module + kind.__qualname__
+
+    return _safely(qualified, "an exception")
 
 
 def text_of(error: BaseException) -> str:
@@ -55,17 +60,11 @@ def text_of(error: BaseException) -> str:
 
 def tail_of(error: BaseException) -> str:
     """The last lines of the exception's traceback."""
-    return _safely(lambda: _last_lines(traceback.format_exception(error)), "(its traceback cannot be formatted)")
 
+    def tail() -> str:
+        return "\n".join("".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:])
 
-def _qualified(kind: type) -> str:
-    if kind.__module__ in ("builtins", "__main__"):
-        return kind.__qualname__
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _last_lines(parts: list[str]) -> str:
-    return "\n".join("".join(parts).splitlines()[-_TAIL:])
+    return _safely(tail, "(its traceback cannot be formatted)")
 
 
 def _safely(read: Callable[[], str], otherwise: str) -> str:

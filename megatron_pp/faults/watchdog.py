@@ -1,0 +1,90 @@
+"""The thread that detects stalls, and makes this rank leave its step when it has to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from megatron_pp.comm.at_exit import call_at_exit
+from megatron_pp.faults.heartbeat import Heartbeat
+from megatron_pp.faults.tracker import Tracker
+
+# Seconds.
+_BEFORE_ESCALATION = 2.0  # that a rank is given to leave its step after its communicator was aborted
+_BEFORE_SHOWING_STACK = 5.0
+_BEFORE_LEFT_BEHIND = 5.0  # longer than it takes to report a failure and to abort the communicator
+
+
+class Watchdog:
+    """Sleeps outside steps; never calls the store. Calls ``act`` often, which acts on a failure, if there is one, and
+    returns whether it did; then ``escalate`` and at last ``show_stack``, while this rank does not leave its step."""
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        heartbeat: Heartbeat,
+        act: Callable[[], bool],
+        escalate: Callable[[], None] | None,
+        show_stack: Callable[[], None],
+    ) -> None:
+        self._tracker = tracker
+        self._heartbeat = heartbeat
+        self._act = act
+        self._escalate = escalate
+        self._show_stack = show_stack
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._closed = False
+
+    def wake(self) -> None:
+        """At the start of a step."""
+        if self._thread is None:
+            name = f"megatron_pp watchdog {self._tracker.rank}"
+            self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+            self._thread.start()
+            call_at_exit(self.close)
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._wake.set()
+        with self._heartbeat.lock:
+            self._heartbeat.lock.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_BEFORE_LEFT_BEHIND)
+
+    def _run(self) -> None:
+        lock = self._heartbeat.lock
+        while not self._closed:
+            if self._tracker.source is None:
+                self._wake.clear()
+                if self._tracker.source is None:
+                    self._wake.wait()
+                continue
+            with lock:
+                lock.wait(self._heartbeat.pace.poll)
+            if self._act():
+                self._await_exit()
+
+    def _await_exit(self) -> None:
+        """The communicator is aborted: wait for this rank to leave its step, with stronger means if it does not."""
+        if self._left_within(_BEFORE_ESCALATION):
+            return
+        if self._escalate is not None:
+            self._escalate()
+        if self._left_within(_BEFORE_SHOWING_STACK):
+            return
+        self._show_stack()
+        while not self._closed and self._tracker.source is not None:
+            time.sleep(0.1)
+
+    def _left_within(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while self._tracker.source is not None and not self._closed:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.02)
+        return True
