@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from megatron_pp import __version__
-from megatron_pp.cli.errors import BAD_INPUT, REFUSED, RefusedError, UsageError
+from megatron_pp.cli.errors import BAD_INPUT, REFUSED, RefusedError
+from megatron_pp.errors import MegatronPPError
 
 _INTRODUCTION = (
     "Plans of pipeline-parallel training: print, check, simulate, draw, and compare with what really happened."
@@ -54,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("megatron-pp needs the package 'rich' for its tables: pip install 'megatron-pp[viz]'", file=sys.stderr)
         return 2
     from megatron_pp.cli import draw, plan, report, simulate, verify
-    from megatron_pp.errors import InstructionError, PlanError
 
     commands = {"plan": plan, "verify": verify, "simulate": simulate, "draw": draw, "report": report}
     args = build_parser(commands).parse_args(argv)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(errors, args.command, f"the answer can not be written ({error.strerror or error})", BAD_INPUT)
     except RefusedError as error:
         return _say(errors, args.command, error, REFUSED)
-    except (UsageError, PlanError, InstructionError, ImportError) as error:
+    except (MegatronPPError, ImportError) as error:
         return _say(errors, args.command, error, BAD_INPUT)
 
 

@@ -23,7 +23,7 @@ class CudaGraphScope(Enum):
 def megatron(version: str, **functions: Any) -> Megatron:
     nothing: Any = SimpleNamespace()
     schedules: Any = SimpleNamespace(**functions)
-    return Megatron(version, megatron_versions.row_of(version), schedules, nothing, nothing)
+    return Megatron(version, megatron_versions.row_of(version), schedules, nothing)
 
 
 def reason(version: str, config: dict[str, Any], **arguments: Any) -> str | None:
