@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    from megatron_pp.testing.processes import run_processes
+    from tests.harness.processes import run_processes
 
     works = [Work(name, args.pp, _chunks(name), args.microbatches, (1, 1, 8)) for name in args.schedules]
     lengths = Lengths(args.forward_ms / 1e3, args.backward_ms / 1e3, args.weight_ms / 1e3)

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    from megatron_pp.testing.processes import run_processes
+    from tests.harness.processes import run_processes
 
     rows: list[Row] = []
     for schedule, size, chunks, policy in (

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.shaped_network import Place, shaped_network
-from megatron_pp.testing.processes import run_processes
+from tests.harness.processes import run_processes
 
 
 def run_on_shaped_network(

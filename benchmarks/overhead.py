@@ -149,7 +149,7 @@ def bare_model(work: Work) -> Step:
 
 def _on_gloo(works: list[Work], args: argparse.Namespace) -> dict[tuple[str, str], float]:
     """(setting, engine) -> microseconds per virtual microbatch, of real processes: one set of them for each size."""
-    from megatron_pp.testing.processes import run_processes
+    from tests.harness.processes import run_processes
 
     wall: dict[tuple[str, str], float] = {}
     for size in sorted({work.pipeline_size for work in works} - {1}):

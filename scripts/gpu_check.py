@@ -29,8 +29,8 @@ import gpu_ranks  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks import gpu as gpu_benchmark  # noqa: E402
-from megatron_pp.testing.processes import run_processes  # noqa: E402
 from tests.functional_tests.race_cases import KEEP_FREED_MEMORY_MAPPED, ONE_GPU_ENVIRONMENT  # noqa: E402
+from tests.harness.processes import run_processes  # noqa: E402
 
 DEADLINE = 460.0  # seconds for everything
 CASES = {

@@ -20,17 +20,11 @@ from megatron_pp.runtime.step import StepCall
 class MegatronSteps:
     """Runs a microbatch through a chunk with the `forward_step` and `backward_step` of the installed Megatron-core.
 
-    So the scale of MoE's auxiliary loss, multi-token prediction, context-parallel loss factors and the marks for
-    CUDA graphs are those of that release. `record` holds what the loss function reported and, on this rank, the
-    number of tokens.
+    So MoE's auxiliary loss scale, multi-token prediction, context-parallel loss factors and CUDA graph flags are those
+    of that release. `record` holds the reports of the loss function and this rank's number of tokens.
     """
 
-    def __init__(
-        self,
-        megatron: Megatron,
-        call: MegatronCall,
-        options: StepOptions,
-    ) -> None:
+    def __init__(self, megatron: Megatron, call: MegatronCall, options: StepOptions) -> None:
         self.schedules = megatron.schedules
         self.inputs = call.inputs
         self.config = call.config
@@ -73,7 +67,7 @@ class MegatronSteps:
     ) -> Activation:
         """Megatron's `backward_step`; the gradient of `input_tensor`."""
         if output_grad is not None and self.config.deallocate_pipeline_outputs:
-            # Megatron insists that an output has one element by now, also where its send is still on its way.
+            # Megatron requires an output of one element here, also where its send is still pending.
             output = self.backward_root(output)
         return self.schedules.backward_step(
             input_tensor=input_tensor,
@@ -84,7 +78,7 @@ class MegatronSteps:
         )
 
     def backward_root(self, output: Activation) -> Any:
-        """A tensor, as Megatron's `backward_step` starts from one."""
+        """A tensor, as Megatron's `backward_step` requires."""
         return freed_alias(output)
 
 
@@ -130,7 +124,7 @@ class MegatronCall(StepCall):
         return MegatronSteps(self.megatron, self, self.step_options(plan))
 
     def finish(self, steps: MegatronSteps) -> None:
-        """What Megatron's schedules do after the last backward, in their order."""
+        """The calls of Megatron's schedules after the last backward, in their order."""
         config, megatron, forward_only = self.config, self.megatron, self.inputs.forward_only
         if self.finalizes:
             self._finalize(steps.record.num_tokens)
@@ -141,10 +135,7 @@ class MegatronCall(StepCall):
         megatron.create_graphs(config)
 
     def _check_placement(self) -> None:
-        """Megatron-core gives chunk c of rank r the layers of stage c * P + r.
-
-        Another placement would run them in a wrong order.
-        """
+        """Megatron-core builds chunk c of rank r with the layers of stage c * P + r: no other placement is possible."""
         placement = find_family(self.spec.schedule).placement
         if placement != LOOP and self.communicator.size > 1:
             raise ScheduleInputError(

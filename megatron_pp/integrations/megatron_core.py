@@ -3,11 +3,10 @@
     from megatron_pp.integrations import megatron_core
     megatron_core.install()
 
-Afterwards `megatron.core.pipeline_parallel.get_forward_backward_func`, wherever it has been imported to, gives
-schedules that run through this engine. Models, optimizers, data-parallel wrappers, configs and process groups stay
-Megatron's, and so do the forward and backward of one microbatch: what the installed release does there it still
-does. What the engine does not serve is handed back to Megatron's own schedule, with one warning that names the
-reason; `install(strict=True)` raises NotServedError instead.
+Afterwards `megatron.core.pipeline_parallel.get_forward_backward_func`, wherever it has been imported to, returns
+schedules that run through this engine. Models, optimizers, data-parallel wrappers, configs, process groups and the
+forward and backward of one microbatch stay Megatron's. Megatron's own schedule runs what the engine does not serve,
+with one warning that names the reason; `install(strict=True)` raises NotServedError instead.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ logger = logging.getLogger("megatron_pp")
 
 
 class Schedule:
-    """What stands in for one of Megatron's three schedule functions; called with the same keywords."""
+    """Replaces one of Megatron's three schedule functions; called with the same keywords."""
 
     def __init__(self, theirs: Callable[..., Any], selector: ScheduleSelector) -> None:
         functools.update_wrapper(self, theirs)
@@ -38,13 +37,13 @@ class Schedule:
         self.selector = selector
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Run one step. Returns what the loss function reported, on the last stage; an empty list elsewhere.
+        """Run one step. Returns the reports of the loss function on the last stage, an empty list elsewhere.
 
-        Raises ScheduleInputError before any communication for arguments or a config that can not be run.
+        Raises ScheduleInputError before any communication for arguments or a config that cannot be run.
         """
         reason = reason_not_served(self.selector.megatron, arguments)
         if reason is not None:
-            self.selector.tell(reason)
+            self.selector.log_once(reason)
             return self.theirs(**arguments)
         alone = self.theirs.__name__ == "forward_backward_no_pipelining"
         chunked = self.theirs.__name__ == "forward_backward_pipelining_with_interleaving"
@@ -52,38 +51,38 @@ class Schedule:
 
 
 class ScheduleSelector:
-    """What stands in for Megatron's `get_forward_backward_func`; takes what the installed release's takes."""
+    """Replaces Megatron's `get_forward_backward_func`; takes the arguments of the installed release's."""
 
     def __init__(self, original: Callable[..., Any], megatron: Megatron, strict: bool) -> None:
         functools.update_wrapper(self, original)
         self.original = original
         self.megatron = megatron
         self.strict = strict
-        self.told: set[str] = set()
+        self._logged: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Schedule:
         if not any(value is not None for value in (*args, *kwargs.values())):
             self.megatron.require_initialised()
         return Schedule(self.original(*args, **kwargs), self)
 
-    def tell(self, reason: str) -> None:
-        """Say once, or under `strict` raise, that Megatron's own schedule runs and why."""
+    def log_once(self, reason: str) -> None:
+        """Log once that Megatron's own schedule runs, and why. Raises NotServedError under `strict`."""
         if self.strict:
             raise NotServedError(
-                f"megatron_pp does not serve {reason}; install() without strict=True hands it to Megatron"
+                f"megatron_pp does not serve {reason}; install() without strict=True lets Megatron run it"
             )
-        if reason not in self.told:
-            self.told.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             logger.warning("megatron_pp does not serve %s: Megatron-core's own schedule runs instead", reason)
 
 
 def install(strict: bool = False) -> None:
     """Make Megatron-core's training loop use this engine, in this process. A second call only sets `strict`.
 
-    strict   raise NotServedError where a step would otherwise be handed back to Megatron's own schedule
+    strict   raise NotServedError where Megatron's own schedule would run
 
-    Raises UnknownMegatronError where megatron-core is missing, too old, or has a signature that is not known here;
-    nothing is changed then.
+    Raises UnknownMegatronError where megatron-core is missing, too old, or has an unknown signature; nothing
+    is changed then.
     """
     current = _current()
     if current is not None:
@@ -95,7 +94,7 @@ def install(strict: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Give Megatron-core its own schedules back, everywhere. Nothing happens when it has them."""
+    """Restore Megatron-core's own schedules everywhere, where they are replaced."""
     current = _current()
     if current is not None:
         _replace(current, current.original)
@@ -108,7 +107,7 @@ def is_installed() -> bool:
 
 @contextmanager
 def installed(strict: bool = False) -> Iterator[None]:
-    """`install()` for the length of a `with` block; what was before it is there again after it."""
+    """`install()` for a `with` block; restores the state before it."""
     before = _current()
     strict_before = before.strict if before is not None else False
     install(strict)
@@ -122,17 +121,14 @@ def installed(strict: bool = False) -> Iterator[None]:
 
 
 def _current() -> ScheduleSelector | None:
-    """The selector that is installed.
-
-    It stands in Megatron's own module and nowhere else, so it can not disagree with it.
-    """
+    """The selector that is installed, read from Megatron's own module."""
     schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
     selector = getattr(schedules, "get_forward_backward_func", None)
     return selector if isinstance(selector, ScheduleSelector) else None
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Put `new` where `old` stands in any imported module: Megatron's own, and scripts that have imported the name."""
+    """Replace `old` by `new` in all imported modules: Megatron's own, and scripts that have imported the name."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if not isinstance(names, dict):

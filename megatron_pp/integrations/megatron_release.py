@@ -18,7 +18,7 @@ from megatron_pp.integrations.megatron_versions import Row
 
 @dataclass(frozen=True)
 class Megatron:
-    """Megatron-core as it is installed. `version` is as Megatron prints it; `row` says how that release is called."""
+    """Megatron-core as it is installed. `version` is as Megatron prints it; `row` is its row of the table."""
 
     version: str
     row: Row
@@ -39,17 +39,15 @@ class Megatron:
             )
 
     def default_groups(self) -> Any:
-        """The process groups of `parallel_state`, in the collection that this release makes when it is given none."""
+        """The process groups of `parallel_state`, in the default collection of this release."""
         build = getattr(self.schedules, "_build_default_pg_collection", None)
         return build() if build is not None else self._collect_groups()
 
     def _collect_groups(self) -> Any:
         state = self.parallel_state
         config = importlib.import_module("megatron.core.process_groups_config")
-        name = (
-            "GradFinalizeProcessGroups" if self.row.groups_keyword == "grad_finalize_pgs" else "ProcessGroupCollection"
-        )
-        groups = getattr(config, name)()
+        early = self.row.groups_keyword == "grad_finalize_pgs"
+        groups = config.GradFinalizeProcessGroups() if early else config.ProcessGroupCollection()
         groups.tp = state.get_tensor_model_parallel_group()
         groups.cp = state.get_context_parallel_group()
         groups.pp = state.get_pipeline_model_parallel_group()
@@ -61,13 +59,13 @@ class Megatron:
         return groups
 
     def current_iteration(self) -> int | None:
-        """The iteration that `megatron.training` is in; None in a program of another kind, or a release without it."""
+        """The current iteration of `megatron.training`; None in other programs, or a release without it."""
         loop = sys.modules.get("megatron.training.global_vars")
         iteration = getattr(getattr(loop, "_GLOBAL_ARGS", None), "curr_iteration", None)
         return iteration if type(iteration) is int else None
 
     def reset_offload(self, config: Any, forward_only: bool, groups: Any) -> None:
-        """Forget the fine-grained activation offload of this step, when this release does so (Megatron-LM#3739)."""
+        """Reset the fine-grained activation offload of this step, where this release does (Megatron-LM#3739)."""
         when = self.row.offload_reset
         if when == versions.NEVER or (when == versions.AFTER_TRAINING and forward_only):
             return
@@ -80,13 +78,13 @@ class Megatron:
             self.schedules.off_interface.reset()
 
     def reset_paged_stash(self, config: Any, forward_only: bool) -> None:
-        """Start the paged stash of MoE activations afresh, where this release has it."""
+        """Reset the paged stash of MoE activations, where this release has it."""
         reset = getattr(self.schedules, "paged_stash_reset", None)
         if reset is not None and getattr(config, "moe_paged_stash", False):
             reset(enabled=not forward_only, config=config)
 
     def resynchronise_fsdp(self, chunks: list[Any]) -> None:
-        """After evaluation without a pipeline: the parameter gathering of Megatron-FSDP, where this release does so."""
+        """Synchronise Megatron-FSDP's parameter gathering after evaluation without a pipeline, where this release does."""
         if not self.row.fsdp_resync:
             return
         for chunk in chunks:
@@ -95,7 +93,7 @@ class Megatron:
                 chunk.synchronize_param_gather()
 
     def create_graphs(self, config: Any) -> None:
-        """Let Megatron capture the CUDA graphs of its layers, as its own schedules do at their end."""
+        """Let Megatron capture the CUDA graphs of its layers, as its schedules do at their end."""
         wanted = getattr(config, self.row.graphs_field, None)
         if wanted is True or wanted == "local":
             self.schedules.create_cudagraphs()
@@ -103,17 +101,16 @@ class Megatron:
 
 @lru_cache(maxsize=1)
 def load_megatron() -> Megatron:
-    """Import Megatron-core and check that its schedules are called as the table says.
+    """Import Megatron-core and check the signatures of its schedules against the table.
 
-    Raises UnknownMegatronError where it is missing, older than the table, or has a signature that the table does
-    not know.
+    Raises UnknownMegatronError where it is missing, older than the table, or has a signature not in the table.
     """
     try:
         core = importlib.import_module("megatron.core")
         schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     except ImportError as error:
         raise UnknownMegatronError(
-            f"megatron-core can not be imported ({error}); install it: pip install 'megatron-core>=0.14'"
+            f"megatron-core cannot be imported ({error}); install it: pip install 'megatron-core>=0.14'"
         ) from error
     row = versions.row_of(core.__version__)
     versions.check_signatures(schedules, row, core.__version__)

@@ -1,4 +1,4 @@
-"""Which of Megatron's steps the engine does not serve, in words. Those are handed back to Megatron's own schedule."""
+"""Which of Megatron's steps the engine does not serve. Megatron's own schedule runs those."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from megatron_pp.module_attributes import wrapped_attribute
 
 
 def reason_not_served(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:
-    """Why a call of a schedule is Megatron's own to run, as the object of "does not serve ..."; None where it is ours.
-
-    arguments   the keywords of one call of a schedule
+    """Why Megatron's own schedule runs a call with these keyword ``arguments``, as the object of "does not serve ...";
+    None where the engine runs it.
     """
     model = arguments.get("model")
     first = model[0] if isinstance(model, (list, tuple)) and model else model
@@ -39,10 +38,10 @@ def _own_loops(config: Any, forward_only: bool) -> str | None:
 
 
 def _captures_whole_step(config: Any) -> bool:
-    """
+    """Whether CUDA graphs capture the whole iteration.
 
-    egatron says so in a field of its own, later as a scope (a string, then an enum or a list of them), later as the
-    kind.
+    Early releases have a field of their own for it, later ones a scope (a string, then an enum or a list of them), the
+    latest a kind (``cuda_graph_impl``).
     """
     kind, scope = getattr(config, "cuda_graph_impl", None), getattr(config, "cuda_graph_scope", None)
     if kind == "full_iteration":

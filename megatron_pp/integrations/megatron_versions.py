@@ -1,9 +1,8 @@
-"""What differs between releases of Megatron-core in the places that the plug-in touches, as a table.
+"""The differences between releases of Megatron-core that the plug-in depends on, as a table.
 
-Megatron's own `forward_step` and `backward_step` do the compute, so most of what changes from release to release
-needs no line here. What remains is how those functions are called, how gradient finalisation is called, and what a
-schedule does after it. Read in the sources of the tags core_v0.14.0 to core_v0.19.0 and of the main branch of
-August 2026 (0.20).
+Megatron's own `forward_step` and `backward_step` do the compute, so only the arguments of these functions and of
+gradient finalisation, and the calls after it, are here. Sources: the tags core_v0.14.0 to core_v0.19.0 and the main
+branch of August 2026 (0.20).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ NEVER, AFTER_TRAINING, ALWAYS = "never", "after training", "always"
 
 @dataclass(frozen=True)
 class Row:
-    """One minor release (and all that follow, until the next row).
+    """One minor release, and all later ones until the next row.
 
     release           (major, minor)
     backward_only     parameters of `backward_step` besides the three tensors and config
@@ -113,7 +112,7 @@ def row_of(version: str) -> Row:
 
 
 def expected_signatures(row: Row) -> dict[str, tuple[str, ...]]:
-    """Function of Megatron's schedules.py -> the parameters that the plug-in passes to it, or answers for it."""
+    """Function of Megatron's schedules.py -> the parameters that the plug-in passes to it or takes."""
     entry = (*ENTRY, row.groups_keyword, *(("force_all_reduce",) if row.force_all_reduce else ()))
     return {
         "forward_step": FORWARD_STEP,
@@ -124,14 +123,13 @@ def expected_signatures(row: Row) -> dict[str, tuple[str, ...]]:
     }
 
 
-# The communicator of a caller who made one: no pipeline has no use for it, and early releases do not take it there.
+# A caller's own communicator; not taken without a pipeline in early releases.
 _OPTIONAL = dict.fromkeys(ENTRIES, ("p2p_communicator",))
 
 
 def check_signatures(schedules: ModuleType, row: Row, version: str) -> None:
-    """Raises UnknownMegatronError that names the first function and parameter which the plug-in does not know.
-
-    A parameter with a default that the table does not know is left at its default.
+    """Raises UnknownMegatronError for the first function or parameter that differs from the table. An unknown parameter
+    with a default keeps its default.
     """
     for name, expected in expected_signatures(row).items():
         function = getattr(schedules, name, None)
@@ -143,13 +141,13 @@ def check_signatures(schedules: ModuleType, row: Row, version: str) -> None:
         known = {*expected, *_OPTIONAL.get(name, ())}
         for missing in [p for p in expected if p not in parameters]:
             raise UnknownMegatronError(
-                f"megatron-core {version}: {name} takes no parameter {missing!r}; megatron_pp knows it as "
-                f"{name}({', '.join(expected)}), but here it is {name}{inspect.signature(function)}"
+                f"megatron-core {version}: {name} takes no parameter {missing!r}; megatron_pp expects "
+                f"{name}({', '.join(expected)}), but it is {name}{inspect.signature(function)}"
             )
         for unknown in [p for p in parameters.values() if p.default is p.empty and p.name not in known]:
             raise UnknownMegatronError(
-                f"megatron-core {version}: {name} asks for {unknown.name!r}, which megatron_pp does not know; "
-                f"it knows {name}({', '.join(expected)})"
+                f"megatron-core {version}: {name} asks for {unknown.name!r}, which is unknown to megatron_pp; "
+                f"it expects {name}({', '.join(expected)})"
             )
 
 

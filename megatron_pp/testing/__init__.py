@@ -1,3 +1,1 @@
-"""What tests of pipelines need, the project's own and its users': ranks as threads, an in-memory transport, ranks as
-processes.
-"""
+"""For tests of pipelines: ranks as threads, an in-memory transport, adversarial transports, a toy model."""

@@ -1,18 +1,15 @@
-"""Networks that do their worst within the rules, for ranks as threads: what passes here has no race.
+"""Networks with worst-case timing, for ranks as threads: what passes here has no race.
 
-A real transport reads the bytes of a send some time between the rendezvous and the moment when the send is known to be
-done, and mostly at a harmless one. These read at the worst one. They behave as a DMA engine does: they know where bytes
-lie and keep nothing alive, so that a send whose memory was freed delivers NaN (and is noted in ``violations``); the
-buffer of a receive holds NaN until the bytes have come.
+A real transport reads the bytes of a send between the rendezvous and the completion of the send, mostly at a harmless
+moment. These read at the worst one. Like a DMA engine they keep nothing alive: a send whose memory was freed delivers
+NaN (and is listed in ``violations``); the buffer of a receive holds NaN until the transfer.
 
-``LastMomentNetwork``  reads only when the sender waits on the send, or when nothing else can move, or after everything
-else is done
-``PoisoningNetwork``   the same, and memory that only the communicator still holds counts as freed, and is filled with
-NaN at once: an early release shows
-                       although the handle owns the bytes
+``LastMomentNetwork``  transfers when the sender waits on the send, when no rank can run, or at the end
+``PoisoningNetwork``   the same, and memory that only the communicator still holds counts as freed and is filled with
+                       NaN: an early release shows although the handle owns the bytes
 ``ShuffledNetwork``    completes transfers at random moments, in any order that FIFO channels allow
 
-Ranks take turns by the seed (``deterministic_threads.py``): a run repeats exactly, and a deadlock is noticed at once.
+A seed schedules the ranks (``deterministic_threads.py``): a run repeats exactly, and a deadlock is detected at once.
 """
 
 from __future__ import annotations
@@ -29,11 +26,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_pp.testing.deterministic_threads import Turns
 from megatron_pp.testing.memory_transport import End, MemoryNetwork, MemoryTransport, MemoryWork, Queue
 
-_GARBAGE = 0x7F7F7F7F  # what freed memory holds where the dtype has no NaN
+_GARBAGE = 0x7F7F7F7F  # content of freed memory where the dtype has no NaN
 
 
 class Window:
-    """Where the bytes of a tensor lie. Keeps nothing alive."""
+    """The address of a tensor. Keeps nothing alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
@@ -44,14 +41,14 @@ class Window:
         self.held_by_others = self._holders() > 1
 
     def look(self) -> torch.Tensor | None:
-        """The tensor that lies there, or None: the memory was freed."""
+        """The tensor at this address, None where the memory was freed."""
         storage = self._alive()
         if storage is None:
             return None
         return torch.empty(0, dtype=self.dtype).set_(storage, self._offset, self.shape, self._stride)
 
     def only_communicator_holds(self) -> bool:
-        """Whether all but the communicator have let go of memory that others held when it was posted."""
+        """Whether only the communicator still holds memory that others held when it was posted."""
         return self.held_by_others and self._holders() <= 1
 
     def _holders(self) -> int:
@@ -63,15 +60,15 @@ class Window:
 
 
 class Pair(NamedTuple):
-    """A send and a receive that have met; their bytes have not moved yet."""
+    """A matched send and receive before their transfer."""
 
     send: End
     receive: End
 
 
 class HostileNetwork(MemoryNetwork):
-    """What the hostile networks share: turns by seed, and transfers that are late. ``pollable``: works tell when they
-    are complete, as on NCCL.
+    """Base of the adversarial networks: scheduling by seed, late transfers. ``pollable``: ``is_completed`` of a work is
+    exact, as on NCCL.
     """
 
     def __init__(self, size: int, one_way: bool = True, *, seed: int = 0, pollable: bool = False) -> None:
@@ -80,7 +77,7 @@ class HostileNetwork(MemoryNetwork):
         self.violations: list[str] = []
         self.transfers = 0
         self.rng = random.Random(seed)
-        self._turns = Turns(size, self.rng, self._move_something)
+        self._turns = Turns(size, self.rng, self._move_one)
         self._windows: dict[End, Window] = {}
         self._in_flight: list[Pair] = []
         self._awaited: set[MemoryWork] = set()
@@ -103,12 +100,12 @@ class HostileNetwork(MemoryNetwork):
         finally:
             self._running -= 1
             if self._running == 0:
-                while self._in_flight:  # sends that nobody ever waited for
+                while self._in_flight:  # sends that no rank waited for
                     self._move(self._in_flight[0])
 
     def post(self, rank: int, queue: Queue, ends: list[End]) -> MemoryWork:
         for end in ends:
-            self._forget_but_where(end)
+            self._keep_address(end)
         work = super().post(rank, queue, ends)
         self.after_event()
         if self.rng.random() < 0.5:
@@ -129,20 +126,20 @@ class HostileNetwork(MemoryNetwork):
         super().abort(why)
         self._turns.give_up()
 
-    # -- what the hostile networks differ in -------------------------------------------------------
+    # -- for subclasses ----------------------------------------------------------------------------
 
     def when_awaited(self, work: MemoryWork) -> None:
-        """A rank has begun to wait for ``work``."""
+        """A rank waits for ``work`` from now on."""
 
     def after_event(self) -> None:
-        """Something was posted, awaited or moved."""
+        """An operation was posted or waited for."""
 
     def when_met(self, pair: Pair) -> None:
-        """Both ends are posted; the bytes may move from now on."""
+        """Both ends are posted; the transfer may happen from now on."""
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _forget_but_where(self, end: End) -> None:
+    def _keep_address(self, end: End) -> None:
         if not end.is_send:
             end.tensor.data.fill_(_poison_of(end.tensor.dtype))
         self._windows[end] = Window(end.tensor)
@@ -155,27 +152,27 @@ class HostileNetwork(MemoryNetwork):
         self.when_met(pair)
 
     def _move(self, pair: Pair) -> None:
-        """Move the bytes of one pair, now."""
+        """Transfer one pair."""
         self._in_flight.remove(pair)
         self.transfers += 1
         source, target = self._windows.pop(pair.send), self._windows.pop(pair.receive)
         into = target.look()
         if into is None:
-            self._note(f"the buffer of a receive was freed before it was complete, {_words(pair.receive)}")
+            self.violations.append(f"the buffer of a receive was freed before it was complete, {_words(pair.receive)}")
         else:
-            came = source.look()
-            if came is None:
-                self._note(f"the memory of a send was freed before it was read, {_words(pair.send)}")
-                came = torch.full(source.shape, _poison_of(source.dtype), dtype=source.dtype)
+            sent = source.look()
+            if sent is None:
+                self.violations.append(f"the memory of a send was freed before it was read, {_words(pair.send)}")
+                sent = torch.full(source.shape, _poison_of(source.dtype), dtype=source.dtype)
             try:
-                self.transfer(came, into)
+                self.transfer(sent, into)
             except RuntimeError as error:
                 self.abort(str(error))
         self.complete_end(pair.send)
         self.complete_end(pair.receive)
 
-    def _move_something(self) -> bool:
-        """Nobody can go on. Prefer what somebody waits for: the rest can be later still."""
+    def _move_one(self) -> bool:
+        """No rank can run: transfer a pair that a rank waits for, else any."""
         wanted = [p for p in self._in_flight if p.send.work in self._awaited or p.receive.work in self._awaited]
         pairs = wanted or self._in_flight
         if not pairs:
@@ -183,16 +180,13 @@ class HostileNetwork(MemoryNetwork):
         self._move(pairs[self.rng.randrange(len(pairs))])
         return True
 
-    def _note(self, violation: str) -> None:
-        self.violations.append(violation)
-
     def _why_stuck(self, work: MemoryWork) -> str:
         waits = ", ".join(map(_words, work.ends))
-        return f"Timed out waiting: nothing can move any more; rank {work.rank} waits on {waits}"
+        return f"Timed out waiting: no transfer is possible; rank {work.rank} waits on {waits}"
 
 
 class LastMomentNetwork(HostileNetwork):
-    """Bytes are read at the last legal moment."""
+    """Reads bytes at the last legal moment."""
 
     def when_awaited(self, work: MemoryWork) -> None:
         for pair in [p for p in self._in_flight if p.send.work is work]:
@@ -204,19 +198,19 @@ class LastMomentNetwork(HostileNetwork):
 
 
 class PoisoningNetwork(LastMomentNetwork):
-    """Memory of a pending send that only the communicator still holds is what the schedule has given back: filled with
-    NaN.
-
-    Nobody but this network can read it any more, so right before the read is as good as at once.
+    """Fills the memory of a pending send with NaN where only the communicator still holds it: the schedule has released
+    it. Only this network can still read it, so it is filled right before the read.
     """
 
     def _move(self, pair: Pair) -> None:
         window = self._windows[pair.send]
         if window.only_communicator_holds():
-            there = window.look()
-            assert there is not None
-            there.fill_(_poison_of(window.dtype))
-            self._note(f"the schedule gave the memory of a send back before it was read, {_words(pair.send)}")
+            released = window.look()
+            assert released is not None
+            released.fill_(_poison_of(window.dtype))
+            self.violations.append(
+                f"the schedule released the memory of a send before it was read, {_words(pair.send)}"
+            )
         super()._move(pair)
 
 

@@ -1,7 +1,6 @@
-"""Threads that take turns: exactly one runs at any time, and a seed decides which one is next.
+"""Threads of which exactly one runs at any time; a seed chooses the next one.
 
-What happens is then a function of the seed, whatever the machine is doing, and that nothing can move any more is seen
-at once, without a clock.
+A run is a function of the seed alone, and a deadlock is detected at once, without a timeout.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from contextlib import contextmanager
 
 
 class Turns:
-    """Takes ``size`` threads, each of which runs as one rank inside ``running(rank)``.
+    """Schedules ``size`` threads, each of which runs as one rank inside ``running(rank)``.
 
-    ``when_stuck()`` is called when every thread waits for something; it makes something happen and returns True, or
-    returns False: then all ``wait_until`` return although their condition does not hold.
+    ``when_stuck()`` is called when every thread waits; it returns True after it has made progress, else False: then
+    every ``wait_until`` returns although its condition does not hold.
     """
 
     def __init__(self, size: int, rng: random.Random, when_stuck: Callable[[], bool]) -> None:
@@ -25,18 +24,18 @@ class Turns:
         self.when_stuck = when_stuck
         self.given_up = False
         self._gates = [threading.Semaphore(0) for _ in range(size)]
-        self._ready: dict[int, Callable[[], bool]] = {}  # rank that is not running -> whether it could go on
+        self._ready: dict[int, Callable[[], bool]] = {}  # rank that is not running -> whether it can run
         self._entering = threading.Lock()
         self._entered = 0
 
     @contextmanager
     def running(self, rank: int) -> Iterator[None]:
-        """The current thread is ``rank`` inside. Nobody starts before all have come."""
+        """Run the current thread as ``rank``. Starts when all ranks have entered."""
         self._ready[rank] = _always
         with self._entering:
             self._entered += 1
-            everybody = self._entered == self.size
-        if everybody:
+            all_entered = self._entered == self.size
+        if all_entered:
             self._next()
         self._gates[rank].acquire()
         try:
@@ -45,17 +44,17 @@ class Turns:
             self._next()
 
     def give_way(self, rank: int) -> None:
-        """Let the seed choose who goes on, this rank included."""
+        """Let the seed choose the next rank, this one included."""
         self._sleep(rank, _always)
 
     def wait_until(self, rank: int, ready: Callable[[], bool]) -> bool:
-        """Sleep until ``ready()``. False where nothing can move any more and it does not hold."""
+        """Sleep until ``ready()``. False where no rank can make progress."""
         if not ready():
             self._sleep(rank, ready)
         return ready()
 
     def give_up(self) -> None:
-        """Wake everybody, one after the other: something failed."""
+        """Wake all ranks, one after the other, after a failure."""
         self.given_up = True
 
     def _sleep(self, rank: int, ready: Callable[[], bool]) -> None:
@@ -64,7 +63,7 @@ class Turns:
         self._gates[rank].acquire()
 
     def _next(self) -> None:
-        """Hand the turn to one that can go on; nobody is left to, once all have ended."""
+        """Let a rank run that can."""
         while self._ready:
             able = [rank for rank in sorted(self._ready) if self.given_up or self._ready[rank]()]
             if able:

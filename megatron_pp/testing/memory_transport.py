@@ -1,9 +1,8 @@
 """Transfers between ranks that are threads of one process, with rendezvous semantics.
 
-A transfer happens when both ends are posted and at the head of their queues; a work is complete then and not before.
-Queues are those of ``plan/rendezvous.py``: one per one-way channel, or one per pair of ranks when channels are
-shared, and one per rank for batches; a batch leaves its queue as a whole. What passes here passes on NCCL with large
-messages, and on gloo.
+A transfer happens when both ends are posted and at the head of their queues; its works complete then. Queues are those
+of ``plan/rendezvous.py``: one per one-way channel, or one per pair of ranks when channels are shared, and one per rank
+for batches; a batch leaves its queue as a whole. What passes here passes on NCCL with large messages, and on gloo.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class End:
 class MemoryNetwork:
     """Connects ``size`` ranks. Give each thread its ``transport(rank)``.
 
-    store  through which the ranks learn of each other's failures (``torch.distributed.HashStore()``); without one
-           there is no fault guard
+    store  for failure records (``torch.distributed.HashStore()``); without one there is no fault guard
     """
 
     def __init__(self, size: int, one_way: bool = True, store: Any = None) -> None:
@@ -70,7 +68,7 @@ class MemoryNetwork:
         return MemoryTransport(self, rank)
 
     def running(self, rank: int) -> AbstractContextManager[None]:
-        """What ``rank``'s thread runs inside; a network that decides who runs when needs to know."""
+        """Context of the thread of ``rank``, for networks that schedule the ranks."""
         return nullcontext()
 
     def post(self, rank: int, queue: Queue, ends: list[End]) -> MemoryWork:
@@ -100,7 +98,7 @@ class MemoryNetwork:
             self.changed.notify_all()
 
     def transfer(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Move the bytes."""
+        """Copy the bytes."""
         if source.dtype != target.dtype or source.numel() != target.numel():
             raise RuntimeError(
                 f"sent {source.dtype} {tuple(source.shape)}, receiving {target.dtype} {tuple(target.shape)}"
@@ -126,7 +124,7 @@ class MemoryNetwork:
         self.complete_end(other)
 
     def complete_end(self, end: End) -> None:
-        """The bytes of one end have moved."""
+        """The transfer of one end is done."""
         with self.changed:
             work = end.work
             assert work is not None
@@ -147,7 +145,7 @@ class MemoryTransport:
     """One rank's side of a MemoryNetwork; see ``megatron_pp.comm.transport.Transport``."""
 
     pollable = False
-    aborted = False  # the network knows, and says so
+    aborted = False  # the network reports it
     name = "threads"
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
@@ -171,11 +169,7 @@ class MemoryTransport:
         return [self.network.post(self.rank, (self.rank, "batch"), ends)]
 
     def prepare(
-        self,
-        edges: Iterable[tuple[int, int]],
-        received_bytes: float = 0,
-        sent_bytes: float = 0,
-        timeout: timedelta | None = None,
+        self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0, timeout: Any = None
     ) -> None:
         pass
 

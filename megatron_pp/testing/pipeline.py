@@ -1,6 +1,4 @@
-"""Run the toy model through a real schedule, with ranks as threads, and hand back what is compared with
-``toy.reference_run``.
-"""
+"""Run the toy model through a real schedule with ranks as threads; compare its result with ``toy.reference_run``."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from megatron_pp.testing.toy import (
 
 
 def placement_of(config: Any, pipeline_size: int, num_chunks: int) -> Placement:
-    """Where the config's schedule puts the stages."""
+    """The placement of the config's schedule."""
     return Placement(placement_kind(getattr(config, "pipeline_schedule", None)), pipeline_size, num_chunks)
 
 
@@ -43,7 +41,7 @@ def toy_step(
     iterators: Sequence[Any] | None = None,
     **more: Any,
 ) -> list[Any]:
-    """One call of the schedule function of ``chunks``, this rank's model chunks, wrapped or not; what it returns.
+    """Call the schedule function with ``chunks``, this rank's model chunks, wrapped or not. Returns its result.
 
     ``iterators``: one per chunk in place of the data's own; ``more``: further arguments of the schedule.
     """
@@ -99,7 +97,7 @@ def run_in_threads(
     timeout: float = 60.0,
     **fields: Any,
 ) -> ToyResult:
-    """One step with a thread per rank; ``fields`` are config fields. Raises what any rank raised."""
+    """One step with a thread per rank; ``fields`` are config fields. Raises the first exception of any rank."""
     chunks = num_chunks if num_chunks > 1 else None
     fields = {"virtual_pipeline_model_parallel_size": chunks, "variable_seq_lengths": data.variable, **fields}
     network = network or MemoryNetwork(pipeline_size, fields.get("p2p_channels", "one_way") == "one_way")
@@ -108,16 +106,7 @@ def run_in_threads(
         config = toy_config(**fields)
         communicator = P2PCommunicator(ThreadGroup(rank, pipeline_size), config, network.transport(rank))
         with network.running(rank):
-            return run_rank(
-                rank,
-                pipeline_size,
-                num_chunks,
-                data,
-                config,
-                communicator,
-                forward_only=forward_only,
-                block=block,
-                prepare=prepare,
-            )
+            options: dict[str, Any] = {"forward_only": forward_only, "block": block, "prepare": prepare}
+            return run_rank(rank, pipeline_size, num_chunks, data, config, communicator, **options)
 
     return merged(run_ranks(pipeline_size, rank_main, network.abort, timeout))

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: quick, debuggable, and with any transport."""
+"""Ranks as threads of one process, with any transport."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class ThreadGroup:
-    """Stands for the pipeline group where ranks are threads: has what the communicator reads of one."""
+    """The pipeline group of ranks that are threads."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -28,8 +28,8 @@ def run_ranks(
 ) -> list[T]:
     """Run ``rank_main(rank)`` in a thread per rank and return the results in rank order.
 
-    The first exception of any rank is raised, after ``on_failure`` (given its text) has had the chance to unblock the
-    others. Raises TimeoutError where ranks are still running after ``timeout`` seconds.
+    Raises the first exception of any rank, after ``on_failure`` (called with its text, to unblock the others); raises
+    TimeoutError where ranks are still running after ``timeout`` seconds.
     """
     results: list[Any] = [None] * size
     errors: list[tuple[int, BaseException]] = []
@@ -37,7 +37,7 @@ def run_ranks(
     def run(rank: int) -> None:
         try:
             results[rank] = rank_main(rank)
-        except BaseException as error:  # handed to the caller below
+        except BaseException as error:  # raised below
             errors.append((rank, error))
             if on_failure is not None:
                 on_failure(f"rank {rank}: {type(error).__name__}: {error}")

@@ -1,6 +1,4 @@
-"""A small model in stages, and its run in one process: what every schedule's losses and gradients are compared with,
-to the last bit.
-"""
+"""A small model in stages, and its run in one process: the reference for losses and gradients, to the last bit."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ HIDDEN = 4
 
 
 class ToyBlock(torch.nn.Module):
-    """One stage: a linear layer, a nonlinearity and a norm's worth of parameters. Weights depend on the stage number
-    alone.
-    """
+    """One stage: a linear layer, tanh, a scale and a residual. Weights depend on the stage number alone."""
 
     def __init__(self, stage: int, hidden: int = HIDDEN) -> None:
         super().__init__()
@@ -38,8 +34,8 @@ class ToyBlock(torch.nn.Module):
 
 @dataclass(frozen=True)
 class ToyData:
-    """Inputs and targets of M microbatches; [sequence, microbatch, hidden], float32. With ``variable`` each has a
-    sequence length of its own. ``first`` numbers the first one; steps with other numbers have other contents.
+    """Inputs and targets of M microbatches; [sequence, microbatch, hidden], float32. With ``variable`` sequence lengths
+    differ. ``first`` is the number of the first one, from which the contents are generated.
     """
 
     num_microbatches: int
@@ -65,9 +61,7 @@ def toy_loss(target: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def toy_forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """A ``forward_step_func`` over ``ToyData``; every chunk draws its microbatch, the first stage uses its input and
-    the last its target.
-    """
+    """A ``forward_step_func`` over ``ToyData``; every chunk draws each microbatch."""
     x, target = next(data_iterator)
     return model(x), lambda output: toy_loss(target, output)
 
@@ -80,14 +74,12 @@ class ToyResult:
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def difference(self, other: ToyResult) -> float:
-        """The largest absolute difference of any loss or gradient; infinite where one has what the other lacks or
-        anything is not finite.
-        """
+        """The largest absolute difference of any loss or gradient; infinite where keys differ or one is not finite."""
         if len(self.losses) != len(other.losses) or self.grads.keys() != other.grads.keys():
             return float("inf")
         differences = [abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)]
         differences += [float((grad - other.grads[name]).abs().max()) for name, grad in self.grads.items()]
-        # max() would lose a NaN: no comparison with one is true.
+        # max() would drop a NaN: no comparison with one is true.
         return max(differences, default=0.0) if all(map(math.isfinite, differences)) else float("inf")
 
 
@@ -109,7 +101,7 @@ def toy_config(**fields: Any) -> SimpleNamespace:
 def reference_run(
     num_stages: int, data: ToyData, forward_only: bool = False, block: Callable[[int], torch.nn.Module] = ToyBlock
 ) -> ToyResult:
-    """The same model without a pipeline: microbatches one after the other."""
+    """The model without a pipeline, microbatches one after the other."""
     stages = [block(stage) for stage in range(num_stages)]
     result = ToyResult()
     with torch.set_grad_enabled(not forward_only):

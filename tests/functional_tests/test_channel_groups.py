@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.toy import HIDDEN, ToyData, ToyResult, merged, reference_run, toy_config
+from tests.harness.processes import run_processes
 
 # One start serves all tests, on one worker.
 pytestmark = pytest.mark.xdist_group("channel_groups")

@@ -19,7 +19,6 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.pipeline import toy_step
-from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.toy import (
     ToyData,
     gradients_of,
@@ -29,6 +28,7 @@ from megatron_pp.testing.toy import (
     toy_forward_step,
 )
 from megatron_pp.weight_grad import split_weight_grad
+from tests.harness.processes import run_processes
 
 PIPELINE, REPLICAS = 2, 2
 

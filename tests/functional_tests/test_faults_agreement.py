@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron_pp.errors import PipelineMismatchError
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.toy import ToyData, reference_run, toy_config
+from tests.harness.processes import run_processes
 
 SIZE = 3
 ODD_STEP = 5

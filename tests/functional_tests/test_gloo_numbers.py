@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.runtime.communicators import communicator_for
 from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.toy import ToyData, ToyResult, merged, reference_run, toy_config
 from megatron_pp.weight_grad import split_weight_grad
+from tests.harness.processes import run_processes
 
 # World size -> pipeline size -> the groups; every rank takes part in every case of its world.
 WORLDS = {

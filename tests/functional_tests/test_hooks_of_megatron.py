@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.threads import ThreadGroup
 from tests.functional_tests.megatron_support import needs_megatron
 from tests.harness.hook_log import SHAPE, HookLog, logged_config, step_arguments
+from tests.harness.processes import run_processes
 from tests.unit_tests.runtime.test_gradient_hooks import run_logged
 
 pytestmark = needs_megatron

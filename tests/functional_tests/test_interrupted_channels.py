@@ -16,8 +16,8 @@ from megatron_pp.comm import channels as channel_groups
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
 from megatron_pp.runtime.communicators import communicator_for
 from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.processes import RankFailedError, run_processes
 from megatron_pp.testing.toy import HIDDEN, ToyData, toy_config
+from tests.harness.processes import RankFailedError, run_processes
 
 pytestmark = pytest.mark.xdist_group("channel_groups")
 

@@ -20,13 +20,13 @@ from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
-from megatron_pp.testing.processes import RankFailedError, run_processes
 from tests.functional_tests.race_cases import (
     KEEP_FREED_MEMORY_MAPPED,
     ONE_GPU_ENVIRONMENT,
     run_cases,
     run_cases_on_one_gpu,
 )
+from tests.harness.processes import RankFailedError, run_processes
 
 REPEATS = int(os.environ.get("MEGATRON_PP_RACE_REPEATS", "2"))
 DTYPES = {"float32": REPEATS, "bfloat16": max(1, REPEATS // 2) if REPEATS < 20 else REPEATS}

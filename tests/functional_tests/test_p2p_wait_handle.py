@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_pp.comm.transport import ACT
 from megatron_pp.errors import P2PError
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.testing.processes import run_processes
+from tests.harness.processes import run_processes
 
 SHAPE = (6, 1, 4)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_pp import parallel_state as state
 from megatron_pp.config.parallel_grid import fit_grid
 from megatron_pp.errors import WorldSizeError
-from megatron_pp.testing.processes import run_processes
+from tests.harness.processes import run_processes
 
 WORLD = 4
 DEADLINE = 180.0  # seconds for all processes

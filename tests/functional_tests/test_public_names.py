@@ -15,8 +15,8 @@ import pytest
 import megatron_pp.p2p_communication
 import megatron_pp.schedules
 from megatron_pp.schedules import StepArguments
-from megatron_pp.testing.processes import run_processes
 from tests.functional_tests.megatron_support import needs_megatron
+from tests.harness.processes import run_processes
 
 # One start serves all tests, on one worker.
 pytestmark = pytest.mark.xdist_group("public_names")

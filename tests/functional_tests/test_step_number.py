@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron_pp.errors import PipelineMismatchError
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.toy import ToyData, reference_run, toy_config
+from tests.harness.processes import run_processes
 
 pytestmark = pytest.mark.xdist_group("step_number")
 

@@ -10,10 +10,10 @@ from megatron_pp.faults.attach import close_guard
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.placement import Placement
 from megatron_pp.testing.pipeline import toy_step
-from megatron_pp.testing.processes import RankFailedError, run_processes
 from megatron_pp.testing.toy import ToyData, toy_chunks, toy_config
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.run import load_run
+from tests.harness.processes import RankFailedError, run_processes
 
 
 def train_rank(rank, size, folder, pipelines, policy, traced_ranks):

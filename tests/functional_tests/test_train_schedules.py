@@ -17,9 +17,9 @@ import pytest
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import PlanSpec
-from megatron_pp.testing.processes import run_processes
 from tests.functional_tests.test_train_script import SMALL, losses, numbers, run_well, train_sh
 from tests.harness.plan_text import save_plan
+from tests.harness.processes import run_processes
 
 RANKS, STEPS, MICROBATCHES = 2, 2, 5
 SIZES = [*SMALL, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(STEPS), "--eval-interval", "0"]
@@ -87,7 +87,7 @@ def test_the_script_brings_the_chunks_that_a_schedule_needs_and_says_what_is_spl
     assert (layers, optimizer) == ("layers: torch; norms: torch LayerNorm", "optimizer: torch AdamW (fused=False)")
     # Of the first and the last stage: two layers of four linear maps, the embedding and the output, and five norms.
     assert backward == (
-        "backward: split; of rank 0, 10 layers put their weight gradients off, 0 do so themselves, 5 do all of their "
-        "backward at once"
+        "backward: split; of rank 0, 10 layers defer their weight gradients, 0 do so themselves, 5 compute all "
+        "gradients at once"
     )
     assert numbers(folder / "runs" / "script") == numbers(folder / "runs" / "1f1b")

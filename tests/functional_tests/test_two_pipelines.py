@@ -16,8 +16,8 @@ from megatron_pp.comm.group_name import name_of
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.processes import run_processes
 from megatron_pp.testing.toy import HIDDEN, ToyData, ToyResult, merged, reference_run, toy_config
+from tests.harness.processes import run_processes
 
 pytestmark = pytest.mark.xdist_group("two_pipelines")
 

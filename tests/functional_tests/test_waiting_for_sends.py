@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_pp.comm.gloo import InterruptedTransferError
 from megatron_pp.comm.transport import ACT, ProcessGroupTransport
-from megatron_pp.testing.processes import run_processes
+from tests.harness.processes import run_processes
 
 
 def rank_main(rank: int, size: int) -> float:

@@ -94,7 +94,7 @@ def test_owned_bytes_arrive_although_the_schedule_freed_them(seed: int) -> None:
     _, got = run_pair(poisoned, send, receive)
     assert isinstance(got, torch.Tensor)
     assert got.isnan().all()
-    assert "gave the memory of a send back" in poisoned.violations[0]
+    assert "released the memory of a send" in poisoned.violations[0]
 
 
 @pytest.mark.parametrize("kind", HOSTILE_NETWORKS)

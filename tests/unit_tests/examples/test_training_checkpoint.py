@@ -23,7 +23,7 @@ from examples.gpt.checkpoint import (
 )
 from examples.gpt.description import DESCRIPTION, Checkpoint
 from examples.gpt.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError
-from megatron_pp.testing.processes import run_processes
+from tests.harness.processes import run_processes
 
 LAYOUT = {"stages": 2, "layers_of_stages": [[0], [1, 2]]}
 CPU = torch.device("cpu")

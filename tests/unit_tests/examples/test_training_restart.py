@@ -17,7 +17,7 @@ from examples.gpt.description import Checkpoint, write_description
 from examples.gpt.errors import ArgumentError
 from examples.gpt.rendezvous_store import agreed_place, check_same_flags
 from examples.gpt.restart import LAUNCH, Start, find_start, remember, this_agent
-from megatron_pp.testing.processes import run_processes
+from tests.harness.processes import run_processes
 
 LAYOUT = {"num_layers": 4}
 AGENTS = ["here/7/100", "there/9/100"]

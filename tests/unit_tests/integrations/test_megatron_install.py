@@ -47,7 +47,7 @@ def stand_in(version: str, **changed: str) -> types.ModuleType:
 
 def test_without_megatron() -> None:
     with mock.patch.dict(sys.modules, {"megatron": None}):
-        with pytest.raises(UnknownMegatronError, match=r"can not be imported .*; install it: pip install"):
+        with pytest.raises(UnknownMegatronError, match=r"cannot be imported .*; install it: pip install"):
             megatron_core.install()
         assert not megatron_core.is_installed()
         megatron_core.uninstall()  # nothing to do

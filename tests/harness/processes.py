@@ -1,4 +1,4 @@
-"""Ranks as real processes: started with a deadline, always reaped, with results and errors handed back.
+"""Ranks as real processes: started with a deadline, always reaped; returns their results or raises their errors.
 
     results = run_processes(rank_main, 4, args=(...), timeout=60)
 
@@ -53,9 +53,9 @@ def run_processes(
 
     ``backend`` None leaves process groups to ``rank_main``. ``start_method`` is multiprocessing's: "spawn" starts
     every rank as a launcher does; "forkserver", after ``multiprocessing.set_forkserver_preload(["torch"])``, in a
-    twentieth of the time, but the ranks then hash strings alike, so that nothing shows which depends on the order of a
-    set, and their interpreter is past what ``environment`` could tell it. Raises RankFailedError as soon as a rank has
-    raised (after a moment for the others to report, too), RanksTimedOutError at the deadline; no process outlives the
+    twentieth of the time, but then all ranks share one hash seed (no dependence on the order of a set shows), and
+    ``environment`` comes too late for the interpreter. Raises RankFailedError as soon as a rank has
+    raised (after a moment for reports of the others), RanksTimedOutError at the deadline; no process outlives the
     call.
     """
     context: Any = multiprocessing.get_context(start_method)
@@ -78,7 +78,7 @@ def run_processes(
 
 
 class _Setup:
-    """What a rank needs before ``rank_main``; plain data."""
+    """The set-up of a rank, before ``rank_main``."""
 
     def __init__(
         self, rank: int, size: int, backend: str | None, store: str, group_timeout: float, environment: dict[str, str]
@@ -112,7 +112,7 @@ def _rank_process(pipe: Connection, setup: _Setup, rank_main: Callable[..., Any]
             dist.barrier()
             dist.destroy_process_group()
         message: tuple[str, Any] = ("result", result)
-    except BaseException as error:  # handed over as text: not every exception can be pickled
+    except BaseException as error:  # sent as text: not every exception can be pickled
         message = ("error", (type(error).__name__, str(error), traceback.format_exc()))
     try:
         pipe.send_bytes(pickle.dumps(message))
