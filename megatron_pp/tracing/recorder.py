@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_pp.comm.transport import Transport
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan, PlanSpec
@@ -37,9 +38,8 @@ from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_l
 
 logger = logging.getLogger("megatron_pp")
 
-DIRECTORY_VARIABLE = "MEGATRON_PP_TRACE_DIR"
-STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"
 _DEFAULT_STEPS = "2-21"
+_MOST_DIGITS = 18  # of a step number
 _STEPS_BETWEEN_SYNCS = 16
 
 # A tracer belongs to a model, and goes with it. Ranks make their models in one order, so their numbers agree.
@@ -67,23 +67,15 @@ class Recording(Observer, Protocol):
         ...
 
 
-def trace_folder(config: Any) -> str | None:
-    """Where traces go; None where tracing is off."""
-    return getattr(config, "trace_dir", None) or os.environ.get(DIRECTORY_VARIABLE) or None
-
-
 def flush_traces() -> None:
     """Write what is still to be written: steps on GPUs whose times were not read yet. Waits for those steps."""
     for tracer in list(_TRACERS.values()):
         tracer.resolve_pending()
 
 
-_MOST_DIGITS = 18
-
-
-def trace_steps(config: Any) -> str:
-    """Which training steps are recorded, as in ``3,10-12``."""
-    return getattr(config, "trace_steps", None) or os.environ.get(STEPS_VARIABLE) or _DEFAULT_STEPS
+def traced_steps(settings: StepSettings) -> str:
+    """Which training steps are recorded, as in ``3,10-12``; empty where tracing is off."""
+    return (settings.trace_steps or _DEFAULT_STEPS) if settings.trace_dir else ""
 
 
 def chosen_steps(text: str) -> list[range]:
@@ -101,18 +93,20 @@ def _is_step(word: str) -> bool:
     return word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS
 
 
-def step_recording(model: Any, config: Any, plan: Plan, transport: Transport, size: float) -> Recording | None:
+def step_recording(
+    model: Any, settings: StepSettings, plan: Plan, transport: Transport, size: float
+) -> Recording | None:
     """What records the training step that starts now; None where it is not to be recorded.
 
     ``model`` (steps are counted per model) is this rank's first chunk; ``size`` is the bytes of an activation.
     """
-    folder = trace_folder(config)
-    if folder is None or plan.spec.forward_only:
+    folder = settings.trace_dir
+    if not folder or plan.spec.forward_only:
         return None
     tracer = _TRACERS.get(model)
     if tracer is None or tracer.folder != folder:
-        first = getattr(config, "trace_first_step", 1)
-        tracer = _TRACERS[model] = Tracer(folder, chosen_steps(trace_steps(config)), transport, first)
+        steps = chosen_steps(traced_steps(settings))
+        tracer = _TRACERS[model] = Tracer(folder, steps, transport, settings.trace_first_step)
     return tracer.next_step(plan, size)
 
 
@@ -199,7 +193,7 @@ class Tracer:
         Pipelines of one job have to have the same: the job's store keeps the first one that is made for the model.
         """
         mine = time.time_ns() // 1000 << 12 | int.from_bytes(os.urandom(2), "big") >> 4
-        store = getattr(self.transport, "store", None)
+        store = self.transport.store
         if store is None:
             return mine
         return int(store.compare_set(f"megatron_pp/trace/run/{self.number}", "", str(mine)))
