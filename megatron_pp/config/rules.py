@@ -167,16 +167,14 @@ def fill_in_model_sizes(config: Any) -> frozenset[str]:
 
 
 def lowering_policy(config: Any) -> str:
-    """What the two flags ask for; a grouped call where neither is set. Raises ConfigError where both are True."""
+    """What the two flags ask for. Raises ConfigError where both are set."""
     overlap, batched = config.overlap_p2p_comm, config.batch_p2p_comm
     if overlap and batched:
         raise ConfigError(
             "overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole and can not "
             "overlap, so set batch_p2p_comm=False or leave it out"
         )
-    if overlap:
-        return OVERLAP
-    return BATCHED if batched is None or batched else PLAIN
+    return OVERLAP if overlap else BATCHED if batched else PLAIN
 
 
 def schedule_name(schedule: str | None, num_chunks: int) -> str:

@@ -48,6 +48,9 @@ class StillTransport(Transport):
     def batch(self, requests: Sequence[P2PRequest]) -> list[StillTransport]:
         return [self] * len(requests)
 
+    def is_gone(self) -> bool:
+        return False
+
     def wait(self, timeout: Any = None) -> bool:
         return True
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pp import parallel_state, schedules
+from megatron_pp import schedules
+from megatron_pp.comm import process_groups as parallel_state
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
