@@ -12,7 +12,7 @@ from megatron_pp.errors import ConfigError, LayoutError, MicrobatchCountError, S
 if TYPE_CHECKING:
     from megatron_pp.config.layout import place_layers
     from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count, legal_microbatch_counts
-    from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig, option
+    from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
 
 _EXPORTS = {
     "MicrobatchCount": "microbatch_counts",
@@ -20,7 +20,6 @@ _EXPORTS = {
     "TransformerConfig": "model_config",
     "explain_microbatch_count": "microbatch_counts",
     "legal_microbatch_counts": "microbatch_counts",
-    "option": "model_config",
     "place_layers": "layout",
 }
 
@@ -35,7 +34,6 @@ __all__ = [
     "WorldSizeError",
     "explain_microbatch_count",
     "legal_microbatch_counts",
-    "option",
     "place_layers",
 ]
 

@@ -38,11 +38,7 @@ def _own_loops(config: Any, forward_only: bool) -> str | None:
 
 
 def _captures_whole_step(config: Any) -> bool:
-    """Whether CUDA graphs capture the whole iteration.
-
-    Early releases have a field of their own for it, later ones a scope (a string, then an enum or a list of them), the
-    latest a kind (``cuda_graph_impl``).
-    """
+    """Releases ask for it in three ways: a field of its own; a scope (a string, an enum, or a list of them); a kind."""
     kind, scope = getattr(config, "cuda_graph_impl", None), getattr(config, "cuda_graph_scope", None)
     if kind == "full_iteration":
         return True
