@@ -33,11 +33,9 @@ _READ = (1, _VERSION)
 
 @dataclass(frozen=True)
 class RunHeader:
-    """run: the same for all ranks of a job. pipeline: global ranks of this rank's pipeline; rank: place in it."""
-
-    run: str
-    rank: int
-    pipeline: tuple[int, ...]
+    run: str  # the same for all ranks of a job
+    rank: int  # in its pipeline
+    pipeline: tuple[int, ...]  # global ranks
     device: str
     host: str
 
@@ -48,12 +46,12 @@ class RunHeader:
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """A plan as one rank knows it. ``message_bytes``: size of an activation between stages, 0 where not known."""
+    """A plan as one rank has it."""
 
     spec: PlanSpec
     placement: str
     program: tuple[Instruction, ...]
-    message_bytes: float
+    message_bytes: float  # size of an activation between stages; 0 if not known
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,13 @@ class StepRecord:
 
 @dataclass
 class RankTrace:
-    """What a file holds. ``syncs``: (time of this rank's clock, how far it is ahead of the first rank's)."""
+    """What a file contains."""
 
     path: str
     header: RunHeader
     version: int = _VERSION
     plans: list[PlanRecord] = field(default_factory=list)
-    syncs: list[tuple[int, int]] = field(default_factory=list)
+    syncs: list[tuple[int, int]] = field(default_factory=list)  # (this rank's time, how far it is ahead of rank 0's)
     steps: dict[int, StepRecord] = field(default_factory=dict)
 
     def ahead_at(self, time: int) -> float:
@@ -139,9 +137,8 @@ _NOT_A_LINE = (KeyError, TypeError, ValueError, OverflowError, RecursionError, A
 def _why(error: Exception) -> str:
     if isinstance(error, (PlanError, InstructionError)):
         return str(error)
-    if isinstance(error, json.JSONDecodeError):
-        return f"not a line of a trace ({error.msg})"
-    return f"not a line of a trace ({type(error).__name__}: {error})"
+    why = error.msg if isinstance(error, json.JSONDecodeError) else f"{type(error).__name__}: {error}"
+    return f"not a line of a trace ({why})"
 
 
 def _header(content: dict[str, Any]) -> RunHeader:
@@ -183,7 +180,7 @@ def _check_plan(header: RunHeader, spec: PlanSpec, program: Sequence[Instruction
     if spec.pipeline_size != len(header.pipeline):
         raise ExchangeError(f"a plan for {spec.pipeline_size} ranks in a run of {len(header.pipeline)}")
     if spec.num_chunks * spec.num_microbatches > len(program):
-        raise ExchangeError(f"{spec.num_chunks} chunks of {spec.num_microbatches} microbatches do not fit into it")
+        raise ExchangeError(f"{spec.num_chunks} chunks of {spec.num_microbatches} microbatches do not fit into its program")
     for at in each(program):
         if at.chunk >= spec.num_chunks or at.mb >= spec.num_microbatches:
             raise ExchangeError(f"{at} is outside {spec.num_chunks} chunks of {spec.num_microbatches} microbatches")
@@ -191,7 +188,7 @@ def _check_plan(header: RunHeader, spec: PlanSpec, program: Sequence[Instruction
 
 def _check_step(trace: RankTrace, record: StepRecord) -> None:
     if not 0 <= record.plan < len(trace.plans):
-        raise ExchangeError(f"step {record.step} is of a plan that does not stand before it")
+        raise ExchangeError(f"step {record.step} is of a plan that does not precede it")
     expected = sum(1 for _ in without_pairs(trace.plans[record.plan].program))
     if not len(record.starts) == len(record.ends) == expected:
         raise ExchangeError(

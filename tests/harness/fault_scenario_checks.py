@@ -37,7 +37,7 @@ def complaints(episode: Episode, reports: Mapping[int, Report], size: int) -> li
     if fault is None or fault.kind == DELAY:
         found += _undisturbed(episode, reports)
     elif fault.kind in OWN_ERRORS:
-        found += _one_exception(fault, reports)
+        found += _one_exception(_instruction(episode, fault, size), fault, reports)
     else:
         found += _stall(episode, fault, reports, size)
     return found
@@ -79,7 +79,13 @@ def _undisturbed(episode: Episode, reports: Mapping[int, Report]) -> Iterator[st
             yield f"rank {rank}: did {report.steps_done} of {episode.steps} steps"
 
 
-def _one_exception(fault: Fault, reports: Mapping[int, Report]) -> Iterator[str]:
+def _instruction(episode: Episode, fault: Fault, size: int) -> str:
+    """The instruction in which the fault happens: a backward may be split in the plan."""
+    program = {str(at) for at in build_plan(_spec_of(episode, size)).programs[fault.rank]}
+    return fault.instruction if fault.instruction in program else f"I{fault.instruction[1:]}"
+
+
+def _one_exception(instruction: str, fault: Fault, reports: Mapping[int, Report]) -> Iterator[str]:
     kind = _TYPES.get(fault.kind, "InjectedError")
     place = f"chunk {fault.chunk}, microbatch {fault.mb}"
     told = f"chunk {fault.chunk} for microbatch {fault.mb}" if fault.kind == SHAPE else fault.message
@@ -93,7 +99,7 @@ def _one_exception(fault: Fault, reports: Mapping[int, Report]) -> Iterator[str]
             wanted: dict[str, Any] = {}
             right = name == kind and told in text
         else:
-            wanted = {"rank": fault.rank, "instruction": fault.instruction}
+            wanted = {"rank": fault.rank, "instruction": instruction}
             who = f"pipeline rank {fault.rank} (global rank {fault.rank}) raised"
             right = name == "PipelinePeerError" and who in text and kind in text and place in text and told in text
         if not right or any(attributes.get(key) != value for key, value in wanted.items()):
@@ -120,7 +126,7 @@ def _stall(episode: Episode, fault: Fault, reports: Mapping[int, Report], size: 
         if report.raised_at - (report.fired_at or 0.0) > limit(episode):
             yield f"rank {rank}: raised only after {report.raised_at - (report.fired_at or 0.0):.1f} s"
         line = attributes["progress"].get(rank, "")
-        waiting += f"from rank {fault.rank}" in line or f"for rank {fault.rank} to take" in line
+        waiting += f"from rank {fault.rank}" in line or f"for rank {fault.rank} to receive" in line
         yield from _wrongly_told(plan, fault, rank, line)
     if not waiting:
         yield f"no rank says that it waits for rank {fault.rank}"
