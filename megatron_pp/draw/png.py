@@ -23,20 +23,29 @@ _LETTER = 6.6
 
 def render_png(timeline: Timeline, width: int = 1600, dark: bool = False) -> bytes:
     """The picture, ``width`` pixels wide."""
+    return figure_png([timeline], width, dark)
+
+
+def figure_png(timelines: list[Timeline], width: int = 1600, dark: bool = False) -> bytes:
+    """Timelines below each other on a common time axis."""
     dpi = 100
-    height = 130 + (44 if timeline.most_memory else 30) * len(timeline.lanes)
+    lane_pixels = 44 if any(t.most_memory for t in timelines) else 30
+    height = sum(90 + lane_pixels * len(t.lanes) for t in timelines) + 40
     with style.context("dark_background" if dark else "default"):
         figure = Figure(figsize=(width / dpi, height / dpi), dpi=dpi)
         canvas = FigureCanvasAgg(figure)
-        _draw(figure.subplots(), timeline, width - 170, dark)
+        end = max(t.end for t in timelines) or 1.0
+        ratios = {"height_ratios": [len(t.lanes) + 1 for t in timelines]}
+        grid = figure.subplots(len(timelines), 1, squeeze=False, gridspec_kw=ratios)
+        for axes, timeline in zip(grid[:, 0], timelines, strict=True):
+            _draw(axes, timeline, end, width - 170, dark)
         figure.tight_layout()
         out = io.BytesIO()
         canvas.print_png(out)
     return out.getvalue()
 
 
-def _draw(axes: Axes, timeline: Timeline, pixels: float, dark: bool) -> None:
-    end = timeline.end or 1.0
+def _draw(axes: Axes, timeline: Timeline, end: float, pixels: float, dark: bool) -> None:
     scale = pixels / end
     for k, lane in enumerate(timeline.lanes):
         axes.broken_barh([(0, timeline.end)], (k - 0.38, 0.5), facecolors=_DARK_IDLE if dark else _IDLE)

@@ -85,7 +85,7 @@ class Megatron:
             reset(enabled=not forward_only, config=config)
 
     def resynchronise_fsdp(self, chunks: list[Any]) -> None:
-        """Synchronise Megatron-FSDP's parameter gathering after evaluation without a pipeline, where this release does."""
+        """Synchronise Megatron-FSDP's parameter gathering after evaluation without a pipeline, as this release does."""
         if not self.row.fsdp_resync:
             return
         for chunk in chunks:
