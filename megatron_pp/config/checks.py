@@ -12,7 +12,7 @@ class ConfigError(ValueError):
 
 
 class LayoutError(ConfigError):
-    """Layers can not be placed over the stages so that each is placed exactly once."""
+    """Layers cannot be placed over the stages so that each is placed exactly once."""
 
 
 class MicrobatchCountError(ConfigError):

@@ -179,11 +179,11 @@ class ModelParallelConfig:
         return rules.placement_name(self)
 
     def explain_microbatch_count(self, num_microbatches: int) -> MicrobatchCount:
-        """What is to be said about this number of microbatches; raises MicrobatchCountError unless it is at least 1."""
+        """The effect of this number of microbatches on speed; raises MicrobatchCountError unless it is at least 1."""
         return rules.explain_microbatches(self, num_microbatches)
 
     def replace(self: Config, **changes: Any) -> Config:
-        """A changed copy; what was filled in is derived anew (dataclasses.replace keeps it). Raises as the class."""
+        """A changed copy; derived values are computed again (dataclasses.replace keeps them). Raises as the class."""
         fresh: dict[str, Any] = {name: None for name in self._filled_in if name not in changes}
         return dataclasses.replace(self, **fresh, **changes)
 
@@ -221,7 +221,7 @@ class TransformerConfig(ModelParallelConfig):
         self.layers_of_stages()
 
     def layers_of_stages(self) -> list[list[int]]:
-        """Layer numbers (from 0) of each of the P * V stages in model order; `plan.placement` says where they live.
+        """Layer numbers (from 0) of each of the P * V stages in model order; `plan.placement` maps stages to ranks.
 
         Raises LayoutError.
         """
@@ -241,7 +241,7 @@ class TransformerConfig(ModelParallelConfig):
 def option(config: object, name: str) -> Any:
     """`config.name`, or ModelParallelConfig's default where this object has no such attribute.
 
-    So that one of Megatron's own config objects, which knows nothing of `max_pending_sends`, is served with ours.
+    Megatron's own config objects do not have `max_pending_sends`, for example.
     Raises AttributeError where ModelParallelConfig has no such field either.
     """
     if hasattr(config, name):
