@@ -105,7 +105,7 @@ def _transformer_config(work: Work) -> Any:
 
 
 class _Chunk(torch.nn.Module):
-    """A stage as Megatron wants it."""
+    """A stage with Megatron's interface."""
 
     def __init__(self, inner: torch.nn.Module, config: Any, vp_stage: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _Solo:
 
 
 class _Done:
-    """The handle of a send that was waited for; gloo's own can not be waited twice."""
+    """The handle of a send that was waited for; gloo's own cannot be waited for twice."""
 
     def wait(self) -> None: ...
 

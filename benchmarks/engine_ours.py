@@ -24,7 +24,7 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
     config = make_config(work)
     chunks = [PipelineStage(make_stage(stage), config, c) for c, stage in enumerate(placement.stages[rank])]
     if family.splits_weight and split_weight_grad(chunks).report.delayed < len(chunks):
-        raise Unavailable(f"{work.schedule} splits the backward, which these stages can not")
+        raise Unavailable(f"{work.schedule} splits the backward, which these stages cannot")
     alone = work.pipeline_size == 1
     communicator = None if alone else P2PCommunicator(group, config, *([transport] if transport is not None else []))
     chunked = work.num_chunks > 1

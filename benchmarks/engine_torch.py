@@ -24,7 +24,7 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
     if work.policy != "overlap":
         raise Unavailable("torch has one way to communicate; see overlap")
     if work.pipeline_size == 1:
-        raise Unavailable("torch's schedules want a pipeline of several ranks")
+        raise Unavailable("torch's schedules need a pipeline of several ranks")
     numbers = [chunk * work.pipeline_size + rank for chunk in range(work.num_chunks)]
     stages = [_stage(pipelining, make_stage(n), n, work, group) for n in numbers]
     kind = getattr(pipelining, names[work.schedule])

@@ -23,8 +23,8 @@ MakeStage = Callable[[int], torch.nn.Module]
 Step = Callable[[], None]
 
 
-class Unavailable(RuntimeError):  # noqa: N818  (a reason, told in the table)
-    """This engine can not do this here; the message says why."""
+class Unavailable(RuntimeError):  # noqa: N818  (a reason, shown in the table)
+    """This engine cannot run this here; the message is the reason."""
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ def transfer_seconds(rank: int, num_bytes: int, repeats: int = 5) -> float:
         elif rank == 1:
             dist.recv(tensor, 0)
         best = min(best, time.perf_counter() - began)
-    told = [None]
+    shared = [None]
     if rank == 1:
-        told = [best]
-    dist.broadcast_object_list(told, src=1)
-    return float(told[0])  # type: ignore[arg-type]
+        shared = [best]
+    dist.broadcast_object_list(shared, src=1)
+    return float(shared[0])  # type: ignore[arg-type]

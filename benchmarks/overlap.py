@@ -224,7 +224,7 @@ class FreesAtOnce(PlanExecutor):
     def _forward(self, at: ins.Instruction) -> None:
         super()._forward(at)
         if at.stage == self.last_stage:
-            self._copies(at).clear()  # which nobody sends
+            self._copies(at).clear()  # which is not sent
 
     def _send_f(self, at: ins.Instruction) -> None:
         copy, key = self._copies(at).popleft(), at[1:3]

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 class BenchmarkError(RuntimeError):
-    """A benchmark can not run here; the message says what is missing, in one sentence."""
+    """A benchmark cannot run here; the message names what is missing."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ def shown(value: Any) -> str:
 
 
 def machine_facts() -> Row:
-    """What numbers depend on besides the code. The load tells whether the machine was quiet."""
+    """The environment of the numbers. The load shows whether the machine was idle."""
     import torch
 
     return {

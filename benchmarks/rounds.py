@@ -48,7 +48,7 @@ def timed_rounds(
 
 
 def tell_progress(rank: int, done: int, of: int, label: str, seconds: Mapping[str, list[float]]) -> None:
-    """Rank 0 says what it measured so far, on stderr: these runs are long, and may be cut short."""
+    """Rank 0 prints its results so far to stderr: these runs are long, and may be interrupted."""
     if rank == 0:
         figures = ", ".join(f"{name} {summary(times, 1e3)['median']:.0f} ms" for name, times in seconds.items())
         print(f"[{done}/{of}] {label}: {figures}", file=sys.stderr, flush=True)

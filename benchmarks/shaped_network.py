@@ -57,7 +57,7 @@ class Place:
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/var/run/netns/{self.namespace}") as handle:
             if libc.setns(handle.fileno(), _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"can not enter network namespace {self.namespace}")
+                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {self.namespace}")
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
 
 

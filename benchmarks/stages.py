@@ -20,7 +20,7 @@ class AddWeight(torch.nn.Module):
 
 
 class TimedStage(torch.nn.Module):
-    """A stage whose forward and backward take as long as told, by sleeping: cores stay free for the transfers.
+    """A stage whose forward and backward take given times, by sleeping: cores stay free for the transfers.
 
     Copies that a stage makes (its output, the gradient of its input) are counted into that time.
     """
@@ -54,7 +54,7 @@ class _Timed(torch.autograd.Function):
 
 class SplitTimedStage(torch.nn.Module):
     """A TimedStage whose backward is in two halves: it queues its weight gradients, as Transformer Engine's layers do,
-    and ``backward_dw()`` computes (sleeps) them, oldest first. ``split_weight_grad`` knows such layers.
+    and ``backward_dw()`` computes (sleeps) them, oldest first. ``split_weight_grad`` supports such layers.
     """
 
     def __init__(self, forward_seconds: float, input_seconds: float, weight_seconds: float) -> None:

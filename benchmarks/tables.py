@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def together(one: Report, other: Report) -> Report:
-    """The rows of both; what they were measured with and on is told of both where it differs. Raises BenchmarkError
+    """The rows of both; settings and environment of both where they differ. Raises BenchmarkError
     for tables of other columns."""
     if one.columns != other.columns:
         raise BenchmarkError(f"two reports {one.name!r} have other columns: they were not made by one version")

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> Report:
         {k: v for k, v in vars(args).items() if isinstance(v, int)},
         [
             "GPTModel rows of one V and policy were run in turns in the same processes: only the schedule differs. "
-            "Vocabulary 256, fp32, Adam. Our GPT is another model of the same sizes and runs by itself: no comparison "
+            "Vocabulary 256, fp32, Adam. Our GPT is a different model of the same sizes, run separately: no comparison "
             "of engines.",
         ],
     )

@@ -1,4 +1,4 @@
-"""Writes the README's table of config fields from the dataclasses. ``--check`` only says whether it is up to date.
+"""Writes the README's table of config fields from the dataclasses. ``--check`` only reports whether it is up to date.
 
 python scripts/config_table.py [--check]
 """

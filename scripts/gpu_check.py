@@ -48,14 +48,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: docs/gpu_results.md, with --cpu nowhere")
     parser.add_argument("--repeats", type=int, default=20, help="of every case of the race, for each dtype")
     parser.add_argument("--megabytes", type=int, default=64, help="of a tensor")
-    parser.add_argument("--cpu", action="store_true", help="gloo on the CPU; writes only where --out says")
+    parser.add_argument("--cpu", action="store_true", help="gloo on the CPU; writes only to --out")
     args = parser.parse_args(argv)
     if args.out is None and not args.cpu:
         args.out = ROOT / "docs" / "gpu_results.md"
     if args.out is not None and (args.out.is_dir() or not args.out.parent.is_dir()):  # known before it takes minutes
         parser.error(f"--out {args.out}: must be a file in a folder that exists")
     if not args.cpu and not torch.cuda.is_available():
-        print("gpu_check: torch sees no CUDA device here; --cpu tries the script without one", file=sys.stderr)
+        print("gpu_check: torch finds no CUDA device here; --cpu tries the script without one", file=sys.stderr)
         return 2
     if args.cpu:
         os.environ.update(KEEP_FREED_MEMORY_MAPPED)  # for the ranks, which are new processes
@@ -160,8 +160,8 @@ class Check:
         late = 1e3 * gpu_ranks.LATE
         free = ours[key] < busy + 0.2 * late and ours["longest RELEASE, stream ms"] < 0.1 * late
         shown = control[key] > 0.5 * late
-        told = f"four forwards of {gpu_ranks.FORWARD_MS:g} ms, the receiver {late:g} ms late"
-        self.report.paragraph(f"RELEASE and the compute stream: {told}.")
+        setting = f"four forwards of {gpu_ranks.FORWARD_MS:g} ms, the receiver {late:g} ms late"
+        self.report.paragraph(f"RELEASE and the compute stream: {setting}.")
         columns = list(ours)
         rows = [[name, *(f"{found[name][c]:.1f}" for c in columns)] for name in ("ours", "wait at once")]
         self.report.table(["", *columns], rows)

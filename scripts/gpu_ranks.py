@@ -52,7 +52,7 @@ class Place:
 def enter(rank: int, size: int, place: Place, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Join the process group and run ``work(rank, size, device, *args)``.
 
-    NCCL refuses two ranks on one GPU only within one host: each says that it is a host of its own.
+    NCCL refuses two ranks on one GPU only within one host: each claims a host of its own.
     """
     device = torch.device(place.devices[rank])
     if place.backend == "nccl":
@@ -69,9 +69,9 @@ def enter(rank: int, size: int, place: Place, work: Callable[..., Any], args: tu
 
 def facts(rank: int, size: int, device: torch.device) -> dict[str, str]:
     """What the numbers depend on; after one transfer, which shows that the ranks can talk at all."""
-    told = torch.full((4,), float(rank), device=device)
-    dist.all_reduce(told)
-    found = {"torch": torch.__version__, "ranks": str(size), "sum of ranks": str(told[0].item())}
+    total = torch.full((4,), float(rank), device=device)
+    dist.all_reduce(total)
+    found = {"torch": torch.__version__, "ranks": str(size), "sum of ranks": str(total[0].item())}
     if device.type == "cuda":
         found["GPU"] = torch.cuda.get_device_name(device)
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""``torchrun`` with the same arguments, that says in one line how a run ended, and with what exit code.
+"""``torchrun`` with the same arguments, that prints in one line how a run ended, with its exit code.
 
     0            every rank has done all its steps
     128 + signal a signal (Ctrl-C, SIGTERM) to this launcher or to a rank: the ranks have finished their step and saved
@@ -9,7 +9,7 @@
     5            another run is working in the run's folder
     1            any other failure
 
-A rank has said in a line what led to 2, 3, 4 or 5. When this launcher ends, however it ends, its ranks end too (Linux).
+A rank has printed the reason of 2, 3, 4 or 5. When this launcher ends, however it ends, its ranks end too (Linux).
 
 With ``--max-restarts`` all but 0 and a signal to the launcher start the ranks again, which then continue their run.
 See examples/gpt/program.py for the ranks' own exit codes, which are the same.
@@ -40,7 +40,7 @@ os.environ["MEGATRON_PP_LAUNCHER"] = str(os.getpid())
 os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
 
 
-def told(rank: int, failure: ProcessFailure) -> str:
+def ending_of(rank: int, failure: ProcessFailure) -> str:
     """How the rank that failed first ended."""
     code = failure.exitcode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -61,7 +61,7 @@ if __name__ == "__main__":
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode not in PASSED_ON:
-            print(told(rank, failure), file=sys.stderr, flush=True)
+            print(ending_of(rank, failure), file=sys.stderr, flush=True)
             if others_read_here():
                 time.sleep(FAREWELL)
         sys.exit(failure.exitcode if failure.exitcode in PASSED_ON else 1)

@@ -5,14 +5,14 @@
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 scripts/launch_multinode.sh [--dry-run] <the same flags>
 #
 #   sbatch --nodes 2 --wrap "scripts/launch_multinode.sh <flags of train.py>"     starts itself once on each node
-#   srun --ntasks-per-node 1 scripts/launch_multinode.sh <flags of train.py>      the same, said by hand
+#   srun --ntasks-per-node 1 scripts/launch_multinode.sh <flags of train.py>      the same, given by hand
 #
 # All nodes see the project, the text and the run's folder (--run-dir) under the same paths. Options come first:
 #
 #   --dry-run   print the command of this node and start nothing
 #   --help      print this
 #
-# Environment. Wrong values are told before anything starts, and end with exit code 2.
+# Environment. Wrong values are reported before anything starts, with exit code 2.
 #
 #   NNODES          nodes                                 default: Slurm's, or 1
 #   NODE_RANK       this node's number, from 0            default: Slurm's; needed where NNODES > 1
@@ -52,12 +52,12 @@ print_help() {
 # The first of Slurm's nodes, of which the list is written in Slurm's own short form.
 first_slurm_node() {
     local list="${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}"
-    [[ -n "$list" ]] || fail "MASTER_ADDR is not set, and Slurm tells no list of nodes; give the address of node 0"
+    [[ -n "$list" ]] || fail "MASTER_ADDR is not set, and Slurm gives no list of nodes; give the address of node 0"
     command -v scontrol > /dev/null || fail "MASTER_ADDR is not set, and there is no scontrol to expand '$list'; give the address of node 0"
     scontrol show hostnames "$list" | head -n 1
 }
 
-# The network interface that holds MASTER_ADDR, or else the one on the way there. Empty if that cannot be told.
+# The network interface that holds MASTER_ADDR, or else the one on the way there. Empty if unknown.
 interface_to_master() {
     command -v ip > /dev/null || return 0
     local address device
@@ -120,7 +120,7 @@ fi
 NODE_RANK="${NODE_RANK:-0}"
 check_number NODE_RANK 0 "$((10#$NNODES - 1))"
 MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
-getent ahosts "$MASTER_ADDR" > /dev/null || fail "MASTER_ADDR is '$MASTER_ADDR', which no name service knows; give the name or address of node 0"
+getent ahosts "$MASTER_ADDR" > /dev/null || fail "MASTER_ADDR is '$MASTER_ADDR', which no name service resolves; give the name or address of node 0"
 MASTER_PORT="${MASTER_PORT:-29500}"
 check_number MASTER_PORT 1 65535
 if [[ -z "${NPROC_PER_NODE:-}" ]]; then

@@ -101,7 +101,7 @@ the end; the run with one process does the same here. (Added microbatch by micro
 shared parameter does, they differ in the last bit under every engine, Megatron's included.)
 
 Not all cells of Megatron's that are wrong are wrong by the same amount every time: what is read from freed memory
-is whatever lies there. *refused* is a clear error before anything runs; *crashes* is an error in the middle of a
+is arbitrary. *refused* is a clear error before anything runs; *crashes* is an error in the middle of a
 step; *hangs* means no answer within {deadline:g} seconds.
 
 Here the freed-output race shows nearly every time, because gloo reads a send's buffer late; on NCCL it depends on

@@ -73,10 +73,10 @@ install() { # EXTRA...
     [[ -t 2 ]] || pip+=(--quiet) # progress is for people
     say "Installing${joined:+ with extras $joined} (once; a few minutes where torch has to be downloaded) ..."
     rm -f -- "$stamp"
-    # torch first and by itself: megatron-core and others take any version, and must find the pinned one in place.
+    # torch first and alone: megatron-core and others take any version, and must find the pinned one in place.
     "${pip[@]}" torch setuptools wheel >&2
     "${pip[@]}" --no-build-isolation --editable "$root${joined:+[$joined]}" >&2
-    (cd / && "$python" -c 'import torch, megatron_pp') || die "torch and megatron_pp can not be imported from $venv"
+    (cd / && "$python" -c 'import torch, megatron_pp') || die "torch and megatron_pp cannot be imported from $venv"
     printf '%s\n%s\n' "$(fingerprint)" "$*" >"$stamp.new"
     mv -f -- "$stamp.new" "$stamp"
 }

@@ -8,7 +8,7 @@
 An episode makes process groups, runs some steps of a small model, and takes them down. In one of its steps a rank may
 raise (in forward, in backward, in the data iterator, out of memory), give a wrong shape, be killed, be stopped, or be
 slow (up to twice as long as p2p_timeout). Every other rank must end with an error that names rank, chunk and
-microbatch, soon; a slow rank must disturb nobody; losses and gradients of all other steps must equal those of one
+microbatch, soon; a slow rank must disturb no other rank; losses and gradients of all other steps must equal those of one
 process to the last bit; nothing may be left behind. Exit code 1 where any of that does not hold.
 """
 
@@ -210,7 +210,7 @@ def clean_episodes(arguments: argparse.Namespace) -> Iterator[Episode]:
 
 
 def run_one(pool: Pool, episode: Episode, ranks: int, books: Books) -> bool:
-    """Run and book it; False where ranks hang, since nothing can be said about what comes after."""
+    """Run and book it; False where ranks hang: later results would mean nothing."""
     what = f"{NAMES.get(episode.schedule, episode.schedule)}, {episode.fault}"
     print(f"episode {episode.number}: {what}", flush=True)
     books.episodes += 1
@@ -348,7 +348,7 @@ def _faults(arguments: argparse.Namespace, books: Books) -> list[str]:
 
 
 def _brief(message: str) -> str:
-    """Up to what the exception says, or who else was where."""
+    """The message up to the text of the exception, or the positions of other ranks."""
     text = message
     for beginning_of_the_rest in (": injected fault", ": the output of", ", which last reported"):
         text = text.partition(beginning_of_the_rest)[0]
@@ -372,7 +372,7 @@ _LEAKS = ("handles", "tensors", "threads", "files", "shared_memory")
 
 
 def _messages(books: Books) -> list[str]:
-    lines = ["What another rank says, in full, one of each:", ""]
+    lines = ["The full messages on other ranks, one of each kind:", ""]
     seen = set()
     for (kind, _), tally in books.tallies.items():
         if tally.message and kind not in seen:

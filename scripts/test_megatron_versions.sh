@@ -24,7 +24,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET
 
 parent_packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
-# Make an environment that sees the parent's packages behind its own; print its interpreter.
+# Make an environment with the parent's packages behind its own; print its interpreter.
 make_environment() {
     local folder="$1"
     "$python" -m venv --without-pip "$folder"

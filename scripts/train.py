@@ -8,7 +8,7 @@ from pathlib import Path
 if __name__ == "__main__":
     # Until the training loop answers it, Ctrl-C ends this process at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # The checkout that this script lies in comes first, installed or not.
+    # The checkout of this script comes first, installed or not.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from examples.gpt.program import end_process, main
 

@@ -16,12 +16,12 @@ from megatron_pp.errors import ConfigError, MicrobatchCountError
 
 @dataclass(frozen=True)
 class MicrobatchCount:
-    """What is to be said about one legal number of microbatches.
+    """The effect of one legal number of microbatches on speed.
 
     count       M
     full_speed  the pipeline fills, and no rank idles longer than the schedule's own bubble
     nearest     the full-speed counts around M (below, above), or M alone
-    sentence    the verdict in words, for a log
+    sentence    the same in words, for the log
     """
 
     count: int

@@ -161,11 +161,11 @@ class ModelParallelConfig:
         return rules.schedule_family(self.pipeline_schedule, self.num_chunks).placement
 
     def explain_microbatch_count(self, num_microbatches: int) -> MicrobatchCount:
-        """What is to be said about this number of microbatches; raises MicrobatchCountError unless it is at least 1."""
+        """The effect of this number of microbatches on speed; raises MicrobatchCountError unless it is at least 1."""
         return rules.explain_microbatches(self, num_microbatches)
 
     def replace(self: Config, **changes: Any) -> Config:
-        """A changed copy; what was filled in is derived anew (dataclasses.replace keeps it). Raises as the class."""
+        """A changed copy; derived values are computed again (dataclasses.replace keeps them). Raises as the class."""
         fresh: dict[str, Any] = {name: None for name in self._filled_in if name not in changes}
         return dataclasses.replace(self, **fresh, **changes)
 
@@ -203,7 +203,7 @@ class TransformerConfig(ModelParallelConfig):
         self.layers_of_stages()
 
     def layers_of_stages(self) -> list[list[int]]:
-        """Layer numbers (from 0) of each of the P * V stages in model order; `plan.placement` says where they live.
+        """Layer numbers (from 0) of each of the P * V stages in model order; `plan.placement` maps stages to ranks.
 
         Raises LayoutError.
         """

@@ -28,7 +28,7 @@ class Row:
     groups_keyword    keyword under which schedules and finalisation take the process groups
     force_all_reduce  whether both take `force_all_reduce`
     offload_reset     when the fine-grained activation offload is reset: never, after training, always
-    graphs_field      config field that says that Megatron captures CUDA graphs of its own at the end of a schedule
+    graphs_field      config field by which Megatron captures CUDA graphs at the end of a schedule
     joint_group       whether finalisation is given, as tp_dp_cp, the group of all ranks of this pipeline stage
     fsdp_resync       without a pipeline, whether Megatron-FSDP's parameter gathering is synchronised after evaluation
     """

@@ -11,7 +11,7 @@ import torch
 
 from megatron_pp.errors import P2PTypeError
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.runtime import settings as schedule_inputs
+from megatron_pp.runtime import log_once
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.memory_transport import MemoryNetwork
@@ -237,7 +237,7 @@ def test_stages_before_one_that_uses_no_input(
 
 
 def test_it_is_said_once_that_zeros_are_sent(caplog: pytest.LogCaptureFixture) -> None:
-    schedule_inputs._say.cache_clear()
+    log_once._say.cache_clear()
     with caplog.at_level(logging.WARNING, "megatron_pp"):
         for _ in range(2):
             run_in_threads(4, 1, DATA, block=DetachedLast)

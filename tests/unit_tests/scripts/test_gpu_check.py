@@ -27,4 +27,4 @@ def test_a_report_that_could_not_be_written_is_refused_at_once(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([]) == 2
-    assert "torch sees no CUDA device here; --cpu tries the script" in capsys.readouterr().err
+    assert "torch finds no CUDA device here; --cpu tries the script" in capsys.readouterr().err

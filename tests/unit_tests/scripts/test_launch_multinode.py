@@ -41,14 +41,14 @@ def command(variables: str, *arguments: str, path: str = "") -> str:
         ("NNODES=2 NODE_RANK=1", "MASTER_ADDR is not set; give the name or address of node 0"),
         ("NNODES=2 NODE_RANK=2 MASTER_ADDR=127.0.0.1", "NODE_RANK is '2'; it must be a whole number from 0 to 1"),
         ("NNODES=2 NODE_RANK=-1 MASTER_ADDR=127.0.0.1", "NODE_RANK is '-1'"),
-        ("NNODES=2 NODE_RANK=1 MASTER_ADDR=no.such.host.invalid", "which no name service knows"),
+        ("NNODES=2 NODE_RANK=1 MASTER_ADDR=no.such.host.invalid", "which no name service resolves"),
         ("MASTER_PORT=65536", "MASTER_PORT is '65536'; it must be a whole number from 1 to 65535"),
         ("NPROC_PER_NODE=0", "NPROC_PER_NODE is '0'"),
         ("MAX_RESTARTS=often", "MAX_RESTARTS is 'often'"),
         ("SCRIPT=/no/such/file", "SCRIPT is '/no/such/file', which is no file"),
         ("GLOO_SOCKET_IFNAME=eth777", "this node has no interface 'eth777'"),
         (STEP.replace("TASKS=2", "TASKS=4"), "Slurm starts this script 4 times on 2 nodes; it must be once on each"),
-        (STEP, "MASTER_ADDR is not set, and Slurm tells no list of nodes"),
+        (STEP, "MASTER_ADDR is not set, and Slurm gives no list of nodes"),
     ],
 )
 @pytest.mark.parametrize("dry", [True, False])

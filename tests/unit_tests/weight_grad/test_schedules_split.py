@@ -19,7 +19,7 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.pairs import pair_up
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanSpec
-from megatron_pp.runtime import settings as schedule_inputs
+from megatron_pp.runtime import log_once
 from megatron_pp.runtime.pairs import HalfCall, in_turn, on_two_streams
 from megatron_pp.runtime.step import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork
@@ -300,7 +300,7 @@ def test_a_model_that_does_not_split_gets_a_plan_without_w(name: str, converted:
 
 
 def test_what_is_off_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    schedule_inputs._say.cache_clear()  # another test of this process may have heard it
+    log_once._say.cache_clear()  # another test of this process may have heard it
     with caplog.at_level(logging.WARNING, logger="megatron_pp"):
         for _ in range(2):
             run_in_threads(3, 1, ToyData(6), pipeline_schedule="zb_h2", **OVERLAP)
