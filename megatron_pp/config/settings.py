@@ -67,14 +67,11 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
         """Reads every field of ``config`` once. Raises ScheduleInputError for an impossible value."""
         if isinstance(config, cls):
             return config
-        read = {
-            name: default if (given := getattr(config, name, None)) is None else given
-            for name, default in _DEFAULTS.items()
-        }
-        for name, from_environment in _FROM_ENVIRONMENT.items():
-            if read[name] is None:
-                read[name] = from_environment()
-        settings = cls(**read)
+        read = [default if (given := getattr(config, name, None)) is None else given for name, default in _DEFAULTS]
+        for position, from_environment in _FROM_ENVIRONMENT:
+            if read[position] is None:
+                read[position] = from_environment()
+        settings = cls._make(read)
         checked(rules.check_communication, settings)
         return settings
 
@@ -112,14 +109,14 @@ def checked(rule: Callable[..., Any], *args: Any) -> Any:
         raise ScheduleInputError(f"config.{error}") from error
 
 
-# Names and defaults; mtp_standalone is a field of Megatron's alone.
+# In the order of the settings. mtp_standalone is a field of Megatron's alone.
 _FIELDS = {name: TransformerConfig.__dataclass_fields__.get(name) for name in StepSettings._fields}
-_DEFAULTS: dict[str, Any] = {
-    name: False if field is None else None if field.default is dataclasses.MISSING else field.default
+_DEFAULTS: tuple[tuple[str, Any], ...] = tuple(
+    (name, False if field is None else None if field.default is dataclasses.MISSING else field.default)
     for name, field in _FIELDS.items()
-}
-_FROM_ENVIRONMENT = {
-    name: field.default_factory
-    for name, field in _FIELDS.items()
+)
+_FROM_ENVIRONMENT = tuple(
+    (position, field.default_factory)
+    for position, field in enumerate(_FIELDS.values())
     if field is not None and field.default_factory is not dataclasses.MISSING
-}
+)

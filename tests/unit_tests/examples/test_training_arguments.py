@@ -181,7 +181,7 @@ BAD_INPUT = {
     "chunks for 1f1b": (
         "--pipeline-schedule 1f1b --virtual-pipeline-model-parallel-size 2",
         ScheduleError,
-        "virtual_pipeline_model_parallel_size is 2",
+        "2 were given .virtual_pipeline_model_parallel_size",
     ),
     "no chunks": ("--virtual-pipeline-model-parallel-size 0", ConfigError, "smallest legal value is 1"),
     "group size": (
