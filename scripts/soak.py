@@ -8,7 +8,7 @@
 An episode makes process groups, runs some steps of a small model, and takes them down. In one of its steps a rank may
 raise (in forward, in backward, in the data iterator, out of memory), give a wrong shape, be killed, be stopped, or be
 slow (up to twice as long as p2p_timeout). Every other rank must end with an error that names rank, chunk and
-microbatch, soon; a slow rank must disturb no other rank; losses and gradients of all other steps must equal those of one
+microbatch, soon; a slow rank must disturb no other; losses and gradients of all other steps must equal those of one
 process to the last bit; nothing may be left behind. Exit code 1 where any of that does not hold.
 """
 

@@ -157,14 +157,9 @@ def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args
     if call is None or not state.active or parameter is weight:
         return state.original._forward_impl(layer, input, weight, *args, **kwargs)
     bias = kwargs.get("bias")
-    parameters = LinearParameters(
-        state.store,
-        state.name,
-        parameter,
-        None if bias is None or not bias.requires_grad else parameter_behind(bias),
-        call.gradient_accumulation_fusion,
-        state.kernels,
-    )
+    trained = None if bias is None or not bias.requires_grad else parameter_behind(bias)
+    fusion = call.gradient_accumulation_fusion
+    parameters = LinearParameters(state.store, state.name, parameter, trained, fusion, state.kernels)
     return split_tensor_parallel_linear(input, parameters, call, weight, bias)
 
 
