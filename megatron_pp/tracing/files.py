@@ -164,7 +164,8 @@ def _why(error: Exception) -> str:
 
 
 def _header(content: dict[str, Any]) -> RunHeader:
-    if content.get("format") != _FORMAT or content.get("version") not in _READ:
+    version = content.get("version")
+    if content.get("format") != _FORMAT or type(version) is not int or version not in _READ:
         raise ExchangeError(f"not a trace of this format in a version that is read: {' or '.join(map(str, _READ))}")
     header = RunHeader(
         str(content["run"]),
