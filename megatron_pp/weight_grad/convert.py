@@ -64,7 +64,7 @@ def store_of(chunks: Sequence[Any]) -> WeightGradStore | None:
 
     Raises WeightGradSplitError where only some are, or where they were converted one by one.
     """
-    stores = [_find_store(chunk) for chunk in chunks]
+    stores: list[WeightGradStore | None] = [wrapped_attribute(chunk, _STORE) for chunk in chunks]
     if any(store is not stores[0] for store in stores):
         raise WeightGradSplitError(
             "the model chunks of this rank do not share one store: call split_weight_grad once, with all of them"
@@ -81,11 +81,6 @@ def check_wrappers(store: WeightGradStore, chunks: Sequence[Any]) -> None:
             f"{store.report.delayed} layers with delay_wgrad_compute are inside DistributedDataParallel, which would "
             "reduce their gradients before they are computed; build them without it, or use Megatron-core's wrapper"
         )
-
-
-def _find_store(chunk: Any) -> WeightGradStore | None:
-    found: WeightGradStore | None = wrapped_attribute(chunk, _STORE)
-    return found
 
 
 def _convert_layer(layer: nn.Module, name: str, chunk: int, store: WeightGradStore, fusion: bool) -> str:

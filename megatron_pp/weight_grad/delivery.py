@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 
-def add_silently(parameter: Tensor, grad: Tensor, owned: bool) -> None:
+def add_silently(parameter: Tensor, grad: Tensor) -> None:
     """Add ``grad`` to ``main_grad`` or ``.grad``. Tensor hooks run, and may change the gradient; accumulation hooks
-    do not. ``owned``: nothing else holds ``grad``, so that it may become ``.grad`` itself.
+    do not. Nothing else holds ``grad``, so that it may become ``.grad`` itself.
     """
     grad = through_tensor_hooks(parameter, grad)
     main_grad = getattr(parameter, "main_grad", None)
@@ -23,25 +23,26 @@ def add_silently(parameter: Tensor, grad: Tensor, owned: bool) -> None:
         main_grad.add_(grad)
         return
     if grad.dtype != parameter.dtype:
-        grad, owned = grad.to(parameter.dtype), True
+        grad = grad.to(parameter.dtype)
     if parameter.grad is None:
-        like = owned and (grad.is_sparse or grad.stride() == parameter.stride())
+        like = grad.is_sparse or grad.stride() == parameter.stride()
         parameter.grad = grad if like else torch.empty_like(parameter).copy_(grad)
     else:
         parameter.grad.add_(grad)
 
 
-def add_and_fire(parameter: Tensor, grad: Tensor | None, owned: bool) -> None:
+def add_and_fire(parameter: Tensor, grad: Tensor | None) -> None:
     """Add the last gradient of a step (None where all are added already) and fire every accumulation hook once.
 
     With a ``main_grad``, hooks get Megatron's signal ``grad_added_to_main_grad`` and a zero gradient.
     """
-    if not parameter.requires_grad:  # frozen since its backward: autograd would call no hook
-        if grad is not None:
-            add_silently(parameter, grad, owned)
-    elif getattr(parameter, "main_grad", None) is not None:
-        if grad is not None:
-            add_silently(parameter, grad, owned)
+    frozen = not parameter.requires_grad  # since its backward: autograd would call no hook
+    has_main_grad = getattr(parameter, "main_grad", None) is not None
+    if grad is not None and (frozen or has_main_grad):
+        add_silently(parameter, grad)
+    if frozen:
+        return
+    if has_main_grad:
         _fire_for_main_grad(parameter)
     elif grad is None:
         _fire_with_zeros(parameter)
@@ -63,14 +64,10 @@ def _fire_with_zeros(parameter: Tensor) -> None:
     aside = dict(hooks)
     hooks.clear()
     try:
-        torch.autograd.backward([parameter], [_zeros_like(parameter)])
+        zeros = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        torch.autograd.backward([parameter], [zeros])
     finally:
         hooks.update(aside)
-
-
-def _zeros_like(parameter: Tensor) -> Tensor:
-    """Zeros of the parameter's shape that take the memory of one."""
-    return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def through_tensor_hooks(parameter: Tensor, grad: Tensor) -> Tensor:

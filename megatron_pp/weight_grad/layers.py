@@ -34,12 +34,19 @@ class SplitState:
     original: Any  # the class before the conversion
     fusion: bool
     kernels: Any
-    linear: LinearParameters | None = None
+    last: LinearParameters | None = None
 
     @property
     def active(self) -> bool:
         """Whether this forward is part of a pipeline step with a backward."""
         return self.store.armed and torch.is_grad_enabled()
+
+    def linear_parameters(self, weight: Tensor, bias: Tensor | None, fusion: bool) -> LinearParameters:
+        """Those of the last call, unless a parameter or ``fusion`` differs."""
+        last = self.last
+        if last is None or last.weight is not weight or last.bias is not bias or last.fusion != fusion:
+            last = self.last = LinearParameters(self.store, self.name, weight, bias, fusion, self.kernels)
+        return last
 
 
 class LeafAttribute:
@@ -110,10 +117,7 @@ def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:  # named as torc
         trained = bias if bias is not None and bias.requires_grad else None
         weight_leaf, bias_leaf = store.leaf_of(weight), bias if trained is None else store.leaf_of(bias)
         if weight is not None:
-            now = state.linear
-            if now is None or now.weight is not weight or now.bias is not trained:
-                now = LinearParameters(store, state.name, weight, trained, state.fusion, state.kernels)
-                state.linear = now
+            now = state.linear_parameters(weight, trained, state.fusion)
             if _splits(now, input, None if bias is not None and bias_leaf is None else weight_leaf):
                 return split_linear(input, now, cast(Tensor, weight_leaf), bias_leaf)
     return state.original.forward(layer, input)
@@ -157,14 +161,8 @@ def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args
     if call is None or not state.active or parameter is weight:
         return state.original._forward_impl(layer, input, weight, *args, **kwargs)
     bias = kwargs.get("bias")
-    parameters = LinearParameters(
-        state.store,
-        state.name,
-        parameter,
-        None if bias is None or not bias.requires_grad else parameter_behind(bias),
-        call.gradient_accumulation_fusion,
-        state.kernels,
-    )
+    trained = None if bias is None or not bias.requires_grad else parameter_behind(bias)
+    parameters = state.linear_parameters(parameter, trained, call.gradient_accumulation_fusion)
     return split_tensor_parallel_linear(input, parameters, call, weight, bias)
 
 

@@ -263,7 +263,7 @@ class WeightGradStore:
             self._queues[current.key].append(Waiting(task, ready, versions(ready)))
         else:
             with torch.no_grad():
-                add_silently(parameter, grad, owned=True)
+                add_silently(parameter, grad)
 
     # -- delivery --------------------------------------------------------------------------------------------------
 
@@ -293,9 +293,9 @@ class WeightGradStore:
         self._touched[parameter] = None
         if self._chunks_of[parameter] <= self._complete:
             self._fired.add(parameter)
-            add_and_fire(parameter, grad, owned=True)
+            add_and_fire(parameter, grad)
         elif grad is not None:
-            add_silently(parameter, grad, owned=True)
+            add_silently(parameter, grad)
 
     def _run_external(self, layer: DelayedLayer, entries: int) -> None:
         fires_itself = layer.run(entries)
@@ -308,7 +308,7 @@ class WeightGradStore:
         for parameter in reversed(list(self._touched)):
             if parameter not in self._fired and self._chunks_of[parameter] <= self._complete:
                 self._fired.add(parameter)
-                add_and_fire(parameter, None, owned=False)
+                add_and_fire(parameter, None)
 
     def _look_up_parameters(self) -> None:
         """The chunks and the leaf of each parameter; for each step, since parameters may be replaced."""
