@@ -6,7 +6,6 @@
 
 A checkpoint is written under another name and gets its own only when all ranks have finished; ``latest`` moves after
 that. Whatever is killed in between, ``latest`` names a whole checkpoint. Several nodes need a folder they share.
-Nothing in a checkpoint can be run: it holds JSON and bare bytes, which are compared with their CRC-32 before use.
 """
 
 from __future__ import annotations
@@ -23,21 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.gpt.description import (
-    DESCRIPTION,
-    Checkpoint,
-    SavedTensor,
-    read_description,
-    write_description,
-)
-from examples.gpt.errors import (
-    CheckpointError,
-    CheckpointLayoutError,
-    CheckpointWriteError,
-    NoCheckpointError,
-)
+from examples.gpt.description import DESCRIPTION, Checkpoint, SavedTensor, read_description, write_description
+from examples.gpt.distributed import on_all_ranks
+from examples.gpt.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError, NoCheckpointError
 from examples.gpt.files import open_plain, read_text, sync_folder, write_atomically
-from examples.gpt.rendezvous_store import on_all_ranks
 
 LATEST = "latest"
 _NAME = re.compile(r"step-[0-9A-Za-z._-]{1,80}")
@@ -49,9 +37,7 @@ _OUR_FILE = re.compile(rf"rank-\d{{5,}}\.bin|\.?{re.escape(DESCRIPTION)}(\.new)?
 def find_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at ``path``: its own folder, a folder of checkpoints, or a run's folder. Reads JSON only.
 
-    Raises:
-        NoCheckpointError: there is none.
-        CheckpointError: its description cannot be used.
+    Raises NoCheckpointError if there is none, CheckpointError if its description cannot be used.
     """
     for folder in (path, path / "checkpoints"):
         if os.path.lexists(folder / DESCRIPTION):
@@ -61,9 +47,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
             if name is None:
                 raise CheckpointError(f"{folder / LATEST} names no checkpoint; {_advice(folder)}")
             return _described(folder / name)
-    raise NoCheckpointError(
-        f"there is no checkpoint at {path}; give a run's folder, or one of its checkpoints/step-... folders"
-    )
+    raise NoCheckpointError(f"there is no checkpoint at {path}; give a run's folder, or one of its checkpoints/step-...")
 
 
 def newest_name(folder: Path) -> str | None:
@@ -76,29 +60,18 @@ def newest_name(folder: Path) -> str | None:
 
 
 def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another layout.
-
-    Raises:
-        CheckpointLayoutError: naming each value that differs.
-    """
-    differences = [
-        f"{name} is {checkpoint.layout.get(name)} there and {layout.get(name)} here"
-        for name in sorted(layout.keys() | checkpoint.layout.keys())
-        if checkpoint.layout.get(name) != layout.get(name)
-    ]
-    if differences:
+    """Raises CheckpointLayoutError, naming each value that differs, for a checkpoint of another layout."""
+    there = checkpoint.layout
+    names = [name for name in sorted(layout.keys() | there.keys()) if there.get(name) != layout.get(name)]
+    if names:
+        differences = "; ".join(f"{name} is {there.get(name)} there and {layout.get(name)} here" for name in names)
         raise CheckpointLayoutError(
-            f"checkpoint {checkpoint.path} is of another layout: {'; '.join(differences)}; "
-            "give the values it was saved with"
+            f"checkpoint {checkpoint.path} is of another layout: {differences}; give the values it was saved with"
         )
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill ``tensors`` in place from a checkpoint. Collective: every rank calls it with its own names.
-
-    Raises:
-        CheckpointError: a tensor is missing or a file is damaged; on every rank.
-    """
+    """Fill this rank's ``tensors`` in place. Collective. Raises CheckpointError on every rank."""
     _, failures = on_all_ranks(lambda: read_tensors(checkpoint, tensors))
     if failures:
         advice, _ = on_all_ranks(lambda: _advice(checkpoint.path.parent) if dist.get_rank() == 0 else "")
@@ -106,11 +79,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
 
 
 def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill ``tensors`` in place from a checkpoint, each after its bytes were found to be what was saved.
-
-    Raises:
-        CheckpointError: one is not in it, is of another shape or dtype, or its file is damaged.
-    """
+    """Fill ``tensors`` in place, each after its bytes were found to be what was saved. Raises CheckpointError."""
     for name, tensor in tensors.items():
         saved = checkpoint.tensors.get(name)
         if saved is None:
@@ -124,32 +93,15 @@ def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints into ``folder`` and removes old ones, but nothing that it has not written.
-
-    Args:
-        folder: made on the first save.
-        keep: how many of the newest checkpoints to keep, at least 1.
-        layout: see :class:`Checkpoint`.
-    """
+    """Writes a run's checkpoints into ``folder``, keeps the ``keep`` newest, and removes nothing but its own."""
 
     def __init__(self, folder: Path, keep: int, layout: dict[str, Any]) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.layout = layout
+        self.folder, self.keep, self.layout = folder, keep, layout
 
     def save(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> Path:
-        """Write a checkpoint. Collective: every rank of the default group calls it with its own tensors.
+        """Write a checkpoint; its folder. Collective. Raises CheckpointWriteError on every rank.
 
-        Args:
-            step: optimizer steps done.
-            tensors: equal names on several ranks must hold equal values (data-parallel replicas do).
-            progress: see :class:`Checkpoint`.
-
-        Returns:
-            The checkpoint's folder, the same on every rank.
-
-        Raises:
-            CheckpointWriteError: on every rank.
+        Tensors of one name on several ranks must hold equal values (those of data-parallel replicas do).
         """
         first = dist.get_rank() == 0
         name = self._on_all_ranks(lambda: self._begin(step) if first else "")[0]
@@ -179,7 +131,7 @@ class CheckpointWriter:
             if _UNFINISHED_NAME.fullmatch(path.name) and _holds_only_our_files(path):
                 shutil.rmtree(path)
         name, repeat = f"step-{step:08d}", 1
-        # A run resumed from an earlier checkpoint comes by the same step again; what is there stays whole.
+        # A run resumed from an earlier checkpoint reaches the same step again; what is there stays whole.
         while os.path.lexists(self.folder / name) or os.path.lexists(self.folder / _unfinished(name)):
             repeat += 1
             name = f"step-{step:08d}-{repeat}"
@@ -192,14 +144,10 @@ class CheckpointWriter:
         os.rename(checkpoint.path, self.folder / checkpoint.name)
         sync_folder(self.folder)
         write_atomically(self.folder / LATEST, checkpoint.name + "\n")
-        # Nothing that it has named before is removed until the disk has it.
-        sync_folder(self.folder)
-        self._remove_old(checkpoint.name)
-
-    def _remove_old(self, newest: str) -> None:
-        others = [path for path in _by_age(self.folder) if path.name != newest and _is_ours(path)]
+        sync_folder(self.folder)  # before what it has named until now is removed
+        others = [path for path in _by_age(self.folder) if path.name != checkpoint.name and _is_ours(path)]
         for path in others[max(self.keep, 1) - 1 :]:
-            # Out of sight first: a removal that is cut short leaves no half checkpoint under a valid name.
+            # Renamed first: a removal that is cut short leaves no half checkpoint under a valid name.
             doomed = path.with_name(_unfinished(path.name))
             if not os.path.lexists(doomed):
                 os.rename(path, doomed)
@@ -215,7 +163,7 @@ def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(states: dict[str, Tensor], rank: int, device: torch.device) -> None:
-    """Put back what :func:`rng_tensors` took."""
+    """Put back what ``rng_tensors`` took."""
     torch.set_rng_state(states[f"rng.rank{rank}.cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[f"rng.rank{rank}.cuda"], device)
@@ -227,21 +175,18 @@ def _joined(failures: list[Exception]) -> str:
 
 def _write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[list[str]]) -> dict[str, SavedTensor]:
     """Write those of this rank's tensors that no rank before it has."""
-    rank = dist.get_rank()
+    rank, offset = dist.get_rank(), 0
     elsewhere = {name for others in names[:rank] for name in others}
     entries: dict[str, SavedTensor] = {}
-    offset = 0
     with open(_file_of(folder, rank), "xb") as file:
-        for name, tensor in tensors.items():
-            if name in elsewhere:
-                continue
+        for name in (name for name in tensors if name not in elsewhere):
+            tensor = tensors[name]
             data = bytearray(tensor.nbytes)
             if data:
                 torch.frombuffer(data, dtype=torch.uint8).copy_(tensor.detach().reshape(-1).view(torch.uint8))
             file.write(data)
-            entries[name] = SavedTensor(
-                rank, offset, len(data), str(tensor.dtype), list(tensor.shape), zlib.crc32(data)
-            )
+            form = str(tensor.dtype), list(tensor.shape)
+            entries[name] = SavedTensor(rank, offset, len(data), *form, zlib.crc32(data))
             offset += len(data)
         file.flush()
         os.fsync(file.fileno())
