@@ -1,11 +1,11 @@
 """Checkpoints that are whole or not there.
 
     <folder>/latest                            one line: the name of the newest checkpoint
-    <folder>/step-00000100/description.json    step, layout, and for each tensor its place, shape, dtype and CRC-32
+    <folder>/step-00000100/description.json    see description.py
     <folder>/step-00000100/rank-00000.bin      the bytes of the tensors that this rank has written, end to end
 
-A checkpoint is written under another name and gets its own only when all ranks have finished; ``latest`` moves after
-that. Whatever is killed in between, ``latest`` names a whole checkpoint. Several nodes need a folder they share.
+A checkpoint is written under another name and gets its own when all ranks have finished; ``latest`` moves after that.
+Whatever is killed in between, ``latest`` names a whole checkpoint. Several nodes need a folder they share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from examples.gpt.files import open_plain, read_text, sync_folder, write_atomica
 LATEST = "latest"
 _NAME = re.compile(r"step-[0-9A-Za-z._-]{1,80}")
 _OUR_NAME = re.compile(r"step-\d{8,}(-\d+)?")
-_UNFINISHED_NAME = re.compile(rf"\.{_OUR_NAME.pattern}\.unfinished")
+_UNFINISHED = re.compile(rf"\.{_OUR_NAME.pattern}\.unfinished")
 _OUR_FILE = re.compile(rf"rank-\d{{5,}}\.bin|\.?{re.escape(DESCRIPTION)}(\.new)?")
 
 
@@ -40,13 +40,17 @@ def find_checkpoint(path: Path) -> Checkpoint:
     Raises NoCheckpointError if there is none, CheckpointError if its description cannot be used.
     """
     for folder in (path, path / "checkpoints"):
-        if os.path.lexists(folder / DESCRIPTION):
-            return _described(folder)
-        if os.path.lexists(folder / LATEST):
+        if os.path.lexists(folder / LATEST) and not os.path.lexists(folder / DESCRIPTION):
             name = newest_name(folder)
             if name is None:
                 raise CheckpointError(f"{folder / LATEST} names no checkpoint; {_advice(folder)}")
-            return _described(folder / name)
+            folder = folder / name
+        elif not os.path.lexists(folder / DESCRIPTION):
+            continue
+        try:
+            return read_description(folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {_advice(folder.parent)}") from error
     raise NoCheckpointError(f"there is no checkpoint at {path}; give a run's folder, or one of its checkpoints/step-...")
 
 
@@ -64,10 +68,8 @@ def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
     there = checkpoint.layout
     names = [name for name in sorted(layout.keys() | there.keys()) if there.get(name) != layout.get(name)]
     if names:
-        differences = "; ".join(f"{name} is {there.get(name)} there and {layout.get(name)} here" for name in names)
-        raise CheckpointLayoutError(
-            f"checkpoint {checkpoint.path} is of another layout: {differences}; give the values it was saved with"
-        )
+        unlike = "; ".join(f"{name} is {there.get(name)} there and {layout.get(name)} here" for name in names)
+        raise CheckpointLayoutError(f"{checkpoint.path} is of another layout: {unlike}; give the values it was saved with")
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
@@ -87,8 +89,7 @@ def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         there, here = (saved.dtype, saved.shape, saved.size), (str(tensor.dtype), list(tensor.shape), tensor.nbytes)
         if there != here:
             raise CheckpointError(f"tensor {name} is (dtype, shape, bytes) {there!s:.120} there and {here} here")
-        data = _read_bytes(checkpoint, name, saved)
-        if data:
+        if data := _read_bytes(checkpoint, name, saved):
             tensor.copy_(torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape))
 
 
@@ -105,7 +106,7 @@ class CheckpointWriter:
         """
         first = dist.get_rank() == 0
         name = self._on_all_ranks(lambda: self._begin(step) if first else "")[0]
-        unfinished = self.folder / _unfinished(name)
+        unfinished = self.folder / f".{name}.unfinished"
         try:
             names = self._on_all_ranks(lambda: list(tensors))
             parts = self._on_all_ranks(lambda: _write_tensors(unfinished, tensors, names))
@@ -128,14 +129,14 @@ class CheckpointWriter:
         """Make an empty folder to write to, and choose the name to publish it under."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.iterdir():
-            if _UNFINISHED_NAME.fullmatch(path.name) and _holds_only_our_files(path):
+            if _UNFINISHED.fullmatch(path.name) and _holds_only_our_files(path):
                 shutil.rmtree(path)
         name, repeat = f"step-{step:08d}", 1
         # A run resumed from an earlier checkpoint reaches the same step again; what is there stays whole.
-        while os.path.lexists(self.folder / name) or os.path.lexists(self.folder / _unfinished(name)):
+        while any(os.path.lexists(self.folder / taken) for taken in (name, f".{name}.unfinished")):
             repeat += 1
             name = f"step-{step:08d}-{repeat}"
-        (self.folder / _unfinished(name)).mkdir()
+        (self.folder / f".{name}.unfinished").mkdir()
         return name
 
     def _publish(self, checkpoint: Checkpoint) -> None:
@@ -148,7 +149,7 @@ class CheckpointWriter:
         others = [path for path in _by_age(self.folder) if path.name != checkpoint.name and _is_ours(path)]
         for path in others[max(self.keep, 1) - 1 :]:
             # Renamed first: a removal that is cut short leaves no half checkpoint under a valid name.
-            doomed = path.with_name(_unfinished(path.name))
+            doomed = path.with_name(f".{path.name}.unfinished")
             if not os.path.lexists(doomed):
                 os.rename(path, doomed)
                 shutil.rmtree(doomed)
@@ -178,9 +179,8 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[list[st
     rank, offset = dist.get_rank(), 0
     elsewhere = {name for others in names[:rank] for name in others}
     entries: dict[str, SavedTensor] = {}
-    with open(_file_of(folder, rank), "xb") as file:
-        for name in (name for name in tensors if name not in elsewhere):
-            tensor = tensors[name]
+    with open(folder / f"rank-{rank:05d}.bin", "xb") as file:
+        for name, tensor in ((name, tensor) for name, tensor in tensors.items() if name not in elsewhere):
             data = bytearray(tensor.nbytes)
             if data:
                 torch.frombuffer(data, dtype=torch.uint8).copy_(tensor.detach().reshape(-1).view(torch.uint8))
@@ -195,7 +195,7 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[list[st
 
 def _read_bytes(checkpoint: Checkpoint, name: str, saved: SavedTensor) -> bytearray:
     """The bytes of a tensor. Raises CheckpointError, naming the file, if they are not what was saved."""
-    path = _file_of(checkpoint.path, saved.rank)
+    path = checkpoint.path / f"rank-{saved.rank:05d}.bin"
     try:
         with open_plain(path) as file:
             if os.fstat(file.fileno()).st_size < saved.offset + saved.size:
@@ -208,17 +208,6 @@ def _read_bytes(checkpoint: Checkpoint, name: str, saved: SavedTensor) -> bytear
     if zlib.crc32(data) != saved.crc32:
         raise CheckpointError(f"{path} is damaged: tensor {name} does not have the CRC-32 that it was saved with")
     return data
-
-
-def _file_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.bin"
-
-
-def _described(folder: Path) -> Checkpoint:
-    try:
-        return read_description(folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; {_advice(folder.parent)}") from error
 
 
 def _advice(folder: Path) -> str:
@@ -247,15 +236,11 @@ def _by_age(folder: Path) -> list[Path]:
 def _is_ours(path: Path) -> bool:
     """Whether it is a checkpoint that was written here under this name, and nobody has put anything into it."""
     try:
-        ours = _OUR_NAME.fullmatch(path.name) is not None and read_description(path).name == path.name
+        named = _OUR_NAME.fullmatch(path.name) is not None and read_description(path).name == path.name
     except CheckpointError:
         return False
-    return ours and _holds_only_our_files(path)
+    return named and _holds_only_our_files(path)
 
 
 def _holds_only_our_files(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and all(_OUR_FILE.fullmatch(name) for name in os.listdir(path))
-
-
-def _unfinished(name: str) -> str:
-    return f".{name}.unfinished"

@@ -1,13 +1,10 @@
-"""What the program reports in one line, without a traceback; ``exit_code`` is what the process then ends with.
-
-Bad input is raised on every rank before any communication, except for what one rank alone cannot see.
-"""
+"""What the program reports in one line, without a traceback; ``exit_code`` is what the process then ends with."""
 
 from megatron_pp.config.checks import ConfigError
 
 
 class TrainingError(Exception):
-    """Base class. As it stands: bad input."""
+    """Base class. As it stands: bad input, raised before any communication where one rank can see it."""
 
     exit_code = 2
 
@@ -38,10 +35,8 @@ class NoCheckpointError(CheckpointError):
     exit_code = 2
 
 
-class CheckpointLayoutError(CheckpointError):
-    """A checkpoint belongs to other stages, layers or sizes."""
-
-    exit_code = 2
+class CheckpointLayoutError(NoCheckpointError):
+    """The checkpoint there belongs to other stages, layers or sizes."""
 
 
 class CheckpointWriteError(CheckpointError):

@@ -13,12 +13,7 @@ _LARGEST_TEXT = 1 << 28  # bytes
 
 def open_plain(path: Path, flags: int = os.O_RDONLY) -> BufferedRandom | BufferedReader:
     """Open a plain file, for writing too with ``os.O_RDWR``. Raises OSError for a link, a FIFO, a device or a folder."""
-    try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
-            raise OSError(errno.EINVAL, "not a plain file", str(path)) from error
-        raise
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a plain file", str(path))

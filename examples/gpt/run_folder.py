@@ -6,17 +6,14 @@ command line (``--max-restarts``): ``launch.json`` names rank 0's launcher, whic
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
-import signal
 import socket
-import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -29,12 +26,9 @@ from examples.gpt.distributed import on_all_ranks
 from examples.gpt.errors import ArgumentError, RunInUseError
 from examples.gpt.files import open_plain, read_text, write_atomically
 from examples.gpt.settings import Settings
-from megatron_pp.faults.liveness import ALIVE, STOPPED, process_of, state_of, this_process
+from megatron_pp.faults.liveness import process_of
 
 LOCK, LAUNCH, RUNS = "run.lock", "launch.json", Path("runs")
-LAUNCHER = "MEGATRON_PP_LAUNCHER"
-"""Environment variable in which scripts/launch.py names its process."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Start(NamedTuple):
@@ -53,12 +47,11 @@ class Launch(NamedTuple):
     newest_then: str | None
 
 
-def this_launcher(environment: Mapping[str, str] = os.environ) -> str:
+def this_launcher() -> str:
     """The torchrun process that has started this one: the same in all restarts. Empty without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in environment:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
-    launcher = process_of(os.getppid())
-    return f"{launcher.host or socket.gethostname()}/{os.getppid()}/{launcher.started}"
+    return f"{socket.gethostname()}/{os.getppid()}/{process_of(os.getppid()).started}"
 
 
 def find_start(settings: Settings, layout: dict[str, Any], launcher: str) -> Start:
@@ -69,58 +62,54 @@ def find_start(settings: Settings, layout: dict[str, Any], launcher: str) -> Sta
     """
     folder = _folder_of(settings, launcher)
     launch = _read_launch(folder)
-    if launch is not None and launch.launcher == launcher:
+    again = launch is not None and launch.launcher == launcher
+    source = settings.resume
+    if launch is not None and again:
         newest = newest_name(folder / "checkpoints")
         has_saved = newest is not None and newest != launch.newest_then
-        source = folder / "checkpoints" / newest if has_saved else launch.began_with
-        return Start(folder, _checkpoint(source, layout), again=True)
-    if settings.resume is not None:
-        return Start(folder, _checkpoint(settings.resume, layout))
-    if (folder / ARGUMENTS).exists():
-        advice = f"give another, or --resume {folder} to continue it"
-        raise ArgumentError(f"--run-dir {folder} holds a run already; {advice}")
+        source = f"{folder}/checkpoints/{newest}" if has_saved else launch.began_with
+    if source is not None:
+        checkpoint = find_checkpoint(Path(source))
+        check_layout(checkpoint, layout)
+        return Start(folder, checkpoint, again)
+    if not again and (folder / ARGUMENTS).exists():
+        raise ArgumentError(f"--run-dir {folder} holds a run already; give another, or --resume {folder} to continue it")
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        reason = f"{existing} is no writable folder; give another --run-dir"
-        raise ArgumentError(f"the run's folder {folder} cannot be made, as {reason}")
-    return Start(folder)
+        raise ArgumentError(f"{existing} is no writable folder, so {folder} cannot be made; give another --run-dir")
+    return Start(folder, None, again)
 
 
 @contextmanager
 def agreed_start(settings: Settings, layout: dict[str, Any]) -> Iterator[Start]:
-    """Rank 0's ``find_start``; every rank locks the folder meanwhile. Collective. Errors are raised on every rank.
+    """Rank 0's ``find_start`` (what others see of a shared folder may be older); every rank locks the folder meanwhile.
 
-    Rank 0's, since what others see of a shared folder may be older.
+    Collective. Errors are raised on every rank.
     """
-    locks: list[IO[bytes]] = []
+    first = dist.get_rank() == 0
 
-    def begin() -> Start | None:
-        if dist.get_rank() > 0:
-            return None
-        locks.append(lock_folder(_folder_of(settings, this_launcher()), first=True))
+    def begin() -> Start:
+        locks.enter_context(lock_folder(_folder_of(settings, this_launcher()), first=True))
         return find_start(settings, layout, this_launcher())
 
-    def follow() -> None:
-        if dist.get_rank() > 0:
-            locks.append(lock_folder(start.folder, first=False))
-
-    try:
-        start: Start = _agreed(begin)
-        _agreed(follow)
+    with ExitStack() as locks:
+        for action in (
+            lambda: begin() if first else None,
+            lambda: None if first else locks.enter_context(lock_folder(start.folder, first=False)),
+        ):
+            results, failures = on_all_ranks(action)
+            if failures:
+                raise failures[0]
+            start: Start = results[0]
         yield start
-    finally:
-        for lock in locks:
-            lock.close()
 
 
 def remember(start: Start) -> None:
     """Note in the run's folder, which exists, that this process's launcher has started it. Called by rank 0."""
-    former = _read_launch(start.folder) if start.again else None
     began_with = None if start.checkpoint is None else str(start.checkpoint.path.absolute())
     launch = Launch(this_launcher(), began_with, newest_name(start.folder / "checkpoints"))
-    if former is not None:
-        launch = former
-    write_atomically(start.folder / LAUNCH, json.dumps(launch._asdict(), indent=1) + "\n")
+    if not start.again:
+        write_atomically(start.folder / LAUNCH, json.dumps(launch._asdict(), indent=1) + "\n")
 
 
 def lock_folder(folder: Path, first: bool) -> IO[bytes]:
@@ -145,32 +134,12 @@ def lock_folder(folder: Path, first: bool) -> IO[bytes]:
     except BlockingIOError as error:
         holder = file.read(200).decode(errors="replace").strip() or "a process that has just started"
         file.close()
-        raise RunInUseError(
-            f"the run's folder {folder} is in use: its run was started by {holder}; wait until all processes of that "
-            "run have ended, or end them, or give another --run-dir"
-        ) from error
+        advice = "wait until all processes of that run have ended, or end them, or give another --run-dir"
+        raise RunInUseError(f"the run's folder {folder} is in use: its run was started by {holder}; {advice}") from error
     except OSError as error:  # a file system without locks
         if first:
             warnings.warn(f"{folder} cannot be locked ({error}): start no second run in it", stacklevel=2)
     return file
-
-
-def end_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Have the system kill this process when its launcher ends, or has ended already. On Linux."""
-    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in environment:
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    launcher = environment.get(LAUNCHER, "")
-    if launcher.isdecimal() and this_process().host and state_of(process_of(int(launcher))) not in (ALIVE, STOPPED):
-        print(f"train.py: process {launcher}, its launcher, has ended", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _agreed(action: Any) -> Any:
-    results, failures = on_all_ranks(action)
-    if failures:
-        raise failures[0]
-    return results[0]
 
 
 def _folder_of(settings: Settings, launcher: str) -> Path:
@@ -178,17 +147,9 @@ def _folder_of(settings: Settings, launcher: str) -> Path:
         return find_run(Path(settings.resume))
     if settings.run_dir is not None:
         return Path(settings.run_dir)
-    launches = {path.parent: _read_launch(path.parent) for path in RUNS.glob(f"*/{LAUNCH}")}
-    ours = [folder for folder, launch in launches.items() if launch is not None and launch.launcher == launcher]
+    launches = [(path.parent, _read_launch(path.parent)) for path in RUNS.glob(f"*/{LAUNCH}")]
+    ours = [folder for folder, launch in launches if launch is not None and launch.launcher == launcher]
     return max(ours, default=RUNS / time.strftime("%Y%m%d-%H%M%S"))
-
-
-def _checkpoint(path: str | Path | None, layout: dict[str, Any]) -> Checkpoint | None:
-    if path is None:
-        return None
-    checkpoint = find_checkpoint(Path(path))
-    check_layout(checkpoint, layout)
-    return checkpoint
 
 
 def _read_launch(folder: Path) -> Launch | None:
