@@ -114,6 +114,14 @@ def on_all_ranks(action: Callable[[], Any]) -> tuple[list[Any], list[Exception]]
     return [result for result, _ in outcomes], [failure for _, failure in outcomes if failure is not None]
 
 
+def agreed(action: Callable[[], Any]) -> Any:
+    """What ``action`` gave on rank 0; the first failure of any rank is raised on all. Collective."""
+    results, failures = on_all_ranks(action)
+    if failures:
+        raise failures[0]
+    return results[0]
+
+
 def check_same_settings(settings: Mapping[str, Any]) -> None:
     """Raises ArgumentError on every rank where processes were started with different settings. Collective."""
     everyone, _ = on_all_ranks(lambda: dict(settings))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from examples.gpt.checkpoint import check_layout, find_checkpoint, newest_name
 from examples.gpt.command_line import ARGUMENTS, find_run
 from examples.gpt.description import Checkpoint
-from examples.gpt.distributed import on_all_ranks
+from examples.gpt.distributed import agreed
 from examples.gpt.errors import ArgumentError, RunInUseError
 from examples.gpt.files import open_plain, read_text, write_atomically
 from examples.gpt.settings import Settings
@@ -86,21 +86,15 @@ def agreed_start(settings: Settings, layout: dict[str, Any]) -> Iterator[Start]:
 
     Collective. Errors are raised on every rank.
     """
-    first = dist.get_rank() == 0
-
-    def begin() -> Start:
-        locks.enter_context(lock_folder(_folder_of(settings, this_launcher()), first=True))
-        return find_start(settings, layout, this_launcher())
-
+    rank, launcher = dist.get_rank(), this_launcher()
     with ExitStack() as locks:
-        for action in (
-            lambda: begin() if first else None,
-            lambda: None if first else locks.enter_context(lock_folder(start.folder, first=False)),
-        ):
-            results, failures = on_all_ranks(action)
-            if failures:
-                raise failures[0]
-            start: Start = results[0]
+
+        def begin(folder: Path) -> Start:
+            locks.enter_context(lock_folder(folder, first=rank == 0))
+            return find_start(settings, layout, launcher) if rank == 0 else Start(folder)
+
+        start: Start = agreed(lambda: begin(_folder_of(settings, launcher)) if rank == 0 else None)
+        agreed(lambda: begin(start.folder) if rank > 0 else None)
         yield start
 
 
