@@ -10,53 +10,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from examples.gpt.gpt import EMBEDDING, OUTPUT, GPTStage
+from megatron_pp import parallel_state
 
 
-class GradientFinalizer:
-    """Megatron's ``finalize_model_grads_func``: the data-parallel reduction first, the tied embedding's sum after it.
+def finalize_gradients(
+    chunks: Sequence[GPTStage], last_stage_rank: int, model: Any, num_tokens: Tensor | None = None, **_: Any
+) -> None:
+    """Megatron's ``finalize_model_grads_func``, once the first two arguments are given. In place.
 
-    Args:
-        chunks: this rank's chunks, unwrapped.
-        data_group: the replicas of this rank's stages.
-        embedding_group: the ranks of the first and the last stage; None elsewhere.
-        pipeline_group, last_stage_rank: under a per-token loss the last stage (a global rank) alone counts the tokens.
+    The data-parallel reduction comes first, the tied embedding's sum after it. ``num_tokens`` (int, one element, right
+    on the last stage, of global rank ``last_stage_rank``) is given under ``calculate_per_token_loss``: gradients are
+    summed over replicas and divided by the tokens of all. Otherwise they are averaged over replicas.
     """
-
-    def __init__(
-        self, chunks: Sequence[GPTStage], data_group: Any, embedding_group: Any, pipeline_group: Any, last_stage_rank: int
-    ) -> None:
-        self.chunks = chunks
-        self.data_group, self.embedding_group, self.pipeline_group = data_group, embedding_group, pipeline_group
-        self.last_stage_rank = last_stage_rank
-
-    def __call__(self, model: Any, num_tokens: Tensor | None = None, **_: Any) -> None:
-        """Finish the gradients of one step, in place.
-
-        ``num_tokens`` (int, one element, right on the last stage) is given under ``calculate_per_token_loss``: gradients
-        are summed over replicas and divided by the tokens of all. Otherwise they are averaged over replicas.
-        """
-        gradients = [p.grad for chunk in self.chunks for p in chunk.parameters() if p.grad is not None]
-        replicas = dist.get_world_size(self.data_group)
-        divisor: Tensor | int = replicas
-        if num_tokens is not None:
-            dist.broadcast(num_tokens, src=self.last_stage_rank, group=self.pipeline_group)
-            dist.all_reduce(num_tokens, group=self.data_group)
-            divisor = num_tokens.clamp(min=1)
-        if replicas > 1 and gradients:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])  # one large message, not many small ones
-            dist.all_reduce(flat, group=self.data_group)
-            for gradient, reduced in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(reduced.view_as(gradient))
-        if gradients and (isinstance(divisor, Tensor) or divisor > 1):
-            torch._foreach_div_(gradients, divisor)
-        sum_tied_gradients(self.chunks, self.embedding_group)
+    gradients = [p.grad for chunk in chunks for p in chunk.parameters() if p.grad is not None]
+    group = parallel_state.get_data_parallel_group()
+    replicas = dist.get_world_size(group)
+    divisor: Tensor | int = replicas
+    if num_tokens is not None:
+        dist.broadcast(num_tokens, src=last_stage_rank, group=parallel_state.get_pipeline_model_parallel_group())
+        dist.all_reduce(num_tokens, group=group)
+        divisor = num_tokens.clamp(min=1)
+    if replicas > 1 and gradients:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])  # one large message, not many small ones
+        dist.all_reduce(flat, group=group)
+        for gradient, reduced in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(reduced.view_as(gradient))
+    if gradients and (num_tokens is not None or replicas > 1):
+        torch._foreach_div_(gradients, divisor)
+    holds_an_end = parallel_state.is_rank_in_embedding_group()
+    sum_tied_gradients(chunks, parallel_state.get_embedding_group() if holds_an_end else None)
 
 
 def sum_tied_gradients(chunks: Sequence[GPTStage], group: Any) -> None:
     """Add the gradients of the tied embedding's two copies, in place, on whichever ranks hold them.
 
-    Called once a step on every rank: both copies then take the same step of the optimizer and stay equal. ``group`` is
-    not used where one rank holds both.
+    Called once a step on every rank. ``group`` is not used where one rank holds both copies.
     """
     tied = [dict(chunk.named_parameters()) for chunk in chunks if chunk.share_embeddings_and_output_weights]
     copies = [parameters[name] for name in (EMBEDDING, OUTPUT) for parameters in tied if name in parameters]
@@ -72,26 +60,23 @@ class GradientClipper:
     """Clips by the norm of the whole model's gradient, over all stages; a tied embedding counts once.
 
     The norm has the same bits however the model is cut: each parameter's own norm goes to a fixed place in one vector,
-    which is summed in one fixed order. Construction is collective over ``pipeline_group``, the ranks that together hold
-    the model. ``max_norm=0`` leaves gradients as they are. ``num_parameters`` is that of the whole model.
+    which is summed in one fixed order. Construction is collective over ``pipeline_group``. ``max_norm=0`` leaves
+    gradients as they are. ``num_parameters`` is that of the whole model.
     """
 
     def __init__(self, chunks: Sequence[GPTStage], pipeline_group: Any, max_norm: float) -> None:
         self.max_norm, self.pipeline_group = max_norm, pipeline_group
         self.parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        counted = {
-            name: parameter
-            for chunk in chunks
-            for name, parameter in chunk.named_parameters()
-            if not (name == OUTPUT and chunk.share_embeddings_and_output_weights)
-        }
+        own = {}
+        for chunk in chunks:
+            tied = OUTPUT if chunk.share_embeddings_and_output_weights else None
+            own.update({name: parameter for name, parameter in chunk.named_parameters() if name != tied})
         everyone: list[Any] = [None] * dist.get_world_size(pipeline_group)
-        dist.all_gather_object(everyone, {name: p.numel() for name, p in counted.items()}, group=pipeline_group)
+        dist.all_gather_object(everyone, {name: p.numel() for name, p in own.items()}, group=pipeline_group)
         sizes = {name: size for rank in everyone for name, size in rank.items()}
         assert len(sizes) == sum(map(len, everyone)), "two ranks of the pipeline hold the same parameter"
-        self.num_parameters = sum(sizes.values())
-        self._squares = len(sizes)
-        self._placed = [(place, counted[name]) for place, name in enumerate(sorted(sizes)) if name in counted]
+        self.num_parameters, self._squares = sum(sizes.values()), len(sizes)
+        self._placed = [(place, own[name]) for place, name in enumerate(sorted(sizes)) if name in own]
 
     def clip(self) -> Tensor:
         """Scale the gradients in place. Collective over the pipeline. Returns the norm before, fp64, no dimension."""

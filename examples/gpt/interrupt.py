@@ -30,7 +30,7 @@ class StopRequest:
     granted = False  # the process is ending as requested: further signals change nothing
 
     def votes(self) -> list[float]:
-        """For each signal, 1 if it has come to this process first, else 0; ``agreed`` reads the sums over ranks."""
+        """For each signal, 1 if it has come to this process first, else 0; ``agreed_signal`` reads the sums over ranks."""
         return [float(self.first is number) for number in _SIGNALS]
 
     def __enter__(self) -> StopRequest:
@@ -63,7 +63,7 @@ class StopRequest:
                     os._exit(128 + received[0])
 
 
-def agreed(votes: Sequence[float]) -> signal.Signals | None:
+def agreed_signal(votes: Sequence[float]) -> signal.Signals | None:
     """The signal on which all ranks stop, from the sums of their ``votes``; ``None`` to go on."""
     came = [number for number, ranks in zip(_SIGNALS, votes, strict=True) if ranks > 0]
     return came[-1] if came else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -58,17 +59,9 @@ class CausalSelfAttention(nn.Module):
         return self.proj(context.permute(2, 0, 1, 3).reshape(s, b, h))
 
 
-class FeedForward(nn.Module):
-    """Two linear maps with a GELU between them."""
-
-    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[s, b, h]`` to ``[s, b, h]``."""
-        return self.down(F.gelu(self.up(x)))
+def dropped(block: Any, branch: Tensor) -> Tensor:
+    """A branch of ``block``, before it joins the residual stream."""
+    return F.dropout(branch, block.hidden_dropout, block.training) if block.hidden_dropout else branch
 
 
 class Block(nn.Module):
@@ -80,16 +73,15 @@ class Block(nn.Module):
         self.attention_norm = norm(hidden, eps=epsilon)
         self.attention = CausalSelfAttention(hidden, config.num_attention_heads, config.attention_dropout)
         self.feed_forward_norm = norm(hidden, eps=epsilon)
-        self.feed_forward = FeedForward(hidden, config.ffn_hidden_size)
+        up = nn.Linear(hidden, config.ffn_hidden_size, bias=False)
+        down = nn.Linear(config.ffn_hidden_size, hidden, bias=False)
+        self.feed_forward = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
         self.hidden_dropout = config.hidden_dropout
 
     def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
         """``[s, b, h]`` to ``[s, b, h]``, same dtype: under autocast too a stage sends what the next one expects."""
-        x = x + self._dropped(self.attention(self.attention_norm(x), rotary)).to(x.dtype)
-        return x + self._dropped(self.feed_forward(self.feed_forward_norm(x))).to(x.dtype)
-
-    def _dropped(self, branch: Tensor) -> Tensor:
-        return F.dropout(branch, self.hidden_dropout, self.training) if self.hidden_dropout else branch
+        x = x + dropped(self, self.attention(self.attention_norm(x), rotary)).to(x.dtype)
+        return x + dropped(self, self.feed_forward(self.feed_forward_norm(x))).to(x.dtype)
 
 
 class LayerParts:

@@ -31,7 +31,7 @@ class NamedAdamW:
         eps: float,
         weight_decay: float,
         fused_adam: Any | None = None,
-        on_gpu: bool = False,
+        fused: bool = False,
     ) -> None:
         self.parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
         self._is_apex = fused_adam is not None
@@ -39,19 +39,17 @@ class NamedAdamW:
         kept = [p for p in self.parameters.values() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
-        self._adamw: torch.optim.Optimizer | None = None  # a rank may hold no parameter when stages are empty
+        common = {"lr": 0.0, "betas": betas, "eps": eps}
+        self._adamw: Any = None  # a rank may hold no parameter when stages are empty
         if groups and fused_adam is not None:
-            self._adamw = fused_adam(groups, lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
+            self._adamw = fused_adam(groups, adam_w_mode=True, **common)
         elif groups:
-            self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=on_gpu or None)
+            self._adamw = torch.optim.AdamW(groups, fused=fused or None, **common)
         for parameter in self.parameters.values():
             # torch's fused kernel reads its count of steps on the device.
-            device = parameter.device if on_gpu and not self._is_apex else "cpu"
-            self._state(parameter).update(
-                step=torch.zeros((), dtype=torch.float32, device=device),
-                exp_avg=torch.zeros_like(parameter),
-                exp_avg_sq=torch.zeros_like(parameter),
-            )
+            step = torch.zeros((), device=parameter.device if fused and not self._is_apex else "cpu")
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            self._adamw.state[parameter].update(step=step, **moments)
 
     def step(self, learning_rate: float) -> None:
         """Take one step, then drop the gradients."""
@@ -60,20 +58,16 @@ class NamedAdamW:
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
             if self._is_apex:  # counts steps per group, which checkpoints do not hold
-                group["step"] = int(self._state(group["params"][0])["step"])
+                group["step"] = int(self._adamw.state[group["params"][0]]["step"])
         self._adamw.step()
         for parameter in self.parameters.values():  # apex's zero_grad takes no arguments
             parameter.grad = None
             if self._is_apex:
-                self._state(parameter)["step"] += 1
+                self._adamw.state[parameter]["step"] += 1
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and optimizer state, the live tensors, by name; for saving, and to be loaded into."""
         tensors = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            tensors.update({f"optimizer.{key}.{name}": value for key, value in self._state(parameter).items()})
+            tensors.update({f"optimizer.{key}.{name}": value for key, value in self._adamw.state[parameter].items()})
         return tensors
-
-    def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        assert self._adamw is not None
-        return self._adamw.state[parameter]

@@ -36,42 +36,48 @@ def summed_loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return losses.sum(), tokens, {"loss": losses.detach().mean()}
 
 
-class ComputeTimers:
-    """``config.timers``: adds up the time inside forward, backward and weight-gradient passes; ignores other names.
+class _Timer:
+    """Adds up spans of the host's time, or of a GPU's stream, between events."""
 
-    On the CPU it is the host's time. On a GPU it is the stream's, between events.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu, self._spans = device.type == "cuda", []  # type: tuple[bool, list[list[Any]]]
-        self._current = ""
-
-    def __call__(self, name: str, log_level: int | None = None) -> ComputeTimers:
-        self._current = name
-        return self
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self.spans: list[list[Any]] = []
 
     def start(self, barrier: bool = False) -> None:
-        if self._current in ("forward-compute", "backward-compute", "weight-compute"):
-            self._spans.append([self._now()])
+        self.spans.append([self._now()])
 
     def stop(self, barrier: bool = False) -> None:
-        if self._current in ("forward-compute", "backward-compute", "weight-compute"):
-            self._spans[-1].append(self._now())
-
-    def take_seconds(self) -> float:
-        """Seconds of compute since the last call."""
-        spans, self._spans = self._spans, []
-        if not self._on_gpu:
-            return sum(stop - start for start, stop in spans)
-        torch.cuda.synchronize()
-        return sum(start.elapsed_time(stop) for start, stop in spans) / 1000.0
+        self.spans[-1].append(self._now())
 
     def _now(self) -> Any:
-        if not self._on_gpu:
+        if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def take_seconds(self) -> float:
+        spans, self.spans = self.spans, []
+        if not self.on_gpu:
+            return sum(stop - start for start, stop in spans)
+        torch.cuda.synchronize()
+        return sum(start.elapsed_time(stop) for start, stop in spans) / 1000.0
+
+
+class ComputeTimers:
+    """``config.timers``: adds up the time inside forward, backward and weight-gradient passes; ignores other names."""
+
+    def __init__(self, device: torch.device) -> None:
+        names = ("forward-compute", "backward-compute", "weight-compute", "other")
+        self._timers = {name: _Timer(device.type == "cuda") for name in names}
+
+    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
+        return self._timers.get(name, self._timers["other"])
+
+    def take_seconds(self) -> float:
+        """Seconds of compute since the last call."""
+        seconds = {name: timer.take_seconds() for name, timer in self._timers.items()}
+        return sum(seconds.values()) - seconds["other"]
 
 
 class StepResult(NamedTuple):
@@ -88,21 +94,18 @@ class PipelineRunner:
         self.chunks, self.data_rank, self.device = list(chunks), data_rank, device
         config = self.chunks[0].config
         self.timers = config.timers = ComputeTimers(device)
-        store = store_of(self.chunks)
-        if store is not None:
+        if (store := store_of(self.chunks)) is not None:
             store.timers = self.timers
-        self._schedule = get_forward_backward_func(
-            config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-        )
+        sizes = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+        self._schedule = get_forward_backward_func(*sizes)
 
     def run(self, samples: SampleOrder, step: int, forward_only: bool) -> StepResult:
         """Global batch ``step`` (0-based) of ``samples``. Gradients stay in the parameters unless ``forward_only``."""
+        iterators: list[Any] = []
         for chunk in self.chunks:
             chunk.train(not forward_only)
-        iterators = [
-            samples.step_iterator(step, self.data_rank, self.device) if chunk.pre_process or chunk.post_process else None
-            for chunk in self.chunks
-        ]
+            is_end = chunk.pre_process or chunk.post_process
+            iterators.append(samples.step_iterator(step, self.data_rank, self.device) if is_end else None)
         several = len(self.chunks) > 1
         self.timers.take_seconds()
         start = time.perf_counter()

@@ -24,6 +24,7 @@ from examples.gpt.gpt import GPTStage, build_gpt_chunks
 from examples.gpt.interrupt import StopRequest
 from examples.gpt.libraries import Libraries, choose_libraries
 from examples.gpt.metrics import Recorder
+from examples.gpt.optimizer import NamedAdamW
 from examples.gpt.run_folder import agreed_start, find_start, remember, this_launcher
 from examples.gpt.settings import Settings
 from examples.gpt.trainer import Texts, Trainer
@@ -100,18 +101,20 @@ def train(argv: Sequence[str]) -> Trainer:
             for line in (_introduction(config, texts, device), *libraries.said, split):
                 recorder.say(line)
             writer = CheckpointWriter(folder / "checkpoints", settings.keep_checkpoints, layout)
+            betas, is_fused = (settings.adam_beta1, settings.adam_beta2), device.type == "cuda"
+            adam = libraries.fused_adam
+            optimizer = NamedAdamW(chunks, betas, settings.adam_eps, settings.weight_decay, adam, is_fused)
             try:
-                trainer = Trainer(settings, chunks, device, texts, writer, recorder, stop, libraries.fused_adam)
+                trainer = Trainer(settings, chunks, texts, writer, recorder, stop, optimizer, device)
                 if start.checkpoint is not None:
                     trainer.load(start.checkpoint)
                 trainer.train()
             finally:
                 recorder.close()
             stop.granted = True
-            if settings.trace is not None:
-                _merge_traces(folder)
+            timeline = _merge_traces(folder) if settings.trace is not None else ""
             if first:
-                _conclude(trainer, folder)
+                print("\n".join(filter(None, (_conclusion(trainer, folder), timeline))), flush=True)
     return trainer
 
 
@@ -167,8 +170,8 @@ def _build_model(
 
 
 def _introduction(config: TransformerConfig, texts: Texts, device: torch.device) -> str:
-    size, chunks = config.pipeline_model_parallel_size, config.num_chunks
-    grid = f"{size} ranks x {chunks} chunks x {config.data_parallel_size} replicas"
+    grid = f"{config.pipeline_model_parallel_size} ranks x {config.num_chunks} chunks"
+    grid += f" x {config.data_parallel_size} replicas"
     sizes = f"{len(texts.training.tokens):,} + {len(texts.validation.tokens):,}"
     return (
         f"{config.schedule_name}, {config.lowering_policy} communication, on {device.type}: {grid}, "
@@ -176,39 +179,31 @@ def _introduction(config: TransformerConfig, texts: Texts, device: torch.device)
     )
 
 
-def _merge_traces(folder: Path) -> None:
+def _merge_traces(folder: Path) -> str:
     """Put the traces of all ranks into one page, and say where it is. Collective."""
     flush_traces()
     dist.barrier()
-    if dist.get_rank() != 0:
-        return
     traces, page, chrome = folder / "traces", folder / "timeline.html", folder / "timeline.json"
-    names = run_names(traces)
+    names = run_names(traces) if dist.get_rank() == 0 else []
     if not names:
-        print("no step of --trace was run", flush=True)
-        return
+        return "no step of --trace was run"
     try:
         traced = load_run(traces, names[-1])
         write_whole(page, run_page(analyse(traced), traced))
         write_whole(chrome, run_trace(traced))
     except PlanError as error:
-        print(f"the traces could not be put together: {error}", flush=True)
-        return
-    print(
-        f"timeline of step(s) {listed(traced.steps)}: open {page} in a browser, or {chrome} at "
-        f"https://ui.perfetto.dev; in numbers: megatron-pp report {traces}",
-        flush=True,
-    )
+        return f"the traces could not be put together: {error}"
+    where = f"open {page} in a browser, or {chrome} at https://ui.perfetto.dev"
+    return f"timeline of step(s) {listed(traced.steps)}: {where}; in numbers: megatron-pp report {traces}"
 
 
-def _conclude(trainer: Trainer, folder: Path) -> None:
-    signal, validated_at = trainer.stopped_by, trainer.validated_at
-    if signal is not None:
-        cause = signal.name + ("" if trainer.stop.first else " to another rank")
-        print(f"stopped by {cause} after step {trainer.steps_done} of {trainer.settings.train_steps}")
-        print(f"continue with --resume {folder}")
-    else:
-        print(f"metrics are in {folder}")
+def _conclusion(trainer: Trainer, folder: Path) -> str:
+    said, stopped_by, validated_at = f"metrics are in {folder}", trainer.stopped_by, trainer.validated_at
+    if stopped_by is not None:
+        cause = stopped_by.name + ("" if trainer.stop.first else " to another rank")
+        steps = f"{trainer.steps_done} of {trainer.settings.train_steps}"
+        said = f"stopped by {cause} after step {steps}\ncontinue with --resume {folder}"
     if not math.isnan(trainer.validation_before):
-        after = f", {trainer.validation_after:.3f} after {validated_at} steps" if validated_at > 0 else ""
-        print(f"validation loss: {trainer.validation_before:.3f} before{after}", flush=True)
+        said += f"\nvalidation loss: {trainer.validation_before:.3f} before"
+        said += f", {trainer.validation_after:.3f} after {validated_at} steps" if validated_at > 0 else ""
+    return said

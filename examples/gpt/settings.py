@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -22,10 +23,7 @@ from megatron_pp.runtime.pairs import in_turn, on_two_streams
 from megatron_pp.tracing.recorder import chosen_steps
 
 # Where this program's default is not the config's.
-_DEFAULTS = {
-    **{"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4},
-    **{"hidden_dropout": 0.0, "attention_dropout": 0.0},
-}
+_DEFAULTS = dict(num_layers=4, hidden_size=128, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
 # Fields of TransformerConfig that this program sets itself, or that this GPT has no use for.
 _NOT_FLAGS = {
     *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "sequence_parallel"),
@@ -114,12 +112,13 @@ class Settings:
 
     def check(self) -> None:
         """Raises ArgumentError where a value is impossible; the sentence says what would be right."""
-        positive = "seq_length micro_batch_size num_microbatches eval_steps log_interval keep_checkpoints max_data_bytes"
+        positive = "seq_length micro_batch_size num_microbatches eval_steps log_interval keep_checkpoints"
+        positive += " max_data_bytes"
         not_negative = "train_steps warmup_steps eval_interval save_interval clip_grad weight_decay seed"
-        for least, names in ((1, positive), (0, not_negative)):
-            for name in names.split():
-                if not (value := getattr(self, name)) >= least:  # so that not-a-number fails too
-                    raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+        for name in f"{positive} {not_negative}".split():
+            value, least = getattr(self, name), int(name in positive)
+            if not value >= least:  # so that not-a-number fails too
+                raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
         if not 0.0 < self.learning_rate < float("inf"):
             raise ArgumentError(f"--learning-rate is {self.learning_rate}; it must be a positive number such as 3e-3")
         if not 0.0 <= self.min_learning_rate <= self.learning_rate:
@@ -128,7 +127,7 @@ class Settings:
         if not 0.0 < self.validation_fraction < 1.0:
             raise ArgumentError(f"--validation-fraction is {self.validation_fraction}; it must lie between 0 and 1")
         if self.run_dir is not None and self.resume is not None:
-            raise ArgumentError("--run-dir and --resume are both given; a resumed run stays in its own folder: give one")
+            raise ArgumentError("--run-dir and --resume are both given; a resumed run stays in its folder: give one")
         try:
             chosen_steps(self.trace or "1")
         except ScheduleInputError:
@@ -142,8 +141,10 @@ class Settings:
         if pipeline_size is None:
             pipeline_size = max(world_size // (replicas or 1), 1)
         grid = fit_grid(world_size, pipeline_parallel=pipeline_size, data_parallel=replicas)
-        if options["virtual_pipeline_model_parallel_size"] is None:
-            options["virtual_pipeline_model_parallel_size"] = _implied_chunks(options["pipeline_schedule"])
+        if options["virtual_pipeline_model_parallel_size"] is None and options["pipeline_schedule"] is not None:
+            with suppress(PlanError):  # the config refuses the name
+                chunks = find_family(options["pipeline_schedule"]).chunks or _CHUNKS
+                options["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         config = TransformerConfig(
             pipeline_model_parallel_size=grid.pipeline_parallel,
@@ -155,29 +156,9 @@ class Settings:
             **options,
         )
         check_model_config(config)
-        if names_a_file(config.schedule_name):
-            _verify_schedule_file(config, self.num_microbatches)
+        if names_a_file(config.schedule_name):  # which may hold anything: verified before any communication
+            family, sizes = find_family(config.schedule_name), (grid.pipeline_parallel, config.num_chunks)
+            lowering = {"policy": config.lowering_policy, "channels": config.p2p_channels}
+            lowering |= {"variable_shapes": config.variable_seq_lengths, "digest": family.digest}
+            build_plan(PlanSpec(family.name, *sizes, self.num_microbatches, **lowering))
         return config
-
-
-def _implied_chunks(schedule: str | None) -> int | None:
-    """V of a schedule for which none was given; None for one chunk, and for a name that the config refuses."""
-    try:
-        chunks = 1 if schedule is None else find_family(schedule).chunks or _CHUNKS
-    except PlanError:
-        return None
-    return chunks if chunks > 1 else None
-
-
-def _verify_schedule_file(config: TransformerConfig, num_microbatches: int) -> None:
-    """A user's own schedule may be anything: verify it before any communication. Raises PlanError."""
-    family, sizes = find_family(config.schedule_name), (config.pipeline_model_parallel_size, config.num_chunks)
-    build_plan(
-        PlanSpec(
-            *(family.name, *sizes, num_microbatches),
-            policy=config.lowering_policy,
-            channels=config.p2p_channels,
-            variable_shapes=config.variable_seq_lengths,
-            digest=family.digest,
-        )
-    )

@@ -10,10 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.gpt.layers import LayerParts, RotaryEmbedding
+from examples.gpt.layers import LayerParts, RotaryEmbedding, dropped
 
 
 class TransformerEngineBlock(nn.Module):
@@ -46,8 +45,8 @@ class TransformerEngineBlock(nn.Module):
     def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
         """``[s, b, h]`` to ``[s, b, h]``, same dtype."""
         first = self.is_first_microbatch if self.fp8 else None  # None: nothing is kept between microbatches
-        x = x + self._dropped(self._attention(x, rotary, first)).to(x.dtype)
-        x = x + self._dropped(self.feed_forward(x, is_first_microbatch=first)).to(x.dtype)
+        x = x + dropped(self, self._attention(x, rotary, first)).to(x.dtype)
+        x = x + dropped(self, self.feed_forward(x, is_first_microbatch=first)).to(x.dtype)
         self.is_first_microbatch = False
         return x
 
@@ -59,9 +58,6 @@ class TransformerEngineBlock(nn.Module):
         query, key = (rotary(part.permute(1, 2, 0, 3)).permute(2, 0, 1, 3).contiguous() for part in (query, key))
         context = self.core_attention(query, key, value.contiguous())
         return self.proj(context.reshape(s, b, h), is_first_microbatch=first)
-
-    def _dropped(self, branch: Tensor) -> Tensor:
-        return F.dropout(branch, self.hidden_dropout, self.training) if self.hidden_dropout else branch
 
 
 class TransformerEngineParts(LayerParts):
