@@ -51,7 +51,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
             return read_description(folder)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {_advice(folder.parent)}") from error
-    raise NoCheckpointError(f"there is no checkpoint at {path}; give a run's folder, or one of its checkpoints/step-...")
+    raise NoCheckpointError(f"there is no checkpoint at {path}; give a run's folder or one of its checkpoints/step-...")
 
 
 def newest_name(folder: Path) -> str | None:
@@ -69,7 +69,7 @@ def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
     names = [name for name in sorted(layout.keys() | there.keys()) if there.get(name) != layout.get(name)]
     if names:
         unlike = "; ".join(f"{name} is {there.get(name)} there and {layout.get(name)} here" for name in names)
-        raise CheckpointLayoutError(f"{checkpoint.path} is of another layout: {unlike}; give the values it was saved with")
+        raise CheckpointLayoutError(f"{checkpoint.path} is of another layout: {unlike}; give its values")
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
@@ -104,13 +103,13 @@ def _read_saved(folder: Path) -> list[str]:
         flags = _flags_of(saved, _SAVED)
         _parse(flags)
     except (OSError, ValueError, AttributeError, RecursionError, ArgumentError) as error:
-        reason = re.sub(r" \(--help.*", "", str(error))
-        raise CheckpointError(f"{folder / ARGUMENTS} cannot be read ({reason}); give all flags and a new --run-dir") from error
+        advice = "give all flags and a new --run-dir"
+        raise CheckpointError(f"{folder / ARGUMENTS} cannot be read ({error}); {advice}") from error
     return flags
 
 
 def _flags_of(values: dict[str, Any], known: set[str] | None = None) -> list[str]:
-    """``{"seed": 1, "model": {"bias": True}}`` as ``--seed=1 --bias``; of ``known`` names only, where they are given."""
+    """``{"seed": 1, "model": {"bias": True}}`` as ``--seed=1 --bias``; of ``known`` names only, if given."""
     flags: list[str] = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")

@@ -40,7 +40,7 @@ def read_text(paths: Sequence[str], max_bytes: int) -> bytes:
         except OSError as error:
             raise DataError(f"cannot read data file {file}: {error.strerror}; give readable files to --data") from error
     if not text:
-        raise DataError(f"no text in {', '.join(map(str, paths)) or 'the standard library'}; give other files to --data")
+        raise DataError(f"no text in {', '.join(map(str, paths)) or 'the standard library'}; give others to --data")
     return bytes(text)
 
 
@@ -101,7 +101,7 @@ class SampleOrder:
         if self.num_samples < shape.samples:
             raise DataError(
                 f"the {name} text of {len(tokens)} bytes is too short for one batch of {shape.samples} samples of "
-                f"{shape.seq_length} tokens; it takes at least {shape.tokens + 1} bytes: give more text, or smaller batches"
+                f"{shape.seq_length} tokens; it takes at least {shape.tokens + 1} bytes: give more text"
             )
         self._permutation = lru_cache(maxsize=2)(self._new_permutation)
 

@@ -12,7 +12,7 @@ _LARGEST_TEXT = 1 << 28  # bytes
 
 
 def open_plain(path: Path, flags: int = os.O_RDONLY) -> BufferedRandom | BufferedReader:
-    """Open a plain file, for writing too with ``os.O_RDWR``. Raises OSError for a link, a FIFO, a device or a folder."""
+    """Open a plain file, for writing too with ``os.O_RDWR``. Raises OSError for a link, a FIFO, a device, a folder."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

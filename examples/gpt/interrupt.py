@@ -19,7 +19,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM is noted in ``first``; one later than IMPATIENT_AFTER ends the process.
+    """While entered, the first SIGINT or SIGTERM is noted in ``first``; one IMPATIENT_AFTER that ends the process.
 
     A process that left on its own would leave its peers without a partner in the middle of a step. So the ranks
     exchange their requests at a step's end, and all leave after the same one. Python runs signal handlers in the main
@@ -30,7 +30,7 @@ class StopRequest:
     granted = False  # the process is ending as requested: further signals change nothing
 
     def votes(self) -> list[float]:
-        """For each signal, 1 if it has come to this process first, else 0; ``agreed_signal`` reads the sums over ranks."""
+        """For each signal, 1 if it has come to this process first, else 0; ``agreed_signal`` reads the sums."""
         return [float(self.first is number) for number in _SIGNALS]
 
     def __enter__(self) -> StopRequest:
@@ -59,7 +59,8 @@ class StopRequest:
                     continue
                 since = since or time.monotonic()
                 if time.monotonic() - since > IMPATIENT_AFTER:
-                    print(f"train.py: {signal.Signals(received[0]).name} again: ended at once", file=sys.stderr, flush=True)
+                    name = signal.Signals(received[0]).name
+                    print(f"train.py: {name} again: ended at once", file=sys.stderr, flush=True)
                     os._exit(128 + received[0])
 
 

@@ -17,7 +17,10 @@ from examples.gpt.layers import LayerParts
 from examples.gpt.settings import Settings
 from examples.gpt.transformer_engine_layers import TransformerEngineParts
 
-_NORMS = {"apex": ("apex.normalization", "FusedLayerNorm"), "transformer_engine": ("transformer_engine.pytorch", "LayerNorm")}
+_NORMS = {
+    "apex": ("apex.normalization", "FusedLayerNorm"),
+    "transformer_engine": ("transformer_engine.pytorch", "LayerNorm"),
+}
 _RECIPES = {
     "delayed": "DelayedScaling",
     "tensorwise": "Float8CurrentScaling",
@@ -49,7 +52,7 @@ def choose_libraries(settings: Settings, device: torch.device, split: bool) -> L
     if settings.transformer_impl == "transformer_engine":
         make_parts, layers = _transformer_engine(settings, device, split)
     elif settings.fp8 is not None:
-        raise ArgumentError(f"--fp8 is {settings.fp8}, which --transformer-impl transformer_engine alone can compute in")
+        raise ArgumentError(f"--fp8 is {settings.fp8}, which needs --transformer-impl transformer_engine")
     else:
         norms = [("torch LayerNorm", torch.nn.LayerNorm)]
         for library, (module, name) in _NORMS.items():
@@ -99,4 +102,5 @@ def _required(flag: str, library: str, module: str, on_gpu: bool) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a half-built extension raises what it likes
-        raise ArgumentError(f"{flag} is {library}: {module} cannot be imported ({error}); {_INSTALL[library]}") from error
+        advice = f"{_INSTALL[library]}, or leave {flag} out"
+        raise ArgumentError(f"{flag} is {library}, but {module} cannot be imported ({error}); {advice}") from error

@@ -81,7 +81,7 @@ class ComputeTimers:
 
 
 class StepResult(NamedTuple):
-    """What one rank has from a global batch: the mean loss of each microbatch, on the last stage, and its idle share."""
+    """Of one rank and a global batch: the mean loss of each microbatch, on the last stage, and its idle share."""
 
     losses: list[float]
     bubble: float

@@ -50,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; its exit code.
 
     0 when all steps are done; 128 + the signal's number where one, to any rank, ended the run early, with a checkpoint;
-    2 bad input; 3 a damaged checkpoint or run to resume; 4 a checkpoint not written; 5 the run's folder is in use; 1 any
-    other failure. Errors that have a class are reported in one line, with a stack any other.
+    2 bad input; 3 a damaged checkpoint or run to resume; 4 a checkpoint not written; 5 the run's folder is in use; 1
+    any other failure. Errors that have a class are reported in one line, with a stack any other.
     """
     try:
         trainer = train(argv)
@@ -86,7 +86,8 @@ def train(argv: Sequence[str]) -> Trainer:
     with joined(process, device):
         check_same_settings({**vars(settings), **vars(settings.model), "model": None})
         with agreed_start(settings, layout) as start, StopRequest() as stop:
-            folder, first, steps_done = start.folder, process.rank == 0, start.checkpoint.step if start.checkpoint else 0
+            folder, first = start.folder, process.rank == 0
+            steps_done = start.checkpoint.step if start.checkpoint else 0
             chunks, split = _build_model(settings, config, device, libraries)
             # Not before the model is built: what a rank draws while building depends on which layers it holds.
             torch.manual_seed(settings.seed * process.world_size + process.rank)

@@ -73,7 +73,7 @@ def find_start(settings: Settings, layout: dict[str, Any], launcher: str) -> Sta
         check_layout(checkpoint, layout)
         return Start(folder, checkpoint, again)
     if not again and (folder / ARGUMENTS).exists():
-        raise ArgumentError(f"--run-dir {folder} holds a run already; give another, or --resume {folder} to continue it")
+        raise ArgumentError(f"--run-dir {folder} holds a run already; give another, or --resume {folder}")
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ArgumentError(f"{existing} is no writable folder, so {folder} cannot be made; give another --run-dir")
@@ -125,11 +125,11 @@ def lock_folder(folder: Path, first: bool) -> IO[bytes]:
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             file.flush()
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    except BlockingIOError:
         holder = file.read(200).decode(errors="replace").strip() or "a process that has just started"
         file.close()
         advice = "wait until all processes of that run have ended, or end them, or give another --run-dir"
-        raise RunInUseError(f"the run's folder {folder} is in use: its run was started by {holder}; {advice}") from error
+        raise RunInUseError(f"the run's folder {folder} is in use: its run was started by {holder}; {advice}") from None
     except OSError as error:  # a file system without locks
         if first:
             warnings.warn(f"{folder} cannot be locked ({error}): start no second run in it", stacklevel=2)

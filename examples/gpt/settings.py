@@ -23,7 +23,8 @@ from megatron_pp.runtime.pairs import in_turn, on_two_streams
 from megatron_pp.tracing.recorder import chosen_steps
 
 # Where this program's default is not the config's.
-_DEFAULTS = dict(num_layers=4, hidden_size=128, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
+_DEFAULTS = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4}
+_DEFAULTS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 # Fields of TransformerConfig that this program sets itself, or that this GPT has no use for.
 _NOT_FLAGS = {
     *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "sequence_parallel"),
@@ -103,7 +104,7 @@ class Settings:
     eval_steps: int = 4  # global batches in a validation
     save_interval: int = 100  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints that are kept
-    log_interval: int = 20  # steps between two lines where there is no terminal for a bar
+    log_interval: int = 20  # steps between two lines on the terminal
     tensorboard: bool = True  # write TensorBoard's files beside metrics.jsonl
     peak_tflops: float | None = None  # of one device, for MFU; None: known for V100, A100, H100, H200, B200 in bf16
     trace: str | None = None  # record the pipeline's timeline in these training steps, as in 3,10-12, and draw it
