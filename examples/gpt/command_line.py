@@ -45,6 +45,8 @@ def parse(argv: Sequence[str]) -> Settings:
     if settings.config is not None:
         given = _read_config(Path(settings.config))
         settings = _parse([*given, *argv])
+    if settings.run_dir is not None and settings.resume is not None:
+        raise ArgumentError("--run-dir and --resume are both given; a resumed run stays in its own folder: give one")
     if settings.resume is not None:
         settings = _parse([*_read_saved(find_run(Path(settings.resume))), *given, *argv])
     settings.check()

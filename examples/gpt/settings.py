@@ -127,8 +127,6 @@ class Settings:
             raise ArgumentError(f"--min-learning-rate is {self.min_learning_rate}; it must lie {legal}")
         if not 0.0 < self.validation_fraction < 1.0:
             raise ArgumentError(f"--validation-fraction is {self.validation_fraction}; it must lie between 0 and 1")
-        if self.run_dir is not None and self.resume is not None:
-            raise ArgumentError("--run-dir and --resume are both given; a resumed run stays in its folder: give one")
         try:
             chosen_steps(self.trace or "1")
         except ScheduleInputError:

@@ -86,7 +86,8 @@ def clip_what_two_ranks_hold(rank: int, size: int) -> str:
 
 
 def test_a_parameter_on_two_ranks_is_refused() -> None:
-    assert run_processes(clip_what_two_ranks_hold, 2, timeout=60) == ["two ranks of the pipeline hold the same parameter"] * 2
+    said = run_processes(clip_what_two_ranks_hold, 2, timeout=60)
+    assert said == ["two ranks of the pipeline hold the same parameter"] * 2
 
 
 def test_the_clipper_counts_the_models_parameters(group: dist.ProcessGroup) -> None:
