@@ -23,12 +23,12 @@ def read_long_description() -> str:
 
 
 EXTRAS = {
-    # The training script: progress bar, loss plot.
-    "train": ["numpy", "tqdm", "matplotlib"],
+    # The training program, examples/gpt: command line, TOML files before Python 3.11, TensorBoard's files.
+    "train": ["numpy", "tyro>=1.0", "tomli; python_version < '3.11'", "tensorboard"],
     # The command line's tables and drawings.
     "viz": ["rich", "matplotlib"],
     # The plug-in for Megatron-core, and the tests that run inside it.
-    "megatron": ["megatron-core>=0.16"],
+    "megatron": ["megatron-core>=0.16", "tqdm"],
     # Weight gradients of Transformer Engine's layers as a step of their own. Needs CUDA and a compiler.
     "te": ["transformer-engine[pytorch]"],
     "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "ruff", "mypy", "import-linter"],

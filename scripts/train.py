@@ -1,15 +1,38 @@
 #!/usr/bin/env python3
-"""Train a byte-level GPT through a pipeline: torchrun --nproc-per-node 2 scripts/train.py --help"""
+"""Train a byte-level GPT through a pipeline: torchrun --nproc-per-node 2 scripts/train.py --help
 
+The program is examples/gpt. Under scripts/launch.py this process ends when its launcher does, on Linux.
+"""
+
+import ctypes
+import os
 import signal
 import sys
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher() -> None:
+    """Have the system kill this process when its launcher ends, or has ended already."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = os.environ.get("MEGATRON_PP_LAUNCHER", "")
+    if launcher.isdecimal() and not os.path.exists(f"/proc/{launcher}") and os.path.exists("/proc/self"):
+        print(f"train.py: process {launcher}, its launcher, has ended", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
     # Until the training loop answers it, Ctrl-C ends this process at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # The checkout of this script comes first, installed or not.
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_launcher()
+    # The checkout that this script lies in comes first, installed or not.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    try:
+        import tyro  # noqa: F401
+    except ImportError as error:
+        sys.exit(f"train.py: {error}; install the project's extra: pip install -e '.[train]'")
     from examples.gpt.program import end_process, main
 
     end_process(main(sys.argv[1:]))

@@ -1,12 +1,11 @@
 """Checkpoints that are whole or not there.
 
     <folder>/latest                            one line: the name of the newest checkpoint
-    <folder>/step-00000100/description.json    step, layout, and for each tensor its place, shape, dtype and CRC-32
+    <folder>/step-00000100/description.json    see description.py
     <folder>/step-00000100/rank-00000.bin      the bytes of the tensors that this rank has written, end to end
 
-A checkpoint is written under another name and gets its own only when all ranks have finished; ``latest`` moves after
-that. Whatever is killed in between, ``latest`` names a whole checkpoint. Several nodes need a folder they share.
-Nothing in a checkpoint can be run: it holds JSON and bare bytes, which are compared with their CRC-32 before use.
+A checkpoint is written under another name and gets its own when all ranks have finished; ``latest`` moves after that.
+Whatever is killed in between, ``latest`` names a whole checkpoint. Several nodes need a folder they share.
 """
 
 from __future__ import annotations
@@ -23,47 +22,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.gpt.description import (
-    DESCRIPTION,
-    Checkpoint,
-    SavedTensor,
-    read_description,
-    write_description,
-)
-from examples.gpt.errors import (
-    CheckpointError,
-    CheckpointLayoutError,
-    CheckpointWriteError,
-    NoCheckpointError,
-)
+from examples.gpt.description import DESCRIPTION, Checkpoint, SavedTensor, read_description, write_description
+from examples.gpt.distributed import on_all_ranks
+from examples.gpt.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError, NoCheckpointError
 from examples.gpt.files import open_plain, read_text, sync_folder, write_atomically
-from examples.gpt.rendezvous_store import on_all_ranks
 
 LATEST = "latest"
 _NAME = re.compile(r"step-[0-9A-Za-z._-]{1,80}")
 _OUR_NAME = re.compile(r"step-\d{8,}(-\d+)?")
-_UNFINISHED_NAME = re.compile(rf"\.{_OUR_NAME.pattern}\.unfinished")
+_UNFINISHED = re.compile(rf"\.{_OUR_NAME.pattern}\.unfinished")
 _OUR_FILE = re.compile(rf"rank-\d{{5,}}\.bin|\.?{re.escape(DESCRIPTION)}(\.new)?")
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at ``path``: its own folder, a folder of checkpoints, or a run's folder. Reads JSON only.
 
-    Raises:
-        NoCheckpointError: there is none.
-        CheckpointError: its description cannot be used.
+    Raises NoCheckpointError if there is none, CheckpointError if its description cannot be used.
     """
     for folder in (path, path / "checkpoints"):
-        if os.path.lexists(folder / DESCRIPTION):
-            return _described(folder)
-        if os.path.lexists(folder / LATEST):
+        if os.path.lexists(folder / LATEST) and not os.path.lexists(folder / DESCRIPTION):
             name = newest_name(folder)
             if name is None:
                 raise CheckpointError(f"{folder / LATEST} names no checkpoint; {_advice(folder)}")
-            return _described(folder / name)
-    raise NoCheckpointError(
-        f"there is no checkpoint at {path}; give a run's folder, or one of its checkpoints/step-... folders"
-    )
+            folder = folder / name
+        elif not os.path.lexists(folder / DESCRIPTION):
+            continue
+        try:
+            return read_description(folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {_advice(folder.parent)}") from error
+    raise NoCheckpointError(f"there is no checkpoint at {path}; give a run's folder or one of its checkpoints/step-...")
 
 
 def newest_name(folder: Path) -> str | None:
@@ -76,29 +64,16 @@ def newest_name(folder: Path) -> str | None:
 
 
 def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another layout.
-
-    Raises:
-        CheckpointLayoutError: naming each value that differs.
-    """
-    differences = [
-        f"{name} is {checkpoint.layout.get(name)} there and {layout.get(name)} here"
-        for name in sorted(layout.keys() | checkpoint.layout.keys())
-        if checkpoint.layout.get(name) != layout.get(name)
-    ]
-    if differences:
-        raise CheckpointLayoutError(
-            f"checkpoint {checkpoint.path} is of another layout: {'; '.join(differences)}; "
-            "give the values it was saved with"
-        )
+    """Raises CheckpointLayoutError, naming each value that differs, for a checkpoint of another layout."""
+    there = checkpoint.layout
+    names = [name for name in sorted(layout.keys() | there.keys()) if there.get(name) != layout.get(name)]
+    if names:
+        unlike = "; ".join(f"{name} is {there.get(name)} there and {layout.get(name)} here" for name in names)
+        raise CheckpointLayoutError(f"{checkpoint.path} is of another layout: {unlike}; give its values")
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill ``tensors`` in place from a checkpoint. Collective: every rank calls it with its own names.
-
-    Raises:
-        CheckpointError: a tensor is missing or a file is damaged; on every rank.
-    """
+    """Fill this rank's ``tensors`` in place. Collective. Raises CheckpointError on every rank."""
     _, failures = on_all_ranks(lambda: read_tensors(checkpoint, tensors))
     if failures:
         advice, _ = on_all_ranks(lambda: _advice(checkpoint.path.parent) if dist.get_rank() == 0 else "")
@@ -106,11 +81,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
 
 
 def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill ``tensors`` in place from a checkpoint, each after its bytes were found to be what was saved.
-
-    Raises:
-        CheckpointError: one is not in it, is of another shape or dtype, or its file is damaged.
-    """
+    """Fill ``tensors`` in place, each after its bytes were found to be what was saved. Raises CheckpointError."""
     for name, tensor in tensors.items():
         saved = checkpoint.tensors.get(name)
         if saved is None:
@@ -118,42 +89,24 @@ def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         there, here = (saved.dtype, saved.shape, saved.size), (str(tensor.dtype), list(tensor.shape), tensor.nbytes)
         if there != here:
             raise CheckpointError(f"tensor {name} is (dtype, shape, bytes) {there!s:.120} there and {here} here")
-        data = _read_bytes(checkpoint, name, saved)
-        if data:
+        if data := _read_bytes(checkpoint, name, saved):
             tensor.copy_(torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape))
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints into ``folder`` and removes old ones, but nothing that it has not written.
-
-    Args:
-        folder: made on the first save.
-        keep: how many of the newest checkpoints to keep, at least 1.
-        layout: see :class:`Checkpoint`.
-    """
+    """Writes a run's checkpoints into ``folder``, keeps the ``keep`` newest, and removes nothing but its own."""
 
     def __init__(self, folder: Path, keep: int, layout: dict[str, Any]) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.layout = layout
+        self.folder, self.keep, self.layout = folder, keep, layout
 
     def save(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> Path:
-        """Write a checkpoint. Collective: every rank of the default group calls it with its own tensors.
+        """Write a checkpoint; its folder. Collective. Raises CheckpointWriteError on every rank.
 
-        Args:
-            step: optimizer steps done.
-            tensors: equal names on several ranks must hold equal values (data-parallel replicas do).
-            progress: see :class:`Checkpoint`.
-
-        Returns:
-            The checkpoint's folder, the same on every rank.
-
-        Raises:
-            CheckpointWriteError: on every rank.
+        Tensors of one name on several ranks must hold equal values (those of data-parallel replicas do).
         """
         first = dist.get_rank() == 0
         name = self._on_all_ranks(lambda: self._begin(step) if first else "")[0]
-        unfinished = self.folder / _unfinished(name)
+        unfinished = self.folder / f".{name}.unfinished"
         try:
             names = self._on_all_ranks(lambda: list(tensors))
             parts = self._on_all_ranks(lambda: _write_tensors(unfinished, tensors, names))
@@ -176,14 +129,14 @@ class CheckpointWriter:
         """Make an empty folder to write to, and choose the name to publish it under."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.iterdir():
-            if _UNFINISHED_NAME.fullmatch(path.name) and _holds_only_our_files(path):
+            if _UNFINISHED.fullmatch(path.name) and _holds_only_our_files(path):
                 shutil.rmtree(path)
         name, repeat = f"step-{step:08d}", 1
-        # A run resumed from an earlier checkpoint comes by the same step again; what is there stays whole.
-        while os.path.lexists(self.folder / name) or os.path.lexists(self.folder / _unfinished(name)):
+        # A run resumed from an earlier checkpoint reaches the same step again; what is there stays whole.
+        while any(os.path.lexists(self.folder / taken) for taken in (name, f".{name}.unfinished")):
             repeat += 1
             name = f"step-{step:08d}-{repeat}"
-        (self.folder / _unfinished(name)).mkdir()
+        (self.folder / f".{name}.unfinished").mkdir()
         return name
 
     def _publish(self, checkpoint: Checkpoint) -> None:
@@ -192,15 +145,11 @@ class CheckpointWriter:
         os.rename(checkpoint.path, self.folder / checkpoint.name)
         sync_folder(self.folder)
         write_atomically(self.folder / LATEST, checkpoint.name + "\n")
-        # Nothing that it has named before is removed until the disk has it.
-        sync_folder(self.folder)
-        self._remove_old(checkpoint.name)
-
-    def _remove_old(self, newest: str) -> None:
-        others = [path for path in _by_age(self.folder) if path.name != newest and _is_ours(path)]
+        sync_folder(self.folder)  # before what it has named until now is removed
+        others = [path for path in _by_age(self.folder) if path.name != checkpoint.name and _is_ours(path)]
         for path in others[max(self.keep, 1) - 1 :]:
-            # Out of sight first: a removal that is cut short leaves no half checkpoint under a valid name.
-            doomed = path.with_name(_unfinished(path.name))
+            # Renamed first: a removal that is cut short leaves no half checkpoint under a valid name.
+            doomed = path.with_name(f".{path.name}.unfinished")
             if not os.path.lexists(doomed):
                 os.rename(path, doomed)
                 shutil.rmtree(doomed)
@@ -215,7 +164,7 @@ def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(states: dict[str, Tensor], rank: int, device: torch.device) -> None:
-    """Put back what :func:`rng_tensors` took."""
+    """Put back what ``rng_tensors`` took."""
     torch.set_rng_state(states[f"rng.rank{rank}.cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[f"rng.rank{rank}.cuda"], device)
@@ -227,21 +176,17 @@ def _joined(failures: list[Exception]) -> str:
 
 def _write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[list[str]]) -> dict[str, SavedTensor]:
     """Write those of this rank's tensors that no rank before it has."""
-    rank = dist.get_rank()
+    rank, offset = dist.get_rank(), 0
     elsewhere = {name for others in names[:rank] for name in others}
     entries: dict[str, SavedTensor] = {}
-    offset = 0
-    with open(_file_of(folder, rank), "xb") as file:
-        for name, tensor in tensors.items():
-            if name in elsewhere:
-                continue
+    with open(folder / f"rank-{rank:05d}.bin", "xb") as file:
+        for name, tensor in ((name, tensor) for name, tensor in tensors.items() if name not in elsewhere):
             data = bytearray(tensor.nbytes)
             if data:
                 torch.frombuffer(data, dtype=torch.uint8).copy_(tensor.detach().reshape(-1).view(torch.uint8))
             file.write(data)
-            entries[name] = SavedTensor(
-                rank, offset, len(data), str(tensor.dtype), list(tensor.shape), zlib.crc32(data)
-            )
+            form = str(tensor.dtype), list(tensor.shape)
+            entries[name] = SavedTensor(rank, offset, len(data), *form, zlib.crc32(data))
             offset += len(data)
         file.flush()
         os.fsync(file.fileno())
@@ -250,7 +195,7 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[list[st
 
 def _read_bytes(checkpoint: Checkpoint, name: str, saved: SavedTensor) -> bytearray:
     """The bytes of a tensor. Raises CheckpointError, naming the file, if they are not what was saved."""
-    path = _file_of(checkpoint.path, saved.rank)
+    path = checkpoint.path / f"rank-{saved.rank:05d}.bin"
     try:
         with open_plain(path) as file:
             if os.fstat(file.fileno()).st_size < saved.offset + saved.size:
@@ -263,17 +208,6 @@ def _read_bytes(checkpoint: Checkpoint, name: str, saved: SavedTensor) -> bytear
     if zlib.crc32(data) != saved.crc32:
         raise CheckpointError(f"{path} is damaged: tensor {name} does not have the CRC-32 that it was saved with")
     return data
-
-
-def _file_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.bin"
-
-
-def _described(folder: Path) -> Checkpoint:
-    try:
-        return read_description(folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; {_advice(folder.parent)}") from error
 
 
 def _advice(folder: Path) -> str:
@@ -302,15 +236,11 @@ def _by_age(folder: Path) -> list[Path]:
 def _is_ours(path: Path) -> bool:
     """Whether it is a checkpoint that was written here under this name, and nobody has put anything into it."""
     try:
-        ours = _OUR_NAME.fullmatch(path.name) is not None and read_description(path).name == path.name
+        named = _OUR_NAME.fullmatch(path.name) is not None and read_description(path).name == path.name
     except CheckpointError:
         return False
-    return ours and _holds_only_our_files(path)
+    return named and _holds_only_our_files(path)
 
 
 def _holds_only_our_files(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and all(_OUR_FILE.fullmatch(name) for name in os.listdir(path))
-
-
-def _unfinished(name: str) -> str:
-    return f".{name}.unfinished"

@@ -1,7 +1,7 @@
 """Real text as byte tokens: reading it, splitting it, and handing out microbatches by number.
 
-Nothing here keeps a position. Which sample a microbatch holds follows from the seed, the step and the place in the
-grid alone, so every stage of a pipeline can make the same microbatch for itself, and a resumed run continues exactly.
+Nothing here keeps a position. Which sample a microbatch holds follows from the seed, the step and the place in the grid
+alone. So every stage of a pipeline makes the same microbatch for itself, and a resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from examples.gpt.errors import ArgumentError, DataPathError, TextTooShortError
+from examples.gpt.errors import DataError
 
 VOCAB_SIZE = 256
 """Tokens are bytes."""
@@ -26,78 +26,43 @@ _SKIPPED_LIBRARY_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "te
 
 
 def read_text(paths: Sequence[str], max_bytes: int) -> bytes:
-    """Read at most ``max_bytes`` of text from files and folders, in a fixed order.
+    """At most ``max_bytes`` of the files and of all files in the folders ``paths``, sorted, hidden ones left out.
 
-    Args:
-        paths: files, taken as they are, and folders, of which all files are taken, sorted by path; hidden ones are
-            left out.
-            Empty: the source of Python's own standard library.
-        max_bytes: where to stop.
-
-    Raises:
-        DataPathError: a path does not exist or cannot be read, or there is no text in any of them.
-        ArgumentError: ``max_bytes`` is not positive.
+    Without paths: of the source of Python's standard library. Raises DataError if there is nothing to read.
     """
-    if max_bytes < 1:
-        raise ArgumentError(f"--max-data-bytes is {max_bytes}; it must be at least 1")
-    files = [file for path in paths for file in _files_at(Path(path))] if paths else _library_files()
     text = bytearray()
-    for file in files:
+    for file in [file for path in paths for file in _files_at(Path(path))] if paths else _library_files():
         if len(text) >= max_bytes:
             break
         try:
             with open(file, "rb") as source:
                 text += source.read(max_bytes - len(text))
         except OSError as error:
-            raise DataPathError(
-                f"cannot read data file {file}: {error.strerror}; give readable files to --data"
-            ) from error
+            raise DataError(f"cannot read data file {file}: {error.strerror}; give readable files to --data") from error
     if not text:
-        raise DataPathError(
-            f"no text in {', '.join(map(str, paths)) or 'the standard library'}; all files are empty or there are none"
-        )
+        raise DataError(f"no text in {', '.join(map(str, paths)) or 'the standard library'}; give others to --data")
     return bytes(text)
 
 
 def _files_at(path: Path) -> list[Path]:
-    if path.is_dir():
-        if not os.access(path, os.R_OK | os.X_OK):
-            raise DataPathError(f"cannot read data folder {path}: permission denied; give readable files to --data")
-        return sorted(
-            file
-            for file in path.rglob("*")
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        )
-    if not path.exists():
-        raise DataPathError(f"data path {path} does not exist; give existing files or folders to --data")
-    if not path.is_file():
-        # Every rank reads for itself, and a pipe gives its text to one reader only, or to none for ever.
-        raise DataPathError(
-            f"data path {path} is neither a file nor a folder; give existing files or folders to --data"
-        )
-    return [path]
+    if path.is_file():
+        return [path]
+    if not path.is_dir():  # a pipe, for one, gives its text to one rank only
+        problem = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise DataError(f"data path {path} {problem}; give existing files or folders to --data")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise DataError(f"cannot read data folder {path}: permission denied; give readable files to --data")
+    files = sorted(path.rglob("*"))
+    return [f for f in files if f.is_file() and not any(part[0] == "." for part in f.relative_to(path).parts)]
 
 
 def _library_files() -> list[Path]:
     folder = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(
-        file for file in folder.rglob("*.py") if not _SKIPPED_LIBRARY_FOLDERS & set(file.relative_to(folder).parts)
-    )
-    if not files:
-        raise DataPathError(f"no Python source under {folder}; give a text of your own to --data")
-    return files
+    return sorted(f for f in folder.rglob("*.py") if not _SKIPPED_LIBRARY_FOLDERS & set(f.relative_to(folder).parts))
 
 
 def split_text(text: bytes, validation_fraction: float) -> tuple[Tensor, Tensor]:
-    """Split into training and validation tokens, uint8, one dimension each; the validation part is the text's tail.
-
-    Raises:
-        ArgumentError: the fraction is not between 0 and 1.
-    """
-    if not 0.0 < validation_fraction < 1.0:
-        raise ArgumentError(
-            f"--validation-fraction is {validation_fraction}; it must lie between 0 and 1, such as 0.05"
-        )
+    """Training and validation tokens, uint8, one dimension each; the validation part is the text's tail."""
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     cut = len(tokens) - int(len(tokens) * validation_fraction)
     return tokens[:cut], tokens[cut:]
@@ -105,14 +70,7 @@ def split_text(text: bytes, validation_fraction: float) -> tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How one global batch is divided.
-
-    Attributes:
-        micro_batch_size: samples in a microbatch.
-        num_microbatches: microbatches of one data-parallel replica in a step.
-        data_parallel_size: replicas.
-        seq_length: tokens in a sample.
-    """
+    """How a global batch is divided: ``num_microbatches`` are those of one replica in a step."""
 
     micro_batch_size: int
     num_microbatches: int
@@ -133,35 +91,25 @@ class BatchShape:
 class SampleOrder:
     """Samples of a text: windows of ``seq_length + 1`` tokens that overlap by one, in a shuffled order per epoch.
 
-    Args:
-        tokens: uint8, one dimension.
-        shape: how a global batch is divided.
-        seed: seed of the order; ``None`` keeps the text's order.
-        name: what to call the text in messages.
-
-    Raises:
-        TextTooShortError: there are fewer samples than a global batch takes.
+    ``tokens`` is uint8, of one dimension. ``seed=None`` keeps the text's order. Raises DataError if the text, which is
+    called ``name`` in the message, does not fill a global batch.
     """
 
     def __init__(self, tokens: Tensor, shape: BatchShape, seed: int | None, name: str) -> None:
-        self.tokens = tokens
-        self.shape = shape
-        self.seed = seed
+        self.tokens, self.shape, self.seed = tokens, shape, seed
         self.num_samples = (len(tokens) - 1) // shape.seq_length
         if self.num_samples < shape.samples:
-            raise TextTooShortError(
+            raise DataError(
                 f"the {name} text of {len(tokens)} bytes is too short for one batch of {shape.samples} samples of "
-                f"{shape.seq_length} tokens; it takes at least {shape.tokens + 1} bytes: give more text, or make the "
-                "sequence, the microbatches or their number smaller"
+                f"{shape.seq_length} tokens; it takes at least {shape.tokens + 1} bytes: give more text"
             )
         self._permutation = lru_cache(maxsize=2)(self._new_permutation)
 
     def microbatch(self, step: int, microbatch: int, data_parallel_rank: int) -> tuple[Tensor, Tensor]:
         """The tokens and labels, int64 ``[b, s]`` each, of one microbatch of step ``step`` (0-based)."""
         shape = self.shape
-        first = (
-            step * shape.samples + (microbatch * shape.data_parallel_size + data_parallel_rank) * shape.micro_batch_size
-        )
+        place = microbatch * shape.data_parallel_size + data_parallel_rank
+        first = step * shape.samples + place * shape.micro_batch_size
         windows = torch.stack([self._window(first + i) for i in range(shape.micro_batch_size)]).long()
         return windows[:, :-1], windows[:, 1:]
 

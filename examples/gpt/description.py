@@ -16,20 +16,11 @@ from examples.gpt.files import read_text, write_atomically
 
 DESCRIPTION = "description.json"
 FORMAT = 2
-_MOST = 2**63  # what the system takes as a size or an offset
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Where the bytes of a tensor are.
-
-    Attributes:
-        rank: that has written them into its file.
-        offset, size: of the bytes in it.
-        dtype: torch's name for it, such as ``torch.float32``.
-        shape: of the tensor.
-        crc32: of the bytes.
-    """
+    """Where the bytes of a tensor are: ``size`` from ``offset`` on in the file of ``rank``."""
 
     rank: int
     offset: int
@@ -39,25 +30,18 @@ class SavedTensor:
     crc32: int
 
     def __post_init__(self) -> None:
-        for name in ("rank", "offset", "size", "crc32"):
-            _check_whole_number(name, getattr(self, name))
-        _check_kind("dtype", self.dtype, str)
-        _check_kind("shape", self.shape, list)
+        for name, value in vars(self).items():
+            _check(name, value, {"dtype": str, "shape": list}.get(name, int))
         for size in self.shape:
-            _check_whole_number("a size in shape", size)
+            _check("a size in shape", size, int)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as its description says.
+    """A checkpoint in the folder ``path``, as its description says.
 
-    Attributes:
-        path: its folder.
-        name: the folder's name when it was written; another one for a copy.
-        step: optimizer steps done when it was written.
-        layout: what a run must have in common with it to load it, JSON values by name.
-        progress: the run's own notes, JSON values by name.
-        tensors: by name.
+    ``name`` is the folder's when it was written (a copy has another), ``step`` counts optimizer steps, ``layout`` is
+    what a run must have in common with it, ``progress`` the run's own notes.
     """
 
     path: Path
@@ -69,11 +53,9 @@ class Checkpoint:
 
     def note(self, name: str, *kinds: type) -> Any:
         """A value of ``progress``. Raises CheckpointError if it is none of ``kinds``."""
-        value = self.progress.get(name)
+        value, place = self.progress.get(name), self.path / DESCRIPTION
         if type(value) not in kinds:
-            raise CheckpointError(
-                f"{self.path / DESCRIPTION}: progress.{name} is {value!r:.60}; it must be a {kinds[0].__name__}"
-            )
+            raise CheckpointError(f"{place}: progress.{name} is {value!r:.60}; it must be a {kinds[0].__name__}")
         return value
 
 
@@ -85,52 +67,40 @@ def write_description(checkpoint: Checkpoint) -> None:
 
 
 def read_description(folder: Path) -> Checkpoint:
-    """The checkpoint in ``folder``.
-
-    Raises:
-        CheckpointError: the description is missing, damaged, or of another format.
-    """
+    """The checkpoint in ``folder``. Raises CheckpointError: the description is missing, damaged, of another format."""
     try:
-        return _parse(folder, json.loads(read_text(folder / DESCRIPTION)))
+        return _checkpoint(folder, json.loads(read_text(folder / DESCRIPTION)))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / DESCRIPTION} cannot be used: {error}") from error
 
 
-def _parse(folder: Path, content: Any) -> Checkpoint:
-    _check_kind("the description", content, dict)
+def _checkpoint(folder: Path, content: Any) -> Checkpoint:
+    _check("the description", content, dict)
     found = content.pop("format", None)
     if type(found) is not int or found != FORMAT:
-        raise ValueError(
-            f"format is {found!r:.60}; this version reads {FORMAT}: continue with the version that wrote it, or anew"
-        )
+        raise ValueError(f"format is {found!r:.60}; this version reads {FORMAT}: begin a new run")
     if content.pop("crc32", None) != _crc32({"format": FORMAT, **content}):
         raise ValueError("it is damaged: its content does not have the CRC-32 that it names")
-    names = {"name": str, "layout": dict, "progress": dict, "tensors": dict}
-    if unlike := content.keys() ^ {"step", *names}:
-        raise ValueError(f"fields {sorted(unlike)!s:.80} are missing or unknown; it must hold step, {', '.join(names)}")
-    _check_whole_number("step", content["step"])
-    for name, kind in names.items():
-        _check_kind(name, content[name], kind)
-    tensors = {name: _tensor(name, entry) for name, entry in content.pop("tensors").items()}
+    kinds = {"name": str, "step": int, "layout": dict, "progress": dict, "tensors": dict}
+    if unlike := content.keys() ^ kinds.keys():
+        raise ValueError(f"fields {sorted(unlike)!s:.80} are missing or unknown; it must hold {', '.join(kinds)}")
+    for name, kind in kinds.items():
+        _check(name, content[name], kind)
+    tensors = {}
+    for name, entry in content.pop("tensors").items():
+        try:
+            tensors[name] = SavedTensor(**entry)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"tensor {name:.80}: {error}") from error
     return Checkpoint(folder, tensors=tensors, **content)
-
-
-def _tensor(name: str, entry: Any) -> SavedTensor:
-    try:
-        return SavedTensor(**entry)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"tensor {name:.80}: {error}") from error
 
 
 def _crc32(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _check_whole_number(name: str, value: Any) -> None:
-    if type(value) is not int or not 0 <= value < _MOST:
-        raise ValueError(f"{name} is {value!r:.60}; it must be a whole number from 0")
-
-
-def _check_kind(name: str, value: Any, kind: type) -> None:
-    if type(value) is not kind:
-        raise ValueError(f"{name} is {value!r:.60}; it must be a {kind.__name__}")
+def _check(name: str, value: Any, kind: type) -> None:
+    # Below 2**63: what the system takes as a size or an offset.
+    if type(value) is not kind or (kind is int and not 0 <= value < 2**63):
+        legal = "whole number from 0" if kind is int else kind.__name__
+        raise ValueError(f"{name} is {value!r:.60}; it must be a {legal}")

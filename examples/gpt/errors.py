@@ -1,54 +1,51 @@
-"""What the training program raises on bad input, each with one sentence that says what would be right.
-
-A number of processes that does not fit the grid is a :class:`megatron_pp.errors.WorldSizeError`. All of these
-are raised on every rank before any communication, except for what one rank alone cannot know (a folder, or flags, that
-nodes see differently) or what shows later (:class:`BrokenOffError`), which all ranks raise together.
-"""
-
-from __future__ import annotations
+"""What the program reports in one line, without a traceback; ``exit_code`` is what the process then ends with."""
 
 from megatron_pp.errors import ConfigError
 
 
 class TrainingError(Exception):
-    """Base of all errors the training program reports as one line, without a traceback."""
+    """Base class. As it stands: bad input, raised before any communication where one rank can see it."""
+
+    exit_code = 2
 
 
 class ArgumentError(TrainingError, ConfigError):
-    """A command-line value is impossible, or two contradict each other."""
+    """A setting is impossible, or two contradict each other."""
 
 
-class DataPathError(TrainingError, OSError):
-    """A data path does not exist, cannot be read, or holds no text."""
-
-
-class TextTooShortError(TrainingError, ValueError):
-    """The text does not fill one global batch."""
+class DataError(TrainingError, OSError):
+    """A data path cannot be read, or the text is too short."""
 
 
 class RunInUseError(TrainingError):
     """Another run works in the run's folder."""
 
+    exit_code = 5
+
 
 class CheckpointError(TrainingError):
-    """A checkpoint is incomplete, damaged, or of another version."""
+    """A checkpoint or a run to resume is damaged, incomplete, or of another version."""
+
+    exit_code = 3
 
 
 class NoCheckpointError(CheckpointError):
-    """There is no run, or no checkpoint, where one was to be."""
+    """There is no run, or no checkpoint, where one should be."""
+
+    exit_code = 2
 
 
-class BrokenOffError(TrainingError):
-    """What was asked for is possible, but the run could not go on; not bad input."""
+class CheckpointLayoutError(NoCheckpointError):
+    """The checkpoint there belongs to other stages, layers or sizes."""
 
 
-class CheckpointWriteError(CheckpointError, BrokenOffError):
+class CheckpointWriteError(CheckpointError):
     """A checkpoint could not be written: disk full, no permission. The former one stays."""
 
-
-class CheckpointLayoutError(CheckpointError, ValueError):
-    """A checkpoint belongs to another layout: other stages, layers or sizes."""
+    exit_code = 4
 
 
-class NonFiniteLossError(BrokenOffError, ArithmeticError):
+class NonFiniteLossError(TrainingError, ArithmeticError):
     """The loss or the gradient became infinite or not a number."""
+
+    exit_code = 1

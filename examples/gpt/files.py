@@ -12,25 +12,16 @@ _LARGEST_TEXT = 1 << 28  # bytes
 
 
 def open_plain(path: Path, flags: int = os.O_RDONLY) -> BufferedRandom | BufferedReader:
-    """Open a plain file: for reading, or also for writing with ``os.O_RDWR`` among ``flags``.
-
-    Raises:
-        OSError: it is a link, a FIFO, a device or a folder (none of which is followed or waited for), or not there.
-    """
-    try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
-            raise _not_plain(path) from error
-        raise
+    """Open a plain file, for writing too with ``os.O_RDWR``. Raises OSError for a link, a FIFO, a device, a folder."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _not_plain(path)
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
     return open(descriptor, "r+b") if flags & os.O_RDWR else open(descriptor, "rb")
 
 
 def read_text(path: Path) -> str:
-    """The text of a plain file. Raises OSError as :func:`open_plain` does, ValueError if it is no UTF-8."""
+    """The text of a plain file. Raises OSError as ``open_plain``, ValueError if it is not UTF-8."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > _LARGEST_TEXT:
             raise OSError(errno.EFBIG, f"larger than {_LARGEST_TEXT} bytes", str(path))
@@ -38,7 +29,7 @@ def read_text(path: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` so that a reader, or a crash, sees the old content or the new, never a part."""
+    """Write ``text`` so that a reader, or a crash, sees the old content or the new, never a part. Raises OSError."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)  # left by a crash, or a link to a file of somebody else's
     try:
@@ -59,7 +50,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _not_plain(path: Path) -> OSError:
-    return OSError(errno.EINVAL, "not a plain file; put one in its place", str(path))

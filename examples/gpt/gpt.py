@@ -1,7 +1,7 @@
 """A small real GPT, cut into pipeline stages.
 
-Parameter names are the names of the whole model (``layers.5.attention.qkv.weight`` for the sixth layer, wherever it
-lies), so names never clash between stages and a state dict of all stages together is the state dict of the model.
+Parameter names are those of the whole model (``layers.5.attention.qkv.weight`` for the sixth layer, wherever it lies),
+so a state dict of all stages together is the state dict of the model.
 """
 
 from __future__ import annotations
@@ -13,21 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.gpt.blocks import RotaryEmbedding
-from examples.gpt.initialization import initialize_block, initialize_matrix, layer_generator
-from examples.gpt.parts import LayerParts, LocalParts
+from examples.gpt.layers import LayerParts, RotaryEmbedding, generator_of, initialize, initialize_block
 from megatron_pp.errors import ConfigError
 
-EMBEDDING = "embedding.weight"
-OUTPUT = "output.weight"
+EMBEDDING, OUTPUT = "embedding.weight", "output.weight"
 
 
 def check_model_config(config: Any) -> None:
-    """Refuse sizes that this model cannot have.
-
-    Raises:
-        ConfigError: heads do not divide the hidden size, or a head's size is odd.
-    """
+    """Raises ConfigError where heads do not divide the hidden size, or a head's size is odd."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     if hidden % heads or (hidden // heads) % 2:
         raise ConfigError(
@@ -39,28 +32,19 @@ def check_model_config(config: Any) -> None:
 class GPTStage(nn.Module):
     """One stage (a Megatron "model chunk") of a GPT.
 
-    The first stage owns the token embedding, the last one the final norm and the output projection, and each
-    the layers it is given, which may be none. Activations between stages have shape ``[s, b, h]`` and dtype
+    The first stage owns the token embedding, the last one the final norm and the output projection, and each the layers
+    it is given, which may be none. Activations between stages have shape ``[s, b, h]`` and dtype
     ``config.pipeline_dtype`` (fp32 where that is not set).
 
     With ``share_embeddings_and_output_weights`` the output projection is a copy of the embedding that starts equal to
-    it. It is a copy even where both lie in one process: the two gradients are then added in the same order however
-    the model is cut, by :func:`examples.gpt.tied_embeddings.sum_tied_gradients`, once a step.
+    it, even where both lie in one process: ``gradients.sum_tied_gradients`` then adds the two gradients in the same
+    order however the model is cut.
 
     Args:
         config: sizes, ``init_method_std``, dropout and ``pipeline_dtype``, under Megatron's field names.
-        vocab_size: number of tokens.
-        max_sequence_length: longest sequence.
         layers: numbers (0-based, in the whole model) of this stage's layers, ascending.
-        pre_process: this is the first stage.
-        post_process: this is the last stage.
-        share_embeddings_and_output_weights: tie the embedding and the output projection.
+        pre_process, post_process: this is the first, the last stage.
         vp_stage: number of this chunk on its rank, ``None`` without virtual pipelining.
-        seed: seed of the initial weights.
-        parts: what its layers are built from; torch's own by default.
-
-    Raises:
-        ConfigError: see :func:`check_model_config`.
     """
 
     def __init__(
@@ -78,43 +62,39 @@ class GPTStage(nn.Module):
         parts: LayerParts | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.vp_stage = vp_stage
-        self.pre_process = pre_process
-        self.post_process = post_process
+        check_model_config(config)
+        self.config, self.vp_stage = config, vp_stage
+        self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.stream_dtype: torch.dtype = config.pipeline_dtype or torch.float32
         self.input_tensor: Tensor | None = None
-        self.parts: LayerParts = parts or LocalParts()
-
-        check_model_config(config)
-        hidden, heads = config.hidden_size, config.num_attention_heads
+        self.parts = parts or LayerParts()
+        hidden, std = config.hidden_size, config.init_method_std
+        self.rotary = RotaryEmbedding(hidden // config.num_attention_heads, max_sequence_length)
         if pre_process:
             self.embedding = nn.Embedding(vocab_size, hidden)
-        self.rotary = RotaryEmbedding(hidden // heads, max_sequence_length)
+            initialize(self.embedding.weight, std, generator_of(seed, "embedding"))
         self.layers = nn.ModuleDict({str(layer): self.parts.block(config, layer) for layer in layers})
+        for layer, block in self.layers.items():
+            initialize_block(block, seed, int(layer), config.num_layers, std)
         if post_process:
-            self.final_norm = self.parts.norm(hidden, config.layernorm_epsilon)
+            self.final_norm = self.parts.norm(hidden, eps=config.layernorm_epsilon)
             self.output = nn.Linear(hidden, vocab_size, bias=False)
-        self._initialize(seed)
+            source = "embedding" if share_embeddings_and_output_weights else "output"
+            initialize(self.output.weight, std, generator_of(seed, source))
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Take the previous stage's activation ``[s, b, h]``, or a list of it; ``[None]`` on the first stage."""
-        if isinstance(input_tensor, (list, tuple)):
-            (input_tensor,) = input_tensor
-        self.input_tensor = input_tensor
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, (list, tuple)) else input_tensor
 
     def set_is_first_microbatch(self) -> None:
-        """Said by the schedule before a step's first microbatch: weights may have changed since the last one."""
+        """Called by the schedule before a step's first microbatch: weights may have changed."""
         for block in self.layers.values():
             if hasattr(block, "is_first_microbatch"):
                 block.is_first_microbatch = True  # type: ignore[assignment]
 
     def forward(
-        self,
-        tokens: Tensor | None = None,
-        labels: Tensor | None = None,
-        checkpoint_activations: bool = False,
+        self, tokens: Tensor | None = None, labels: Tensor | None = None, checkpoint_activations: bool = False
     ) -> Tensor:
         """Run the stage on one microbatch.
 
@@ -136,38 +116,22 @@ class GPTStage(nn.Module):
                     hidden = block(hidden, self.rotary)
         if not self.post_process:
             return hidden
-        return self._loss_or_logits(hidden, labels)
-
-    def _stage_input(self, tokens: Tensor | None) -> Tensor:
-        if self.pre_process:
-            assert tokens is not None, "the first stage needs tokens"
-            # Transposed before the look-up, not after: the output is then no view, and contiguous as [s, b, h].
-            return self.embedding(tokens.t()).to(self.stream_dtype)
-        hidden = self.input_tensor
-        # Held no longer than needed: the engine counts on giving the memory back.
-        self.input_tensor = None
-        assert hidden is not None, "set_input_tensor has not been called"
-        if not self.layers and not self.post_process:
-            # An empty stage must not hand on its input itself: the engine frees outputs and keeps inputs.
-            return hidden.clone()
-        return hidden
-
-    def _loss_or_logits(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
         logits = self.output(self.final_norm(hidden)).float()  # [s, b, vocab]
         if labels is None:
             return logits.transpose(0, 1).contiguous()
         losses = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="none")
         return losses.view(labels.t().shape).t().contiguous()
 
-    def _initialize(self, seed: int) -> None:
-        std = self.config.init_method_std
-        for layer, block in self.layers.items():
-            initialize_block(block, seed, int(layer), self.config.num_layers, std)
+    def _stage_input(self, tokens: Tensor | None) -> Tensor:
         if self.pre_process:
-            initialize_matrix(self.embedding.weight, std, layer_generator(seed, "embedding"))
-        if self.post_process:
-            source = "embedding" if self.share_embeddings_and_output_weights else "output"
-            initialize_matrix(self.output.weight, std, layer_generator(seed, source))
+            assert tokens is not None, "the first stage needs tokens"
+            # Transposed before the look-up, not after: the output is then no view, and contiguous as [s, b, h].
+            return self.embedding(tokens.t()).to(self.stream_dtype)
+        # Held no longer than needed: the engine counts on giving the memory back.
+        hidden, self.input_tensor = self.input_tensor, None
+        assert hidden is not None, "set_input_tensor has not been called"
+        # An empty stage must not pass on its input itself: the engine frees outputs and keeps inputs.
+        return hidden if self.layers or self.post_process else hidden.clone()
 
 
 def build_gpt_chunks(
@@ -175,48 +139,27 @@ def build_gpt_chunks(
     *,
     stages: Sequence[int],
     layers_of_stage: Sequence[Sequence[int]],
-    vocab_size: int,
-    max_sequence_length: int,
-    share_embeddings_and_output_weights: bool = True,
-    seed: int = 0,
     device: torch.device | None = None,
-    parts: LayerParts | None = None,
+    **options: Any,
 ) -> list[GPTStage]:
     """Build the model chunks of one rank.
 
     Args:
-        config: see :class:`GPTStage`.
-        stages: the stage that each of this rank's chunks is, in chunk order. For the loop placement chunk ``c`` of rank
-            ``r`` is stage ``c * P + r``; any other placement works too.
+        stages: the stage that each of this rank's chunks is, in chunk order.
         layers_of_stage: for every stage of the model, the numbers of its layers.
-        vocab_size, max_sequence_length, share_embeddings_and_output_weights, seed, parts: see :class:`GPTStage`.
         device: where the chunks go; the CPU by default.
-
-    Raises:
-        ValueError: a stage is out of range or named twice, or ``layers_of_stage`` does not place every layer exactly
-            once and in order.
+        options: see GPTStage.
     """
-    placed = [layer for layers in layers_of_stage for layer in layers]
-    if placed != list(range(config.num_layers)):
-        raise ValueError(
-            f"layers_of_stage must place layers 0..{config.num_layers - 1} once each, in order; got {placed}"
-        )
     last = len(layers_of_stage) - 1
-    if len(set(stages)) != len(stages) or any(not 0 <= stage <= last for stage in stages):
-        raise ValueError(f"stages must be different numbers from 0 to {last}; got {list(stages)}")
     chunks = [
         GPTStage(
             config,
-            vocab_size=vocab_size,
-            max_sequence_length=max_sequence_length,
             layers=layers_of_stage[stage],
             pre_process=stage == 0,
             post_process=stage == last,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
             vp_stage=chunk if len(stages) > 1 else None,
-            seed=seed,
-            parts=parts,
+            **options,
         )
         for chunk, stage in enumerate(stages)
     ]
-    return [chunk.to(device) for chunk in chunks] if device is not None else chunks
+    return [chunk.to(device) for chunk in chunks]

@@ -9,193 +9,168 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
-from examples.gpt.arguments import RunArguments, make_config, parse_arguments
+from examples.gpt import command_line
 from examples.gpt.checkpoint import CheckpointWriter
 from examples.gpt.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
-from examples.gpt.description import Checkpoint
-from examples.gpt.errors import (
-    BrokenOffError,
-    CheckpointError,
-    CheckpointLayoutError,
-    CheckpointWriteError,
-    NoCheckpointError,
-    RunInUseError,
-    TrainingError,
-)
-from examples.gpt.grid import Process, choose_device, join_grid, joined
-from examples.gpt.interrupt import StoppedAtOnceError, StopRequest
-from examples.gpt.libraries import choose_libraries
-from examples.gpt.lock import end_with_launcher
-from examples.gpt.metrics import METRICS, PLOT, Recorder, plot_losses
-from examples.gpt.model import build_model, splits_backward
-from examples.gpt.rendezvous_store import check_same_flags
-from examples.gpt.restart import agreed_start, find_start, remember, this_agent
-from examples.gpt.timeline import merge, switch_on
-from examples.gpt.trainer import Outcome, Texts, Trainer
+from examples.gpt.distributed import Process, check_same_settings, choose_device, joined
+from examples.gpt.errors import TrainingError
+from examples.gpt.gpt import GPTStage, build_gpt_chunks
+from examples.gpt.interrupt import StopRequest
+from examples.gpt.libraries import Libraries, choose_libraries
+from examples.gpt.metrics import Recorder
+from examples.gpt.optimizer import NamedAdamW
+from examples.gpt.run_folder import agreed_start, find_start, remember, this_launcher
+from examples.gpt.settings import Settings
+from examples.gpt.trainer import Texts, Trainer
+from megatron_pp import parallel_state
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError, PipelineError, PlanError, ScheduleInputError
+from megatron_pp.plan.files import write_whole
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.schedule_file import find_family
+from megatron_pp.tracing.analysis import analyse
+from megatron_pp.tracing.recorder import flush_traces
+from megatron_pp.tracing.report import listed, run_page, run_trace
+from megatron_pp.tracing.run import load_run, run_names
+from megatron_pp.weight_grad import split_weight_grad
 
 VALIDATION_SEED = 0
 """Every run validates on the same samples, whatever its own seed."""
 
 
-EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
-    (CheckpointWriteError, 4),
-    (RunInUseError, 5),
-    (PipelineError, 1),
-    (BrokenOffError, 1),
-    (CheckpointLayoutError, 2),
-    (NoCheckpointError, 2),
-    (CheckpointError, 3),
-    (TrainingError, 2),
-    (ConfigError, 2),
-    (ScheduleInputError, 2),
-    (PlanError, 2),
-)
-"""The first kind that an error is of has its exit code. All of these are told in one line."""
-
-
 def main(argv: Sequence[str]) -> int:
-    """Run the program.
+    """Run the program; its exit code.
 
-    Returns the exit code: 0 when all steps are done; 128 + the signal's number where one, to any rank, ended the run
-    early, with a checkpoint; that of ``EXIT_CODES`` after an error named there; 1 after any other failure. Another
-    rank's failure is told in one line too, as the stack of a rank that only waited says nothing.
+    0 when all steps are done; 128 + the signal's number where one, to any rank, ended the run early, with a checkpoint;
+    2 bad input; 3 a damaged checkpoint or run to resume; 4 a checkpoint not written; 5 the run's folder is in use; 1
+    any other failure. Errors that have a class are reported in one line, with a stack any other.
     """
-    end_with_launcher()
     try:
-        outcome = train(argv)
-    except StoppedAtOnceError as stop:
-        return _told(stop, 128 + stop.number)
-    except Exception as error:
-        for kind, code in EXIT_CODES:
-            if isinstance(error, kind):
-                return _told(error, code)
+        trainer = train(argv)
+    except (TrainingError, PipelineError, ConfigError, ScheduleInputError, PlanError) as error:
+        print(f"train.py: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return getattr(error, "exit_code", 1 if isinstance(error, PipelineError) else 2)
+    except Exception:
         traceback.print_exc()
         return 1
-    return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
+    return 0 if trainer.stopped_by is None else 128 + trainer.stopped_by
 
 
 def end_process(code: int) -> NoReturn:
-    """Leave with the code that ``main`` returned.
-
-    After a failure without taking leave: the destructors of an aborted process group may wait for peers.
-    """
+    """Leave with ``code``; after a failure without the destructors of process groups, which may wait for peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
     if code != 0:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
-def _told(error: BaseException, code: int) -> int:
-    print(f"train.py: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    return code
-
-
-def train(argv: Sequence[str]) -> Outcome:
-    """Train as the command line says.
-
-    Raises:
-        TrainingError, ConfigError: bad input; before any communication, except for what only shows later.
-    """
-    arguments = parse_arguments(argv)
-    run, process = arguments.run, Process.from_environment()
-    config = make_config(arguments, process.world_size)
-    shape = BatchShape(run.micro_batch_size, run.num_microbatches, config.data_parallel_size or 1, run.seq_length)
-    texts = _read_texts(run, shape)
-    layout = _layout(run, config)
-    find_start(run, layout, [this_agent()], alone=process.local_world_size == process.world_size)
-    device = choose_device(run.device, process)
-    libraries = choose_libraries(run, config, device, splits_backward(config))
+def train(argv: Sequence[str]) -> Trainer:
+    """Train as the command line says. Bad input is raised before any communication, where one rank can see it."""
+    settings, process = command_line.parse(argv), Process.from_environment()
+    config = settings.make_config(process.world_size)
+    texts, layout = _read_texts(settings, config), _layout(settings, config)
+    if process.local_world_size == process.world_size:  # else rank 0's launcher may be on another node
+        find_start(settings, layout, this_launcher())
+    device = choose_device(settings.device, process)
+    libraries = choose_libraries(settings, device, find_family(config.schedule_name).splits_weight)
     logging.basicConfig(level=logging.WARNING if process.rank == 0 else logging.ERROR, format="%(message)s")
-    with joined(process, device), ExitStack() as opened:
-        check_same_flags({**vars(run), **arguments.config})
-        start, agents = opened.enter_context(agreed_start(run, layout))
-        folder, checkpoint = start.folder, start.checkpoint
-        grid = join_grid(config)
-        model = build_model(run, config, grid, device, libraries)
-        chunks = model.chunks
-        # Not before the model is built: what a rank draws while building depends on which layers it holds.
-        torch.manual_seed(run.seed * process.world_size + process.rank)
-        if run.trace is not None:
-            switch_on(chunks[0].config, run.trace, folder, checkpoint.step if checkpoint else 0)
-        if process.rank == 0:
-            remember(start, agents)
-            arguments.save(folder)
-        recorder = _make_recorder(run, folder, checkpoint, process.rank)
-        for line in (_introduce(config, texts, device), *libraries.told, model.told):
-            recorder.say(line)
-        writer = CheckpointWriter(folder / "checkpoints", run.keep_checkpoints, layout)
-        with StopRequest() as stop:
+    with joined(process, device):
+        check_same_settings({**vars(settings), **vars(settings.model), "model": None})
+        with agreed_start(settings, layout) as start, StopRequest() as stop:
+            folder, first = start.folder, process.rank == 0
+            steps_done = start.checkpoint.step if start.checkpoint else 0
+            chunks, split = _build_model(settings, config, device, libraries)
+            # Not before the model is built: what a rank draws while building depends on which layers it holds.
+            torch.manual_seed(settings.seed * process.world_size + process.rank)
+            if settings.trace is not None:
+                config.trace_dir, config.trace_steps = str(folder / "traces"), settings.trace
+                config.trace_first_step = steps_done + 1
+            if first:
+                remember(start)
+                command_line.save(settings, folder)
+            steps = (steps_done, settings.train_steps, settings.log_interval)
+            recorder = Recorder(folder if first else None, *steps, settings.tensorboard)
+            for line in (_introduction(config, texts, device), *libraries.said, split):
+                recorder.say(line)
+            writer = CheckpointWriter(folder / "checkpoints", settings.keep_checkpoints, layout)
+            betas, is_fused = (settings.adam_beta1, settings.adam_beta2), device.type == "cuda"
+            adam = libraries.fused_adam
+            optimizer = NamedAdamW(chunks, betas, settings.adam_eps, settings.weight_decay, adam, is_fused)
             try:
-                trainer = Trainer(run, chunks, grid, device, texts, writer, recorder, stop, libraries.adam)
-                if checkpoint is not None:
-                    trainer.load(checkpoint)
-                outcome = trainer.train()
+                trainer = Trainer(settings, chunks, texts, writer, recorder, stop, optimizer, device)
+                if start.checkpoint is not None:
+                    trainer.load(start.checkpoint)
+                trainer.train()
             finally:
                 recorder.close()
-            stop.grant()
-            timeline = merge(folder) if run.trace is not None else ""
-            if process.rank == 0:
-                _conclude(run, folder, outcome, stop)
-                if timeline:
-                    print(timeline, flush=True)
-    return outcome
+            stop.granted = True
+            timeline = _merge_traces(folder) if settings.trace is not None else ""
+            if first:
+                print("\n".join(filter(None, (_conclusion(trainer, folder), timeline))), flush=True)
+    return trainer
 
 
-def _read_texts(run: RunArguments, shape: BatchShape) -> Texts:
-    text = read_text(run.data, run.max_data_bytes)
-    training, validation = split_text(text, run.validation_fraction)
+def _read_texts(settings: Settings, config: TransformerConfig) -> Texts:
+    sizes = (settings.micro_batch_size, settings.num_microbatches, config.data_parallel_size or 1, settings.seq_length)
+    text = read_text(settings.data, settings.max_data_bytes)
+    training, validation = split_text(text, settings.validation_fraction)
     return Texts(
-        SampleOrder(training, shape, run.seed, "training"),
-        SampleOrder(validation, shape, VALIDATION_SEED, "validation"),
+        SampleOrder(training, BatchShape(*sizes), settings.seed, "training"),
+        SampleOrder(validation, BatchShape(*sizes), VALIDATION_SEED, "validation"),
         digest=hashlib.sha256(text).hexdigest()[:16],
     )
 
 
-def _layout(run: RunArguments, config: TransformerConfig) -> dict[str, Any]:
+def _layout(settings: Settings, config: TransformerConfig) -> dict[str, Any]:
     """What a checkpoint must have in common with the run that loads it, so that the run continues exactly."""
-    names = (
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "data_parallel_size",
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
+    of_config = "pipeline_model_parallel_size virtual_pipeline_model_parallel_size data_parallel_size num_layers"
+    of_config += " hidden_size ffn_hidden_size num_attention_heads"
+    of_run = "seq_length micro_batch_size num_microbatches untie_embeddings_and_output_weights seed transformer_impl"
+    layout = {name: getattr(config, name) for name in of_config.split()}
+    layout |= {name: getattr(settings, name) for name in of_run.split()}
+    layout |= {"placement": config.placement_name, "layers_of_stages": config.layers_of_stages()}
+    return {**layout, "vocab_size": VOCAB_SIZE}
+
+
+def _build_model(
+    settings: Settings, config: TransformerConfig, device: torch.device, libraries: Libraries
+) -> tuple[list[GPTStage], str]:
+    """This rank's chunks, as the schedule places them and splits their backward, and a line about that. Collective."""
+    sizes = config.pipeline_model_parallel_size, config.num_chunks
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        data_parallel_size=config.data_parallel_size,
+        pipeline_placement=config.placement_name,
     )
-    of_run = (
-        "seq_length",
-        "micro_batch_size",
-        "num_microbatches",
-        "untie_embeddings_and_output_weights",
-        "seed",
-        "transformer_impl",
+    replicas = parallel_state.get_data_parallel_group()
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunks = build_gpt_chunks(
+        config,
+        stages=Placement(config.placement_name, *sizes).stages[rank],
+        layers_of_stage=config.layers_of_stages(),
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=settings.seq_length,
+        share_embeddings_and_output_weights=not settings.untie_embeddings_and_output_weights,
+        seed=settings.seed,
+        device=device,
+        parts=libraries.make_parts(replicas if dist.get_world_size(replicas) > 1 else None),
     )
-    return {
-        **{name: getattr(config, name) for name in names},
-        **{name: getattr(run, name) for name in of_run},
-        "placement": config.placement_name,
-        "layers_of_stages": config.layers_of_stages(),
-        "vocab_size": VOCAB_SIZE,
-    }
+    if not find_family(config.schedule_name).splits_weight:
+        return chunks, f"backward: whole, as {config.schedule_name} has no weight-gradient operations"
+    return chunks, f"backward: split; of rank {dist.get_rank()}, {split_weight_grad(chunks).report}"
 
 
-def _make_recorder(run: RunArguments, folder: Path, checkpoint: Checkpoint | None, rank: int) -> Recorder:
-    done = checkpoint.step if checkpoint else 0
-    return Recorder(folder if rank == 0 else None, done, run.train_steps, run.log_interval)
-
-
-def _introduce(config: TransformerConfig, texts: Texts, device: torch.device) -> str:
-    size, chunks = config.pipeline_model_parallel_size, config.num_chunks
-    grid = f"{size} ranks x {chunks} chunks x {config.data_parallel_size} replicas"
+def _introduction(config: TransformerConfig, texts: Texts, device: torch.device) -> str:
+    grid = f"{config.pipeline_model_parallel_size} ranks x {config.num_chunks} chunks"
+    grid += f" x {config.data_parallel_size} replicas"
     sizes = f"{len(texts.training.tokens):,} + {len(texts.validation.tokens):,}"
     return (
         f"{config.schedule_name}, {config.lowering_policy} communication, on {device.type}: {grid}, "
@@ -203,18 +178,31 @@ def _introduce(config: TransformerConfig, texts: Texts, device: torch.device) ->
     )
 
 
-def _conclude(run: RunArguments, folder: Path, outcome: Outcome, stop: StopRequest) -> None:
-    """Draw the plot, and say how it went."""
-    trouble = plot_losses(folder / METRICS, folder / PLOT)
-    if trouble is not None:
-        print(trouble)
-    if outcome.stopped_by is not None:
-        cause = outcome.stopped_by.name + ("" if stop.requested else " to another rank")
-        print(f"stopped by {cause} after step {outcome.steps} of {run.train_steps}")
-        print(f"continue with --resume {folder}")
-    else:
-        print(f"metrics and plot are in {folder}")
-    if math.isnan(outcome.validation_before):
-        return
-    after = f", {outcome.validation_after:.3f} after {outcome.validated_at} steps" if outcome.validated_at else ""
-    print(f"validation loss: {outcome.validation_before:.3f} before{after}", flush=True)
+def _merge_traces(folder: Path) -> str:
+    """Put the traces of all ranks into one page, and say where it is. Collective."""
+    flush_traces()
+    dist.barrier()
+    traces, page, chrome = folder / "traces", folder / "timeline.html", folder / "timeline.json"
+    names = run_names(traces) if dist.get_rank() == 0 else []
+    if not names:
+        return "no step of --trace was run"
+    try:
+        traced = load_run(traces, names[-1])
+        write_whole(page, run_page(analyse(traced), traced))
+        write_whole(chrome, run_trace(traced))
+    except PlanError as error:
+        return f"the traces could not be put together: {error}"
+    where = f"open {page} in a browser, or {chrome} at https://ui.perfetto.dev"
+    return f"timeline of step(s) {listed(traced.steps)}: {where}; in numbers: megatron-pp report {traces}"
+
+
+def _conclusion(trainer: Trainer, folder: Path) -> str:
+    said, stopped_by, validated_at = f"metrics are in {folder}", trainer.stopped_by, trainer.validated_at
+    if stopped_by is not None:
+        cause = stopped_by.name + ("" if trainer.stop.first else " to another rank")
+        steps = f"{trainer.steps_done} of {trainer.settings.train_steps}"
+        said = f"stopped by {cause} after step {steps}\ncontinue with --resume {folder}"
+    if not math.isnan(trainer.validation_before):
+        said += f"\nvalidation loss: {trainer.validation_before:.3f} before"
+        said += f", {trainer.validation_after:.3f} after {validated_at} steps" if validated_at > 0 else ""
+    return said

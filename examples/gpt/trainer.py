@@ -6,252 +6,177 @@ import math
 import signal
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from examples.gpt.arguments import RunArguments
 from examples.gpt.checkpoint import CheckpointWriter, load_tensors, restore_rng, rng_tensors
-from examples.gpt.data import SampleOrder
+from examples.gpt.data import VOCAB_SIZE, SampleOrder
 from examples.gpt.description import Checkpoint
 from examples.gpt.errors import NonFiniteLossError
 from examples.gpt.gpt import GPTStage
-from examples.gpt.gradients import GradientClipper, GradientFinalizer
-from examples.gpt.grid import GridMember
-from examples.gpt.interrupt import StopRequest, granted
-from examples.gpt.metrics import Recorder
-from examples.gpt.optimizer import Adam, LearningRate, NamedAdamW
-from examples.gpt.step_timer import ComputeTimers
-from examples.gpt.steps import PipelineRunner, StepResult
-from megatron_pp.config.model_config import TransformerConfig
+from examples.gpt.gradients import GradientClipper, finalize_gradients
+from examples.gpt.interrupt import StopRequest, agreed_signal
+from examples.gpt.metrics import Recorder, peak_memory_gib, peak_tflops
+from examples.gpt.optimizer import NamedAdamW, learning_rate
+from examples.gpt.pipeline_step import PipelineRunner
+from examples.gpt.settings import Settings
+from megatron_pp import parallel_state
 from megatron_pp.faults.attach import watched
+from megatron_pp.plan.placement import Placement
 from megatron_pp.runtime.communicators import communicator_for
 
-_NEVER = -1  # steps done when something happened that has not happened yet
 
-
-@dataclass(frozen=True)
-class Texts:
-    """The samples to learn from and to validate on; ``digest`` tells one text from another."""
+class Texts(NamedTuple):
+    """The samples to learn from and to validate on; ``digest`` differs between texts."""
 
     training: SampleOrder
     validation: SampleOrder
     digest: str
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How training ended; the same on every rank.
-
-    Attributes:
-        steps: optimizer steps done, since the run's very start.
-        validation_before, validation_after: validation loss before the first step and the newest, nats per byte; not a
-            number where a signal came before the first.
-        validated_at: steps done when the newest was measured.
-        checkpoint: the newest checkpoint.
-        stopped_by: the signal, to any rank, that ended it early; ``None`` when all steps are done.
-    """
-
-    steps: int
-    validation_before: float
-    validation_after: float
-    validated_at: int
-    checkpoint: Path
-    stopped_by: signal.Signals | None
-
-
-@dataclass(frozen=True)
-class _StepSummary:
-    """What all ranks know after a global batch. ``stop``: the signal on which they stop."""
-
-    loss: float
-    bubble: float
-    stop: signal.Signals | None
-
-
 class Trainer:
     """Trains this rank's chunks together with all other ranks. Construction is collective.
 
-    All that the ranks do together is watched (:mod:`megatron_pp.faults`): where one of them fails, in a step or
-    outside, every method raises a :class:`megatron_pp.errors.PipelineError` on the others.
-
-    Args:
-        run: the program's settings.
-        chunks: this rank's chunks, on ``device``; their ``config`` is given its hooks here.
-        grid: this rank's place and groups.
-        device: where the chunks are.
-        texts: see :class:`Texts`.
-        writer: writes checkpoints.
-        recorder: writes metrics and shows progress on rank 0; silent elsewhere.
-        stop: asked at the end of every step and every batch of a validation.
-        adam: whose AdamW; torch's by default.
+    All that the ranks do together is watched (megatron_pp.faults): where one of them fails, in a step or outside, every
+    method raises a PipelineError on the others. The public attributes are the same on every rank.
     """
 
     def __init__(
         self,
-        run: RunArguments,
+        settings: Settings,
         chunks: list[GPTStage],
-        grid: GridMember,
-        device: torch.device,
         texts: Texts,
         writer: CheckpointWriter,
         recorder: Recorder,
         stop: StopRequest,
-        adam: Adam | None = None,
+        optimizer: NamedAdamW,
+        device: torch.device,
     ) -> None:
-        self.run = run
-        self.device = device
-        self.texts = texts
-        self.writer = writer
-        self.recorder = recorder
-        self.stop = stop
-        self.rank = dist.get_rank()
-        config: TransformerConfig = chunks[0].config
-        self.config = config
-        self.pipeline_group = grid.pipeline_group
-        config.finalize_model_grads_func = GradientFinalizer(chunks, grid)
-        self.runner = PipelineRunner(chunks, ComputeTimers(device), grid.data_rank, device)
+        self.settings, self.config, self.device, self.texts = settings, chunks[0].config, device, texts
+        self.writer, self.recorder, self.stop, self.optimizer = writer, recorder, stop, optimizer
+        config, self.pipeline_group = self.config, parallel_state.get_pipeline_model_parallel_group()
+        sizes = config.pipeline_model_parallel_size, config.num_chunks
+        last_rank = Placement(config.placement_name, *sizes).homes[-1][0]
+        last_stage_rank = dist.get_global_rank(self.pipeline_group, last_rank)
+        config.finalize_model_grads_func = partial(finalize_gradients, chunks, last_stage_rank)
+        self.runner = PipelineRunner(chunks, parallel_state.get_data_parallel_rank(), device)
         with self._watched("the set-up"):
-            self.clipper = GradientClipper(chunks, grid.pipeline_group, run.clip_grad)
-        self.optimizer = NamedAdamW(chunks, (run.adam_beta1, run.adam_beta2), run.adam_eps, run.weight_decay, adam)
-        self.learning_rate = LearningRate(run.learning_rate, run.min_learning_rate, run.warmup_steps, run.train_steps)
+            self.clipper = GradientClipper(chunks, self.pipeline_group, settings.clip_grad)
         self.steps_done = 0
-        self.validation_before = math.nan
-        self.validation_after = math.nan
-        self.validated_at = _NEVER
-        self.saved: Path | None = None
-        self._saved_at = _NEVER
-        self._stopped_by: signal.Signals | None = None
+        self.validation_before = self.validation_after = math.nan  # loss, nats per byte
+        self.validated_at = self.saved_at = -1  # steps done then; never
+        self.stopped_by: signal.Signals | None = None
+        recorder.say(f"{self.clipper.num_parameters:,} parameters")
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Continue from ``checkpoint``. Collective.
-
-        Raises:
-            CheckpointError: its notes or its tensors cannot be used.
-        """
+        """Continue from ``checkpoint``. Collective. Raises CheckpointError: it cannot be used."""
         before, after = (checkpoint.note(f"validation_{when}", float, int) for when in ("before", "after"))
         validated_at, text = checkpoint.note("validated_at", int), checkpoint.note("text", str)
-        tensors = self._state()
+        tensors = self._tensors()
         with self._watched("loading a checkpoint"):
             load_tensors(checkpoint, tensors)
-        restore_rng(tensors, self.rank, self.device)
-        self.steps_done = checkpoint.step
+        restore_rng(tensors, dist.get_rank(), self.device)
+        self.steps_done = self.saved_at = checkpoint.step
         self.validation_before, self.validation_after, self.validated_at = before, after, validated_at
-        self.saved, self._saved_at = checkpoint.path, checkpoint.step
         self.recorder.say(f"continuing from {checkpoint.path}")
         if text != self.texts.digest:
             self.recorder.say("the text is not the one that this run began with")
 
-    def train(self) -> Outcome:
+    def train(self) -> None:
         """Run all steps that are left, or until a signal. Collective.
 
-        Raises:
-            NonFiniteLossError: on every rank after the same step, which leaves the weights as they were.
-            CheckpointWriteError: on every rank.
+        Raises NonFiniteLossError, which leaves the weights as they were, or CheckpointWriteError on every rank.
         """
-        self._round_off_step()
-        while self.steps_done < self.run.train_steps and self._stopped_by is None:
+        self._validate_and_save()
+        while self.steps_done < self.settings.train_steps and self.stopped_by is None:
             self._step()
-            self._round_off_step()
-        assert self.saved is not None
-        return Outcome(
-            self.steps_done,
-            self.validation_before,
-            self.validation_after,
-            max(self.validated_at, 0),
-            self.saved,
-            self._stopped_by,
-        )
+            self._validate_and_save()
 
-    def _round_off_step(self) -> None:
-        """Validate and save where that is due after the steps done; also what an interrupted run has left undone."""
-        run, done = self.run, self.steps_done
-        last = done >= run.train_steps
-        if self.validated_at < done and (done == 0 or last or _is_due(done, run.eval_interval)):
+    def _validate_and_save(self) -> None:
+        """Where that is due after the steps done; also what an interrupted run has left undone."""
+        settings, done, last = self.settings, self.steps_done, self.steps_done >= self.settings.train_steps
+        due = done == 0 or last or (settings.eval_interval and done % settings.eval_interval == 0)
+        if due and self.validated_at < done and self.stopped_by is None:
             self._validate()
-        due = last or self._stopped_by is not None or (done > 0 and _is_due(done, run.save_interval))
-        if due and self._saved_at < done:
+        due = done > 0 and settings.save_interval and done % settings.save_interval == 0
+        if (due or last or self.stopped_by is not None) and self.saved_at < done:
             self._save()
 
     def _step(self) -> None:
-        """One optimizer step, after which all ranks know whether any was asked to stop."""
-        start = time.perf_counter()
+        """One optimizer step, after which all ranks have agreed on whether to stop."""
+        start, settings = time.perf_counter(), self.settings
         with self._watched("the training step"):
             self.config.step_number = self.steps_done + 1
             result = self.runner.run(self.texts.training, self.steps_done, forward_only=False)
             with self._watched("the norm of the gradient"):
                 norm = float(self.clipper.clip())
-            summary = self._agree(result)
-        if not (math.isfinite(summary.loss) and math.isfinite(norm)):
+            loss, bubble, memory, stopped_by = self._agree(*result)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
-                f"step {self.steps_done + 1} gave loss {summary.loss} and gradient norm {norm}; the weights are as "
-                f"before it: continue from a checkpoint with a lower --learning-rate than {self.run.learning_rate}"
+                f"step {self.steps_done + 1} gave loss {loss} and gradient norm {norm}; the weights are as before it: "
+                f"continue from a checkpoint with a lower --learning-rate than {settings.learning_rate}"
             )
         with self._watched("the optimizer step"):
-            rate = self.learning_rate.at(self.steps_done)
+            rates = settings.learning_rate, settings.min_learning_rate, settings.warmup_steps, settings.train_steps
+            rate = learning_rate(self.steps_done, *rates)
             self.optimizer.step(rate)
             self.steps_done += 1
-            self.recorder.training_step(
-                self.steps_done,
-                loss=summary.loss,
-                learning_rate=rate,
-                gradient_norm=norm,
-                tokens_per_second=self.texts.training.shape.tokens / (time.perf_counter() - start),
-                bubble=summary.bubble,
-            )
-        self._stopped_by = summary.stop
+            speed = self.texts.training.shape.tokens / (time.perf_counter() - start)
+            values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm, "tokens_per_second": round(speed, 1)}
+            values |= {"bubble": round(bubble, 4), "peak_memory_gib": round(memory, 3), **self._mfu(speed)}
+            self.recorder.record(self.steps_done, **values)
+        self.stopped_by = stopped_by
+
+    def _mfu(self, tokens_per_second: float) -> dict[str, float]:
+        """Model FLOPs utilization (Chowdhery et al., 2204.02311, appendix B), where the device's peak is known."""
+        peak = (self.settings.peak_tflops or peak_tflops(self.device)) * 1e12 * dist.get_world_size()
+        config, parameters = self.config, self.clipper.num_parameters
+        if self.settings.untie_embeddings_and_output_weights:  # looking up an embedding is no matrix product
+            parameters -= VOCAB_SIZE * config.hidden_size
+        flops = 6 * parameters + 12 * config.num_layers * config.hidden_size * self.settings.seq_length
+        return {"mfu": tokens_per_second * flops / peak} if peak else {}
 
     def _validate(self) -> None:
         """Mean loss over the first global batches of the validation text; a signal ends it without. Collective."""
-        if self._stopped_by is not None:
-            return
-        losses = []
+        total, batches = 0.0, self.settings.eval_steps
         with self._watched("the validation"):
-            for batch in range(self.run.eval_steps):
-                summary = self._agree(self.runner.run(self.texts.validation, batch, forward_only=True))
-                losses.append(summary.loss)
-                self._stopped_by = summary.stop
-                if self._stopped_by is not None and len(losses) < self.run.eval_steps:
+            for batch in range(batches):
+                result = self.runner.run(self.texts.validation, batch, forward_only=True)
+                loss, _, _, self.stopped_by = self._agree(*result)
+                total += loss
+                if self.stopped_by is not None and batch + 1 < batches:
                     return
-        self.validation_after, self.validated_at = sum(losses) / self.run.eval_steps, self.steps_done
+        self.validation_after, self.validated_at = total / batches, self.steps_done
         if self.steps_done == 0:
             self.validation_before = self.validation_after
-        self.recorder.validation(self.steps_done, self.validation_after)
+        self.recorder.record(self.steps_done, validation_loss=self.validation_after)
+
+    def _save(self) -> None:
+        progress = {"validation_before": self.validation_before, "validation_after": self.validation_after}
+        progress |= {"validated_at": self.validated_at, "text": self.texts.digest}
+        with self._watched("saving a checkpoint"):
+            path = self.writer.save(self.steps_done, self._tensors(), progress)
+        self.saved_at = self.steps_done
+        self.recorder.say(f"saved {path}")
+
+    def _agree(self, losses: list[float], bubble: float) -> tuple[float, float, float, signal.Signals | None]:
+        """Mean loss, mean bubble, largest peak memory and the signal to stop on, from all ranks, in one message."""
+        world = dist.get_world_size()
+        memories = [0.0] * world
+        memories[dist.get_rank()] = peak_memory_gib(self.device)
+        own = [sum(losses), len(losses), bubble, *memories, *self.stop.votes()]
+        known = torch.tensor(own, dtype=torch.float64, device=self.device)
+        with self._watched("agreeing on the loss"):
+            dist.all_reduce(known)
+        loss, count, bubbles, *rest = known.tolist()
+        return loss / count, bubbles / world, max(rest[:world]), agreed_signal(rest[world:])
 
     def _watched(self, what: str) -> AbstractContextManager[Any]:
         """Around ``what`` ranks do together: a failure of one of them ends the others' waits."""
         return watched(communicator_for(self.pipeline_group, self.config), self.config, what)
 
-    def _agree(self, result: StepResult) -> _StepSummary:
-        """Put together what the ranks know, in one small message."""
-        known = torch.tensor(
-            [sum(result.losses), len(result.losses), result.bubble, *self.stop.wishes()],
-            dtype=torch.float64,
-            device=self.device,
-        )
-        with self._watched("agreeing on the loss"):
-            dist.all_reduce(known)
-        losses, count, bubbles, *wishes = known.tolist()
-        return _StepSummary(losses / count, bubbles / dist.get_world_size(), granted(wishes))
-
-    def _save(self) -> None:
-        progress = {
-            "validation_before": self.validation_before,
-            "validation_after": self.validation_after,
-            "validated_at": self.validated_at,
-            "text": self.texts.digest,
-        }
-        with self._watched("saving a checkpoint"):
-            self.saved = self.writer.save(self.steps_done, self._state(), progress)
-        self._saved_at = self.steps_done
-        self.recorder.saved(self.saved)
-
-    def _state(self) -> dict[str, Any]:
-        return {**self.optimizer.tensors(), **rng_tensors(self.rank, self.device)}
-
-
-def _is_due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0
+    def _tensors(self) -> dict[str, Any]:
+        return {**self.optimizer.tensors(), **rng_tensors(dist.get_rank(), self.device)}

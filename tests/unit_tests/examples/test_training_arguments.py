@@ -1,11 +1,10 @@
-"""Flags from dataclasses, and every impossible command line refused before any communication."""
+"""The command line, and every impossible one refused before any communication."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt.arguments import Arguments, RunArguments, make_config, make_parser, parse_arguments
+from examples.gpt import command_line
+from examples.gpt.command_line import ARGUMENTS, parse
 from examples.gpt.description import Checkpoint, write_description
+from examples.gpt.distributed import Process, choose_device
 from examples.gpt.errors import (
     ArgumentError,
     CheckpointError,
     CheckpointLayoutError,
-    DataPathError,
+    DataError,
     NoCheckpointError,
-    TextTooShortError,
 )
-from examples.gpt.flags import add_flags, values_of
-from examples.gpt.grid import Process, choose_device, grid_sizes
 from examples.gpt.program import _layout, main, train
+from examples.gpt.settings import Settings
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
 from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleError, WorldSizeError
 from megatron_pp.plan.builder import build_plan
@@ -34,58 +33,35 @@ from tests.harness.plan_text import save_plan
 
 
 def config_of(*argv: str, world_size: int = 2) -> TransformerConfig:
-    return make_config(parse_arguments(argv), world_size)
+    return parse(argv).make_config(world_size)
 
 
-@dataclass
-class Example:
-    """One field of each kind."""
+@pytest.fixture(scope="module")
+def help_text() -> str:
+    """All of --help, without its frames and line breaks."""
+    import io
 
-    whole: int = field(default=1, metadata={"help": "a whole number, 50% of two", "section": "numbers"})
-    real: float | None = field(default=None, metadata={"help": "a number or nothing"})
-    switch: bool = field(default=True, metadata={"help": "on or off"})
-    text: str | list[int] | None = field(default=None, metadata={"help": "text wins over other kinds"})
-    one_of: str = field(default="a", metadata={"help": "one of two", "choices": ("a", "b")})
-    paths: list[str] = field(default_factory=list, metadata={"help": "several"})
-    hook: Any = field(default=None, metadata={"help": "nothing a flag can hold", "cli": False})
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        main(["--help"])
+    return " ".join(said.getvalue().replace("\u2502", " ").split())
 
 
-def example_parser() -> Any:
-    import argparse
-
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_flags(parser, Example)
-    return parser
-
-
-def test_flags_set_fields_of_their_type() -> None:
-    argv = ["--whole", "3", "--real", "2", "--no-switch", "--text", "1,2", "--one-of", "b", "--paths", "x", "y"]
-    values = values_of(example_parser().parse_args(argv), Example)
-    assert values == {
-        "whole": 3,
-        "real": 2.0,
-        "switch": False,
-        "text": "1,2",
-        "one_of": "b",
-        "paths": ["x", "y"],
-    }
-    assert isinstance(values["real"], float)
-    Example(**values)
+def test_help_shows_real_defaults_and_choices(help_text: str) -> None:
+    for part in (
+        "--num-layers INT transformer layers of the whole model (default: 4)",
+        "--hidden-size INT width of the residual stream (default: 128)",
+        "--precision {fp32,bf16}",
+        "--p2p-channels {one_way,shared}",
+        "--pipeline-placement {None,loop,v}",
+        "--learning-rate FLOAT peak learning rate of AdamW (default: 0.003)",
+        "--deallocate-pipeline-outputs, --no-deallocate-pipeline-outputs",
+    ):
+        assert part in help_text, part
 
 
-def test_flags_not_given_leave_the_defaults_to_the_dataclass() -> None:
-    assert values_of(example_parser().parse_args([]), Example) == {}
-
-
-def test_help_names_every_flag_and_its_default() -> None:
-    text = example_parser().format_help()
-    assert "a whole number, 50% of two (default: 1)" in text
-    assert "numbers:" in text
-    assert "--hook" not in text
-
-
-def test_every_schedule_and_communication_option_is_a_flag() -> None:
-    flags = make_parser().format_help()
+def test_every_schedule_and_communication_option_is_a_flag(help_text: str) -> None:
+    flags = help_text
     assert "--overlap-pairs" in flags  # in the place of a function
     without = {field.name for field in dataclasses.fields(ModelParallelConfig) if not field.metadata["cli"]} | {
         # Nothing this model or program could do with them; pipeline size and dtypes have flags of the program's own.
@@ -125,6 +101,12 @@ def test_bf16_computes_and_sends_in_bf16() -> None:
     assert (config.enable_autocast, config.autocast_dtype) == (True, torch.bfloat16)
 
 
+def sized(pipeline: int | None, replicas: int | None) -> Settings:
+    settings = Settings(pipeline_model_parallel_size=pipeline)
+    settings.model.data_parallel_size = replicas
+    return settings
+
+
 @pytest.mark.parametrize(
     ("world", "pipeline", "replicas", "expected"),
     [(4, None, None, (4, 1)), (4, None, 2, (2, 2)), (4, 2, None, (2, 2)), (4, 1, 4, (1, 4)), (1, None, None, (1, 1))],
@@ -132,19 +114,20 @@ def test_bf16_computes_and_sends_in_bf16() -> None:
 def test_the_grid_fills_in_what_is_left_open(
     world: int, pipeline: int | None, replicas: int | None, expected: tuple[int, int]
 ) -> None:
-    assert grid_sizes(world, pipeline, replicas) == expected
+    config = sized(pipeline, replicas).make_config(world)
+    assert (config.pipeline_model_parallel_size, config.data_parallel_size) == expected
 
 
 @pytest.mark.parametrize(("world", "pipeline", "replicas"), [(4, 3, None), (4, None, 3), (4, 2, 1), (2, None, 4)])
 def test_a_world_that_does_not_fit_the_grid_is_refused(world: int, pipeline: int | None, replicas: int | None) -> None:
     with pytest.raises(WorldSizeError, match=f"world size is {world}"):
-        grid_sizes(world, pipeline, replicas)
+        sized(pipeline, replicas).make_config(world)
 
 
 @pytest.mark.parametrize(("pipeline", "replicas"), [(0, None), (None, 0), (-2, None), (None, -1)])
 def test_sizes_below_one_are_refused(pipeline: int | None, replicas: int | None) -> None:
     with pytest.raises(ConfigError, match="smallest legal value is 1"):
-        grid_sizes(2, pipeline, replicas)
+        sized(pipeline, replicas).make_config(2)
 
 
 def test_torchrun_tells_a_process_who_it_is() -> None:
@@ -164,10 +147,14 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 BAD_INPUT = {
     "unknown flag": ("--no-such-flag", ArgumentError, "no-such-flag"),
-    "abbreviation": ("--train-step 3", ArgumentError, "unrecognized"),
+    "abbreviation": ("--train-step 3", ArgumentError, "Unrecognized options: --train-step"),
     "no number": ("--train-steps many", ArgumentError, "train-steps.*many"),
     "no microbatches": ("--num-microbatches 0", ArgumentError, "--num-microbatches is 0; it must be at least 1"),
     "no sequence": ("--seq-length 0", ArgumentError, "--seq-length is 0"),
+    "validation fraction": ("--validation-fraction 1", ArgumentError, "--validation-fraction is 1.0; .* 0 and 1"),
+    "no text": ("--max-data-bytes 0", ArgumentError, "--max-data-bytes is 0; it must be at least 1"),
+    "trace": ("--trace first", ArgumentError, "--trace is 'first'; it must list steps"),
+    "no config": ("--config none.toml", ArgumentError, "--config is none.toml, which cannot be used: .*No such file"),
     "no samples": ("--micro-batch-size -1", ArgumentError, "--micro-batch-size is -1"),
     "negative steps": ("--train-steps -1", ArgumentError, "--train-steps is -1"),
     "learning rate": ("--learning-rate 0", ArgumentError, "positive number"),
@@ -193,25 +180,25 @@ BAD_INPUT = {
     "layers": ("--num-layers 5", LayoutError, "nearest num_layers: 4 or 6"),
     "layout": ("--pipeline-model-parallel-layout 1,2", LayoutError, "3 of num_layers 4"),
     "heads": ("--num-attention-heads 3", ConfigError, "128.*3.*nearest"),
-    "missing data": ("--data /no/such/path", DataPathError, "/no/such/path does not exist"),
-    "short text": ("--max-data-bytes 2000", TextTooShortError, "training text of 1900 bytes is too short"),
-    "short validation": ("--max-data-bytes 20000", TextTooShortError, "validation text of 1000 bytes is too short"),
+    "missing data": ("--data /no/such/path", DataError, "/no/such/path does not exist"),
+    "short text": ("--max-data-bytes 2000", DataError, "training text of 1900 bytes is too short"),
+    "short validation": ("--max-data-bytes 20000", DataError, "validation text of 1000 bytes is too short"),
     "no run": ("--resume /no/such/run", NoCheckpointError, "no run at /no/such/run"),
     "a name too long": (f"--resume {'x' * 5000}", NoCheckpointError, "no run at"),
     "two folders": ("--resume a --run-dir b", ArgumentError, "both given"),
-    "folder in a file": ("--run-dir /dev/null/run", ArgumentError, "no writable folder"),
+    "folder in a file": ("--run-dir /dev/null/run", ArgumentError, "no writable folder, so"),
     "no Transformer Engine": (
         "--transformer-impl transformer_engine",
         ArgumentError,
-        "transformer_engine.* (can not be imported|computes on GPUs alone)",
+        "transformer_engine.* (cannot be imported|computes on GPUs alone)",
     ),
     "no apex for the optimizer": (
         "--optimizer-impl apex",
         ArgumentError,
-        "--optimizer-impl is apex.* (can not be imported|computes on GPUs alone)",
+        "--optimizer-impl is apex.* (cannot be imported|computes on GPUs alone)",
     ),
-    "no apex for norms": ("--norm-impl apex", ArgumentError, "--norm-impl is apex.* (can not be imported|computes on)"),
-    "no layers for FP8": ("--fp8 hybrid", ArgumentError, "--fp8 is hybrid, which --transformer-impl"),
+    "no apex for norms": ("--norm-impl apex", ArgumentError, "--norm-impl is apex.* (cannot be imported|computes on)"),
+    "no layers for FP8": ("--fp8 hybrid", ArgumentError, "--fp8 is hybrid, which needs --transformer-impl"),
     "unknown layers": ("--transformer-impl te", ArgumentError, "te.*local.*transformer_engine"),
     "no schedule file": ("--pipeline-schedule none.csv", ScheduleError, "none.csv: can not be read"),
     "measured": ("--pipeline-schedule auto --pipeline-measured none.json", ScheduleError, "none.json: can not be read"),
@@ -259,22 +246,53 @@ def test_a_schedule_brings_its_number_of_chunks() -> None:
 
 def test_files_are_remembered_wherever_the_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    parse_arguments(["--pipeline-schedule", "a.csv", "--pipeline-measured", "b.json"]).save(tmp_path)
-    config = json.loads((tmp_path / "arguments.json").read_text())["config"]
-    assert (config["pipeline_schedule"], config["pipeline_measured"]) == (
+    command_line.save(parse(["--pipeline-schedule", "a.csv", "--pipeline-measured", "b.json"]), tmp_path)
+    saved = json.loads((tmp_path / ARGUMENTS).read_text())
+    assert (saved["pipeline_schedule"], saved["pipeline_measured"]) == (
         str(tmp_path / "a.csv"),
         str(tmp_path / "b.json"),
     )
 
 
-def save_run(folder: Path, arguments: Arguments) -> Path:
+def test_a_toml_file_gives_settings_which_flags_override(tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(
+        'train_steps = 7\ndata = ["a", "b"]\ntensorboard = false\nbatch_p2p_comm = false\n'
+        '[model]\nnum-layers = 8\nlayernorm_epsilon = 1e-6\n[optimizer]\nlearning_rate = 1e-3\n'
+    )
+    settings = parse(["--train-steps", "9", "--config", str(file)])
+    assert (settings.train_steps, settings.data, settings.tensorboard) == (9, ("a", "b"), False)
+    assert (settings.model.num_layers, settings.model.layernorm_epsilon, settings.learning_rate) == (8, 1e-6, 1e-3)
+    assert settings.model.batch_p2p_comm is False
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("trainsteps = 7", "Unrecognized options: --trainsteps"),
+        ("seed = 'x'", "Error parsing --seed"),
+        ("seed", "Expected '='"),
+    ],
+)
+def test_a_toml_file_that_cannot_be_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(ArgumentError, match=rf"--config is .*bad.toml, which cannot be used: .*{words}"):
+        parse(["--config", str(tmp_path / "bad.toml")])
+
+
+def test_a_switch_that_may_be_open_is_a_switch() -> None:
+    found = [parse(argv).model.batch_p2p_comm for argv in ([], ["--batch-p2p-comm"], ["--no-batch-p2p-comm"])]
+    assert found == [None, True, False]
+
+
+def save_run(folder: Path, settings: Settings) -> Path:
     """What a run of two ranks leaves, tensors apart."""
     checkpoint = folder / "checkpoints" / "step-00000003"
     checkpoint.mkdir(parents=True)
-    layout = _layout(arguments.run, make_config(arguments, 2))
+    layout = _layout(settings, settings.make_config(2))
     write_description(Checkpoint(checkpoint, checkpoint.name, 3, layout, {}, {}))
     (folder / "checkpoints" / "latest").write_text("step-00000003\n")
-    arguments.save(folder)
+    command_line.save(settings, folder)
     return checkpoint
 
 
@@ -298,7 +316,7 @@ def save_run(folder: Path, arguments: Arguments) -> Path:
     }.values(),
 )
 def test_checkpoints_of_another_layout_are_refused(flags: str, difference: str, tmp_path: Path) -> None:
-    save_run(tmp_path, parse_arguments([]))
+    save_run(tmp_path, parse([]))
     with pytest.raises(CheckpointLayoutError, match=difference):
         train([*flags.split(), "--resume", str(tmp_path)])
     assert not dist.is_initialized()
@@ -306,38 +324,31 @@ def test_checkpoints_of_another_layout_are_refused(flags: str, difference: str, 
 
 @pytest.mark.usefixtures("second_of_two")
 def test_a_folder_with_a_run_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
-    save_run(tmp_path, parse_arguments([]))
+    save_run(tmp_path, parse([]))
     with pytest.raises(ArgumentError, match=f"--resume {tmp_path}"):
         train(["--run-dir", str(tmp_path)])
 
 
 @pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/step-00000003"])
 def test_a_resumed_run_remembers_its_flags(tmp_path: Path, inside: str) -> None:
-    started = parse_arguments(
+    started = parse(
         ["--num-layers", "8", "--overlap-p2p-comm", "--learning-rate", "1e-3", "--run-dir", "x", "--data", "a", "/b"]
     )
     save_run(tmp_path, started)
-    resumed = parse_arguments(["--resume", str(tmp_path / inside), "--train-steps", "17"])
-    assert resumed.config == started.config
-    assert resumed.run == dataclasses.replace(
-        started.run, run_dir=None, resume=str(tmp_path / inside), train_steps=17, data=[str(Path("a").absolute()), "/b"]
-    )
+    resumed = parse(["--resume", str(tmp_path / inside), "--train-steps", "17"])
+    data = (str(Path("a").absolute()), "/b")
+    changes: dict[str, Any] = {"run_dir": None, "resume": str(tmp_path / inside), "train_steps": 17, "data": data}
+    assert resumed == dataclasses.replace(started, **changes)
 
 
 def test_damaged_arguments_are_refused(tmp_path: Path) -> None:
-    save_run(tmp_path, parse_arguments([]))
+    save_run(tmp_path, parse([]))
     (tmp_path / "arguments.json").write_text('{"run": ')
     with pytest.raises(CheckpointError, match=r"arguments.json cannot be read"):
-        parse_arguments(["--resume", str(tmp_path)])
-
-
-def test_help_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.suppress(SystemExit):
-        main(["--help"])
-    assert "--overlap-p2p-comm" in capsys.readouterr().out
+        parse(["--resume", str(tmp_path)])
 
 
 def test_defaults_are_possible() -> None:
     for world_size in (1, 2, 4):
         config_of(world_size=world_size)
-    RunArguments()
+    Settings().check()

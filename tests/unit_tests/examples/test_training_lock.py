@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from examples.gpt.errors import ArgumentError, RunInUseError
-from examples.gpt.lock import LAUNCHER, LOCK, lock_folder
+from examples.gpt.run_folder import LOCK, lock_folder
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_folder_is_free_again_when_the_last_process_of_its_run_has_left(tmp_path: Path) -> None:
@@ -74,11 +76,12 @@ def test_what_is_no_lock_file_is_refused(tmp_path: Path, kind: str) -> None:
 def test_a_process_whose_launcher_has_ended_before_it_could_ask_ends_too() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    ask = "from examples.gpt.lock import end_with_launcher; end_with_launcher(); print('it lives')"
     outcomes = {}
     for launcher in (gone.pid, os.getpid()):
-        environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", LAUNCHER: str(launcher)}
-        done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, timeout=60)
+        environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "MEGATRON_PP_LAUNCHER": str(launcher)}
+        command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--train-steps", "-1"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
         outcomes[launcher] = (done.returncode, (done.stdout + done.stderr).strip())
     told = f"train.py: process {gone.pid}, its launcher, has ended"
-    assert outcomes == {gone.pid: (-signal.SIGKILL, told), os.getpid(): (0, "it lives")}
+    lives = "train.py: ArgumentError: --train-steps is -1; it must be at least 0"
+    assert outcomes == {gone.pid: (-signal.SIGKILL, told), os.getpid(): (2, lives)}

@@ -15,17 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_pp.testing.processes import run_processes
 
 from examples.gpt import interrupt
 from examples.gpt.gpt import OUTPUT, GPTStage
-from examples.gpt.gradients import GradientClipper, GradientFinalizer, places_of
-from examples.gpt.grid import GridMember
+from examples.gpt.gradients import GradientClipper, finalize_gradients, sum_tied_gradients
 from examples.gpt.interrupt import StopRequest
-from examples.gpt.metrics import METRICS, PLOT, MetricsFile, Recorder, plot_losses, read_metrics
-from examples.gpt.optimizer import LearningRate, NamedAdamW
-from examples.gpt.step_timer import ComputeTimers
-from examples.gpt.steps import StepResult, forward_step, mean_loss, summed_loss
-from examples.gpt.tied_embeddings import sum_tied_gradients
+from examples.gpt.metrics import METRICS, TENSORBOARD, Recorder, read_metrics
+from examples.gpt.optimizer import NamedAdamW, learning_rate
+from examples.gpt.pipeline_step import ComputeTimers, forward_step, mean_loss, summed_loss
+from megatron_pp import parallel_state
 from tests.unit_tests.examples.test_gpt import (
     CUTS,
     WHOLE,
@@ -77,18 +76,34 @@ def test_the_norm_has_the_same_bits_for_every_cut(group: dist.ProcessGroup, cut:
     assert torch.equal(*norms)
 
 
-def test_every_parameter_of_all_ranks_has_a_place_of_its_own() -> None:
-    assert places_of([["b", "d"], [], ["a", "c"]]) == {"a": 0, "b": 1, "c": 2, "d": 3}
-    with pytest.raises(RuntimeError, match="two ranks of the pipeline hold the same parameter: b"):
-        places_of([["a", "b"], ["b", "c"]])
+def clip_what_two_ranks_hold(rank: int, size: int) -> str:
+    stage = make_stages(CUTS["two"])[0]
+    try:
+        GradientClipper([stage], None, 0.0)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_on_two_ranks_is_refused() -> None:
+    said = run_processes(clip_what_two_ranks_hold, 2, timeout=60)
+    assert said == ["two ranks of the pipeline hold the same parameter"] * 2
+
+
+def test_the_clipper_counts_the_models_parameters(group: dist.ProcessGroup) -> None:
+    for tied in (True, False):
+        stages = make_stages(WHOLE, share_embeddings_and_output_weights=tied)
+        counted = {name: p.numel() for name, p in parameters_of(stages).items() if not (tied and name == OUTPUT)}
+        assert GradientClipper(stages, group, 0.0).num_parameters == sum(counted.values())
 
 
 def test_gradients_under_a_per_token_loss_are_divided_by_the_tokens(group: dist.ProcessGroup) -> None:
     stages = make_stages(WHOLE)
     train_by_hand(stages)
     before = {name: p.grad.clone() for name, p in parameters_of(stages).items()}
-    member = GridMember(0, 0, group, group, group, last_stage_rank=0)
-    GradientFinalizer(stages, member)(stages, torch.tensor(8, dtype=torch.int))
+    parallel_state.initialize_model_parallel()
+    finalize_gradients(stages, 0, stages, torch.tensor(8, dtype=torch.int))
+    parallel_state.destroy_model_parallel()
     for name, parameter in parameters_of(stages).items():
         if name.startswith("layers."):
             assert torch.equal(parameter.grad, before[name] / 8), name
@@ -97,13 +112,12 @@ def test_gradients_under_a_per_token_loss_are_divided_by_the_tokens(group: dist.
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    rate = LearningRate(peak=1.0, final=0.1, warmup_steps=4, total_steps=14)
-    values = [rate.at(step) for step in range(14)]
+    values = [learning_rate(step, peak=1.0, final=0.1, warmup_steps=4, total_steps=14) for step in range(14)]
     assert values[:4] == [0.25, 0.5, 0.75, 1.0]
     assert values[4] == pytest.approx(1.0)
     assert values[-1] == pytest.approx(0.1)
     assert values[4:] == sorted(values[4:], reverse=True)
-    assert LearningRate(1.0, 0.1, 0, 1).at(0) == 1.0
+    assert learning_rate(0, 1.0, 0.1, 0, 1) == 1.0
 
 
 def make_optimizer(stages: list[GPTStage]) -> NamedAdamW:
@@ -160,21 +174,11 @@ def test_a_rank_without_parameters_takes_its_steps() -> None:
 def test_a_signal_is_a_wish_and_the_next_one_soon_is_the_same_wish(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
-        assert not stop.requested
+        assert stop.first is None
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
-        assert stop.requested
         assert stop.first is number
     assert signal.getsignal(number) == before
-
-
-def test_a_signal_later_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupt, "IMPATIENT_AFTER", 0.0)
-    with StopRequest():
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.001)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 BLOCKED = """
@@ -183,7 +187,7 @@ spec = importlib.util.spec_from_file_location("interrupt", sys.argv[1])
 interrupt = importlib.util.module_from_spec(spec)
 sys.modules["interrupt"] = interrupt
 spec.loader.exec_module(interrupt)
-interrupt.IMPATIENT_AFTER = interrupt._UNTIL_FORCED = 0.2
+interrupt.IMPATIENT_AFTER = 0.2
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
 with interrupt.StopRequest():
     print("blocked", flush=True)
@@ -221,11 +225,6 @@ def test_timers_add_up_compute_and_nothing_else() -> None:
     assert timers.take_seconds() == 0.0
 
 
-def test_the_bubble_is_the_time_without_compute() -> None:
-    assert StepResult([], seconds=4.0, compute_seconds=3.0).bubble == 0.25
-    assert StepResult([], seconds=1.0, compute_seconds=1.1).bubble == 0.0
-
-
 @pytest.mark.parametrize(("per_token", "expected"), [(False, mean_loss), (True, summed_loss)])
 def test_a_stage_names_the_loss_function_that_the_config_asks_for(per_token: bool, expected: object) -> None:
     (stage,) = make_stages(WHOLE, make_config(calculate_per_token_loss=per_token))
@@ -246,33 +245,38 @@ def test_metrics_are_lines_of_json_and_later_ones_are_dropped_when_continued(tmp
     with path.open("w") as file:
         file.writelines(json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in (1, 2, 3))
         file.write('{"step": 4, "lo')  # killed while writing
-    metrics = MetricsFile(path, from_step=2)
-    metrics.write(step=3, loss=0.5)
-    metrics.close()
+    recorder = Recorder(tmp_path, done=2, total=9, interval=9)
+    recorder.record(3, loss=0.5)
+    recorder.close()
     assert read_metrics(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.5}]
+
+
+VALUES = {"loss": 2.0, "tokens_per_second": 1234.6, "bubble": 0.25, "peak_memory_gib": 1.5, "mfu": 0.123}
 
 
 def test_the_recorder_writes_on_the_first_rank_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (None, tmp_path):
         recorder = Recorder(folder, done=0, total=4, interval=2)
         for step in (1, 2, 3, 4):
-            recorder.training_step(step, loss=2.0, tokens_per_second=1234.56, bubble=0.25, learning_rate=0.1)
-        recorder.validation(4, 1.5)
+            recorder.record(step, **VALUES)
+        recorder.record(4, validation_loss=1.5)
         recorder.close()
-    assert read_metrics(tmp_path / METRICS) == [
-        {"step": step, "loss": 2.0, "tokens_per_second": 1234.6, "bubble": 0.25, "learning_rate": 0.1}
-        for step in (1, 2, 3, 4)
-    ] + [{"step": 4, "validation_loss": 1.5}]
+    expected = [{"step": step, **VALUES} for step in (1, 2, 3, 4)]
+    assert read_metrics(tmp_path / METRICS) == [*expected, {"step": 4, "validation_loss": 1.5}]
     assert capsys.readouterr().out.splitlines() == [
-        "step 2/4: loss 2.000, 1,235 tokens/s, bubble 25%",
-        "step 4/4: loss 2.000, 1,235 tokens/s, bubble 25%",
+        "step 2/4: loss 2.000, 1,235 tokens/s, bubble 25%, 1.50 GiB, MFU 12.3%",
+        "step 4/4: loss 2.000, 1,235 tokens/s, bubble 25%, 1.50 GiB, MFU 12.3%",
         "step 4: validation loss 1.500",
     ]
 
 
-@pytest.mark.parametrize("records", [[], [{"step": 1, "loss": 2.0}, {"step": 1, "validation_loss": 2.5}]])
-def test_the_plot_is_a_picture(tmp_path: Path, records: list[dict[str, float]]) -> None:
-    pytest.importorskip("matplotlib")
-    (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert plot_losses(tmp_path / METRICS, tmp_path / PLOT) is None
-    assert (tmp_path / PLOT).read_bytes().startswith(b"\x89PNG")
+def test_tensorboard_gets_every_value(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for done in (0, 2):  # the second run continues after step 2
+        recorder = Recorder(tmp_path, done=done, total=4, interval=9, tensorboard=True)
+        for step in range(done + 1, 4):
+            recorder.record(step, **VALUES)
+        recorder.close()
+    events = accumulator.EventAccumulator(str(tmp_path / TENSORBOARD)).Reload()
+    assert set(events.Tags()["scalars"]) == set(VALUES)
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]

@@ -9,24 +9,30 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from megatron_pp.testing.processes import run_processes
 
-from examples.gpt import restart
-from examples.gpt.arguments import ARGUMENTS, RunArguments
+from examples.gpt import run_folder
 from examples.gpt.checkpoint import LATEST
+from examples.gpt.command_line import ARGUMENTS
 from examples.gpt.description import Checkpoint, write_description
+from examples.gpt.distributed import agreed_place, check_same_settings
 from examples.gpt.errors import ArgumentError
-from examples.gpt.rendezvous_store import agreed_place, check_same_flags
-from examples.gpt.restart import LAUNCH, Start, find_start, remember, this_agent
-from tests.harness.processes import run_processes
+from examples.gpt.run_folder import LAUNCH, Start, find_start, remember, this_launcher
+from examples.gpt.settings import Settings
 
 LAYOUT = {"num_layers": 4}
-AGENTS = ["here/7/100", "there/9/100"]
+OURS, OTHER = "here/7/100", "there/9/100"
 
 
-def make_run(folder: Path) -> RunArguments:
+@pytest.fixture(autouse=True)
+def our_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "this_launcher", lambda: OURS)
+
+
+def make_run(folder: Path) -> Settings:
     folder.mkdir(parents=True)
     (folder / ARGUMENTS).write_text(json.dumps({"run": {}, "config": {}}))
-    return RunArguments(run_dir=str(folder))
+    return Settings(run_dir=str(folder))
 
 
 def make_checkpoint(folder: Path, name: str, step: int) -> Path:
@@ -39,28 +45,24 @@ def make_checkpoint(folder: Path, name: str, step: int) -> Path:
 
 def test_a_folder_that_holds_a_run_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    for agents in ([""], AGENTS):
-        with pytest.raises(ArgumentError, match=r"holds a run already; give another, or --resume"):
-            find_start(run, LAYOUT, agents)
-    remember(Start(tmp_path / "run"), ["elsewhere/1/1", ""])
+    with pytest.raises(ArgumentError, match=r"holds a run already; give another, or --resume"):
+        find_start(run, LAYOUT, "")
+    remember(Start(tmp_path / "run"))
     with pytest.raises(ArgumentError, match="holds a run already"):
-        find_start(run, LAYOUT, AGENTS)
-    # Another node's agent may know it as its own; that is for rank 0 to find out, which asks all.
-    assert not find_start(run, LAYOUT, AGENTS[:1], alone=False).again
+        find_start(run, LAYOUT, OTHER)
 
 
 def test_the_launch_that_began_a_run_goes_on_with_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    remember(Start(tmp_path / "run"), AGENTS)
-    # One of its agents is enough: the other may have been replaced.
-    assert find_start(run, LAYOUT, ["new/1/1", AGENTS[1]]) == Start(tmp_path / "run", None, again=True)
+    remember(Start(tmp_path / "run"))
+    assert find_start(run, LAYOUT, OURS) == Start(tmp_path / "run", None, again=True)
     make_checkpoint(tmp_path / "run", "step-00000004", 4)
-    start = find_start(run, LAYOUT, AGENTS)
+    start = find_start(run, LAYOUT, OURS)
     assert start.again
     assert start.checkpoint is not None
     assert start.checkpoint.step == 4
-    remember(start, ["new/1/1", AGENTS[1]])
-    assert find_start(run, LAYOUT, ["new/1/1"]).checkpoint == start.checkpoint
+    remember(start)
+    assert find_start(run, LAYOUT, OURS).checkpoint == start.checkpoint
 
 
 def test_a_run_resumed_from_an_older_checkpoint_does_so_again_until_it_has_saved(tmp_path: Path) -> None:
@@ -68,39 +70,46 @@ def test_a_run_resumed_from_an_older_checkpoint_does_so_again_until_it_has_saved
     make_run(folder)
     old = make_checkpoint(folder, "step-00000004", 4)
     make_checkpoint(folder, "step-00000008", 8)
-    run = RunArguments(resume=str(old))
+    run = Settings(resume=str(old))
     for _ in range(3):  # the first start, and two restarts before anything was saved
-        start = find_start(run, LAYOUT, AGENTS)
+        start = find_start(run, LAYOUT, OURS)
         assert start.checkpoint is not None
         assert start.checkpoint.step == 4
-        remember(start, AGENTS)
+        remember(start)
     make_checkpoint(folder, "step-00000008-2", 8)
-    start = find_start(run, LAYOUT, AGENTS)
+    start = find_start(run, LAYOUT, OURS)
     assert start.checkpoint is not None
     assert start.checkpoint.path.name == "step-00000008-2"
 
 
 def test_a_run_without_a_folder_of_its_own_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    first = find_start(RunArguments(), LAYOUT, AGENTS)
+    first = find_start(Settings(), LAYOUT, OURS)
     make_run(first.folder)
-    remember(first, AGENTS)
-    monkeypatch.setattr(restart.time, "strftime", lambda _: "later")
-    assert find_start(RunArguments(), LAYOUT, AGENTS) == Start(first.folder, None, again=True)
-    assert find_start(RunArguments(), LAYOUT, ["elsewhere/1/1"]).folder == Path("runs/later")
+    remember(first)
+    monkeypatch.setattr(run_folder.time, "strftime", lambda _: "later")
+    assert find_start(Settings(), LAYOUT, OURS) == Start(first.folder, None, again=True)
+    assert find_start(Settings(), LAYOUT, OTHER).folder == Path("runs/later")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"agents": []}', '{"agents": [1], "began_with": 2, "newest_then": {}}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"launcher": ""}', '{"launcher": 1, "began_with": 2, "newest_then": {}}'])
 def test_a_note_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     run = make_run(tmp_path / "run")
     (tmp_path / "run" / LAUNCH).write_text(text)
-    with pytest.raises(ArgumentError, match="holds a run already"):
-        find_start(run, LAYOUT, AGENTS)
+    for launcher in ("", OURS):
+        with pytest.raises(ArgumentError, match="holds a run already"):
+            find_start(run, LAYOUT, launcher)
 
 
-def test_an_agent_is_the_process_that_torchrun_runs_in() -> None:
-    assert this_agent({}) == ""
-    assert this_agent({"TORCHELASTIC_RUN_ID": "none"}) == this_agent({"TORCHELASTIC_RUN_ID": "other"}) != ""
+def test_a_launcher_is_the_process_that_torchrun_runs_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert this_launcher() == ""
+    found = set()
+    for run in ("none", "other"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+        found.add(this_launcher())
+    assert len(found) == 1
+    assert "" not in found
 
 
 def test_each_start_meets_in_a_place_of_its_own() -> None:
@@ -125,9 +134,9 @@ def test_each_start_meets_in_a_place_of_its_own() -> None:
 
 
 def with_flags(rank: int, size: int) -> str:
-    check_same_flags({"seed": 1, "hidden_size": 32})
+    check_same_settings({"seed": 1, "hidden_size": 32})
     try:
-        check_same_flags({"seed": 1, "train_steps": 8 + rank // 2})
+        check_same_settings({"seed": 1, "train_steps": 8 + rank // 2})
     except ArgumentError as error:
         return str(error)
     return ""

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from examples.gpt.arguments import parse_arguments
 from examples.gpt.checkpoint import CheckpointWriter, check_layout, find_checkpoint, load_tensors
+from examples.gpt.command_line import parse
 from examples.gpt.description import DESCRIPTION
 from examples.gpt.errors import CheckpointError, TrainingError
-from examples.gpt.metrics import MetricsFile, read_metrics
+from examples.gpt.metrics import Recorder, read_metrics
 from megatron_pp.config.fields import read_flag
 from megatron_pp.config.layout_text import layers_per_stage
 from megatron_pp.errors import ConfigError, ExchangeError, InstructionError, LayoutError, PlanError, ScheduleInputError
@@ -287,14 +287,14 @@ def test_a_forged_description(data: st.DataObject, checkpoint: Path, tmp_path: P
     _only(CheckpointError, lambda: _load(folder))
 
 
-SAVED = {"run": {"steps": 4, "data": ["a"], "seed": 1}, "config": {"num_layers": 4, "hidden_size": 8}}
+SAVED = {"train_steps": 4, "data": ["a"], "seed": 1, "tensorboard": True, "num_layers": 4, "hidden_size": 8}
 
 
 @examples(60)
 @given(st.one_of(mutated_json(SAVED), mutated_text(json.dumps(SAVED))))
 def test_the_arguments_of_a_run_to_resume(tmp_path: Path, text: str) -> None:
     (tmp_path / "arguments.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    _only((TrainingError, ConfigError), lambda: parse_arguments(["--resume", str(tmp_path)]))
+    _only((TrainingError, ConfigError), lambda: parse(["--resume", str(tmp_path)]))
 
 
 @examples(60)
@@ -303,4 +303,4 @@ def test_the_metrics_of_a_run_to_resume(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + data)
     assert read_metrics(path)[0] == {"step": 1}
-    _only(TrainingError, lambda: MetricsFile(path, 5).close())
+    _only(TrainingError, lambda: Recorder(tmp_path, 5, 9, 1).close())

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from examples.gpt.errors import ArgumentError
-from examples.gpt.timeline import check_trace_steps
+from examples.gpt.settings import Settings
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ExchangeError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -274,7 +274,7 @@ def test_a_profiled_step_can_be_recorded_too(tmp_path):
 @pytest.mark.parametrize("steps", ["", "4-2", "3,x", "-1"])
 def test_a_list_of_steps_that_is_none_is_refused(steps):
     with pytest.raises(ArgumentError, match=r"--trace is '.*'; it must list steps, as in 3,10-12"):
-        check_trace_steps(steps)
+        Settings(trace=steps).check()
 
 
 @pytest.fixture

@@ -1,0 +1,133 @@
+"""Which process this is, on which device, and how the processes of a run find each other."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from examples.gpt.errors import ArgumentError, TrainingError
+from megatron_pp import parallel_state
+from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
+from megatron_pp.runtime.communicators import close_communicators
+
+_PATIENCE = timedelta(minutes=10)  # between the first process that comes and the last
+_ROOT = "megatron_pp/meeting"  # of our keys in torchrun's store
+
+
+class Process(NamedTuple):
+    """What torchrun's environment variables say about a process; the defaults are those of a lone one."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Process:
+        """Read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``."""
+        return cls(*(int(environment.get(name.upper(), cls._field_defaults[name])) for name in cls._fields))
+
+
+def choose_device(wanted: str, process: Process) -> torch.device:
+    """The GPU of this process, or the CPU; ``auto``: GPUs when this machine has one for each of its processes.
+
+    Raises ArgumentError: ``cuda`` without enough GPUs.
+    """
+    gpus, needed = torch.cuda.device_count() if wanted != "cpu" else 0, process.local_world_size
+    if wanted == "cuda" and gpus < needed:
+        raise ArgumentError(
+            f"--device is cuda, but this machine has {gpus} GPUs for {needed} processes; each needs one: start fewer "
+            "processes or give --device cpu"
+        )
+    return torch.device("cuda", process.local_rank) if gpus >= needed else torch.device("cpu")
+
+
+@contextmanager
+def joined(process: Process, device: torch.device) -> Iterator[None]:
+    """The default process group, for as long as the context is open: NCCL on GPUs, gloo on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        leave_failures_to_the_guard()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = _store(process.rank, process.world_size)
+    dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size)
+    yield
+    # Not after an error: taking leave of peers that are in the middle of a step may block.
+    close_communicators()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _store(rank: int, world_size: int) -> Any:
+    if world_size == 1:
+        return dist.HashStore()
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=_PATIENCE)))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return store
+    return dist.PrefixStore(f"{_ROOT}/{agreed_place(store, rank, world_size)}", store)
+
+
+def agreed_place(store: Any, rank: int, world_size: int) -> str:
+    """A name that all processes of this start, and none of an earlier one, get from ``store``.
+
+    torchrun's store outlives a restart, with the addresses of the processes before, on which new ones would hang; and
+    its restart count is not the same on all nodes. So rank 0 makes up a name. The others each draw a number and wait
+    until rank 0 has answered to it. It answers to numbers of earlier starts as well, which nobody reads.
+    """
+    if rank > 0:
+        number = store.add(f"{_ROOT}/numbers", 1)
+        place = store.get(f"{_ROOT}/answer/{number}").decode()
+        store.add(f"{_ROOT}/{place}/heard", 1)
+        return str(place)
+    place, answered, until = uuid.uuid4().hex, 0, time.monotonic() + _PATIENCE.total_seconds()
+    while (heard := store.add(f"{_ROOT}/{place}/heard", 0)) < world_size - 1:
+        for number in range(answered + 1, (drawn := store.add(f"{_ROOT}/numbers", 0)) + 1):
+            store.set(f"{_ROOT}/answer/{number}", place)
+        answered = drawn
+        if time.monotonic() > until:
+            raise RuntimeError(f"only {heard + 1} of {world_size} processes have come to the store within {_PATIENCE}")
+        time.sleep(0.02)
+    return place
+
+
+def on_all_ranks(action: Callable[[], Any]) -> tuple[list[Any], list[Exception]]:
+    """Run ``action`` on every rank. Collective.
+
+    Returns what it gave on each rank, and the failures (TrainingError, OSError) in the order of ranks; equal on all.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except (TrainingError, OSError) as error:
+        failure = error
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (result, failure))
+    return [result for result, _ in outcomes], [failure for _, failure in outcomes if failure is not None]
+
+
+def agreed(action: Callable[[], Any]) -> Any:
+    """What ``action`` gave on rank 0; the first failure of any rank is raised on all. Collective."""
+    results, failures = on_all_ranks(action)
+    if failures:
+        raise failures[0]
+    return results[0]
+
+
+def check_same_settings(settings: Mapping[str, Any]) -> None:
+    """Raises ArgumentError on every rank where processes were started with different settings. Collective."""
+    everyone, _ = on_all_ranks(lambda: dict(settings))
+    for rank, others in enumerate(everyone):
+        for name, first in everyone[0].items():
+            if others[name] != first:
+                flag = f"--{name.replace('_', '-')}"
+                different = f"{flag} is {first} on rank 0 and {others[name]} on rank {rank}"
+                raise ArgumentError(f"{different}; start all nodes with the same flags")
