@@ -166,7 +166,7 @@ def run_jobs(jobs: list[Job], deadline: float = 600.0, on_outcome: Any = None) -
     package = str(HERE.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "runner.py")],
+        [sys.executable, str(HERE / "megatron_runner.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,  # so that select() sees every line that has not been read
