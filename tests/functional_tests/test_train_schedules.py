@@ -23,7 +23,7 @@ from tests.harness.plan_text import save_plan
 
 RANKS, STEPS, MICROBATCHES = 2, 2, 5
 SIZES = [*SMALL, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(STEPS), "--eval-interval", "0"]
-TEXT = Path(__file__).resolve().parents[2] / "megatron_pp" / "config.py"
+TEXT = Path(__file__).resolve().parents[2] / "megatron_pp" / "config" / "model_config.py"
 SIZES += ["--data", str(TEXT), "--validation-fraction", "0.2"]
 
 # One start serves all tests, on one worker.

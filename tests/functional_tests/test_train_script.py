@@ -159,7 +159,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "texts").mkdir()
-    (folder / "texts" / "text").write_bytes((ROOT / "megatron_pp" / "config.py").read_bytes() * 4)
+    (folder / "texts" / "text").write_bytes((ROOT / "megatron_pp" / "config" / "model_config.py").read_bytes() * 4)
     flags = [*SMALL, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1", "--data", "texts"]
     output = run_well(train_sh(*flags, "--run-dir", "run"), folder)
     assert output.startswith("interleaved_1f1b, overlap communication, on cpu: 2 ranks x 2 chunks x 1 replicas"), output
