@@ -92,8 +92,9 @@ class ModelParallelConfig:
         None, "called once a step, after the last backward", cli=False
     )
     overlapped_forward_backward: Callable[..., Any] | None = setting(
-        None, "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.runtime.pairs)",
-        cli=False
+        None,
+        "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.runtime.pairs)",
+        cli=False,
     )
     barrier_with_L1_time: bool = setting(  # noqa: N815 (Megatron's name)
         True, "level-1 timers start behind a barrier"

@@ -27,8 +27,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from megatron_pp.plan.clock import Clocked, run_clock
 from megatron_pp.plan.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
@@ -51,8 +51,7 @@ from megatron_pp.plan.sync_marks import syncs_of
 Order = Sequence[Instruction]
 
 
-@dataclass(frozen=True, order=True)
-class _Post:
+class _Post(NamedTuple):
     """One end of one message. Sorted, posts stand in the order in which both ends agree: round, activations first,
     receiving stage, microbatch.
     """
@@ -132,8 +131,9 @@ class _RankLowering:
 
     def _post(self, due: int, at: Instruction, peer_stage: int, to: int, post: str, finish: str, use: int) -> _Post:
         peer = self.placement.homes[peer_stage][0]
-        first, last = (Instruction(op, at.stage, at.mb, peer, at.chunk) for op in (post, finish))
-        return _Post(due, -TOWARDS[RESULT_OF[at.op]], to, at.mb, first, last, use)
+        _, stage, mb, _, chunk, *_ = at
+        first, last = Instruction(post, stage, mb, peer, chunk), Instruction(finish, stage, mb, peer, chunk)
+        return _Post(due, -TOWARDS[RESULT_OF[at.op]], to, mb, first, last, use)
 
     def _place_late_finishes(self, sends: list[_Post], receives: list[_Post]) -> None:
         """Under ``overlap``: releases some entries after their send, waits right before the use.

@@ -9,8 +9,9 @@ with large messages, and what gloo does always. The outcome does not depend on t
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.dataflow import Message, message_of
 from megatron_pp.plan.instruction import POST_OF, Instruction
 from megatron_pp.plan.queues import DATA, SHAPE, End, Entry, QueueMachine
 from megatron_pp.plan.spec import Plan, PlanError
@@ -29,7 +30,7 @@ class _Run:
         self.machine = QueueMachine(plan)
         self.shapes_first = plan.spec.variable_shapes
         self.at = [0] * len(plan.programs)
-        self.posted: list[dict[tuple[Message, str], Entry]] = [{} for _ in plan.programs]
+        self.posted: list[dict[tuple[str, tuple[Any, ...], str], Entry]] = [{} for _ in plan.programs]
         self.blocked: dict[int, Entry] = {}  # rank -> the entry that its current instruction waits for
         self.ready: list[int] = list(range(len(plan.programs)))
 
@@ -49,12 +50,13 @@ class _Run:
 
     def _advance(self, rank: int) -> None:
         program = self.plan.programs[rank]
-        while self.at[rank] < len(program):
-            unfinished = self._execute(rank, program[self.at[rank]])
+        for position in range(self.at[rank], len(program)):
+            self.at[rank] = position
+            unfinished = self._execute(rank, program[position])
             if unfinished is not None:
                 self.blocked[rank] = unfinished
                 return
-            self.at[rank] += 1
+        self.at[rank] = len(program)
 
     def _execute(self, rank: int, at: Instruction) -> Entry | None:
         """Post what ``at`` posts. Returns the entry that ``at`` has to wait for before the next one can start."""
@@ -74,10 +76,10 @@ class _Run:
 
     def _await(self, rank: int, at: Instruction) -> Entry | None:
         """What a WAIT or FREE still waits for."""
-        message = message_of(at)
-        data = self.posted[rank].get((message, DATA))
+        post, of = POST_OF[at.op], at[1:]
+        data = self.posted[rank].get((post, of, DATA))
         if data is None:
-            shape = self.posted[rank].get((message, SHAPE))
+            shape = self.posted[rank].get((post, of, SHAPE))
             if shape is None:
                 raise PlanError(f"rank {rank}: {at} ({at.name}) waits for what was never posted")
             if not shape.is_done:
@@ -87,11 +89,12 @@ class _Run:
 
     def _once(self, rank: int, at: Instruction, part: str) -> Entry:
         """The entry of ``at``, posted now unless it was before the rank had to wait."""
-        keys = [(message_of(one), part) for one in at.members or (at,)]
-        entry = self.posted[rank].get(keys[0])
+        posted, keys = self.posted[rank], [(one.op, one[1:], part) for one in at.members or (at,)]
+        entry = posted.get(keys[0])
         if entry is None or entry.at is not at:
             entry = self.machine.post(rank, at, part)
-            self.posted[rank].update(dict.fromkeys(keys, entry))
+            for key in keys:
+                posted[key] = entry
             self._settle()
         return entry
 

@@ -149,7 +149,7 @@ def _why(error: Exception) -> str:
 
 def _header(content: dict[str, Any]) -> RunHeader:
     version = content.get("version")
-    if content.get("format") != _FORMAT or isinstance(version, bool) or version not in _READ:
+    if content.get("format") != _FORMAT or type(version) is not int or version not in _READ:
         raise ExchangeError(f"not a trace of this format in a version that is read: {' or '.join(map(str, _READ))}")
     pipeline = tuple(int(r) for r in content["pipeline"])
     run, rank, device, host = str(content["run"]), int(content["rank"]), str(content["device"]), str(content["host"])

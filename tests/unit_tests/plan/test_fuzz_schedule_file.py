@@ -3,7 +3,6 @@ built on their order."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path

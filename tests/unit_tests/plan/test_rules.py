@@ -18,12 +18,12 @@ PLAN = build_plan(PlanSpec("dualpipe_v", 2, 2, 6))
 
 
 def site_of(op: str) -> tuple[int, int]:
-    """A rank and a place in its program where ``op`` stands; not the first microbatch, so that something is before."""
+    """A rank and a place in its program where ``op`` stands, in the middle of the pipeline and of the step."""
     return next(
         (rank, i)
         for rank, program in enumerate(PLAN.programs)
         for i, at in enumerate(program)
-        if at.op == op and at.mb > 0
+        if at.op == op and at.mb > 0 and 0 < at.stage < PLAN.placement.num_stages - 1
     )
 
 

@@ -375,7 +375,7 @@ def test_refuses_messages_that_cross_on_a_channel() -> None:
     )
     assert refusal(plan) == (
         "rank 1: RECV_F0.0 (receive of the activation of chunk 0, microbatch 0) would receive what rank 0 sends with "
-        "SEND_F0.1 (SEND_F of "
+        "SEND_F0.1 (send of the activation of "
         "chunk 0, microbatch 1): messages between them cross"
     )
 
