@@ -31,6 +31,7 @@ from benchmarks.sweep import Sweep, bound_seconds, told_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
 from megatron_pp.comm.transport import ACT
 from megatron_pp.comm.wait_handle import WaitHandle
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.build import build_plan
@@ -159,9 +160,9 @@ class VariantStep:
     def __call__(self) -> None:
         """``losses`` are those of the step afterwards, on the last stage."""
         releases = ReleaseTimer()
-        iterators = [None] * len(self.chunks)
-        steps = ModelSteps(self._forward_step, iterators, self.chunks, self.config, self.options)
-        hooks, shapes = SyncHooks(self.config, self.chunks), Shapes(self.shape, self.shape)
+        iterators, settings = [None] * len(self.chunks), StepSettings.from_config(self.config)
+        steps = ModelSteps(self._forward_step, iterators, self.chunks, settings, self.options)
+        hooks, shapes = SyncHooks(settings, self.chunks), Shapes(self.shape, self.shape)
         self.executor(self.plan, self.communicator, steps, hooks, shapes, observer=releases).run()
         self.losses = [float(loss) for loss in steps.record.data]
         self.in_releases += releases.seconds

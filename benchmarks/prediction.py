@@ -17,10 +17,10 @@ from benchmarks.report import Plot, Report, Row
 from benchmarks.rounds import summary, tell_progress, timed_rounds
 from benchmarks.sweep import Sweep, told_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
+from megatron_pp.config.model_config import TRACE_DIR_VARIABLE, TRACE_STEPS_VARIABLE
 from megatron_pp.plan.sim.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import POLICIES
-from megatron_pp.tracing.recorder import DIRECTORY_VARIABLE, STEPS_VARIABLE
 from megatron_pp.tracing.run import load_run
 
 HELP = "the simulator's step time against the measured one, on a slow link (needs root)"
@@ -70,10 +70,10 @@ def _rank(rank: int, size: int, works: list[tuple[float, Work]], sweep: Sweep, f
     """Runs every work with its traces in a folder of its own; returns the time of one transfer of each."""
     import torch.distributed as dist
 
-    os.environ[STEPS_VARIABLE] = f"{_WARMUP + 1}-{_WARMUP + sweep.rounds}"
+    os.environ[TRACE_STEPS_VARIABLE] = f"{_WARMUP + 1}-{_WARMUP + sweep.rounds}"
     transfers = []
     for k, (ratio, work) in enumerate(works):
-        os.environ[DIRECTORY_VARIABLE] = os.path.join(folder, str(k))
+        os.environ[TRACE_DIR_VARIABLE] = os.path.join(folder, str(k))
         transfers.append(transfer_seconds(rank, work.message_bytes))
         step = make_step("ours", work, rank, dist.group.WORLD, sweep.stage)
         seconds = timed_rounds({"ours": step}, sweep.rounds, _WARMUP, dist.barrier)

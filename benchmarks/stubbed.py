@@ -8,14 +8,13 @@ and each engine's own way down to it is counted.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.transport import P2PRequest
+from megatron_pp.comm.transport import P2PRequest, Transport
 
 STUBS = ("calls", "group")
 
@@ -30,11 +29,9 @@ class StubWork:
         return True
 
 
-class StubTransport:
-    """A ``Transport`` on which nothing travels: every operation is over when it is posted."""
+class StubTransport(Transport):
+    """A transport on which nothing travels: every operation is over when it is posted."""
 
-    pollable = False
-    aborted = False
     device = torch.device("cpu")
 
     def __init__(self, rank: int, size: int) -> None:
@@ -50,22 +47,6 @@ class StubTransport:
 
     def batch(self, requests: Sequence[P2PRequest]) -> list[StubWork]:
         return [self._work] * len(requests)
-
-    def prepare(
-        self,
-        edges: Iterable[tuple[int, int]],
-        received_bytes: float = 0,
-        sent_bytes: float = 0,
-        timeout: timedelta | None = None,
-    ) -> None: ...
-
-    def global_rank(self, rank: int) -> int:
-        return rank
-
-    def abort(self) -> None: ...
-
-    def is_gone(self) -> bool:
-        return False
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from benchmarks.report import Report, Row
 from benchmarks.rounds import timed_rounds
 from benchmarks.stages import AddWeight
 from benchmarks.stubbed import stubbed_group
-from megatron_pp.tracing.recorder import DIRECTORY_VARIABLE, STEPS_VARIABLE
+from megatron_pp.config.model_config import TRACE_DIR_VARIABLE, TRACE_STEPS_VARIABLE
 
 HELP = "CPU time that recording a trace adds to a step"
 
@@ -65,10 +65,10 @@ def _row(work: Work, rank: int, args: argparse.Namespace) -> Row:
 
 def _traced(step: Step, folder: str) -> Step:
     def run() -> None:
-        os.environ.update({DIRECTORY_VARIABLE: folder, STEPS_VARIABLE: "1-999999999"})
+        os.environ.update({TRACE_DIR_VARIABLE: folder, TRACE_STEPS_VARIABLE: "1-999999999"})
         try:
             step()
         finally:
-            del os.environ[DIRECTORY_VARIABLE], os.environ[STEPS_VARIABLE]
+            del os.environ[TRACE_DIR_VARIABLE], os.environ[TRACE_STEPS_VARIABLE]
 
     return run

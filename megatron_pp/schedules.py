@@ -15,12 +15,10 @@ from megatron_pp.comm import process_groups as parallel_state
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.loop import schedule_table, warmup_forwards
+from megatron_pp.runtime.arguments import check_keywords
 from megatron_pp.runtime.compute import backward_step, forward_step
 from megatron_pp.runtime.deallocate import custom_backward, deallocate_output_tensor
-from megatron_pp.runtime.settings import (
-    check_keywords,
-    tensor_shapes,
-)
+from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.step import StepCall
 
 __all__ = [

@@ -200,7 +200,7 @@ def _timed_forwards(
     plan: Plan, communicator: P2PCommunicator, executor: type[PlanExecutor], steps: SleepSteps, shapes: Shapes
 ) -> dict[str, float]:
     clock = StreamClock(plan.spec.num_microbatches - 1)
-    hooks = SyncHooks(communicator.config, [])
+    hooks = SyncHooks(communicator.settings, [])
     executor(plan, communicator, steps, hooks, shapes, max_pending_sends=8, observer=clock).run()  # type: ignore[arg-type]
     torch.cuda.synchronize(communicator.device)
     return {

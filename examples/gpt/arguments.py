@@ -33,11 +33,8 @@ _NOT_FLAGS = {
         "this GPT is cut by layers only",
     ),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "--precision sets them"),
-    **dict.fromkeys(
-        ("defer_embedding_wgrad_compute", "wgrad_deferral_limit", "kv_channels"), "this GPT has no such part"
-    ),
+    **dict.fromkeys(("defer_embedding_wgrad_compute", "kv_channels"), "this GPT has no such part"),
     "barrier_with_L1_time": "these timers take no barrier",
-    "deterministic_mode": "read by no part of this program",
     "pipeline_model_parallel_size": "the program has its own, with another default",
 }
 

@@ -17,7 +17,7 @@ import torch
 from megatron_pp.comm.transport import P2PRequest, Transport, Work
 from megatron_pp.comm.wait_handle import ShapedReceiveHandle, Tensors, WaitHandle
 from megatron_pp.comm.wire_check import STAMP_LENGTH, WireCheck
-from megatron_pp.config.model_config import option
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, P2PShapeError, P2PTypeError
 from megatron_pp.plan.bounded_cache import BoundedCache
 from megatron_pp.plan.placement import Placement
@@ -50,8 +50,7 @@ class Receive(NamedTuple):
 class P2PCore:
     """Posts sends and receives to peers of one pipeline group and keeps every handle that is not finished.
 
-    ``config`` is any object with Megatron's field names; read are ``pipeline_dtype``, ``variable_seq_lengths``,
-    ``p2p_timeout``, ``batch_p2p_sync``.
+    ``config`` is any object with Megatron's field names, or a step's settings; read once, into ``settings``.
     """
 
     def __init__(self, transport: Transport, config: Any) -> None:
@@ -60,18 +59,16 @@ class P2PCore:
         self.rank = transport.rank
         self.size = transport.size
         self.device = transport.device
-        self.dtype: torch.dtype | None = getattr(config, "pipeline_dtype", None)
-        self.shapes_vary = bool(
-            getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
-        )
+        self.settings = settings = StepSettings.from_config(config)
+        self.dtype = settings.pipeline_dtype
+        self.shapes_vary = settings.shapes_vary
         # In debug mode a description travels ahead of each tensor, as a shape does where shapes vary.
-        self.wire = WireCheck(self.rank) if option(config, "p2p_debug") else None
+        self.wire = WireCheck(self.rank) if settings.p2p_debug else None
         self.variable_shapes = self.shapes_vary or self.wire is not None
         # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
-        seconds = getattr(config, "p2p_timeout", None)
-        self.patience = None if seconds is None else timedelta(seconds=seconds)
+        self.patience = timedelta(seconds=settings.p2p_timeout)
         self.timeout = None if transport.pollable else self.patience
-        self.synchronize_batches = bool(getattr(config, "batch_p2p_sync", False)) and self.device.type == "cuda"
+        self.synchronize_batches = settings.batch_p2p_sync and self.device.type == "cuda"
         self.pending: set[WaitHandle] = set()
         self.under_guard = False  # then the fault guard keeps time: a slow peer that is alive is no error
         self._closed = False
@@ -170,7 +167,7 @@ class P2PCore:
 
     def prepare_for_config(self) -> None:
         """Make ready the channels that the config's own placement needs."""
-        self.prepare(default_edges(self.config, self.size))
+        self.prepare(default_edges(self.settings, self.size))
 
     def wait_all(self) -> None:
         """Wait on every handle that is not finished, dropped ones included."""
@@ -330,12 +327,10 @@ def is_single_shape(shapes: Any) -> bool:
     return True
 
 
-def default_edges(config: Any, size: int) -> tuple[tuple[int, int], ...]:
-    """The rank pairs between which the config's schedule sends activations; Megatron's configs name none and place in
-    a loop.
-    """
-    chunks = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
-    return Placement(placement_kind(getattr(config, "pipeline_schedule", None)), size, chunks).rank_edges
+def default_edges(settings: StepSettings, size: int) -> tuple[tuple[int, int], ...]:
+    """The rank pairs between which the schedule sends activations; where none is named, stages are placed in a loop."""
+    chunks = settings.virtual_pipeline_model_parallel_size or 1
+    return Placement(placement_kind(settings.pipeline_schedule), size, chunks).rank_edges
 
 
 def _works_of(works: Sequence[Work], start: int, stop: int) -> tuple[Work, ...]:

@@ -15,7 +15,9 @@ import torch
 from megatron_pp.comm.communicator import P2PCore, Receive, Send, Shape, is_single_shape
 from megatron_pp.comm.transport import ACT, GRAD, ProcessGroupTransport, Transport
 from megatron_pp.comm.wait_handle import Tensors, WaitHandle
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PShapeError
+from megatron_pp.plan.spec import BATCHED
 
 __all__ = ["P2PCommunicator", "WaitHandle", "is_single_shape"]
 
@@ -33,9 +35,7 @@ class P2PCommunicator(P2PCore):
     """Sends to and receives from the neighbours in ``pp_group``.
 
     pp_group   the pipeline group: a torch ProcessGroup, or, with ``transport``, anything with ``rank()`` and ``size()``
-    config     any object with Megatron's field names: ``pipeline_dtype``, ``variable_seq_lengths``,
-               ``batch_p2p_comm``, ``timers``, ``virtual_pipeline_model_parallel_size``; and ours where present:
-               ``p2p_channels``, ``warm_up_p2p``, ``p2p_timeout``
+    config     any object with Megatron's field names, and ours where present; read once, but for ``timers``
     transport  what carries the bytes; by default the process group itself
 
     Methods raise, before anything is posted: P2PTypeError for what is no tensor of ``pipeline_dtype`` on the device of
@@ -54,15 +54,15 @@ class P2PCommunicator(P2PCore):
 
     def __init__(self, pp_group: Any, config: Any, transport: Transport | None = None) -> None:
         if transport is None:
-            one_way = getattr(config, "p2p_channels", "one_way") == "one_way"
-            transport = ProcessGroupTransport(pp_group, one_way, getattr(config, "warm_up_p2p", True))
+            settings = StepSettings.from_config(config)
+            transport = ProcessGroupTransport(pp_group, settings.one_way, settings.warm_up_p2p)
         super().__init__(transport, config)
         self.pp_group = pp_group
         self.next_in_group = (self.rank + 1) % self.size
         self.prev_in_group = (self.rank - 1) % self.size
         self.next_rank: int | None = transport.global_rank(self.next_in_group)
         self.prev_rank: int | None = transport.global_rank(self.prev_in_group)
-        self.virtual_pipeline_model_parallel_size = getattr(config, "virtual_pipeline_model_parallel_size", None)
+        self.virtual_pipeline_model_parallel_size = self.settings.virtual_pipeline_model_parallel_size
         self.prepare_for_config()
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors | list[None] | None:
@@ -191,7 +191,7 @@ class P2PCommunicator(P2PCore):
             asked["recv_next"] = self._checked_receive(recv_next, self.next_in_group, GRAD)
         # Where channels are one-way any order is safe, and gloo announces a receive behind what is sent before it.
         # Where one carries both directions, neighbours must not both begin with the same.
-        order = _RECEIVES_FIRST if self._one_way or self.rank % 2 else _SENDS_FIRST
+        order = _RECEIVES_FIRST if self.settings.one_way or self.rank % 2 else _SENDS_FIRST
         wanted = {name: asked[name] for name in order if name in asked}
         handles = self._post_all(wanted)
         receives = [name for name in wanted if name.startswith("recv")]
@@ -203,10 +203,6 @@ class P2PCommunicator(P2PCore):
                 handles[name].wait()
         tensors = [handles[name].tensor if name in handles else None for name in ("recv_prev", "recv_next")]
         return tensors[0], tensors[1], handles
-
-    @property
-    def _one_way(self) -> bool:
-        return getattr(self.config, "p2p_channels", "one_way") == "one_way"
 
     def _checked_send(self, value: Any, peer: int, channel: str) -> Send:
         return Send(list(self._aliases(value)), peer, channel)
@@ -223,8 +219,8 @@ class P2PCommunicator(P2PCore):
     def _post_all(self, wanted: dict[str, Send | Receive]) -> Handles:
         # Where one channel carries both directions, shapes that travel ahead of tensors have to go as a batch: singly,
         # a tensor whose receiver has yet to read its shape would hold up the shape that comes the other way.
-        apart = self._one_way or not self.variable_shapes
-        if wanted and (getattr(self.config, "batch_p2p_comm", False) or not apart):
+        apart = self.settings.one_way or not self.variable_shapes
+        if wanted and (self.settings.policy == BATCHED or not apart):
             return dict(zip(wanted, self.post_batch(list(wanted.values())), strict=True))
         return {name: self.post_send(*r) if isinstance(r, Send) else self.post_recv(*r) for name, r in wanted.items()}
 
@@ -250,7 +246,7 @@ def _shapes_like(tensors: Any, shapes: Any) -> Any:
 
 
 class _Timer:
-    """Megatron's ``config.timers``, where there are any."""
+    """Megatron's ``config.timers``, where there are any. Read at each call: a loop may set them late."""
 
     def __init__(self, config: Any, name: str) -> None:
         timers = getattr(config, "timers", None)

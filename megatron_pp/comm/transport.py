@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,19 +53,30 @@ class P2PRequest(NamedTuple):
 
 
 class Transport(Protocol):
-    """Point-to-point transfers between the ranks of one pipeline group.
+    """Point-to-point transfers between the ranks of one pipeline group. Subclasses inherit what does nothing.
 
     rank, size   this rank and the number of ranks in the group
     device       where tensors must lie
     pollable     whether ``Work.is_completed`` tells the truth before ``wait`` (NCCL does; gloo of large messages)
     aborted      whether ``abort`` was called
+    backend      which backend of torch.distributed carries the messages; empty where none does
+    name         of this pipeline, different from others' on the same store
+    guard        the fault guard of this pipeline, kept here by ``megatron_pp.faults``; None until the first step
     """
 
     rank: int
     size: int
     device: torch.device
-    pollable: bool
-    aborted: bool
+    pollable: bool = False
+    aborted: bool = False
+    backend: str = ""
+    name: str = ""
+    guard: Any = None
+
+    @property
+    def store(self) -> Any:
+        """The torch Store through which ranks learn of each other's failures; None where they share none."""
+        return None
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work: ...
 
@@ -86,24 +97,30 @@ class Transport(Protocol):
         Collective over the group. ``received_bytes``, ``sent_bytes``: sizes of the activations that this rank receives
         and sends, 0 where not known. ``timeout``: for each channel; by default the process group's.
         """
-        ...
+        return
 
-    def global_rank(self, rank: int) -> int: ...
+    def use_agreement(self, number: int) -> None:
+        """A step begins that runs plan ``number`` of those that the ranks have agreed on."""
+        return
+
+    def global_rank(self, rank: int) -> int:
+        """The number in the whole job of a rank of the pipeline."""
+        return rank
 
     def abort(self) -> None:
         """Make every blocked or later operation of this rank fail; called from another thread when a peer failed."""
-        ...
+        return
+
+    def close(self) -> None:
+        """End the transport's threads, before what carries the messages goes."""
+        return
 
     def is_gone(self) -> bool:
         """Whether what carries the messages was destroyed."""
-        ...
-
-    # Where ranks are to learn of each other's failures: ``store`` (a torch Store that all share) and ``name`` (of this
-    # pipeline, different from others on the same store). ``use_agreement(number)``, if there is one, is called when a
-    # step begins that runs another of the plans that the ranks have agreed on.
+        return False
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """Transfers over a ``torch.distributed`` process group.
 
     gloo: all channels on the given group, told apart by tag; where messages are large, as on NCCL. NCCL ignores tags
@@ -130,7 +147,6 @@ class ProcessGroupTransport:
         self._agreement = 0
         self._groups: ChannelGroups | None = None
         self._channels: dict[Key, Channel] = {}
-        self.aborted = False
         self._threads: ChannelThreads | None = None
         self._large = False  # whether any message was: small ones may get stuck behind it
         if self.backend != "nccl":
@@ -247,7 +263,6 @@ class ProcessGroupTransport:
             self._tags = {kind: tag + shift for kind, tag in self._base_tags.items()}
 
     def close(self) -> None:
-        """The process group is gone, or about to go."""
         if self._threads is not None:
             self._threads.close()
         if self._groups is not None:
@@ -261,7 +276,6 @@ class ProcessGroupTransport:
             self._threads.end()
 
     def is_gone(self) -> bool:
-        """Whether the process group was destroyed."""
         return self.group not in dist.distributed_c10d._world.pg_map
 
     @property
@@ -278,13 +292,11 @@ def backend_of(group: dist.ProcessGroup) -> str:
     return "nccl" if "nccl" in name and torch.cuda.is_available() else "gloo"
 
 
-class SoloTransport:
+class SoloTransport(Transport):
     """A pipeline of one rank: nothing to send to. Needs no process group."""
 
     rank = 0
     size = 1
-    pollable = False
-    aborted = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -298,20 +310,5 @@ class SoloTransport:
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         raise P2PError("a pipeline of one rank has no one to exchange a batch with")
 
-    def prepare(
-        self,
-        edges: Iterable[tuple[int, int]],
-        received_bytes: float = 0,
-        sent_bytes: float = 0,
-        timeout: timedelta | None = None,
-    ) -> None:
-        pass
-
     def global_rank(self, rank: int) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
-
-    def abort(self) -> None:
-        pass
-
-    def is_gone(self) -> bool:
-        return False

@@ -9,40 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_pp.config.model_config import (
-        ConfigError as ConfigError,
-    )
-    from megatron_pp.config.model_config import (
-        LayoutError as LayoutError,
-    )
-    from megatron_pp.config.model_config import (
-        MicrobatchCount as MicrobatchCount,
-    )
-    from megatron_pp.config.model_config import (
-        MicrobatchCountError as MicrobatchCountError,
-    )
-    from megatron_pp.config.model_config import (
-        ModelParallelConfig as ModelParallelConfig,
-    )
-    from megatron_pp.config.model_config import (
-        ScheduleError as ScheduleError,
-    )
-    from megatron_pp.config.model_config import (
-        TransformerConfig as TransformerConfig,
-    )
-    from megatron_pp.config.model_config import (
-        WorldSizeError as WorldSizeError,
-    )
-    from megatron_pp.config.model_config import (
-        explain_microbatch_count as explain_microbatch_count,
-    )
-    from megatron_pp.config.model_config import (
-        legal_microbatch_counts as legal_microbatch_counts,
-    )
-    from megatron_pp.config.model_config import (
-        option as option,
-    )
-    from megatron_pp.config.model_config import (
-        place_layers as place_layers,
+        ConfigError,
+        LayoutError,
+        MicrobatchCount,
+        MicrobatchCountError,
+        ModelParallelConfig,
+        ScheduleError,
+        TransformerConfig,
+        WorldSizeError,
+        explain_microbatch_count,
+        legal_microbatch_counts,
+        place_layers,
     )
 
 __all__ = [
@@ -56,7 +33,6 @@ __all__ = [
     "WorldSizeError",
     "explain_microbatch_count",
     "legal_microbatch_counts",
-    "option",
     "place_layers",
 ]
 

@@ -1,7 +1,8 @@
 """The configuration the schedules read: Megatron's field names, and ours.
 
-The engine takes any object with these field names, Megatron-core's own dataclasses among them; `option` gives our
-default where such an object has no such field. What is impossible raises a ConfigError when the object is made.
+The engine takes any object with these field names, Megatron-core's own dataclasses among them; where such an object
+lacks a field, the default here holds (`config.settings`). What is impossible raises a ConfigError when the object is
+made.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ __all__ = [
     "WorldSizeError",
     "explain_microbatch_count",
     "legal_microbatch_counts",
-    "option",
     "place_layers",
 ]
+
+TRACE_DIR_VARIABLE = "MEGATRON_PP_TRACE_DIR"
+TRACE_STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"
 
 Config = TypeVar("Config", bound="ModelParallelConfig")
 
@@ -74,7 +77,6 @@ class ModelParallelConfig:
     num_microbatches_with_partial_activation_checkpoints: int | None = setting(
         None, "microbatches in flight of which only some layers are recomputed; None: forward_step_func decides"
     )
-    deterministic_mode: bool = setting(False, "prefer deterministic kernels")
 
     # Hooks: callables, so never a flag.
     timers: Callable[..., Any] | None = setting(None, "Megatron's timers", cli=False, section="hooks")
@@ -108,13 +110,13 @@ class ModelParallelConfig:
         None, "G, microbatches a chunk runs before the next chunk takes over; None: P"
     )
     variable_seq_lengths: bool = setting(False, "microbatches differ in shape, which is sent ahead of each")
-    overlap_p2p_comm: bool = setting(False, "send and receive while computing (the lowering policy 'overlap')")
-    overlap_p2p_comm_warmup_flush: bool = setting(False, "overlap in warm-up and flush too; needs overlap_p2p_comm")
+    overlap_p2p_comm: bool = setting(False, "send and receive while computing, in warm-up and flush too")
     batch_p2p_comm: bool | None = setting(None, "group sends and receives into one call; None: unless overlap_p2p_comm")
     batch_p2p_sync: bool = setting(False, "synchronize the device after each grouped call, as old PyTorch needed")
     deallocate_pipeline_outputs: bool = setting(True, "free an output's data once sent, unless its graph needs it")
-    defer_embedding_wgrad_compute: bool = setting(False, "leave the output layer's weight gradients for the flush")
-    wgrad_deferral_limit: int = setting(0, "microbatches whose output weight gradients are left; 0: all")
+    defer_embedding_wgrad_compute: bool = setting(
+        False, "call the last stage's finish_embedding_wgrad_compute() before gradients are finalised"
+    )
 
     # Pipeline, ours.
     pipeline_schedule: str | None = setting(
@@ -144,11 +146,12 @@ class ModelParallelConfig:
         "MEGATRON_PP_P2P_DEBUG", read_flag, "check shapes, dtypes and order of every transfer (slow)"
     )
     trace_dir: str | None = setting_from_env(
-        "MEGATRON_PP_TRACE_DIR", read_text, "folder for timelines of what really happened"
+        TRACE_DIR_VARIABLE, read_text, "folder for timelines of what really happened"
     )
     trace_steps: str | None = setting_from_env(
-        "MEGATRON_PP_TRACE_STEPS", read_text, "training steps to trace, from 1, as in 3,10-12; None: 2 to 21"
+        TRACE_STEPS_VARIABLE, read_text, "training steps to trace, from 1, as in 3,10-12; None: 2 to 21"
     )
+    trace_first_step: int = setting(1, "the number of this process's first step, as after a resume", cli=False)
 
     def __post_init__(self) -> None:
         rules.check_parallel_sizes(self)
@@ -171,12 +174,12 @@ class ModelParallelConfig:
     @property
     def schedule_name(self) -> str:
         """The schedule family in use: `pipeline_schedule`, or what V implies."""
-        return rules.schedule_name(self)
+        return rules.schedule_name(self.pipeline_schedule, self.num_chunks)
 
     @property
     def placement_name(self) -> str:
         """Which rank holds which stage: 'loop' or 'v'."""
-        return rules.placement_name(self)
+        return rules.schedule_family(self.pipeline_schedule, self.num_chunks).placement
 
     def explain_microbatch_count(self, num_microbatches: int) -> MicrobatchCount:
         """What is to be said about this number of microbatches; raises MicrobatchCountError unless it is at least 1."""
@@ -237,16 +240,3 @@ class TransformerConfig(ModelParallelConfig):
             placement=self.placement_name,
         )
 
-
-def option(config: object, name: str) -> Any:
-    """`config.name`, or ModelParallelConfig's default where this object has no such attribute.
-
-    So that one of Megatron's own config objects, which knows nothing of `max_pending_sends`, is served with ours.
-    Raises AttributeError where ModelParallelConfig has no such field either.
-    """
-    if hasattr(config, name):
-        return getattr(config, name)
-    known = ModelParallelConfig.__dataclass_fields__.get(name)
-    if known is None:
-        raise AttributeError(f"neither {type(config).__name__} nor ModelParallelConfig has a field {name!r}")
-    return known.default if known.default_factory is dataclasses.MISSING else known.default_factory()

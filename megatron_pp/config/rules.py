@@ -16,7 +16,7 @@ from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
 from megatron_pp.plan.orders.family import Family
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.schedule_file import choices, find_family
-from megatron_pp.plan.sim.measured import measured_values
+from megatron_pp.plan.sim.measured import Measured, measured_values
 from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN, PlanError
 
 
@@ -54,11 +54,9 @@ def check_dtypes(config: Any) -> None:
 def check_schedule(config: Any) -> None:
     if config.pipeline_placement is not None:
         one_of("pipeline_placement", config.pipeline_placement, PLACEMENTS)
-    family = _family(schedule_name(config))
     chunks = config.virtual_pipeline_model_parallel_size or 1
+    family = schedule_family(config.pipeline_schedule, chunks)
     _check_measured(config, family, config.pipeline_model_parallel_size, chunks)
-    if family.chunks is not None and family.chunks != chunks:
-        raise ScheduleError(_wrong_chunks(family, config.virtual_pipeline_model_parallel_size))
     if config.pipeline_placement not in (None, family.placement):
         fitting = [name for name, other in SCHEDULES.items() if other.placement == config.pipeline_placement]
         advice = f", or choose one of {', '.join(fitting)}" if fitting else ""
@@ -69,18 +67,26 @@ def check_schedule(config: Any) -> None:
 
 
 def _check_measured(config: Any, family: Family, size: int, chunks: int) -> None:
-    if config.pipeline_measured is None:
+    measured = measured_of(config)
+    if measured is None or family.search is None:
         return
     try:
-        measured = measured_values(config.pipeline_measured)
-        if measured is not None and family.search is not None:
-            placement = Placement(family.placement, size, family.chunks or chunks)
-            measured.costs(placement.num_stages), measured.memory(placement)
+        placement = Placement(family.placement, size, family.chunks or chunks)
+        measured.costs(placement.num_stages), measured.memory(placement)
+    except PlanError as error:
+        raise ScheduleError(f"pipeline_measured: {error}") from error
+
+
+def measured_of(config: Any) -> Measured | None:
+    """What the automatic schedules plan for. Raises ScheduleError."""
+    try:
+        return measured_values(config.pipeline_measured)
     except PlanError as error:
         raise ScheduleError(f"pipeline_measured: {error}") from error
 
 
 def check_communication(config: Any) -> None:
+    """Also of a step's settings."""
     one_of("p2p_channels", config.p2p_channels, CHANNELS)
     whole_number("max_pending_sends", config.max_pending_sends, at_least=0)
     _check_seconds("p2p_timeout", config.p2p_timeout)
@@ -92,14 +98,6 @@ def check_communication(config: Any) -> None:
                 "at least as long, or None"
             )
     lowering_policy(config)
-    if config.overlap_p2p_comm_warmup_flush and not config.overlap_p2p_comm:
-        raise ConfigError("overlap_p2p_comm_warmup_flush is True without overlap_p2p_comm; set overlap_p2p_comm too")
-    if config.defer_embedding_wgrad_compute and config.pipeline_model_parallel_size == 1:
-        raise ConfigError(
-            "defer_embedding_wgrad_compute is True with pipeline_model_parallel_size 1; there is no pipeline flush to "
-            "hide it in, so leave it off"
-        )
-    whole_number("wgrad_deferral_limit", config.wgrad_deferral_limit, at_least=0)
 
 
 def _check_seconds(name: str, value: object) -> None:
@@ -111,6 +109,11 @@ def check_training(config: Any) -> None:
     checkpointed = config.num_microbatches_with_partial_activation_checkpoints
     if checkpointed is not None:
         whole_number("num_microbatches_with_partial_activation_checkpoints", checkpointed, at_least=0)
+    if config.defer_embedding_wgrad_compute and config.pipeline_model_parallel_size == 1:
+        raise ConfigError(
+            "defer_embedding_wgrad_compute is True with pipeline_model_parallel_size 1; there is no pipeline flush to "
+            "hide it in, so leave it off"
+        )
     for name in ("timers", "grad_scale_func", "finalize_model_grads_func", "overlapped_forward_backward"):
         _check_callables(config, name, lists=False)
     for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
@@ -164,8 +167,8 @@ def fill_in_model_sizes(config: Any) -> frozenset[str]:
 
 
 def lowering_policy(config: Any) -> str:
-    """What the two flags ask for, of a config that may lack them. Raises ConfigError where both are set."""
-    overlap, batched = (getattr(config, name, False) for name in ("overlap_p2p_comm", "batch_p2p_comm"))
+    """What the two flags ask for. Raises ConfigError where both are set."""
+    overlap, batched = config.overlap_p2p_comm, config.batch_p2p_comm
     if overlap and batched:
         raise ConfigError(
             "overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole and can not "
@@ -174,39 +177,38 @@ def lowering_policy(config: Any) -> str:
     return OVERLAP if overlap else BATCHED if batched else PLAIN
 
 
-def schedule_name(config: Any) -> str:
-    if config.pipeline_schedule is not None:
-        return str(config.pipeline_schedule)
-    return INTERLEAVED if (config.virtual_pipeline_model_parallel_size or 1) > 1 else ONE_F_ONE_B
+def schedule_name(schedule: str | None, num_chunks: int) -> str:
+    """``config.pipeline_schedule``, or what the number of chunks implies."""
+    return schedule or (INTERLEAVED if num_chunks > 1 else ONE_F_ONE_B)
 
 
-def placement_name(config: Any) -> str:
-    return _family(schedule_name(config)).placement
+def schedule_family(schedule: str | None, num_chunks: int) -> Family:
+    """The family that ``config.pipeline_schedule`` names. Raises ScheduleError for an unknown name, a file that cannot
+    be read, or another number of chunks than the family has.
+    """
+    name = schedule_name(schedule, num_chunks)
+    try:
+        family = find_family(name)
+    except ExchangeError as error:
+        raise ScheduleError(f"pipeline_schedule: {error}") from error
+    except PlanError as error:
+        raise ScheduleError(f"pipeline_schedule is {name!r}; it must be {choices()}") from error
+    if family.chunks not in (None, num_chunks):
+        fitting = [name for name, other in SCHEDULES.items() if other.chunks in (None, num_chunks)]
+        raise ScheduleError(
+            f"pipeline_schedule {name!r} needs {family.chunks} model chunk(s) a rank; {num_chunks} were given "
+            f"(virtual_pipeline_model_parallel_size); {num_chunks} fit {', '.join(fitting)}"
+        )
+    return family
 
 
 def explain_microbatches(config: Any, num_microbatches: int) -> MicrobatchCount:
     """Groups exist in the interleaved schedule alone; any other fills up with P microbatches."""
     size = config.pipeline_model_parallel_size
-    if schedule_name(config) != INTERLEAVED:
+    if config.schedule_name != INTERLEAVED:
         return explain_microbatch_count(num_microbatches, size)
     group = config.microbatch_group_size_per_vp_stage
     return explain_microbatch_count(num_microbatches, size, config.num_chunks, group)
-
-
-def _family(name: str) -> Family:
-    try:
-        return find_family(name)
-    except ExchangeError as error:
-        raise ScheduleError(f"pipeline_schedule: {error}") from error
-    except PlanError as error:
-        raise ScheduleError(f"pipeline_schedule is {name!r}; it must be {choices()}") from error
-
-
-def _wrong_chunks(family: Family, given: int | None) -> str:
-    fitting = [name for name, other in SCHEDULES.items() if other.chunks in (None, given or 1)]
-    wanted = "None (or 1)" if family.chunks == 1 else family.chunks
-    advice = f", or choose one of {', '.join(fitting)}" if fitting else ""
-    return f"virtual_pipeline_model_parallel_size is {given}; {family.name} needs {wanted}{advice}"
 
 
 def _check_callables(config: Any, name: str, lists: bool) -> None:

@@ -9,8 +9,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_pp.comm.abort import abort_all_groups
 from megatron_pp.comm.at_exit import call_if_alive
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.comm.transport import Transport
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.faults import nccl_settings
 from megatron_pp.faults.agreement import RECEIVES, SENDS
 from megatron_pp.faults.diagnosis import Source
@@ -19,15 +24,12 @@ from megatron_pp.plan.spec import PlanSpec
 
 logger = logging.getLogger("megatron_pp")
 
-_DEFAULT_TIMEOUT = 600.0
-_PATIENCE = 10  # times p2p_timeout, for one operation of a rank whose process lives
-
-# What only the rank itself is concerned by, or what follows from the rest.
+# What each rank decides for itself, or what follows from the rest.
 _PRIVATE_FIELDS = frozenset({"release_after", "lookahead", "grad_sync", "param_sync", "split_backward"})
 
 
 class NoGuard:
-    """Stands in where there is nobody to guard against: one rank, or ranks without a store."""
+    """Used instead where there is nothing to guard: one rank, or ranks without a store."""
 
     def phase(self, text: str) -> None:
         """See FaultGuard."""
@@ -35,8 +37,8 @@ class NoGuard:
 
 @contextmanager
 def guarded(
-    communicator: Any,
-    config: Any,
+    communicator: P2PCore,
+    settings: StepSettings,
     source: Source,
     key: Hashable,
     describe: Callable[[], Mapping[str, str]],
@@ -44,14 +46,12 @@ def guarded(
 ) -> Iterator[FaultGuard | NoGuard]:
     """One step of ``communicator`` under its guard; see ``FaultGuard.step``. Within it the guard keeps time for all
     transfers."""
-    guard = guard_of(communicator, config)
+    guard = guard_of(communicator.transport, settings)
     if isinstance(guard, NoGuard):
         yield guard
         return
     with guard.step(source, key, describe, number):
-        use_agreement = getattr(communicator.transport, "use_agreement", None)
-        if use_agreement is not None:
-            use_agreement(guard.agreement)
+        communicator.transport.use_agreement(guard.agreement)
         communicator.under_guard = True
         try:
             yield guard
@@ -59,31 +59,28 @@ def guarded(
             communicator.under_guard = False
 
 
-def watched(communicator: Any, config: Any, what: str) -> AbstractContextManager[Any]:
+def watched(communicator: P2PCore, config: Any, what: str) -> AbstractContextManager[Any]:
     """``FaultGuard.watch`` of the communicator's guard; a context that does nothing where there is none."""
-    guard = guard_of(communicator, config)
+    guard = guard_of(communicator.transport, StepSettings.from_config(config))
     return nullcontext() if isinstance(guard, NoGuard) else guard.watch(what)
 
 
-def guard_of(communicator: Any, config: Any) -> FaultGuard | NoGuard:
-    """The guard of the communicator's transport, which communicators may share."""
-    transport = communicator.transport
-    store = getattr(transport, "store", None)
-    if transport.size == 1 or store is None:
+def guard_of(transport: Transport, settings: StepSettings) -> FaultGuard | NoGuard:
+    """The guard of the transport, which communicators may share."""
+    if transport.size == 1 or transport.store is None:
         return NoGuard()
-    guard: FaultGuard | None = getattr(transport, "guard", None)
+    guard: FaultGuard | None = transport.guard
     if guard is None:
-        guard = transport.guard = _make_guard(transport, store)
-    guard.timeout = float(getattr(config, "p2p_timeout", None) or _DEFAULT_TIMEOUT)
-    guard.patience = float(getattr(config, "compute_timeout", None) or _PATIENCE * guard.timeout)
+        guard = transport.guard = _make_guard(transport, settings.p2p_timeout)
+    guard.timeout = settings.p2p_timeout
+    guard.patience = settings.patience
     return guard
 
 
-def close_guard(communicator: Any) -> None:
+def close_guard(communicator: P2PCore) -> None:
     """End the threads of the communicator's guard, if it has one."""
-    guard: FaultGuard | None = getattr(communicator.transport, "guard", None)
-    if guard is not None:
-        guard.close()
+    if communicator.transport.guard is not None:
+        communicator.transport.guard.close()
 
 
 def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
@@ -101,23 +98,20 @@ def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
     return {**described, "pipeline_dtype": str(dtype), SENDS: str(shapes.send), RECEIVES: str(shapes.receive)}
 
 
-def _make_guard(transport: Any, store: Any) -> FaultGuard:
-    import torch.distributed as dist
-
-    if getattr(transport, "backend", "") == "nccl" and (said := nccl_settings.warning()) is not None:
-        logger.warning(said)
+def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
+    if transport.backend == "nccl" and (text := nccl_settings.warning()) is not None:
+        logger.warning(text)
     # The guard's threads must not keep the transport, nor with it the process group, alive.
-    abort = weakref.WeakMethod(transport.abort)
-    real = dist.is_initialized()
+    abort: weakref.WeakMethod[Callable[[], object]] = weakref.WeakMethod(transport.abort)
     return FaultGuard(
-        store,
+        transport.store,
         transport.name,
         transport.rank,
         transport.size,
-        _DEFAULT_TIMEOUT,
+        timeout,
         lambda: call_if_alive(abort),
-        escalate=abort_all_groups if hasattr(transport, "group") else None,
+        escalate=abort_all_groups if transport.backend else None,
         global_rank=transport.global_rank(transport.rank),
-        world_size=dist.get_world_size() if real else transport.size,
+        world_size=dist.get_world_size() if dist.is_initialized() else transport.size,
         members=[transport.global_rank(rank) for rank in range(transport.size)],
     )

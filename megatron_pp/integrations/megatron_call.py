@@ -34,8 +34,8 @@ class MegatronSteps:
         self.schedules = megatron.schedules
         self.inputs = call.inputs
         self.config = call.config
+        self.deallocates = call.settings.deallocate_pipeline_outputs
         self.options = options
-        self.chunked = call.chunked
         self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=call.communicator.device))
         known = {
             "model_type": wrapped_attribute(call.inputs.chunks[0], "model_type"),
@@ -62,7 +62,7 @@ class MegatronSteps:
                 inputs.first_val_step, inputs.forward_only, mb == 0
             ),
             current_microbatch=mb,
-            vp_stage=chunk if self.chunked else None,
+            vp_stage=chunk if inputs.chunked else None,
             is_last_stage=options.is_last_stage[chunk],
         )
         self.record.num_tokens += num_tokens
@@ -72,7 +72,7 @@ class MegatronSteps:
         self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
     ) -> Activation:
         """Megatron's `backward_step`; the gradient of `input_tensor`."""
-        if output_grad is not None and self.config.deallocate_pipeline_outputs:
+        if output_grad is not None and self.deallocates:
             # Megatron insists that an output has one element by now, also where its send is still on its way.
             output = self.backward_root(output)
         return self.schedules.backward_step(
@@ -98,7 +98,6 @@ class MegatronCall(StepCall):
 
     def __init__(self, megatron: Megatron, *, alone: bool, chunked: bool, **arguments: Any) -> None:
         self.megatron = megatron
-        self.chunked = chunked
         keyword = megatron.row.groups_keyword
         groups = arguments.pop(keyword, None)
         if groups is None:
@@ -110,7 +109,7 @@ class MegatronCall(StepCall):
 
     @property
     def finalizes(self) -> bool:
-        return not self.inputs.forward_only and self.config.finalize_model_grads_func is not None
+        return not self.inputs.forward_only and self.settings.finalize_model_grads_func is not None
 
     def begin(self) -> None:
         config, schedules = self.config, self.megatron.schedules
@@ -134,7 +133,7 @@ class MegatronCall(StepCall):
         config, megatron, forward_only = self.config, self.megatron, self.inputs.forward_only
         if self.finalizes:
             self._finalize(steps.record.num_tokens)
-        megatron.reset_offload(config, forward_only, self.pg_collection)
+        megatron.reset_offload(config, forward_only, self.inputs.pg_collection)
         if self.alone and forward_only:
             megatron.resynchronise_fsdp(self.inputs.chunks)
         self.stop_timer()
@@ -156,13 +155,13 @@ class MegatronCall(StepCall):
         config, row = self.config, self.megatron.row
         if not self.alone:
             self.megatron.schedules.finish_embedding_wgrad_compute(
-                config, self.embedding, self._is_last_rank(), self.pg_collection.tp
+                config, self.embedding, self._is_last_rank(), self.inputs.pg_collection.tp
             )
-        more = {"force_all_reduce": self.force_all_reduce} if row.force_all_reduce else {}
+        more = {"force_all_reduce": self.inputs.force_all_reduce} if row.force_all_reduce else {}
         config.finalize_model_grads_func(
             self.inputs.chunks,
             num_tokens if config.calculate_per_token_loss else None,
-            **{row.groups_keyword: self.pg_collection},
+            **{row.groups_keyword: self.inputs.pg_collection},
             **more,
         )
 

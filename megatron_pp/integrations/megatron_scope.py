@@ -39,11 +39,7 @@ def _own_loops(config: Any, forward_only: bool) -> str | None:
 
 
 def _captures_whole_step(config: Any) -> bool:
-    """
-
-    egatron says so in a field of its own, later as a scope (a string, then an enum or a list of them), later as the
-    kind.
-    """
+    """Releases ask for it in three ways: a field of its own; a scope (a string, an enum, or a list of them); a kind."""
     kind, scope = getattr(config, "cuda_graph_impl", None), getattr(config, "cuda_graph_scope", None)
     if kind == "full_iteration":
         return True

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from megatron_pp.comm import process_groups as parallel_state
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.comm.transport import SoloTransport
-from megatron_pp.errors import CommunicatorClosedError
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.errors import CommunicatorClosedError, ScheduleInputError
 from megatron_pp.faults.attach import close_guard
+from megatron_pp.runtime.arguments import StepInputs
 
-_FIELDS = (
+# What a communicator is built from.
+_built_from = attrgetter(
     "pipeline_dtype",
-    "variable_seq_lengths",
-    "mtp_standalone",
-    "batch_p2p_comm",
+    "shapes_vary",
+    "policy",
     "batch_p2p_sync",
     "p2p_channels",
     "p2p_timeout",
@@ -45,7 +49,8 @@ def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
     _forget_destroyed_groups()
     with _LOCK:
         kept = _KEPT.setdefault(pp_group, {})
-    key = tuple(getattr(config, field, None) for field in _FIELDS)
+    settings = StepSettings.from_config(config)
+    key = _built_from(settings)
     found = kept.get(key)
     if any(c.closed for c in kept.values()):
         raise CommunicatorClosedError(
@@ -54,9 +59,9 @@ def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
             "and make the groups anew"
         )
     if found is None:
-        transport = next((c.transport for c in kept.values() if _same_channels(c.config, config)), None)
-        found = kept[key] = P2PCommunicator(pp_group, config, transport)
-    found.config = config  # timers and the like may have changed; what the communicator was built from has not
+        same = (c.transport for c in kept.values() if c.settings.p2p_channels == settings.p2p_channels)
+        found = kept[key] = P2PCommunicator(pp_group, settings, next(same, None))
+    found.config = config  # for its timers
     return found
 
 
@@ -81,16 +86,32 @@ def _forget_destroyed_groups() -> None:
 def _close(communicators: Iterable[P2PCommunicator]) -> None:
     for communicator in communicators:
         close_guard(communicator)
-        close = getattr(communicator.transport, "close", None)
-        if close is not None:
-            close()
-
-
-def _same_channels(one: Any, other: Any) -> bool:
-    return getattr(one, "p2p_channels", "one_way") == getattr(other, "p2p_channels", "one_way")
+        communicator.transport.close()
 
 
 def lone_communicator(config: Any, model: torch.nn.Module) -> P2PCommunicator:
     """For a pipeline of one rank without any process group."""
     parameter = next(iter(model.parameters()), None)
     return P2PCommunicator(None, config, SoloTransport(torch.device("cpu") if parameter is None else parameter.device))
+
+
+def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
+    """The pipeline group of the caller's communicator or collection, or the default one; None for a rank alone."""
+    given = inputs.p2p_communicator
+    if isinstance(given, P2PCommunicator):
+        return given.pp_group
+    group = getattr(given, "pp_group", None) or getattr(inputs.pg_collection, "pp", None)
+    if group is None and alone and not parallel_state.model_parallel_is_initialized():
+        return None
+    return group or _default_group()
+
+
+def _default_group() -> Any:
+    """The pipeline group of ``parallel_state``. Raises ScheduleInputError where it is not initialised."""
+    if not parallel_state.model_parallel_is_initialized():
+        raise ScheduleInputError(
+            "neither p2p_communicator nor pg_collection.pp was given and megatron_pp.parallel_state is not "
+            "initialised; call parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) after "
+            "torch.distributed.init_process_group"
+        )
+    return parallel_state.get_pipeline_model_parallel_group()

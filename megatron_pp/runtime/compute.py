@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge
 
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.module_attributes import wrapped_attribute, wrapped_attributes
 from megatron_pp.runtime.deallocate import accumulate, backward_root, run_backward
@@ -53,18 +54,17 @@ class LossRecord:
     num_tokens: Any = 0
 
 
-def autocast_context(config: Any, device_type: str) -> AbstractContextManager[Any]:
+def autocast_context(settings: StepSettings, device_type: str) -> AbstractContextManager[Any]:
     """Megatron's ``enable_autocast`` / ``autocast_dtype``."""
-    if not getattr(config, "enable_autocast", False):
+    if not settings.enable_autocast:
         return nullcontext()
-    dtype = getattr(config, "autocast_dtype", None) or getattr(config, "pipeline_dtype", None)
-    return torch.autocast(device_type, dtype=dtype)
+    return torch.autocast(device_type, dtype=settings.autocast_dtype or settings.pipeline_dtype)
 
 
 def scaled_loss(
     output: Any,
     loss_func: Callable[..., Any] | None,
-    config: Any,
+    settings: StepSettings,
     num_microbatches: int,
     cp_size: int,
     record: LossRecord,
@@ -93,7 +93,7 @@ def scaled_loss(
     if len(outputs) == 3:
         tokens = outputs[1]
         record.num_tokens = record.num_tokens + tokens
-        if not getattr(config, "calculate_per_token_loss", False):
+        if not settings.calculate_per_token_loss:
             loss = (
                 loss / (tokens.clamp(min=1) if isinstance(tokens, torch.Tensor) else max(tokens, 1)) / num_microbatches
             )
@@ -182,22 +182,21 @@ class ModelSteps:
         forward_step_func: Callable[..., Any],
         data_iterators: Sequence[Any],
         chunks: Sequence[Any],
-        config: Any,
+        settings: StepSettings,
         options: StepOptions,
     ) -> None:
         self.forward_step_func = forward_step_func
         self.data_iterators = data_iterators
         self.chunks = chunks
-        self.config = config
+        self.settings = settings
         self.options = options
         self.record = LossRecord()
-        self.timers = getattr(config, "timers", None)
-        self.grad_scale_func = getattr(config, "grad_scale_func", None)
+        self.timers = settings.timers
+        self.grad_scale_func = settings.grad_scale_func
         found = [wrapped_attributes(chunk, _CHUNK_METHODS) for chunk in chunks]
         self._set_input = [_checked_setter(one[0], chunk) for one, chunk in zip(found, chunks, strict=True)]
         self._mark_first = [one[1] for one in found]
         self._mark_microbatch = [one[2] for one in found]
-        self._autocast = bool(getattr(config, "enable_autocast", False))
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         if self.timers is not None:
@@ -207,8 +206,8 @@ class ModelSteps:
         if self._mark_microbatch[chunk] is not None:
             self._mark_microbatch[chunk](mb)
         self._set_input[chunk](input_tensor if isinstance(input_tensor, list) else [input_tensor])
-        if self._autocast:
-            with autocast_context(self.config, self.options.device_type):
+        if self.settings.enable_autocast:
+            with autocast_context(self.settings, self.options.device_type):
                 output, loss_func = self._call(chunk, mb)
         else:
             output, loss_func = self._call(chunk, mb)
@@ -217,7 +216,7 @@ class ModelSteps:
             output = scaled_loss(
                 output,
                 loss_func,
-                self.config,
+                self.settings,
                 options.num_microbatches,
                 options.cp_size,
                 self.record,
@@ -310,7 +309,7 @@ def forward_step(
     mark_first = wrapped_attribute(model, "set_is_first_microbatch")
     if is_first_microbatch and mark_first is not None:
         mark_first()
-    steps = ModelSteps(forward_step_func, [data_iterator], [model], config, options)
+    steps = ModelSteps(forward_step_func, [data_iterator], [model], StepSettings.from_config(config), options)
     steps.record.data = forward_data_store
     output = steps.forward(0, mb, input_tensor)
     return ([output] if isinstance(input_tensor, list) else output), steps.record.num_tokens
@@ -331,7 +330,8 @@ def backward_step(
     for x in input_tensor if isinstance(input_tensor, (list, tuple)) else [input_tensor]:
         if x is not None and x.requires_grad:
             x.retain_grad()
-    return backward_through(input_tensor, output_tensor, output_tensor_grad, getattr(config, "grad_scale_func", None))
+    scale = StepSettings.from_config(config).grad_scale_func
+    return backward_through(input_tensor, output_tensor, output_tensor_grad, scale)
 
 
 def _device_type(input_tensor: Activation, model: Any) -> str:

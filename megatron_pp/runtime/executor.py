@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,19 +23,13 @@ from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan
 from megatron_pp.runtime.compute import Activation, Steps
 from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.runtime.log_once import say_once
+from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.pairs import PairRunner
-from megatron_pp.runtime.settings import say_once
 from megatron_pp.weight_grad.store import WeightGradStore
 
 Key = tuple[int, int]  # (stage, microbatch): fields 1 and 2 of an instruction
 Handler = Callable[[Instruction], None]
-
-
-class Shapes(NamedTuple):
-    """Shapes of what this rank receives and sends towards the last stage: one shape or a list of shapes each."""
-
-    receive: Any
-    send: Any
 
 
 class PlanExecutor:

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.module_attributes import wrapped_attribute
 
 
 def finalize_gradients(
-    config: Any,
+    settings: StepSettings,
     chunks: Sequence[Any],
     num_tokens: Any,
     device: torch.device,
@@ -26,13 +27,13 @@ def finalize_gradients(
     The order is Megatron's: deferred weight gradients, then data-parallel reduction, then the embedding's
     (Megatron-LM#1012).
     """
-    finalize = getattr(config, "finalize_model_grads_func", None)
-    if getattr(config, "defer_embedding_wgrad_compute", False):
+    if settings.defer_embedding_wgrad_compute:
         _finish_embedding(chunks)
+    finalize = settings.finalize_model_grads_func
     if finalize is None:
         return
     tokens = None
-    if getattr(config, "calculate_per_token_loss", False):
+    if settings.calculate_per_token_loss:
         tokens = torch.as_tensor(num_tokens, dtype=torch.int, device=device)
     known = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
     accepted = _keywords_of(finalize)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 
 
@@ -23,14 +24,14 @@ class SyncHooks:
     each backward, which in a pipeline is another microbatch's.
     """
 
-    def __init__(self, config: Any, chunks: Sequence[Any], pipelined: bool = True) -> None:
+    def __init__(self, settings: StepSettings, chunks: Sequence[Any], pipelined: bool = True) -> None:
         self._chunks = chunks
         self._unprepared = dict(enumerate(chunks)) if pipelined else {}
         if pipelined:
             _check_wrappers(chunks)
-        self._no_sync = _no_sync_functions(getattr(config, "no_sync_func", None), chunks)
-        self._grad_sync = _per_chunk(getattr(config, "grad_sync_func", None), chunks)
-        self._param_sync = _per_chunk(getattr(config, "param_sync_func", None), chunks)
+        self._no_sync = _no_sync_functions(settings.no_sync_func, chunks)
+        self._grad_sync = _per_chunk(settings.grad_sync_func, chunks)
+        self._param_sync = _per_chunk(settings.param_sync_func, chunks)
         self._closed: AbstractContextManager[Any] | None = None
 
     def disable_grad_sync(self) -> None:

@@ -2,139 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_pp.comm import process_groups as parallel_state
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded
 from megatron_pp.plan.build import build_plan
 from megatron_pp.plan.spec import Plan
 from megatron_pp.plan.sync_marks import prepares_in_forward
-from megatron_pp.runtime.communicators import communicator_for, lone_communicator
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
-from megatron_pp.runtime.dict_activations import NamedSteps, names_of, shapes_of
-from megatron_pp.runtime.executor import Shapes
+from megatron_pp.runtime.dict_activations import NamedSteps
+from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.finalize import finalize_gradients
 from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.runtime.log_once import say_once
+from megatron_pp.runtime.message_shapes import group_sizes, messages
 from megatron_pp.runtime.pairs import PairRunner
+from megatron_pp.runtime.plan_choice import checkpoint_flags, plan_spec, say_if_slow, say_what_is_off, spec_fields
 from megatron_pp.runtime.send_buffer_check import executor_for
-from megatron_pp.runtime.settings import (
-    check_communicator,
-    checkpoint_flags,
-    default_pipeline_group,
-    given_step_number,
-    group_sizes,
-    plan_spec,
-    say_if_slow,
-    say_once,
-    say_what_is_off,
-    shapes_vary,
-    step_inputs,
-    tensor_shapes,
-    wanted_plan,
-)
 from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
-from megatron_pp.tracing.recorder import message_bytes, observers, step_recording, trace_folder, trace_steps
-from megatron_pp.weight_grad import WeightGradStore, check_wrappers, store_of
-
-_NOT_TRACED = "off"
+from megatron_pp.tracing.recorder import Recording, message_bytes, observers, step_recording, traced_steps
+from megatron_pp.weight_grad import check_wrappers, store_of
 
 
 class StepCall:
     """One call of a schedule function: arguments checked when made, the step executed by ``run``.
 
-    A plug-in for another training stack overrides ``begin``, ``make_steps`` and ``finish``: what runs around and
-    within the plan, never the plan.
+    ``arguments`` are those of ``get_forward_backward_func``; ``chunked``: lists of model chunks and data iterators;
+    ``alone``: without a pipeline. Raises ScheduleInputError before any communication. A plug-in for another training
+    stack overrides ``begin``, ``make_steps`` and ``finish``: what runs around and within the plan, never the plan.
     """
 
-    def __init__(
-        self,
-        *,
-        chunked: bool,
-        alone: bool,
-        forward_step_func: Callable[..., Any],
-        data_iterator: Any,
-        model: Any,
-        num_microbatches: int,
-        seq_length: int | None = None,
-        micro_batch_size: int | None = None,
-        decoder_seq_length: int | None = None,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-        p2p_communicator: Any = None,
-        pg_collection: Any = None,
-        force_all_reduce: bool = False,
-    ) -> None:
-        self.inputs = step_inputs(
-            forward_step_func,
-            data_iterator,
-            model,
-            num_microbatches,
-            forward_only,
-            collect_non_loss_data,
-            first_val_step,
-            chunked,
-        )
-        self.config = self.inputs.config
-        self.number = self.step_number()
-        # Which steps are traced: traced steps begin with messages that all ranks have to take part in.
-        self.traced = f"steps {trace_steps(self.config)}" if trace_folder(self.config) else _NOT_TRACED
+    def __init__(self, *, chunked: bool, alone: bool, **arguments: Any) -> None:
         self.alone = alone
-        self.pg_collection = pg_collection
-        self.force_all_reduce = bool(force_all_reduce)
-        self.tp_size, self.cp_size = group_sizes(pg_collection, self.config)
-        if adjust_tensor_shapes_fn is not None and (chunked or alone):
+        self.inputs = inputs = StepInputs(chunked, **arguments)
+        self.config = inputs.config
+        self.settings = settings = StepSettings.from_config(self.config)
+        self.number = self.step_number()
+        self.tp_size, self.cp_size = group_sizes(inputs.pg_collection, settings)
+        if inputs.adjust_tensor_shapes_fn is not None and (chunked or alone):
             raise ScheduleInputError("adjust_tensor_shapes_fn is for pipelines with one model chunk a rank")
-        group = self._pipeline_group(p2p_communicator)
-        pipeline_size = 1 if group is None else group.size()
-        if alone and pipeline_size > 1:
+        group = pipeline_group(inputs, alone)
+        size = 1 if group is None else group.size()
+        if alone and size > 1:
             raise ScheduleInputError(
-                f"forward_backward_no_pipelining was called in a pipeline of {pipeline_size} ranks; call what "
-                f"get_forward_backward_func({pipeline_size}) returns"
+                f"forward_backward_no_pipelining was called in a pipeline of {size} ranks; call what "
+                f"get_forward_backward_func({size}) returns"
             )
-        self.weights = store_of(self.inputs.chunks)
-        wanted = wanted_plan(self.inputs, pipeline_size, self.weights is not None)
-        self.shapes = self._shapes(
-            pipeline_size, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn
-        )
+        self.weights = store_of(inputs.chunks)
+        fields = spec_fields(inputs, settings, size, self.weights is not None)
+        self.messages = messages(inputs, settings, size, self.tp_size, self.cp_size)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
-        self.communicator = self._communicator(p2p_communicator, group)
-        check_communicator(self.communicator.shapes_vary, self.config)
-        self.spec = plan_spec(wanted, self.communicator.variable_shapes, self.communicator.transport.pollable)
-        if pipeline_size > 1:
+        self.communicator = self._communicator(group)
+        self.spec = plan_spec(fields, settings, self.communicator)
+        if size > 1:
             say_if_slow(self.spec)
 
     def run(self) -> list[Any]:
         """The whole step. Returns what the loss function reported."""
         self.begin()
+        communicator, shapes = self.communicator, self.messages.shapes
         plan = build_plan(self.spec, self._announce)
+        if not self.spec.forward_only:
+            say_what_is_off(plan, self.weights is not None)
         steps = self.make_steps(plan)
-        size = message_bytes(self.shapes.send, self.communicator.dtype)
-        recording = None
-        if self.traced != _NOT_TRACED:
-            recording = step_recording(self.inputs.chunks[0], self.config, plan, self.communicator.transport, size)
-        executor = executor_for(self.communicator)(
-            plan,
-            self.communicator,
-            self._named(steps, plan),
-            SyncHooks(self.config, self.inputs.chunks, not prepares_in_forward(plan, self.communicator.rank)),
-            self.shapes,
-            deallocate=getattr(self.config, "deallocate_pipeline_outputs", True),
-            max_pending_sends=getattr(self.config, "max_pending_sends", 2),
-            weights=self._weights(plan),
-            pair_runner=self._pair_runner(),
-            observer=observers(recording, ranges_if_profiling()),
-        )
-        if self.communicator.wire is not None:
-            self.communicator.wire.source = executor
-        agreed = (self.spec, self.shapes, self.traced, self.communicator.dtype, self.communicator.wire is not None)
-        with guarded(self.communicator, self.config, executor, agreed, self.describe, self.number) as guard:
-            received = message_bytes(self.shapes.receive, self.communicator.dtype)
-            self.communicator.prepare(plan.placement.rank_edges, received, size)
+        sent, received = (message_bytes(shape, communicator.dtype) for shape in (shapes.send, shapes.receive))
+        recording = step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
+        executor = self._executor(plan, steps, recording)
+        # Traced steps begin with messages that all ranks have to take part in.
+        agreed = (self.spec, shapes, traced_steps(self.settings), communicator.dtype, communicator.wire is not None)
+        with guarded(communicator, self.settings, executor, agreed, self.describe, self.number) as guard:
+            communicator.prepare(plan.placement.rank_edges, received, sent)
             if recording is not None:
                 recording.start()
             executor.run()
@@ -146,115 +87,53 @@ class StepCall:
 
     def describe(self) -> dict[str, str]:
         """What all ranks of the pipeline have to agree on, as text; compared when it changes."""
-        described = describe_step(self.spec, self.shapes, self.communicator.dtype)
-        checked = str(self.communicator.wire is not None)
-        return {"p2p_debug": checked, **described, "tracing (trace_dir, trace_steps)": self.traced}
+        described = describe_step(self.spec, self.messages.shapes, self.communicator.dtype)
+        traced = traced_steps(self.settings)
+        return {
+            "p2p_debug": str(self.communicator.wire is not None),
+            **described,
+            "tracing (trace_dir, trace_steps)": f"steps {traced}" if traced else "off",
+        }
 
     def step_number(self) -> int | None:
         """The program's own number of this step, which all ranks compare; None where it gives none."""
-        return given_step_number(self.config)
+        return self.settings.given_step_number()
 
     def begin(self) -> None:
         """Before the first instruction."""
-        timers = getattr(self.config, "timers", None)
+        timers = self.settings.timers
         if timers is not None:
-            barrier = getattr(self.config, "barrier_with_L1_time", True)
-            timers("forward-backward", log_level=1).start(barrier=barrier)
+            timers("forward-backward", log_level=1).start(barrier=self.settings.barrier_with_L1_time)
+
+    def make_steps(self, plan: Plan) -> Any:
+        """What runs a microbatch through a chunk. A subclass may bring its own."""
+        inputs, options = self.inputs, self.step_options(plan)
+        return ModelSteps(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, self.settings, options)
 
     def finish(self, steps: Any) -> None:
         """After the last instruction: gradients are finalised, the timer stops."""
-        if not self.spec.forward_only:
+        inputs = self.inputs
+        if not inputs.forward_only:
             finalize_gradients(
-                self.config,
-                self.inputs.chunks,
+                self.settings,
+                inputs.chunks,
                 steps.record.num_tokens,
                 self.communicator.device,
-                self.pg_collection,
-                self.force_all_reduce,
+                inputs.pg_collection,
+                inputs.force_all_reduce,
             )
         self.stop_timer()
 
     def stop_timer(self) -> None:
-        timers = getattr(self.config, "timers", None)
-        if timers is not None:
-            timers("forward-backward").stop()
-
-    def _pipeline_group(self, given: Any) -> Any:
-        """The pipeline group of the caller's communicator or collection, or the default one; None for a rank alone."""
-        if isinstance(given, P2PCommunicator):
-            return given.pp_group
-        group = getattr(given, "pp_group", None) or getattr(self.pg_collection, "pp", None)
-        if group is None and self.alone and not parallel_state.model_parallel_is_initialized():
-            return None
-        return group or default_pipeline_group()
-
-    def _communicator(self, given: Any, group: Any) -> P2PCommunicator:
-        if isinstance(given, P2PCommunicator):
-            return given
-        return communicator_for(group, self.config) if group else lone_communicator(self.config, self.inputs.chunks[0])
-
-    def _shapes(
-        self,
-        pipeline_size: int,
-        seq_length: Any,
-        micro_batch_size: Any,
-        decoder_seq_length: Any,
-        adjust: Callable[..., Any] | None,
-    ) -> Shapes:
-        receive: Any = [None]
-        needed = pipeline_size > 1 and not shapes_vary(self.config)
-        if needed or (adjust is not None and seq_length is not None):
-            receive = tensor_shapes(
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
-                config=self.config,
-                tp_size=self.tp_size,
-                cp_size=self.cp_size,
-            )
-        send = list(receive)
-        if adjust is not None:
-            receive, send = adjust(receive, send)
-        self.names = names_of(receive), names_of(send)
-        listed = [shapes_of(shapes) for shapes in (receive, send)]
-        return Shapes(*(shapes[0] if len(shapes) == 1 else shapes for shapes in listed))
-
-    def _weights(self, plan: Plan) -> WeightGradStore | None:
-        """Where the chunks were converted, what holds the weight gradients that they put off."""
-        if not plan.spec.forward_only:
-            say_what_is_off(plan, self.weights is not None)
-        if self.weights is not None:
-            check_wrappers(self.weights, self.inputs.chunks)
-        return self.weights
-
-    def _announce(self, sentence: str) -> None:
-        """For the log, once per job."""
-        if self.communicator.transport.global_rank(self.communicator.rank) == 0:
-            say_once(sentence)
-
-    def _pair_runner(self) -> PairRunner | None:
-        function = getattr(self.config, "overlapped_forward_backward", None)
-        return None if function is None else PairRunner(function, self.inputs.chunks)
-
-    def _named(self, steps: Any, plan: Plan) -> Any:
-        """The steps, or, where the stages give each other dicts, the steps behind an adapter."""
-        received, sent = self.names
-        if received is None and sent is None:
-            return steps
-        return NamedSteps(steps, received, sent, self.step_options(plan).is_last_stage)
-
-    def make_steps(self, plan: Plan) -> Any:
-        """What runs a microbatch through a chunk. A subclass may bring its own."""
-        inputs = self.inputs
-        return ModelSteps(
-            inputs.forward_step_func, inputs.data_iterators, inputs.chunks, self.config, self.step_options(plan)
-        )
+        if self.settings.timers is not None:
+            self.settings.timers("forward-backward").stop()
 
     def step_options(self, plan: Plan) -> StepOptions:
         inputs, rank = self.inputs, self.communicator.rank
+        partial = self.settings.num_microbatches_with_partial_activation_checkpoints
         return StepOptions(
             num_microbatches=inputs.num_microbatches,
-            is_last_stage=[plan.placement.is_last_stage(rank, chunk) for chunk in range(len(inputs.chunks))],
+            is_last_stage=self._is_last_stage(plan),
             device_type=self.communicator.device.type,
             cp_size=self.cp_size,
             forward_only=inputs.forward_only,
@@ -263,5 +142,45 @@ class StepCall:
             # Megatron's schedule without a pipeline passes no such flag.
             checkpoint_flags=None
             if self.alone
-            else checkpoint_flags(self.config, plan.orders[rank], inputs.forward_only),
+            else checkpoint_flags(partial, plan.orders[rank], inputs.forward_only),
         )
+
+    def _communicator(self, group: Any) -> P2PCommunicator:
+        given = self.inputs.p2p_communicator
+        if isinstance(given, P2PCommunicator):
+            return given
+        if group:
+            return communicator_for(group, self.settings)
+        return lone_communicator(self.settings, self.inputs.chunks[0])
+
+    def _executor(self, plan: Plan, steps: Any, recording: Recording | None) -> PlanExecutor:
+        settings, chunks, (shapes, received, sent) = self.settings, self.inputs.chunks, self.messages
+        if received is not None or sent is not None:  # the stages give each other dicts
+            steps = NamedSteps(steps, received, sent, self._is_last_stage(plan))
+        if self.weights is not None:
+            check_wrappers(self.weights, chunks)
+        pairs = settings.overlapped_forward_backward
+        executor = executor_for(self.communicator)(
+            plan,
+            self.communicator,
+            steps,
+            SyncHooks(settings, chunks, not prepares_in_forward(plan, self.communicator.rank)),
+            shapes,
+            deallocate=settings.deallocate_pipeline_outputs,
+            max_pending_sends=settings.max_pending_sends,
+            weights=self.weights,
+            pair_runner=None if pairs is None else PairRunner(pairs, chunks),
+            observer=observers(recording, ranges_if_profiling()),
+        )
+        if self.communicator.wire is not None:
+            self.communicator.wire.source = executor
+        return executor
+
+    def _is_last_stage(self, plan: Plan) -> list[bool]:
+        rank = self.communicator.rank
+        return [plan.placement.is_last_stage(rank, chunk) for chunk in range(len(self.inputs.chunks))]
+
+    def _announce(self, sentence: str) -> None:
+        """For the log, once per job."""
+        if self.communicator.transport.global_rank(self.communicator.rank) == 0:
+            say_once(sentence)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from megatron_pp.comm.transport import P2PRequest
+from megatron_pp.comm.transport import P2PRequest, Transport
 
 Queue = tuple[object, ...]
 
@@ -143,19 +143,20 @@ class MemoryNetwork:
             self._activate(queue[0])
 
 
-class MemoryTransport:
-    """One rank's side of a MemoryNetwork; see ``megatron_pp.comm.transport.Transport``."""
+class MemoryTransport(Transport):
+    """One rank's side of a MemoryNetwork. ``aborted`` stays False: the network knows, and says so."""
 
-    pollable = False
-    aborted = False  # the network knows, and says so
     name = "threads"
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
         self.network = network
-        self.store = network.store
         self.rank = rank
         self.size = network.size
         self.device = torch.device("cpu")
+
+    @property
+    def store(self) -> Any:
+        return self.network.store
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> MemoryWork:
         return self._post_one(End(tensor, (self.rank, peer, self._channel(channel)), True))
@@ -170,23 +171,8 @@ class MemoryTransport:
         ]
         return [self.network.post(self.rank, (self.rank, "batch"), ends)]
 
-    def prepare(
-        self,
-        edges: Iterable[tuple[int, int]],
-        received_bytes: float = 0,
-        sent_bytes: float = 0,
-        timeout: timedelta | None = None,
-    ) -> None:
-        pass
-
-    def global_rank(self, rank: int) -> int:
-        return rank
-
     def abort(self) -> None:
         self.network.abort(f"rank {self.rank} aborted")
-
-    def is_gone(self) -> bool:
-        return False
 
     def _channel(self, channel: str) -> str:
         return channel if self.network.one_way else "shared"

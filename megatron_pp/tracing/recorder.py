@@ -31,6 +31,7 @@ import torch
 
 from megatron_pp.comm.at_exit import call_if_alive
 from megatron_pp.comm.transport import Transport
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan, PlanSpec
@@ -39,8 +40,6 @@ from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_l
 
 logger = logging.getLogger("megatron_pp")
 
-DIRECTORY_VARIABLE = "MEGATRON_PP_TRACE_DIR"
-STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"
 _DEFAULT_STEPS = "2-21"
 _STEPS_BETWEEN_SYNCS = 16
 _STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
@@ -58,20 +57,15 @@ class Observer(Protocol):
     def end(self, at: Instruction) -> None: ...
 
 
-def trace_folder(config: Any) -> str | None:
-    """The folder of the traces; None where tracing is off."""
-    return getattr(config, "trace_dir", None) or os.environ.get(DIRECTORY_VARIABLE) or None
-
-
 def flush_traces() -> None:
     """Write the steps on GPUs whose times were not read yet. Waits for those steps."""
     for tracer in list(_TRACERS.values()):
         tracer.resolve_pending()
 
 
-def trace_steps(config: Any) -> str:
-    """Which training steps are recorded, as in ``3,10-12``."""
-    return getattr(config, "trace_steps", None) or os.environ.get(STEPS_VARIABLE) or _DEFAULT_STEPS
+def traced_steps(settings: StepSettings) -> str:
+    """Which training steps are recorded, as in ``3,10-12``; empty where tracing is off."""
+    return (settings.trace_steps or _DEFAULT_STEPS) if settings.trace_dir else ""
 
 
 def chosen_steps(text: str) -> list[range]:
@@ -87,17 +81,17 @@ def chosen_steps(text: str) -> list[range]:
 
 
 def step_recording(
-    model: Any, config: Any, plan: Plan, transport: Transport, size: float
-) -> _CpuRecording | _CudaRecording | None:
+    model: Any, settings: StepSettings, plan: Plan, transport: Transport, size: float
+) -> Recording | None:
     """The recording of the training step that starts now; None if it is not chosen. ``model`` (steps are counted per
     model) is this rank's first chunk; ``size``: bytes of an activation."""
-    folder = trace_folder(config)
-    if folder is None or plan.spec.forward_only:
+    folder = settings.trace_dir
+    if not folder or plan.spec.forward_only:
         return None
     tracer = _TRACERS.get(model)
     if tracer is None or tracer.folder != folder:
-        first = getattr(config, "trace_first_step", 1)
-        tracer = _TRACERS[model] = Tracer(folder, chosen_steps(trace_steps(config)), transport, first)
+        steps = chosen_steps(traced_steps(settings))
+        tracer = _TRACERS[model] = Tracer(folder, steps, transport, settings.trace_first_step)
     return tracer.next_step(plan, size)
 
 
@@ -139,7 +133,7 @@ class Tracer:
         self.broken = False
         self.pending: list[_CudaRecording] = []
 
-    def next_step(self, plan: Plan, size: float) -> _CpuRecording | _CudaRecording | None:
+    def next_step(self, plan: Plan, size: float) -> Recording | None:
         """Count the step that starts now, and return its recording if it is chosen."""
         self.step += 1
         if not any(self.step in chosen for chosen in self.steps):
@@ -199,7 +193,7 @@ class Tracer:
         """Microseconds since 1970 and 12 random bits: sorted by time, and different for runs that start together. The
         same for all pipelines of one job: its store keeps the first one that is made for the model."""
         mine = time.time_ns() // 1000 << 12 | int.from_bytes(os.urandom(2), "big") >> 4
-        store = getattr(self.transport, "store", None)
+        store = self.transport.store
         if store is None:
             return mine
         return int(store.compare_set(f"megatron_pp/trace/run/{self.number}", "", str(mine)))
@@ -288,6 +282,9 @@ class _CudaRecording(_Recording):
             self.ended[-1].synchronize()
         starts, ends = ([round(self.origin.elapsed_time(e) * 1e6) for e in es] for es in (self.begun, self.ended))
         return StepRecord(self.step, self.number, self.base, starts, ends)
+
+
+Recording = _CpuRecording | _CudaRecording
 
 
 def _recorded_event() -> torch.cuda.Event:

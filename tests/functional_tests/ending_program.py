@@ -1,6 +1,6 @@
 """A program that ends while a thread of the package is inside a C++ call of torch: ending_program.py WHAT.
 
-abort      the guard's watch aborts the communicator
+abort      the guard's watchdog aborts the communicator
 transfer   a channel's thread follows a receive, whose sender is killed while the interpreter finalises
 """
 

@@ -142,18 +142,20 @@ def forced_plan() -> Plan:
 def run_forced(rank: int, size: int, timeout: float) -> None:
     import torch.distributed as dist
 
+    from megatron_pp.config.settings import StepSettings
     from megatron_pp.runtime.compute import ModelSteps, StepOptions
     from megatron_pp.runtime.gradient_hooks import SyncHooks
     from megatron_pp.testing.toy import ToyData, toy_chunks, toy_config, toy_forward_step
 
     plan, config = forced_plan(), toy_config(p2p_timeout=timeout)
+    settings = StepSettings.from_config(config)
     data = ToyData(_MICROBATCHES, _SHAPE[0], _SHAPE[1], hidden=_SHAPE[2])
     communicator = P2PCommunicator(dist.group.WORLD, config)
     chunks = toy_chunks(plan.placement, rank, config, lambda stage: torch.nn.Linear(_SHAPE[2], _SHAPE[2]))
     steps = ModelSteps(
-        toy_forward_step, [data.iterator()], chunks, config, StepOptions(_MICROBATCHES, [rank == size - 1])
+        toy_forward_step, [data.iterator()], chunks, settings, StepOptions(_MICROBATCHES, [rank == size - 1])
     )
-    PlanExecutor(plan, communicator, steps, SyncHooks(config, chunks), Shapes(_SHAPE, _SHAPE)).run()
+    PlanExecutor(plan, communicator, steps, SyncHooks(settings, chunks), Shapes(_SHAPE, _SHAPE)).run()
 
 
 def test_g_verify_refuses_blocking_sends_in_1f1b_and_names_the_cycle() -> None:

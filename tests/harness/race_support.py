@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.plan.spec import EXPLICIT, ONE_WAY, Plan
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
@@ -167,13 +168,13 @@ class _RankRun:
             forward_only=self.plan.spec.forward_only,
         )
         iterators = [data.iterator() for _ in self.chunks]
-        steps = ModelSteps(toy_forward_step, iterators, self.chunks, self.config, options)
+        steps = ModelSteps(toy_forward_step, iterators, self.chunks, StepSettings.from_config(self.config), options)
         shape = None if data.variable else (data.seq_length, data.micro_batch_size, data.hidden)
         weights = DeferredWeights()
         for chunk in self.chunks:
             chunk.inner.weights = weights
         self.watch.weights = weights
-        hooks = SyncHooks(self.config, self.chunks)
+        hooks = SyncHooks(StepSettings.from_config(self.config), self.chunks)
         executor(self.plan, core, steps, hooks, Shapes(shape, shape), weights=weights).run()
         self.reports = steps.record.data
         if core.pending:

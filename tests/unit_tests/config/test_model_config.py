@@ -17,8 +17,9 @@ from megatron_pp.config.model_config import (
     ModelParallelConfig,
     ScheduleError,
     TransformerConfig,
-    option,
 )
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.orders import SCHEDULES
 
 PIPELINE = {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.bfloat16}
@@ -49,7 +50,6 @@ def test_fields_left_none_are_derived_as_megatron_does():
     ("flags", "policy"),
     [
         ({"overlap_p2p_comm": True}, "overlap"),
-        ({"overlap_p2p_comm": True, "overlap_p2p_comm_warmup_flush": True}, "overlap"),
         ({"batch_p2p_comm": True}, "batched"),
         ({"batch_p2p_comm": False}, "plain"),
     ],
@@ -95,7 +95,6 @@ BAD = [
     ),
     ({"microbatch_group_size_per_vp_stage": 0}, "microbatch_group_size_per_vp_stage is 0.*1"),
     ({"overlap_p2p_comm": True, "batch_p2p_comm": True}, "both True.*batch_p2p_comm=False"),
-    ({"overlap_p2p_comm_warmup_flush": True}, "set overlap_p2p_comm too"),
     ({"p2p_channels": "two_way"}, "p2p_channels is 'two_way'.*'one_way', 'shared'"),
     ({"max_pending_sends": -1}, "max_pending_sends is -1.*0"),
     ({"p2p_timeout": 0}, "p2p_timeout is 0.*600.0"),
@@ -104,7 +103,6 @@ BAD = [
     ({"p2p_timeout": float("inf")}, "p2p_timeout is inf"),
     ({"p2p_timeout": float("nan")}, "p2p_timeout is nan"),
     ({"defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute is True"),
-    ({"wgrad_deferral_limit": -2}, "wgrad_deferral_limit is -2"),
     ({"num_microbatches_with_partial_activation_checkpoints": -1}, "partial_activation_checkpoints is -1"),
     ({"grad_scale_func": 2.0}, "grad_scale_func is 2.0"),
     ({"no_sync_func": [None]}, r"no_sync_func is \[None\].*one per chunk"),
@@ -120,7 +118,7 @@ def test_impossible_values_are_refused_in_a_sentence(values, sentence):
 
 BAD_SCHEDULES = [
     ({"pipeline_schedule": "2f2b"}, "'2f2b'; it must be one of gpipe, 1f1b"),
-    ({"pipeline_schedule": "gpipe", "virtual_pipeline_model_parallel_size": 2}, "gpipe needs None.*breadth_first"),
+    ({"pipeline_schedule": "gpipe", "virtual_pipeline_model_parallel_size": 2}, "'gpipe' needs 1 .*breadth_first"),
     ({"pipeline_placement": "zigzag"}, "'zigzag'; it must be one of 'loop', 'v'"),
     ({"pipeline_schedule": "1f1b", "pipeline_placement": "v"}, "1f1b places stages as 'loop'"),
 ]
@@ -193,7 +191,8 @@ def test_environment_sets_defaults_which_arguments_override(monkeypatch):
     monkeypatch.setenv("MEGATRON_PP_TRACE_DIR", "traces")
     config = ModelParallelConfig()
     assert (config.p2p_debug, config.trace_dir) == (True, "traces")
-    assert option(SimpleNamespace(), "p2p_debug") is True
+    settings = StepSettings.from_config(SimpleNamespace())
+    assert (settings.p2p_debug, settings.trace_dir) == (True, "traces")
     assert ModelParallelConfig(p2p_debug=False).p2p_debug is False
 
 
@@ -203,12 +202,37 @@ def test_an_unreadable_environment_variable_is_named(monkeypatch):
         ModelParallelConfig()
 
 
-def test_option_serves_foreign_config_objects_with_our_defaults():
-    foreign = SimpleNamespace(overlap_p2p_comm=True)
-    assert option(foreign, "overlap_p2p_comm") is True
-    assert option(foreign, "max_pending_sends") == 2
-    with pytest.raises(AttributeError, match="no_such_field"):
-        option(foreign, "no_such_field")
+def test_settings_of_a_foreign_config_have_our_defaults():
+    ours, bare = StepSettings.from_config(ModelParallelConfig()), StepSettings.from_config(SimpleNamespace())
+    filled_in = {"microbatch_group_size_per_vp_stage": None, "autocast_dtype": None, "batch_p2p_comm": None}
+    assert ours._replace(**filled_in) == bare
+    assert (ours.policy, bare.policy) == ("batched", "plain")  # a grouped call only where it is asked for
+    assert (bare.p2p_timeout, bare.patience, bare.max_pending_sends) == (600.0, 6000.0, 2)
+    foreign = SimpleNamespace(overlap_p2p_comm=True, p2p_timeout=None, p2p_channels="shared")
+    settings = StepSettings.from_config(foreign)
+    assert (settings.policy, settings.p2p_timeout, settings.one_way) == ("overlap", 600.0, False)
+    assert StepSettings.from_config(settings) is settings
+
+
+def test_settings_are_read_anew_from_a_config_that_changes():
+    config = ModelParallelConfig()
+    before = StepSettings.from_config(config)
+    config.grad_sync_func = print
+    assert before.grad_sync_func is None
+    assert StepSettings.from_config(config).grad_sync_func is print
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("p2p_timeout", 0, "config.p2p_timeout is 0; it must be a number of seconds above 0"),
+        ("compute_timeout", 60.0, "config.compute_timeout is 60.0, below p2p_timeout, 600.0"),
+        ("batch_p2p_comm", True, "config.overlap_p2p_comm and batch_p2p_comm are both True"),
+    ],
+)
+def test_settings_refuse_what_a_foreign_config_got_wrong(field, value, sentence):
+    with pytest.raises(ScheduleInputError, match=f"^{re.escape(sentence)}"):
+        StepSettings.from_config(SimpleNamespace(overlap_p2p_comm=True, **{field: value}))
 
 
 def test_every_field_has_a_line_of_help_for_the_command_line():

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PipelineMismatchError, ScheduleInputError
 from megatron_pp.faults.consistency import StepNumber
 from megatron_pp.faults.records import Entry
 from megatron_pp.faults.store import FaultStore
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.runtime.settings import given_step_number
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
@@ -158,11 +158,15 @@ def test_moves() -> None:
     ]
 
 
+def given_step_number(**fields: Any) -> int | None:
+    return StepSettings.from_config(SimpleNamespace(**fields)).given_step_number()
+
+
 def test_what_a_config_may_give() -> None:
-    assert given_step_number(SimpleNamespace()) is None
-    assert given_step_number(SimpleNamespace(step_number=None)) is None
-    assert given_step_number(SimpleNamespace(step_number=7)) == 7
-    assert given_step_number(SimpleNamespace(step_number=lambda: 8)) == 8
+    assert given_step_number() is None
+    assert given_step_number(step_number=None) is None
+    assert given_step_number(step_number=7) == 7
+    assert given_step_number(step_number=lambda: 8) == 8
     for wrong in (1.5, "3", True, -1):
         with pytest.raises(ScheduleInputError, match="step_number"):
-            given_step_number(SimpleNamespace(step_number=wrong))
+            given_step_number(step_number=wrong)

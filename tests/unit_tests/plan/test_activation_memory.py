@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from examples.gpt.gpt import GPTStage, build_gpt_chunks
 from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.plan.activations import WEIGHT_SHARE, activations_timeline, kept_timeline, peak_activations
 from megatron_pp.plan.build import build_plan, verified_plan
 from megatron_pp.plan.instruction import SINGLE_COMPUTE_OPS
@@ -199,14 +199,14 @@ def test_a_run_keeps_after_each_operation_what_the_plan_predicts() -> None:
     def forward_step(iterator: Any, model: Any) -> Any:
         return model(tokens, tokens), lambda losses: (losses.mean(), {})
 
-    steps = ModelSteps(forward_step, [None], [model], model.config, StepOptions(4, [True]))
+    steps = ModelSteps(forward_step, [None], [model], StepSettings.from_config(model.config), StepOptions(4, [True]))
     with LiveStorages() as storages:
         weigher = _Weigher(storages, model)
         PlanExecutor(
             plan,
             lone_communicator(model.config, model),
             steps,
-            SyncHooks(SimpleNamespace(), [model]),
+            SyncHooks(StepSettings.from_config(model.config), [model]),
             Shapes(None, None),
             weights=store,
             observer=weigher,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.build import build_plan
@@ -26,6 +27,10 @@ from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from tests.harness.hook_log import SHAPE, HookLog, logged_config, logged_forward_step, step_arguments
 
 # -- ours -------------------------------------------------------------------------------------------------------------
+
+
+def settings_of(**fields: Any) -> StepSettings:
+    return StepSettings.from_config(SimpleNamespace(**fields))
 
 
 def run_logged(
@@ -271,10 +276,10 @@ def test_one_function_per_chunk_or_one_for_all() -> None:
     def function(name: str) -> Any:
         return lambda parameters: called.append((name, [list(c.parameters()) for c in chunks].index(list(parameters))))
 
-    one = SyncHooks(SimpleNamespace(grad_sync_func=function("all"), param_sync_func=function("all")), chunks)
+    one = SyncHooks(settings_of(grad_sync_func=function("all"), param_sync_func=function("all")), chunks)
     one.grad_sync(1)
     one.param_sync(0)
-    each = SyncHooks(SimpleNamespace(grad_sync_func=[function("first"), function("second")]), chunks)
+    each = SyncHooks(settings_of(grad_sync_func=[function("first"), function("second")]), chunks)
     each.grad_sync(1)
     each.param_sync(0)  # there is none: nothing happens
     assert called == [("all", 1), ("all", 0), ("second", 1)]
@@ -282,7 +287,7 @@ def test_one_function_per_chunk_or_one_for_all() -> None:
 
 def test_a_list_of_no_sync_functions_is_entered_as_one() -> None:
     logs = [HookLog(), HookLog()]
-    hooks = SyncHooks(SimpleNamespace(no_sync_func=[log.no_sync for log in logs]), [])
+    hooks = SyncHooks(settings_of(no_sync_func=[log.no_sync for log in logs]), [])
     hooks.disable_grad_sync()
     hooks.disable_grad_sync()  # inside already
     assert [log.inside for log in logs] == [1, 1]
@@ -293,7 +298,7 @@ def test_a_list_of_no_sync_functions_is_entered_as_one() -> None:
 
 @pytest.mark.parametrize("given", [None, nullcontext, [nullcontext]])
 def test_without_no_sync_nothing_is_entered(given: Any) -> None:
-    hooks = SyncHooks(SimpleNamespace(no_sync_func=given), [torch.nn.Linear(1, 1)])
+    hooks = SyncHooks(settings_of(no_sync_func=given), [torch.nn.Linear(1, 1)])
     hooks.disable_grad_sync()
     assert hooks._closed is None
     hooks.enable_grad_sync()
@@ -394,8 +399,8 @@ def test_finalisation_is_called_as_its_signature_allows() -> None:
         calls.append(("older", pg_collection))
 
     for function in (two, newest, older):
-        config = SimpleNamespace(finalize_model_grads_func=function)
-        finalize_gradients(config, [], 0, torch.device("cpu"), "groups", True)
+        settings = settings_of(finalize_model_grads_func=function)
+        finalize_gradients(settings, [], 0, torch.device("cpu"), "groups", True)
     assert calls == [("two",), ("newest", {"pg_collection": "groups", "force_all_reduce": True}), ("older", "groups")]
 
 
@@ -415,10 +420,10 @@ class _Output(PipelineStage):
 def test_deferred_embedding_gradients_are_finished_first() -> None:
     """Deferred weight gradients, then the reduction over data-parallel ranks (Megatron-LM#1012)."""
     log: list[str] = []
-    config = SimpleNamespace(
+    settings = settings_of(
         defer_embedding_wgrad_compute=True, finalize_model_grads_func=lambda *_: log.append("finalize")
     )
-    finalize_gradients(config, [torch.nn.Linear(1, 1), _Output(log)], 0, torch.device("cpu"), None, False)
+    finalize_gradients(settings, [torch.nn.Linear(1, 1), _Output(log)], 0, torch.device("cpu"), None, False)
     assert log == ["embedding", "finalize"]
 
 
@@ -426,8 +431,8 @@ def test_deferral_without_anything_to_finish_is_refused() -> None:
     class Plain(PipelineStage):
         post_process = True
 
-    config = SimpleNamespace(defer_embedding_wgrad_compute=True)
+    settings = settings_of(defer_embedding_wgrad_compute=True)
     with pytest.raises(
         ScheduleInputError, match=r"no model chunk of the last stage has finish_embedding_wgrad_compute"
     ):
-        finalize_gradients(config, [Plain(torch.nn.Linear(1, 1), config)], 0, torch.device("cpu"), None, False)
+        finalize_gradients(settings, [Plain(torch.nn.Linear(1, 1), settings)], 0, torch.device("cpu"), None, False)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 import megatron_pp
-from megatron_pp.comm.transport import P2PRequest
+from megatron_pp.comm.transport import P2PRequest, Transport
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime import step
 from megatron_pp.runtime.stage import PipelineStage
@@ -31,11 +30,9 @@ PACKAGE = str(Path(megatron_pp.__file__).parent)
 SHAPE = (1, 1, 8)
 
 
-class StillTransport:
+class StillTransport(Transport):
     """Every transfer is over when it is posted."""
 
-    pollable = False
-    aborted = False
     device = torch.device("cpu")
 
     def __init__(self, rank: int, size: int) -> None:
@@ -50,19 +47,6 @@ class StillTransport:
 
     def batch(self, requests: Sequence[P2PRequest]) -> list[StillTransport]:
         return [self] * len(requests)
-
-    def prepare(
-        self,
-        edges: Iterable[tuple[int, int]],
-        received_bytes: float = 0,
-        sent_bytes: float = 0,
-        timeout: timedelta | None = None,
-    ) -> None: ...
-
-    def global_rank(self, rank: int) -> int:
-        return rank
-
-    def abort(self) -> None: ...
 
     def is_gone(self) -> bool:
         return False
@@ -93,7 +77,7 @@ def make_step(size: int, chunks: int, rank: int, microbatches: int, policy: str)
         batch_p2p_comm=policy == "batched",
     )
     stages = [PipelineStage(AddWeight(), config, chunk) for chunk in range(chunks)]
-    communicator = P2PCommunicator(ThreadGroup(rank, size), config, StillTransport(rank, size))  # type: ignore[arg-type]
+    communicator = P2PCommunicator(ThreadGroup(rank, size), config, StillTransport(rank, size))
     x = torch.ones(SHAPE)
     function = get_forward_backward_func(size, chunks if chunks > 1 else None)
     return lambda: function(

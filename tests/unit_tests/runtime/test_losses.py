@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime.compute import LossRecord, scaled_loss
@@ -25,7 +26,8 @@ from tests.step_runs import DATA, alone, assert_same_gradients, forward_with, in
 def scale(loss_func: Any, output: Any = None, cp_size: int = 1, **fields: Any) -> tuple[Any, LossRecord]:
     record = LossRecord()
     output = torch.tensor(12.0) if output is None else output
-    return scaled_loss(output, loss_func, SimpleNamespace(**fields), 4, cp_size, record), record
+    settings = StepSettings.from_config(SimpleNamespace(**fields))
+    return scaled_loss(output, loss_func, settings, 4, cp_size, record), record
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -65,8 +67,9 @@ def test_per_token_losses_are_left_to_finalisation() -> None:
 
 def test_tokens_add_up_over_the_step() -> None:
     record = LossRecord()
+    settings = StepSettings.from_config(None)
     for tokens in (3, 0, 5):
-        scaled_loss(torch.ones(()), lambda o, n=tokens: (o, torch.tensor(n), {}), SimpleNamespace(), 3, 1, record)
+        scaled_loss(torch.ones(()), lambda o, n=tokens: (o, torch.tensor(n), {}), settings, 3, 1, record)
     assert record.num_tokens == 8
 
 

@@ -5,13 +5,13 @@ instruction.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.build import build_plan, verified_plan
 from megatron_pp.plan.instruction import Instruction
@@ -76,7 +76,7 @@ def run_counted(
             toy_forward_step,
             [data.iterator() for _ in chunks],
             chunks,
-            config,
+            StepSettings.from_config(config),
             StepOptions(spec.num_microbatches, last, forward_only=spec.forward_only),
         )
         communicator = P2PCommunicator(ThreadGroup(rank, spec.pipeline_size), config, network.transport(rank))
@@ -85,7 +85,7 @@ def run_counted(
             plan,
             communicator,
             steps,
-            SyncHooks(SimpleNamespace(), chunks),
+            SyncHooks(StepSettings.from_config(config), chunks),
             Shapes(shape, shape),
             deallocate=deallocate,
             observer=census,

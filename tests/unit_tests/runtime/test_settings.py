@@ -12,10 +12,11 @@ import torch
 
 from megatron_pp import parallel_state, schedules
 from megatron_pp.comm import process_groups
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime import step
-from megatron_pp.runtime.settings import group_sizes, tensor_shapes
+from megatron_pp.runtime.message_shapes import group_sizes, tensor_shapes
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import (
     forward_backward_no_pipelining,
@@ -150,7 +151,7 @@ EITHER: dict[str, tuple[dict[str, Any], str]] = {
         {"micro_batch_size": None},
         "micro_batch_size is None; it must be a whole number of at least",
     ),
-    "no hidden size": ({"config": {"hidden_size": None}}, "config.hidden_size is None; it must be a whole number"),
+    "no hidden size": ({"config": {"hidden_size": None}}, "config.hidden_size is 0; the smallest legal value is 1"),
     "no function": ({"forward_step_func": None}, "forward_step_func is a NoneType; it must be callable"),
 }
 SINGLE: dict[str, tuple[dict[str, Any], str]] = {
@@ -276,8 +277,8 @@ def test_numpy_whole_numbers_are_whole_numbers() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("p2p_channels", "both", "config.p2p_channels is 'both'; it must be one_way or shared"),
-        ("p2p_channels", ["shared"], "config.p2p_channels is ['shared']; it must be one_way or shared"),
+        ("p2p_channels", "both", "config.p2p_channels is 'both'; it must be one of 'one_way', 'shared'"),
+        ("p2p_channels", ["shared"], "config.p2p_channels is ['shared']; it must be one of 'one_way', 'shared'"),
         ("max_pending_sends", "2", "config.max_pending_sends is '2'; it must be a whole number of at least 0"),
         ("max_pending_sends", -1, "config.max_pending_sends is -1; the smallest legal value is 0"),
     ],
@@ -369,9 +370,9 @@ def test_which_function(pp_size: int | None, vp_size: int | None, expected: str)
 
 def test_group_sizes_come_from_the_groups_then_from_the_config() -> None:
     config = SimpleNamespace(tensor_model_parallel_size=2, context_parallel_size=3)
-    assert group_sizes(None, config) == (2, 3)
-    assert group_sizes(None, SimpleNamespace()) == (1, 1)
-    assert group_sizes(SimpleNamespace(tp=ThreadGroup(0, 4), cp=None), config) == (4, 3)
+    assert group_sizes(None, StepSettings.from_config(config)) == (2, 3)
+    assert group_sizes(None, StepSettings.from_config(None)) == (1, 1)
+    assert group_sizes(SimpleNamespace(tp=ThreadGroup(0, 4), cp=None), StepSettings.from_config(config)) == (4, 3)
 
 
 def test_group_sizes_of_parallel_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,8 +380,8 @@ def test_group_sizes_of_parallel_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_groups, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(process_groups, "get_tensor_model_parallel_world_size", lambda: 4)
     monkeypatch.setattr(process_groups, "get_context_parallel_world_size", lambda: 2)
-    assert group_sizes(None, SimpleNamespace()) == (4, 2)
-    assert group_sizes(SimpleNamespace(cp=ThreadGroup(0, 1)), SimpleNamespace()) == (4, 1)
+    assert group_sizes(None, StepSettings.from_config(None)) == (4, 2)
+    assert group_sizes(SimpleNamespace(cp=ThreadGroup(0, 1)), StepSettings.from_config(None)) == (4, 1)
 
 
 @pytest.mark.parametrize(

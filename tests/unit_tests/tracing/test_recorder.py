@@ -13,6 +13,7 @@ import torch
 
 from examples.gpt.errors import ArgumentError
 from examples.gpt.timeline import check_trace_steps
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.build import build_plan
@@ -112,10 +113,11 @@ def test_the_environment_switches_it_on_and_evaluation_is_left_out(tmp_path, mon
 
 def test_steps_are_counted_on_after_a_resume(tmp_path):
     config = SimpleNamespace(trace_dir=str(tmp_path), trace_steps="11", trace_first_step=10)
+    settings = StepSettings.from_config(config)
     plan, transport = build_plan(PlanSpec("gpipe", 1, 1, 1)), MemoryNetwork(1).transport(0)
     model = torch.nn.Linear(1, 1)
-    assert trace.step_recording(model, config, plan, transport, 0.0) is None
-    recording = trace.step_recording(model, config, plan, transport, 0.0)
+    assert trace.step_recording(model, settings, plan, transport, 0.0) is None
+    recording = trace.step_recording(model, settings, plan, transport, 0.0)
     recording.start()
     for at in plan.programs[0]:
         recording.begin(at)

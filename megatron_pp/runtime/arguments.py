@@ -1,0 +1,106 @@
+"""The arguments of one call of a schedule function, checked and put in order before any communication."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_pp.config.checks import whole_number
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.module_attributes import wrapped_attribute
+
+REQUIRED_ARGUMENTS = ("forward_step_func", "data_iterator", "model", "num_microbatches")
+whole_argument = partial(whole_number, error=ScheduleInputError)
+
+
+def check_keywords(function: str, arguments: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises TypeError, naming the function that the user called, for a keyword it does not take or lacks."""
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+    missing = [name for name in REQUIRED_ARGUMENTS if name not in arguments]
+    if missing:
+        raise TypeError(f"{function}() is missing the keyword argument(s) {', '.join(missing)}")
+
+
+@dataclass
+class StepInputs:
+    """The arguments of ``get_forward_backward_func``. ``model`` and ``data_iterator`` are one, or with chunks a list;
+    ``chunks`` and ``data_iterators`` are lists in either case. ``config`` is the one found on the model.
+
+    ``chunked``: the schedule takes lists of model chunks and data iterators. Raises ScheduleInputError for a missing
+    list, chunks and iterators that differ in number, a microbatch count below 1, or training where gradients are
+    disabled.
+    """
+
+    chunked: bool
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: Any
+    num_microbatches: int
+    seq_length: int | None = None
+    micro_batch_size: int | None = None
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None
+    p2p_communicator: Any = None
+    pg_collection: Any = None
+    force_all_reduce: bool = False
+
+    def __post_init__(self) -> None:
+        self.chunks = self._listed(self.model, "model chunks, one per virtual stage")
+        self.data_iterators: Sequence[Any] = self._listed(self.data_iterator, "data iterators, one per model chunk")
+        self._check_numbers()
+        self.config = wrapped_attribute(self.chunks[0], "config")
+        if self.config is None:
+            raise ScheduleInputError(
+                f"model chunk {type(self.chunks[0]).__name__} has no attribute config; set it to a TransformerConfig"
+            )
+        self.num_microbatches = whole_argument("num_microbatches", self.num_microbatches)
+        if not self.forward_only:
+            _check_grad_mode()
+        if not callable(self.forward_step_func):
+            raise ScheduleInputError(
+                f"forward_step_func is a {type(self.forward_step_func).__name__}; it must be callable"
+            )
+
+    def _listed(self, given: Any, what: str) -> list[Any]:
+        if isinstance(given, (list, tuple)):
+            return list(given)
+        if self.chunked:
+            raise ScheduleInputError(
+                f"the interleaved schedule takes a list of {what}; it was given a {type(given).__name__}"
+            )
+        return [given]
+
+    def _check_numbers(self) -> None:
+        chunks, iterators = len(self.chunks), len(self.data_iterators)
+        if not chunks:
+            raise ScheduleInputError("model is an empty list; it must hold this rank's model chunks")
+        if not self.chunked and chunks != 1:
+            raise ScheduleInputError(
+                f"a schedule without model chunks takes one model; it was given a list of {chunks}"
+            )
+        if iterators != chunks:
+            raise ScheduleInputError(
+                f"{iterators} data iterators were given for {chunks} model chunks; give one per chunk (None where a "
+                "chunk needs no data)"
+            )
+
+
+def _check_grad_mode() -> None:
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+        raise ScheduleInputError(
+            f"a training step was called under {mode}, where no gradient is computed; call it outside of that, or with "
+            "forward_only=True"
+        )

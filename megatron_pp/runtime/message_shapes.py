@@ -1,0 +1,85 @@
+"""Shapes of the messages between stages, from the arguments of a step and the parallel sizes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megatron_pp.comm import process_groups as parallel_state
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.runtime.arguments import StepInputs, whole_argument
+from megatron_pp.runtime.dict_activations import Names, names_of, shapes_of
+
+
+class Shapes(NamedTuple):
+    """Shapes of what this rank receives and sends towards the last stage: one shape or a list of shapes each."""
+
+    receive: Any
+    send: Any
+
+
+class Messages(NamedTuple):
+    """Shapes and, where stages give each other dicts, names of what this rank receives and sends."""
+
+    shapes: Shapes
+    received: Names
+    sent: Names
+
+
+def messages(inputs: StepInputs, settings: StepSettings, pipeline_size: int, tp_size: int, cp_size: int) -> Messages:
+    """Raises ScheduleInputError where shapes are needed and an argument is missing."""
+    receive: Any = [None]
+    adjust = inputs.adjust_tensor_shapes_fn
+    needed = pipeline_size > 1 and not settings.shapes_vary
+    if needed or (adjust is not None and inputs.seq_length is not None):
+        receive = tensor_shapes(
+            seq_length=inputs.seq_length,
+            micro_batch_size=inputs.micro_batch_size,
+            decoder_seq_length=inputs.decoder_seq_length,
+            config=settings,
+            tp_size=tp_size,
+            cp_size=cp_size,
+        )
+    send = list(receive)
+    if adjust is not None:
+        receive, send = adjust(receive, send)
+    listed = [shapes_of(shapes) for shapes in (receive, send)]
+    shapes = Shapes(*(shapes[0] if len(shapes) == 1 else shapes for shapes in listed))
+    return Messages(shapes, names_of(receive), names_of(send))
+
+
+def tensor_shapes(
+    *,
+    seq_length: int | None,
+    micro_batch_size: int | None,
+    decoder_seq_length: int | None,
+    config: Any,
+    tp_size: int,
+    cp_size: int,
+) -> list[tuple[int, int, int]]:
+    """Shapes of the activations between stages: [(sequence / cp [/ tp under sequence parallelism], microbatch,
+    hidden)]. Raises ScheduleInputError where one of the three is not known.
+    """
+    name, given = (
+        ("seq_length", seq_length) if decoder_seq_length is None else ("decoder_seq_length", decoder_seq_length)
+    )
+    why = "tensors between stages are [seq_length, micro_batch_size, hidden_size] unless config.variable_seq_lengths"
+    length = whole_argument(name, given, hint=why) // cp_size
+    settings = StepSettings.from_config(config)
+    if settings.sequence_parallel:
+        length //= tp_size
+    micro_batch_size = whole_argument("micro_batch_size", micro_batch_size, hint=why)
+    hidden_size = whole_argument("config.hidden_size", settings.hidden_size, hint=why)
+    return [(length, micro_batch_size, hidden_size)]
+
+
+def group_sizes(pg_collection: Any, settings: StepSettings) -> tuple[int, int]:
+    """(tensor, context) parallel sizes: from the process groups where given, from parallel_state where initialised,
+    else from the config.
+    """
+    tp, cp = getattr(pg_collection, "tp", None), getattr(pg_collection, "cp", None)
+    if parallel_state.model_parallel_is_initialized():
+        tp_default = parallel_state.get_tensor_model_parallel_world_size()
+        cp_default = parallel_state.get_context_parallel_world_size()
+    else:
+        tp_default, cp_default = settings.tensor_model_parallel_size, settings.context_parallel_size
+    return (tp_default if tp is None else tp.size()), (cp_default if cp is None else cp.size())

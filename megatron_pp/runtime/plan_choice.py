@@ -1,0 +1,130 @@
+"""The plan that a step's settings and arguments ask for, and what is said of it in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.config import rules
+from megatron_pp.config.microbatch_counts import MicrobatchCount, check_group_size, explain_microbatch_count
+from megatron_pp.config.settings import StepSettings, checked
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
+from megatron_pp.plan.orders import INTERLEAVED, Family
+from megatron_pp.plan.schedule_file import find_family
+from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.log_once import say_once
+
+
+def spec_fields(inputs: StepInputs, settings: StepSettings, pipeline_size: int, is_converted: bool) -> dict[str, Any]:
+    """The fields of the PlanSpec that are known before there is a communicator, whose making is communication.
+
+    ``is_converted``: the chunks put weight gradients off. Raises ScheduleInputError for contradictions.
+    """
+    num_chunks, training = len(inputs.chunks), not inputs.forward_only
+    _check_chunks(settings, pipeline_size, num_chunks, inputs.chunked)
+    family: Family = checked(rules.schedule_family, settings.pipeline_schedule, num_chunks)
+    group_size = settings.microbatch_group_size_per_vp_stage
+    return {
+        "schedule": family.name,
+        "pipeline_size": pipeline_size,
+        "num_chunks": num_chunks,
+        "num_microbatches": inputs.num_microbatches,
+        "group_size": checked(check_group_size, pipeline_size, num_chunks, group_size),
+        "policy": settings.policy,
+        "channels": settings.p2p_channels,
+        "forward_only": inputs.forward_only,
+        "grad_sync": HOOKS if settings.grad_sync_func is None else EXPLICIT,
+        "param_sync": training and settings.param_sync_func is not None,
+        "overlap_pairs": training and settings.overlapped_forward_backward is not None,
+        "measured": checked(rules.measured_of, settings) if family.search is not None else None,
+        "digest": family.digest,
+        "split_backward": is_converted or inputs.forward_only or not family.splits_weight,
+    }
+
+
+def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PCore) -> PlanSpec:
+    """The spec of a plan that ``communicator`` can run. Raises ScheduleInputError where a communicator of the caller's
+    sends shapes ahead of tensors and the config says that shapes are fixed, or the other way round.
+    """
+    if communicator.shapes_vary != settings.shapes_vary:
+        raise ScheduleInputError(
+            f"p2p_communicator was made with variable_seq_lengths={communicator.shapes_vary}, the model's config has "
+            f"variable_seq_lengths={settings.shapes_vary}; give both the same"
+        )
+    # A send is posted before the one that is ``release_after`` operations older is waited for: one more is pending.
+    after = 1 if communicator.transport.pollable else max(1, int(settings.max_pending_sends) - 1)
+    return _kept_spec(**fields, variable_shapes=communicator.variable_shapes, release_after=after)
+
+
+_kept_spec = lru_cache(maxsize=256)(PlanSpec)
+
+
+def _check_chunks(settings: StepSettings, pipeline_size: int, num_chunks: int, chunked: bool) -> None:
+    virtual = settings.virtual_pipeline_model_parallel_size
+    if chunked and virtual not in (None, num_chunks):
+        raise ScheduleInputError(
+            f"{num_chunks} model chunks were given, but config.virtual_pipeline_model_parallel_size is {virtual}; "
+            "they must be equal"
+        )
+    if pipeline_size == 1:
+        return
+    if num_chunks == 1 and (virtual or 1) > 1:
+        raise ScheduleInputError(
+            f"one model was given, but config.virtual_pipeline_model_parallel_size is {virtual}; give a list of "
+            f"{virtual} model chunks to forward_backward_pipelining_with_interleaving"
+        )
+    if settings.pipeline_dtype is None:
+        raise ScheduleInputError(
+            "config.pipeline_dtype is None; set it to the dtype of the activations between stages, such as "
+            "torch.bfloat16"
+        )
+
+
+def checkpoint_flags(
+    partial: int | None, order: Sequence[Instruction], forward_only: bool = False
+) -> dict[tuple[int, int], bool] | None:
+    """Per (chunk, microbatch), whether Megatron checkpoints all its layers; None where ``partial``, the config's
+    ``num_microbatches_with_partial_activation_checkpoints``, is None.
+
+    Of each window as long as a rank's in-flight microbatches, the first ``partial`` checkpoint in part only
+    (arXiv 2205.05198, appendix C).
+    ``order`` is that of training; evaluation with chunks counts, as in Megatron, as one window.
+    """
+    if partial is None:
+        return None
+    singles = list(without_pairs(order))
+    forwards = [at for at in singles if at.op == FORWARD]
+    window = next((i for i, at in enumerate(singles) if at.op in BACKWARD_OPS), len(singles))
+    if forward_only and any(op.chunk > 0 for op in forwards):
+        window = len(forwards)
+    return {(op.chunk, op.mb): k % window >= partial for k, op in enumerate(forwards)}
+
+
+def say_if_slow(spec: PlanSpec) -> None:
+    """Microbatch counts that leave a bubble are supported; say so, once each."""
+    if not spec.forward_only:
+        grouped = spec.num_chunks if spec.schedule == INTERLEAVED else 1
+        verdict = _verdict(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size)
+        if not verdict.full_speed:
+            say_once(verdict.sentence)
+
+
+@lru_cache(maxsize=128)
+def _verdict(num_microbatches: int, pipeline_size: int, num_chunks: int, group_size: int) -> MicrobatchCount:
+    return explain_microbatch_count(num_microbatches, pipeline_size, num_chunks, group_size or None)
+
+
+def say_what_is_off(plan: Plan, is_converted: bool) -> None:
+    """Say, once each, where the plan is not quite what its schedule's name promises."""
+    if plan.remark:
+        say_once(plan.remark)
+    family = find_family(plan.spec.schedule)
+    if not is_converted and family.splits_weight:
+        say_once(
+            f"schedule {family.name} splits backwards, but the model does all of each at once: convert its chunks with "
+            "megatron_pp.weight_grad.split_weight_grad"
+        )
