@@ -24,12 +24,12 @@ from megatron_pp.plan.spec import PlanSpec
 
 logger = logging.getLogger("megatron_pp")
 
-# What only the rank itself is concerned by, or what follows from the rest.
+# What each rank decides for itself, or what follows from the rest.
 _PRIVATE_FIELDS = frozenset({"release_after", "lookahead", "grad_sync", "param_sync", "split_backward"})
 
 
 class NoGuard:
-    """Stands in where there is nobody to guard against: one rank, or ranks without a store."""
+    """Used instead where there is nothing to guard: one rank, or ranks without a store."""
 
     def phase(self, text: str) -> None:
         """See FaultGuard."""
@@ -99,8 +99,8 @@ def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
 
 
 def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
-    if transport.backend == "nccl" and (said := nccl_settings.warning()) is not None:
-        logger.warning(said)
+    if transport.backend == "nccl" and (text := nccl_settings.warning()) is not None:
+        logger.warning(text)
     # The guard's threads must not keep the transport, nor with it the process group, alive.
     abort: weakref.WeakMethod[Callable[[], object]] = weakref.WeakMethod(transport.abort)
     return FaultGuard(

@@ -64,9 +64,9 @@ def progress_line(plan: Plan | None, rank: int, progress: Progress | None, idle:
         return "has not reported since this rank began to poll it"
     ago = "" if idle is None else f" {max(idle, 0.0):.1f} s ago"
     if progress.state == DONE:
-        return f"finished step {progress.step}{ago}"
+        return f"finished step {progress.step}{ago and ',' + ago}"
     if progress.state == ENTERING:
-        return f"entered step {progress.step}{ago} and compares plans with the others"
+        return f"entered step {progress.step}{ago and ',' + ago}; compares plans with the others"
     at = _reported_at(plan, rank, progress)
     if plan is None or at is None:
         return f"step {progress.step}, {progress.text or 'no instruction'}; last moved{ago}"

@@ -180,9 +180,8 @@ def _check_plan(header: RunHeader, spec: PlanSpec, program: Sequence[Instruction
     if spec.pipeline_size != len(header.pipeline):
         raise ExchangeError(f"a plan for {spec.pipeline_size} ranks in a run of {len(header.pipeline)}")
     if spec.num_chunks * spec.num_microbatches > len(program):
-        raise ExchangeError(
-            f"{spec.num_chunks} chunks of {spec.num_microbatches} microbatches do not fit into its program"
-        )
+        sizes = f"{spec.num_chunks} chunks of {spec.num_microbatches} microbatches"
+        raise ExchangeError(f"{sizes} do not fit into the program")
     for at in each(program):
         if at.chunk >= spec.num_chunks or at.mb >= spec.num_microbatches:
             raise ExchangeError(f"{at} is outside {spec.num_chunks} chunks of {spec.num_microbatches} microbatches")

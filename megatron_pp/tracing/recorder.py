@@ -41,7 +41,6 @@ from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_l
 logger = logging.getLogger("megatron_pp")
 
 _DEFAULT_STEPS = "2-21"
-_MOST_DIGITS = 18  # of a step number
 _STEPS_BETWEEN_SYNCS = 16
 _STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
@@ -56,8 +55,6 @@ class Observer(Protocol):
     def begin(self, at: Instruction) -> None: ...
 
     def end(self, at: Instruction) -> None: ...
-
-
 
 
 def flush_traces() -> None:
@@ -85,7 +82,7 @@ def chosen_steps(text: str) -> list[range]:
 
 def step_recording(
     model: Any, settings: StepSettings, plan: Plan, transport: Transport, size: float
-) -> _CpuRecording | _CudaRecording | None:
+) -> Recording | None:
     """The recording of the training step that starts now; None if it is not chosen. ``model`` (steps are counted per
     model) is this rank's first chunk; ``size``: bytes of an activation."""
     folder = settings.trace_dir
@@ -136,7 +133,7 @@ class Tracer:
         self.broken = False
         self.pending: list[_CudaRecording] = []
 
-    def next_step(self, plan: Plan, size: float) -> _CpuRecording | _CudaRecording | None:
+    def next_step(self, plan: Plan, size: float) -> Recording | None:
         """Count the step that starts now, and return its recording if it is chosen."""
         self.step += 1
         if not any(self.step in chosen for chosen in self.steps):
@@ -285,6 +282,9 @@ class _CudaRecording(_Recording):
             self.ended[-1].synchronize()
         starts, ends = ([round(self.origin.elapsed_time(e) * 1e6) for e in es] for es in (self.begun, self.ended))
         return StepRecord(self.step, self.number, self.base, starts, ends)
+
+
+Recording = _CpuRecording | _CudaRecording
 
 
 def _recorded_event() -> torch.cuda.Event:

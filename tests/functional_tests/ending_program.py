@@ -1,6 +1,6 @@
 """A program that ends while a thread of the package is inside a C++ call of torch: ending_program.py WHAT.
 
-abort      the guard's watch aborts the communicator
+abort      the guard's watchdog aborts the communicator
 transfer   a channel's thread follows a receive, whose sender is killed while the interpreter finalises
 """
 
@@ -60,9 +60,8 @@ called = threading.Event()
 def end_amid_abort() -> None:
     store = dist.HashStore()
     guard = FaultGuard(store, "p", 0, 2, 30.0, abort)
-    FaultStore(store, "p", 1, 2, 1).publish_failure(
-        Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad")
-    )
+    failure = Failure(EXCEPTION, "p", 1, 1, "F0.0", "forward", "ValueError", "bad")
+    FaultStore(store, "p", 1, 2, 1).publish_failure(failure)
     with guard.step(SimpleNamespace(plan=build_plan(PlanSpec("1f1b", 2, 1, 4)), position=0)):
         called.wait(20.0)
         raise SystemExit(3)

@@ -470,7 +470,7 @@ def test_what_does_not_leave_its_step_meets_stronger_means() -> None:
 
 
 def test_the_success_path_asks_nothing_of_the_store() -> None:
-    """Entering and leaving a step only assigns; whatever is told is told by the link's thread."""
+    """Entering and leaving a step only assigns; only the heartbeat thread calls the store."""
     calls: list[str] = []
     main = threading.get_ident()
 

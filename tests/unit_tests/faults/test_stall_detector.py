@@ -324,7 +324,7 @@ def test_the_message_of_a_stall() -> None:
     text = stall_text(2, plan, own, seen, 3, "no rank has moved")
     assert "rank 2 waits for the activation of chunk 0, microbatch 3 from rank 1, which last reported" in text
     assert "last reported forward of chunk 0, microbatch 3, 41.2 s ago" in text
-    assert "rank 0: finished step 7 3.0 s ago" in text
+    assert "rank 0: finished step 7, 3.0 s ago" in text
     assert ">F0.3<" in text
     assert ">WAIT_F0.3<" in text
     assert busy_ranks(plan, {1: busy, 2: waiting}) == (1,)

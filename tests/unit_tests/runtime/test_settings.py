@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pp import schedules
-from megatron_pp.comm import process_groups as parallel_state
+from megatron_pp import parallel_state, schedules
+from megatron_pp.comm import process_groups
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -377,9 +377,9 @@ def test_group_sizes_come_from_the_groups_then_from_the_config() -> None:
 
 def test_group_sizes_of_parallel_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Megatron, which asks nobody else when no groups are given."""
-    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 4)
-    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(process_groups, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(process_groups, "get_tensor_model_parallel_world_size", lambda: 4)
+    monkeypatch.setattr(process_groups, "get_context_parallel_world_size", lambda: 2)
     assert group_sizes(None, StepSettings.from_config(None)) == (4, 2)
     assert group_sizes(SimpleNamespace(cp=ThreadGroup(0, 1)), StepSettings.from_config(None)) == (4, 1)
 
