@@ -33,7 +33,7 @@ FAREWELL = 8.0
 # c10d's client of a store that is gone writes a page of stack for each call; the ranks say it in a sentence.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# The ranks end with this process: see examples/gpt/lock.py.
+# The ranks end with this process: see scripts/train.py.
 os.environ["MEGATRON_PP_LAUNCHER"] = str(os.getpid())
 
 # How long they may take, in seconds, before they are killed. Older releases of torch do not read it and wait for 30.

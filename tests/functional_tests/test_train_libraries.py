@@ -56,17 +56,8 @@ for name, flags in runs.items():
 
 SIZES = ["--hidden-size", "32", "--num-attention-heads", "2", "--num-layers", "2", "--seq-length", "32"]
 SIZES += ["--micro-batch-size", "2", "--num-microbatches", "3", "--train-steps", "2", "--eval-steps", "1"]
-SIZES += [
-    "--eval-interval",
-    "0",
-    "--no-tensorboard",
-    "--data",
-    str(TEXT),
-    "--validation-fraction",
-    "0.2",
-    "--warmup-steps",
-    "1",
-]
+SIZES += ["--eval-interval", "0", "--no-tensorboard", "--data", str(TEXT), "--validation-fraction", "0.2"]
+SIZES += ["--warmup-steps", "1"]
 TE = ["--transformer-impl", "transformer_engine"]
 RUNS: dict[str, list[str]] = {
     "torch": ["--norm-impl", "torch", "--optimizer-impl", "torch"],
