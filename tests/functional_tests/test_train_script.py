@@ -310,7 +310,7 @@ def test_a_run_of_which_a_rank_was_killed_starts_again_and_repeats_the_undisturb
     assert numbers(folder / "killed") == numbers(trained)
 
 
-@pytest.mark.parametrize(("what", "where"), [("validation", "FORWARD of chunk"), ("optimizer", "the optimizer step")])
+@pytest.mark.parametrize(("what", "where"), [("validation", "forward of chunk"), ("optimizer", "the optimizer step")])
 def test_an_error_of_one_rank_ends_all_ranks_outside_of_training_steps_too(
     tmp_path: Path, what: str, where: str
 ) -> None:
