@@ -122,6 +122,8 @@ def _flags_of(values: dict[str, Any], known: set[str] | None = None) -> list[str
         elif isinstance(value, bool):
             flags.append(flag if value else f"--no-{flag[2:]}")
         elif isinstance(value, list):
+            if any(str(part).startswith("-") for part in value):  # it would be read as a flag
+                raise ValueError(f"{name} holds {value!s:.60}; no part may begin with '-'")
             flags += [flag, *map(str, value)]
         else:
             flags.append(f"{flag}={value}")

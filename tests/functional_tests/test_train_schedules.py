@@ -29,7 +29,7 @@ SIZES += ["--data", str(TEXT), "--validation-fraction", "0.2"]
 # One start serves all tests, on one worker.
 pytestmark = pytest.mark.xdist_group("train_schedules")
 
-FILES = {"own.csv": "csv", "pytorch.csv": "torch-csv"}
+FILES = {"own.json": "json", "pytorch.csv": "torch-csv"}
 
 
 def flags_of(name: str, folder: Path) -> list[str]:

@@ -272,6 +272,7 @@ def test_a_toml_file_gives_settings_which_flags_override(tmp_path: Path) -> None
         ("trainsteps = 7", "Unrecognized options: --trainsteps"),
         ("seed = 'x'", "Error parsing --seed"),
         ("seed", "Expected '='"),
+        ("data = ['--help']", "no part may begin with '-'"),
     ],
 )
 def test_a_toml_file_that_cannot_be_is_refused(tmp_path: Path, text: str, words: str) -> None:
@@ -341,9 +342,10 @@ def test_a_resumed_run_remembers_its_flags(tmp_path: Path, inside: str) -> None:
     assert resumed == dataclasses.replace(started, **changes)
 
 
-def test_damaged_arguments_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ['{"seed": ', "[]", '{"seed": null}', '{"data": ["--help"]}', '{"num_layers": true}'])
+def test_damaged_arguments_are_refused(tmp_path: Path, text: str) -> None:
     save_run(tmp_path, parse([]))
-    (tmp_path / "arguments.json").write_text('{"run": ')
+    (tmp_path / "arguments.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"arguments.json cannot be read"):
         parse(["--resume", str(tmp_path)])
 
