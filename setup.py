@@ -23,8 +23,8 @@ def read_long_description() -> str:
 
 
 EXTRAS = {
-    # The training program, examples/gpt: command line, TOML files before Python 3.11, TensorBoard's files.
-    "train": ["numpy", "tyro>=1.0", "tomli; python_version < '3.11'", "tensorboard"],
+    # The training program, examples/gpt: command line, TOML files before Python 3.11, loss plot, TensorBoard's files.
+    "train": ["numpy", "tyro>=1.0", "tomli; python_version < '3.11'", "matplotlib", "tensorboard"],
     # The command line's tables and drawings.
     "viz": ["rich", "matplotlib"],
     # The plug-in for Megatron-core, and the tests that run inside it.

@@ -25,6 +25,7 @@ from examples.gpt.interrupt import StopRequest
 from examples.gpt.libraries import Libraries, choose_libraries
 from examples.gpt.metrics import Recorder
 from examples.gpt.optimizer import NamedAdamW
+from examples.gpt.plot import plot_losses
 from examples.gpt.run_folder import agreed_start, find_start, remember, this_launcher
 from examples.gpt.settings import Settings
 from examples.gpt.trainer import Texts, Trainer
@@ -113,7 +114,8 @@ def train(argv: Sequence[str]) -> Trainer:
             stop.granted = True
             timeline = _merge_traces(folder) if settings.trace is not None else ""
             if first:
-                print("\n".join(filter(None, (_conclusion(trainer, folder), timeline))), flush=True)
+                said = (plot_losses(folder), _conclusion(trainer, folder), timeline)
+                print("\n".join(filter(None, said)), flush=True)
     return trainer
 
 

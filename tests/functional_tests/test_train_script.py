@@ -172,13 +172,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @shared_run
-def test_a_run_leaves_metrics_and_checkpoints(trained: Path) -> None:
+def test_a_run_leaves_metrics_a_plot_and_checkpoints(trained: Path) -> None:
     records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
     assert [record["step"] for record in steps] == list(range(1, 9))
     assert all(0.0 <= record["bubble"] <= 1.0 and record["tokens_per_second"] > 0 for record in steps)
     assert [record["step"] for record in records if "validation_loss" in record] == [0, 4, 8]
     assert losses(trained, "validation_loss")[-1] < losses(trained, "validation_loss")[0]
+    assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert all(record["peak_memory_gib"] > 0 and 0.0 < record["mfu"] < 1.0 for record in steps)
     assert len(list((trained / "tensorboard").glob("events.out.tfevents.*"))) == 1
     assert sorted(path.name for path in (trained / "checkpoints").iterdir()) == [
