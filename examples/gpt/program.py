@@ -114,8 +114,9 @@ def train(argv: Sequence[str]) -> Trainer:
             stop.granted = True
             timeline = _merge_traces(folder) if settings.trace is not None else ""
             if first:
-                said = (plot_losses(folder), _conclusion(trainer, folder), timeline)
-                print("\n".join(filter(None, said)), flush=True)
+                # Before the plot: when other ranks have ended, the launcher sends this one a signal too.
+                conclusion = _conclusion(trainer, folder)
+                print("\n".join(filter(None, (plot_losses(folder), conclusion, timeline))), flush=True)
     return trainer
 
 
