@@ -4,6 +4,7 @@
 #   scripts/train.sh                                 2 ranks x 2 model chunks; about two minutes on two CPU cores
 #   scripts/train.sh --data my_text/ --num-layers 8  flags go on to train.py, after the defaults below; --help lists them
 #   scripts/train.sh --pipeline-schedule zb_v        another schedule, with as many chunks as it needs; or a file of yours
+#   scripts/train.sh --config my.toml --seed 7       settings from a file instead of the defaults below; flags override it
 #   scripts/train.sh --resume runs/20250131-120000   continue a run; its own flags are remembered
 #
 # NPROC=N starts N ranks. By default there is one for each GPU, or two on the CPU where there are fewer than two GPUs.
@@ -25,7 +26,7 @@ fi
 ranks="${NPROC:-$((gpus >= 2 ? gpus : 2))}"
 
 defaults=()
-if [[ " $* " != *" --resume"* ]]; then
+if [[ " $* " != *" --resume"* && " $* " != *" --config"* ]]; then
     defaults=(--overlap-p2p-comm --num-layers "$((ranks > 2 ? 2 * ranks : 4))")
     # A schedule brings its number of model chunks.
     if [[ " $* " != *" --pipeline-schedule"* ]]; then

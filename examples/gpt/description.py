@@ -101,6 +101,6 @@ def _crc32(content: dict[str, Any]) -> int:
 
 def _check(name: str, value: Any, kind: type) -> None:
     # Below 2**63: what the system takes as a size or an offset.
-    if type(value) is not kind or (kind is int and not 0 <= value < 2**63):
+    if type(value) is not kind or (kind is int and not 0 <= int(value) < 2**63):
         legal = "whole number from 0" if kind is int else kind.__name__
         raise ValueError(f"{name} is {value!r:.60}; it must be a {legal}")
