@@ -115,9 +115,7 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     world = int(os.environ.get("WORLD_SIZE", "1"))
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if world % model_parallel:
-        parser.error(
-            f"{world} processes cannot be divided into pipelines of {model_parallel} (tensor x pipeline size)"
-        )
+        parser.error(f"{world} processes cannot be divided into pipelines of {model_parallel} (tensor x pipeline size)")
     per_step = args.micro_batch_size * (world // model_parallel)
     if args.global_batch_size % per_step:
         parser.error(

@@ -218,4 +218,3 @@ class TransformerConfig(ModelParallelConfig):
             account_for_loss=self.account_for_loss_in_pipeline_split,
             placement=self.placement_name,
         )
-

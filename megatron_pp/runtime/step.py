@@ -140,9 +140,7 @@ class StepCall:
             collect_non_loss_data=inputs.collect_non_loss_data,
             first_val_step=inputs.first_val_step,
             # Megatron's schedule without a pipeline passes no such flag.
-            checkpoint_flags=None
-            if self.alone
-            else checkpoint_flags(partial, plan.orders[rank], inputs.forward_only),
+            checkpoint_flags=None if self.alone else checkpoint_flags(partial, plan.orders[rank], inputs.forward_only),
         )
 
     def _communicator(self, group: Any) -> P2PCommunicator:

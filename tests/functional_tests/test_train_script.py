@@ -132,10 +132,7 @@ OF_THE_MACHINE = ("tokens_per_second", "bubble", "peak_memory_gib", "mfu")
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """All metrics that do not depend on the machine's speed."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if name not in OF_THE_MACHINE}
-        for line in lines
-    ]
+    return [{name: value for name, value in json.loads(line).items() if name not in OF_THE_MACHINE} for line in lines]
 
 
 def losses(folder: Path, name: str = "loss") -> list[float]:

@@ -128,9 +128,7 @@ def test_every_registered_schedule_is_accepted_with_the_chunks_it_needs():
     for name, family in SCHEDULES.items():
         chunks = family.chunks or 2
         virtual = None if chunks == 1 else chunks
-        config = ModelParallelConfig(
-            **PIPELINE, pipeline_schedule=name, virtual_pipeline_model_parallel_size=virtual
-        )
+        config = ModelParallelConfig(**PIPELINE, pipeline_schedule=name, virtual_pipeline_model_parallel_size=virtual)
         assert (config.schedule_name, config.placement_name) == (name, family.placement)
 
 

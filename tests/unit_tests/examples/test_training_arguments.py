@@ -258,7 +258,7 @@ def test_a_toml_file_gives_settings_which_flags_override(tmp_path: Path) -> None
     file = tmp_path / "small.toml"
     file.write_text(
         'train_steps = 7\ndata = ["a", "b"]\ntensorboard = false\nbatch_p2p_comm = false\n'
-        '[model]\nnum-layers = 8\nlayernorm_epsilon = 1e-6\n[optimizer]\nlearning_rate = 1e-3\n'
+        "[model]\nnum-layers = 8\nlayernorm_epsilon = 1e-6\n[optimizer]\nlearning_rate = 1e-3\n"
     )
     settings = parse(["--train-steps", "9", "--config", str(file)])
     assert (settings.train_steps, settings.data, settings.tensorboard) == (9, ("a", "b"), False)
