@@ -140,7 +140,7 @@ class ConfigError(MegatronPPError, ValueError):
 
 
 class LayoutError(ConfigError):
-    """Layers can not be placed over the stages so that each is placed exactly once."""
+    """Layers cannot be placed over the stages so that each is placed exactly once."""
 
 
 class MicrobatchCountError(ConfigError):
@@ -174,7 +174,7 @@ class WeightGradError(MegatronPPError, RuntimeError):
 
 
 class WeightGradSplitError(MegatronPPError, ValueError):
-    """A model can not be converted; the message names the module."""
+    """A model cannot be converted; the message names the module."""
 
 
 class FusedWeightGradError(MegatronPPError, TypeError):

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         _drop_output()
-        return _say(errors, args.command, f"the answer can not be written ({error.strerror or error})", BAD_INPUT)
+        return _say(errors, args.command, f"the answer cannot be written ({error.strerror or error})", BAD_INPUT)
     except RefusedError as error:
         return _say(errors, args.command, error, REFUSED)
     except (MegatronPPError, ImportError) as error:

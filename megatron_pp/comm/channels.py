@@ -4,7 +4,7 @@ On NCCL because the operations of one communicator run in the order in which the
 for large messages, because a pair of ranks has one connection in a group: what goes one way, and the announcements of
 receives, wait for what goes the other way.
 
-``torch.distributed.new_group(use_local_synchronization=True)`` can not make them: the name under which the members
+``torch.distributed.new_group(use_local_synchronization=True)`` cannot make them: the name under which the members
 meet contains the number of groups that each of them is in already, which differs between the ranks of a pipeline of
 three or more (``_hash_ranks_to_str``, torch 2.13), so that they wait for each other under two names; and where the
 default group is bound to a device it splits that group, in which all of its ranks would have to take part. So the

@@ -222,21 +222,21 @@ class P2PCore:
     def _check_sendable(self, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise P2PTypeError(
-                f"a {type(tensor).__name__} can not be sent between stages; it must be a tensor or a list of tensors"
+                f"a {type(tensor).__name__} cannot be sent between stages; it must be a tensor or a list of tensors"
             )
         if tensor.dtype != self.dtype:
             raise P2PTypeError(
-                f"a tensor of {tensor.dtype} can not be sent between stages: config.pipeline_dtype is {self.dtype}, "
+                f"a tensor of {tensor.dtype} cannot be sent between stages: config.pipeline_dtype is {self.dtype}, "
                 "and the receiver expects that"
             )
         if tensor.device != self.device:
             raise P2PTypeError(
-                f"a tensor on {tensor.device} can not be sent between stages: this communicator's tensors lie on "
+                f"a tensor on {tensor.device} cannot be sent between stages: this communicator's tensors lie on "
                 f"{self.device}"
             )
         if self.variable_shapes and tensor.dim() > MAX_DIMENSIONS:
             raise P2PShapeError(
-                f"a tensor of {tensor.dim()} dimensions can not be sent with variable_seq_lengths; at most "
+                f"a tensor of {tensor.dim()} dimensions cannot be sent with variable_seq_lengths; at most "
                 f"{MAX_DIMENSIONS} are"
             )
 
@@ -265,7 +265,7 @@ class P2PCore:
     def decode_header(
         self, header: torch.Tensor, peer: int, what: str, expected: Any = None, member: int = 0
     ) -> list[int]:
-        """The shape that a header tells. Raises P2PShapeError where it can not be one; in debug mode WireMismatchError
+        """The shape that a header tells. Raises P2PShapeError where it cannot be one; in debug mode WireMismatchError
         where the tensor is not the expected one (``expected``: its shape, None if unknown).
         """
         dims, *rest = header.tolist()

@@ -7,9 +7,9 @@ Three things that gloo does make it necessary:
   which the other side had just reset: ``Pair::write`` (gloo/transport/tcp/pair.cc) takes that for "try again later" and
   queues the send, and ``Pair::signalException`` passes over what is queued there. It offers no other way to wake them.
   A thread that is stuck in such a wait ends with the process, or when the process group's own timeout is over; the rank
-  is woken by ``interrupt``. Receives of messages that go into the socket's buffer as a whole can not get stuck, and are
+  is woken by ``interrupt``. Receives of messages that go into the socket's buffer as a whole cannot get stuck, and are
   waited for directly.
-- It can not tell whether a transfer is over before somebody waits for it. A helper that waits when it is asked has to
+- It cannot tell whether a transfer is over before somebody waits for it. A helper that waits when it is asked has to
   be woken even where the transfer was over long before; here the answer is there.
 - It writes to the socket in the thread that posts a send, for as long as the socket takes bytes. Measured with torch
   2.13 on a link of 1 Gbit/s, receive posted: 4 to 20 ms for messages of 0.5 to 16 MB, and up to 160 ms where the same
@@ -158,7 +158,7 @@ class ChannelThreads:
         stuck = self.end()
         if stuck:
             logger.warning(
-                "gloo can not end %d transfer(s) to or from a rank that failed; each holds its tensor, a thread and a "
+                "gloo cannot end %d transfer(s) to or from a rank that failed; each holds its tensor, a thread and a "
                 "connection until the process group's timeout is over: %s",
                 len(stuck), "; ".join(stuck),
             )  # fmt: skip

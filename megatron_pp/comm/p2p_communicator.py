@@ -195,7 +195,7 @@ class P2PCommunicator(P2PCore):
         wanted = {name: asked[name] for name in order if name in asked}
         handles = self._post_all(wanted)
         receives = [name for name in wanted if name.startswith("recv")]
-        if wait or self.variable_shapes:  # a tensor whose shape is still on its way can not be returned
+        if wait or self.variable_shapes:  # a tensor whose shape is still on its way cannot be returned
             for name in receives:  # first: with variable shapes, the wait is what lets the peer's send go on
                 handles[name].wait()
         if wait:

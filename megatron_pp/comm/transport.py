@@ -256,7 +256,7 @@ class ProcessGroupTransport(Transport):
     def use_agreement(self, number: int) -> None:
         """From now on messages belong to plan ``number`` of those that the ranks have agreed on. gloo keeps them apart
         from other plans' messages, which may have other shapes: ranks that are at different plans wait for each other,
-        and the fault guard says so. (NCCL can not; there the guard finds out a moment later.)"""
+        and the fault guard says so. (NCCL cannot; there the guard finds out a moment later.)"""
         if number != self._agreement:
             self._agreement = number
             shift = number % _AGREEMENTS * _TAGS_OF_ONE_AGREEMENT

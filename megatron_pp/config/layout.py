@@ -116,7 +116,7 @@ def _share_of_middle(num_layers: int, at_ends: int, middle: int, place: Placemen
     if left < share or left % share:
         problem = (
             f"num_layers is {num_layers}; {at_ends} are given to the first or last pipeline stage, and what is left "
-            f"({left}) can not be shared evenly by {middle} rank(s) with {_chunks(place)} each"
+            f"({left}) cannot be shared evenly by {middle} rank(s) with {_chunks(place)} each"
         )
         _refuse_division(num_layers, place, lambda n: n > at_ends and (n - at_ends) % share == 0, problem)
     return left // middle
@@ -126,7 +126,7 @@ def _check_rank_count(name: str, count: int, num_layers: int, chunks: int) -> No
     whole_number(name, count, error=LayoutError)
     if count % chunks:
         nearest = _nearest(count, lambda n: n % chunks == 0)
-        raise LayoutError(f"{name} is {count}, which {chunks} chunks can not share evenly; nearest: {nearest}")
+        raise LayoutError(f"{name} is {count}, which {chunks} chunks cannot share evenly; nearest: {nearest}")
     if count > num_layers:
         raise LayoutError(f"{name} is {count}, more than num_layers {num_layers}")
 

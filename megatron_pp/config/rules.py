@@ -171,7 +171,7 @@ def lowering_policy(config: Any) -> str:
     overlap, batched = config.overlap_p2p_comm, config.batch_p2p_comm
     if overlap and batched:
         raise ConfigError(
-            "overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole and can not "
+            "overlap_p2p_comm and batch_p2p_comm are both True; a grouped call is waited as a whole and cannot "
             "overlap, so set batch_p2p_comm=False or leave it out"
         )
     return OVERLAP if overlap else BATCHED if batched else PLAIN

@@ -10,15 +10,15 @@ from megatron_pp.errors import ExchangeError
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The file's text. Raises ExchangeError where it can not be read or is no text."""
+    """The file's text. Raises ExchangeError where it cannot be read or is no text."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ExchangeError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
     except OSError as error:
-        raise ExchangeError(f"{path}: can not be read ({error.strerror or error})") from error
+        raise ExchangeError(f"{path}: cannot be read ({error.strerror or error})") from error
     except ValueError as error:  # no name that a file can have
-        raise ExchangeError(f"{str(path)!r}: can not be read ({error})") from error
+        raise ExchangeError(f"{str(path)!r}: cannot be read ({error})") from error
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -42,7 +42,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
             Path(scratch).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise ExchangeError(f"{path}: can not be written ({error.strerror or error})") from error
+        raise ExchangeError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 def _is_special(path: str | os.PathLike[str]) -> bool:

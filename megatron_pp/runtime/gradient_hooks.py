@@ -78,7 +78,7 @@ def _check_wrappers(chunks: Sequence[Any]) -> None:
         for option in ("find_unused_parameters", "static_graph"):
             if getattr(chunk, option, False):
                 raise ScheduleInputError(
-                    f"model chunk {number} is wrapped as DistributedDataParallel({option}=True), which can not follow "
+                    f"model chunk {number} is wrapped as DistributedDataParallel({option}=True), which cannot follow "
                     f"a pipeline; wrap it with {option}=False"
                 )
 

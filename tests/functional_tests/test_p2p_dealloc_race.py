@@ -95,7 +95,7 @@ def test_a_plain_isend_is_corrupted(transport: str, dtype: str, request: pytest.
     )
     print(told)
     if corrupted == 0:
-        pytest.skip(f"{transport} copies eagerly, so that the race can not show here: {told}")
+        pytest.skip(f"{transport} copies eagerly, so that the race cannot show here: {told}")
     assert corrupted == len(shares), told
 
 

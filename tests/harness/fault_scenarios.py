@@ -36,7 +36,7 @@ class Episode:
     fields      of the config
     sample_every  steps between two looks at the resident memory; 0: none
     seq_length  of a message of seq_length * 32 bytes: 3 fits into any socket's buffer, 500,000 into none
-    group_timeout  seconds, of the process groups; so long a transfer that gloo can not end holds a thread, a connection
+    group_timeout  seconds, of the process groups; so long a transfer that gloo cannot end holds a thread, a connection
                    and its tensor (see ``gloo.py``)
     """
 

@@ -3,7 +3,7 @@ wants next.
 
 A *pattern* (the "building block" of arXiv 2405.15362, section 3) gives the slot in which a rank would run the forward
 and backward of each chunk's first microbatch; every further microbatch is one period later. Where what the pattern
-wants can not run yet, a rank takes, in this order: a backward that can, a forward that is not far behind and leaves
+wants cannot run yet, a rank takes, in this order: a backward that can, a forward that is not far behind and leaves
 memory for those in front of it, a weight gradient, nothing. Weight gradients so fill what would be bubbles, and memory
 stays under a limit. Microbatches of a chunk stay in ascending order throughout, forwards, backwards and weight
 gradients each.

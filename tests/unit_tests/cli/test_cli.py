@@ -252,13 +252,13 @@ def test_what_is_written_to_a_link_or_a_pipe_leaves_it_one(command, tmp_path):
         ("plan -P -3", ["-3", "megatron-pp plan --help"]),
         ("plan --frobnicate", ["--frobnicate", "megatron-pp --help"]),
         ("plan -s 1f1b -V 3", ["has 1 model chunk(s) a rank, not 3"]),
-        ("plan --import nowhere.csv", ["nowhere.csv", "can not be read"]),
+        ("plan --import nowhere.csv", ["nowhere.csv", "cannot be read"]),
         ("plan --import nowhere.csv -P 4", ["--import brings its own pipeline size"]),
         ("plan -o plan.xyz", ["not as 'xyz'"]),
-        ("plan -o no/such/folder/plan.csv", ["no/such/folder/plan.csv", "can not be written"]),
+        ("plan -o no/such/folder/plan.csv", ["no/such/folder/plan.csv", "cannot be written"]),
         ("simulate --forward-ms 3", ["--forward-ms and --backward-ms go together"]),
         ("simulate --forward-ms 1,2 --backward-ms 1,2,3", ["one length; --forward-ms has 2, --backward-ms has 3"]),
-        ("simulate -P 4 --forward-ms 1,2,3 --backward-ms 1,2,3", ["times of 3 stages can not be regrouped into 4"]),
+        ("simulate -P 4 --forward-ms 1,2,3 --backward-ms 1,2,3", ["times of 3 stages cannot be regrouped into 4"]),
         ("simulate --bandwidth 10", ["--bandwidth needs the size of a message"]),
         ("simulate --layers 4", ["also needs --hidden-size and --seq-length"]),
         ("simulate --layers 6 --hidden-size 8 --seq-length 8", ["6 layers do not divide over 4 stages"]),
@@ -344,7 +344,7 @@ def test_a_full_disk_is_said_in_one_line(what):
         )
     assert done.returncode == 2
     assert done.stderr.count(b"\n") == 1
-    assert b"can not be written (No space left on device)" in done.stderr
+    assert b"cannot be written (No space left on device)" in done.stderr
 
 
 @pytest.mark.parametrize("plain", ["NO_COLOR", "--no-colour", None])

@@ -166,6 +166,6 @@ def test_what_can_not_be_ended_is_said_when_it_is_closed(
     assert threads.follow(("sends", "A", "to", 2), Posted()).wait(PATIENCE)
     threads.close()
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "can not end 1 transfer(s)" in said
+    assert "cannot end 1 transfer(s)" in said
     assert said.endswith(": sends G to 1")
     go.set()

@@ -121,16 +121,16 @@ GOOD = filled(1)
 BAD_TENSORS: dict[str, tuple[Any, str]] = {
     "dtype": (
         GOOD.double(),
-        "a tensor of torch.float64 can not be sent between stages: config.pipeline_dtype is torch.",
+        "a tensor of torch.float64 cannot be sent between stages: config.pipeline_dtype is torch.",
     ),
     "device": (
         GOOD.to("meta"),
-        "a tensor on meta can not be sent between stages: this communicator's tensors lie on cpu",
+        "a tensor on meta cannot be sent between stages: this communicator's tensors lie on cpu",
     ),
-    "dict": ({"x": GOOD}, "a dict can not be sent between stages; it must be a tensor or a list of tensors"),
-    "float": (1.5, "a float can not be sent between stages"),
-    "none in a list": ([GOOD, None], "a NoneType can not be sent between stages"),
-    "wrong in a list": ([GOOD, GOOD.half()], "a tensor of torch.float16 can not be sent between stages"),
+    "dict": ({"x": GOOD}, "a dict cannot be sent between stages; it must be a tensor or a list of tensors"),
+    "float": (1.5, "a float cannot be sent between stages"),
+    "none in a list": ([GOOD, None], "a NoneType cannot be sent between stages"),
+    "wrong in a list": ([GOOD, GOOD.half()], "a tensor of torch.float16 cannot be sent between stages"),
 }
 
 
@@ -162,7 +162,7 @@ def test_nothing_can_be_sent_in_place_of_a_tensor() -> None:
         lambda c: c.send_forward_recv_backward(None, SHAPE, False),
         lambda c: c.send_backward_recv_forward(None, SHAPE, False),
     ):
-        with pytest.raises(P2PTypeError, match="a NoneType can not be sent between stages"):
+        with pytest.raises(P2PTypeError, match="a NoneType cannot be sent between stages"):
             call(lonely())
 
 
@@ -193,6 +193,6 @@ def test_receiving_without_a_dtype_is_refused(receive: Callable[[P2PCommunicator
 def test_more_dimensions_than_a_header_holds_are_refused(batched: bool) -> None:
     nine = torch.zeros((1,) * 9)
     with pytest.raises(
-        P2PShapeError, match="a tensor of 9 dimensions can not be sent with variable_seq_lengths; at most 8"
+        P2PShapeError, match="a tensor of 9 dimensions cannot be sent with variable_seq_lengths; at most 8"
     ):
         lonely(variable_seq_lengths=True, batch_p2p_comm=batched).send_forward([GOOD, nine], False)

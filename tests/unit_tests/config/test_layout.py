@@ -127,7 +127,7 @@ REFUSED = [
     ((4, 2), {"layout": 4}, "it must be a list"),
     ((4, 2), {"layout": []}, "it must be a list"),
     ((12, 4), {"num_layers_in_first_pipeline_stage": 2}, r"what is left \(10\).*11 or 14"),
-    ((12, 4, 2), {"num_layers_in_first_pipeline_stage": 3}, "2 chunks can not share.*2 or 4"),
+    ((12, 4, 2), {"num_layers_in_first_pipeline_stage": 3}, "2 chunks cannot share.*2 or 4"),
     ((2, 4), {"num_layers_in_last_pipeline_stage": 3}, "is 3, more than num_layers 2"),
     ((4, 1), {"num_layers_in_first_pipeline_stage": 4}, "pipeline_model_parallel_size of at least 2"),
     (

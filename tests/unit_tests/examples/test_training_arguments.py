@@ -200,8 +200,8 @@ BAD_INPUT = {
     "no apex for norms": ("--norm-impl apex", ArgumentError, "--norm-impl is apex.* (cannot be imported|computes on)"),
     "no layers for FP8": ("--fp8 hybrid", ArgumentError, "--fp8 is hybrid, which needs --transformer-impl"),
     "unknown layers": ("--transformer-impl te", ArgumentError, "te.*local.*transformer_engine"),
-    "no schedule file": ("--pipeline-schedule none.csv", ScheduleError, "none.csv: can not be read"),
-    "measured": ("--pipeline-schedule auto --pipeline-measured none.json", ScheduleError, "none.json: can not be read"),
+    "no schedule file": ("--pipeline-schedule none.csv", ScheduleError, "none.csv: cannot be read"),
+    "measured": ("--pipeline-schedule auto --pipeline-measured none.json", ScheduleError, "none.json: cannot be read"),
     "no GPUs": ("--device cuda", ArgumentError, "GPUs for 2 processes"),
 }
 

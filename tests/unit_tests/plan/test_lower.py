@@ -256,7 +256,7 @@ def test_overlap_posts_receives_ahead_and_waits_right_before_the_use(lookahead: 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_the_first_rank_holds_one_output_and_one_gradient_in_a_backward(p: int) -> None:
-    """No buffer for the next gradient stands ready while that one can not come: its sender has a forward to do."""
+    """No buffer for the next gradient stands ready while that one cannot come: its sender has a forward to do."""
     plan = lowered_plan(PlanSpec("1f1b", p, 1, 2 * p + 1))
     program = flat(plan.programs[0])
     held = list(tensors_timeline(plan, 0))

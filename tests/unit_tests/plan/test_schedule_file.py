@@ -85,7 +85,7 @@ def test_sizes_that_differ_are_told(tmp_path: Path) -> None:
 
 def test_files_that_are_not_there_or_no_plan_are_refused_by_the_config(tmp_path: Path) -> None:
     (tmp_path / "colours.csv").write_text("red,green\n")
-    for name, sentence in {"none.csv": "can not be read", "colours.csv": "'red' is no action"}.items():
+    for name, sentence in {"none.csv": "cannot be read", "colours.csv": "'red' is no action"}.items():
         path = str(tmp_path / name)
         with pytest.raises(ScheduleError, match=f"pipeline_schedule: {path}.*{sentence}"):
             ModelParallelConfig(pipeline_schedule=path)
@@ -134,7 +134,7 @@ def test_measurements_are_a_dict_a_file_or_an_object(tmp_path: Path) -> None:
         ({"forward": [1.0] * 3}, "measured forward is given for 3 stages; there are 2"),
         ({"memory_limit": [1.0] * 3}, "measured memory_limit is given for 3 ranks; there are 2"),
         (7, "7 is no Measured, no dict of its fields and no path"),
-        ("none.json", "none.json: can not be read"),
+        ("none.json", "none.json: cannot be read"),
     ],
 )
 def test_impossible_measurements_are_refused_by_the_config(given: object, sentence: str) -> None:

@@ -417,7 +417,7 @@ def test_refuses_a_batch_that_waits_for_a_later_one() -> None:
 
 def test_refuses_shapes_that_are_read_too_late() -> None:
     """With shapes ahead of tensors, a receive that is posted but not waited holds its channel: what is posted behind it
-    can not be complete before it."""
+    cannot be complete before it."""
     plan = lowered_plan(PlanSpec("gpipe", 2, 1, 2, variable_shapes=True, forward_only=True, policy="plain"))
     verify(plan)
     late = with_programs(

@@ -382,16 +382,16 @@ def test_without_a_pipeline_shapes_are_not_adjusted() -> None:
         )
 
 
-# -- what can not be given ---------------------------------------------------------------------------------------------
+# -- what cannot be given ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        ({"x": torch.ones(3, 2, HIDDEN)}, "a dict can not be sent between stages"),
-        (None, "a NoneType can not be sent between stages"),
-        ([torch.ones(3, 2, HIDDEN), None], "a NoneType can not be sent between stages"),
-        (torch.ones(3, 2, HIDDEN, dtype=torch.float64), "a tensor of torch.float64 can not be sent between stages"),
+        ({"x": torch.ones(3, 2, HIDDEN)}, "a dict cannot be sent between stages"),
+        (None, "a NoneType cannot be sent between stages"),
+        ([torch.ones(3, 2, HIDDEN), None], "a NoneType cannot be sent between stages"),
+        (torch.ones(3, 2, HIDDEN, dtype=torch.float64), "a tensor of torch.float64 cannot be sent between stages"),
     ],
 )
 def test_outputs_that_can_not_be_sent_are_refused(output: Any, words: str) -> None:
