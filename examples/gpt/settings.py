@@ -128,7 +128,7 @@ class Settings:
         if not 0.0 < self.validation_fraction < 1.0:
             raise ArgumentError(f"--validation-fraction is {self.validation_fraction}; it must lie between 0 and 1")
         try:
-            chosen_steps(self.trace or "1")
+            chosen_steps("1" if self.trace is None else self.trace)
         except ScheduleInputError:
             raise ArgumentError(f"--trace is {self.trace!r}; it must list steps, as in 3,10-12") from None
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_pp.testing.processes import run_processes
 
 from examples.gpt import interrupt
 from examples.gpt.gpt import OUTPUT, GPTStage
@@ -25,6 +24,7 @@ from examples.gpt.metrics import METRICS, TENSORBOARD, Recorder, read_metrics
 from examples.gpt.optimizer import NamedAdamW, learning_rate
 from examples.gpt.pipeline_step import ComputeTimers, forward_step, mean_loss, summed_loss
 from megatron_pp import parallel_state
+from tests.harness.processes import run_processes
 from tests.unit_tests.examples.test_gpt import (
     CUTS,
     WHOLE,

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from megatron_pp.testing.processes import run_processes
 
 from examples.gpt import run_folder
 from examples.gpt.checkpoint import LATEST
@@ -19,6 +18,7 @@ from examples.gpt.distributed import agreed_place, check_same_settings
 from examples.gpt.errors import ArgumentError
 from examples.gpt.run_folder import LAUNCH, Start, find_start, remember, this_launcher
 from examples.gpt.settings import Settings
+from tests.harness.processes import run_processes
 
 LAYOUT = {"num_layers": 4}
 OURS, OTHER = "here/7/100", "there/9/100"

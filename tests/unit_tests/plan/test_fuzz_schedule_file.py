@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_pp.cli.command_line import main
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.instruction import TRANSFER_OPS, Instruction
 from megatron_pp.plan.schedule_file import family_of_file
 from megatron_pp.plan.serialize import FORMATS, format_plan, parse_plan
 from megatron_pp.plan.spec import Plan, PlanSpec
@@ -96,7 +96,12 @@ def with_orders(*orders: str) -> str:
 
 
 def ordered(plan: Plan, *orders: str) -> tuple[tuple[Instruction, ...], ...]:
-    return tuple(placed(plan.placement, rank, order) for rank, order in enumerate(orders))
+    """With some stage and peer where the placement has none, as a file of another program would have."""
+
+    def complete(at: Instruction) -> Instruction:
+        return at._replace(stage=max(at.stage, 0), peer=max(at.peer, 0) if at.op in TRANSFER_OPS else at.peer)
+
+    return tuple(tuple(map(complete, placed(plan.placement, rank, order))) for rank, order in enumerate(orders))
 
 
 GOOD = "F0.0 F0.1 B0.0 B0.1"
