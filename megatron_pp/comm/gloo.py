@@ -2,13 +2,13 @@
 
 Three things that gloo does make it necessary:
 
-- It does not wake everybody when a connection ends (see ``faults/abort.py``): not who waits for a transfer that is half
-  on the wire, of whatever direction, and not who waits for a send, of whatever size, that was written to a connection
-  which the other side had just reset: ``Pair::write`` (gloo/transport/tcp/pair.cc) takes that for "try again later" and
-  queues the send, and ``Pair::signalException`` passes over what is queued there. It offers no other way to wake them.
-  A thread that is stuck in such a wait ends with the process, or when the process group's own timeout is over; the rank
-  is woken by ``interrupt``. Receives of messages that go into the socket's buffer as a whole cannot get stuck, and are
-  waited for directly.
+- It does not wake everybody when a connection ends (see ``faults/watchdog.py``): not who waits for a transfer that is
+  half on the wire, of whatever direction, and not who waits for a send, of whatever size, that was written to a
+  connection which the other side had just reset: ``Pair::write`` (gloo/transport/tcp/pair.cc) takes that for "try
+  again later" and queues the send, and ``Pair::signalException`` passes over what is queued there. It offers no other
+  way to wake them. A thread that is stuck in such a wait ends with the process, or when the process group's own
+  timeout is over; the rank is woken by ``interrupt``. Receives of messages that go into the socket's buffer as a
+  whole cannot get stuck, and are waited for directly.
 - It cannot tell whether a transfer is over before somebody waits for it. A helper that waits when it is asked has to
   be woken even where the transfer was over long before; here the answer is there.
 - It writes to the socket in the thread that posts a send, for as long as the socket takes bytes. Measured with torch

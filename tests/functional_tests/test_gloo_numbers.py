@@ -1,8 +1,9 @@
 """Real gloo processes: losses and gradients equal those of one process, to the last bit.
 
-A covering subset of what ``unit_tests/test_same_numbers.py`` runs over the in-memory transport, and the cases in which
-a well-known stack returns wrong gradients or hangs: two ranks with two chunks each under the batched policy, and
-evaluation under overlap with warm-up flush. Four processes run all cases of one, two and four ranks, three the others.
+A covering subset of what ``unit_tests/runtime/test_same_numbers.py`` runs over the in-memory transport, and the cases
+in which a well-known stack returns wrong gradients or hangs: two ranks with two chunks each under the batched policy,
+and evaluation under overlap with warm-up flush. Four processes run all cases of one, two and four ranks, three the
+others.
 """
 
 from __future__ import annotations
