@@ -40,7 +40,7 @@ ForwardBackward = Callable[..., list[Any]]
 
 
 class StepArguments(TypedDict, total=False):
-    """The keyword arguments of the schedule functions; what each means is told at ``get_forward_backward_func``. The
+    """The keyword arguments of the schedule functions; what each means stands at ``get_forward_backward_func``. The
     first four are required.
     """
 

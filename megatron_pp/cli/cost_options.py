@@ -161,8 +161,8 @@ def _check_lengths(args: argparse.Namespace) -> None:
     given = {name: getattr(args, f"{name}_ms") for name in ("forward", "backward", "weight")}
     lengths = {name: len(values) for name, values in given.items() if values is not None and len(values) > 1}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"--{name}-ms has {length}" for name, length in lengths.items())
-        raise UsageError(f"lists of times must be of one length; {told}")
+        lengths_given = ", ".join(f"--{name}-ms has {length}" for name, length in lengths.items())
+        raise UsageError(f"lists of times must be of one length; {lengths_given}")
 
 
 def _same_length(*lists: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:

@@ -9,7 +9,7 @@ millisecond. It takes 3 to 13 ms, collectives on the group fail as well, and ``d
 ``init_process_group`` work afterwards.
 
 gloo, a transfer that is half on the wire, and a send that was written to a connection which the peer had just reset:
-are not woken, neither by that nor by the death of the peer. gloo tells the operations that are queued; one that is
+are not woken, neither by that nor by the death of the peer. gloo wakes the operations that are queued; one that is
 being transferred has left its queue, and those that wait for the socket are passed over (``Pair::signalException`` in
 gloo/transport/tcp/pair.cc). ``wait`` returns when its own timeout is over, by default the group's half hour. Hence
 ``gloo.py``.

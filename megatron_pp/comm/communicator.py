@@ -265,7 +265,7 @@ class P2PCore:
     def decode_header(
         self, header: torch.Tensor, peer: int, what: str, expected: Any = None, member: int = 0
     ) -> list[int]:
-        """The shape that a header tells. Raises P2PShapeError where it cannot be one; in debug mode WireMismatchError
+        """The shape that a header holds. Raises P2PShapeError where it cannot be one; in debug mode WireMismatchError
         where the tensor is not the expected one (``expected``: its shape, None if unknown).
         """
         dims, *rest = header.tolist()
@@ -299,11 +299,11 @@ class P2PCore:
             request = requests[k]
             assert isinstance(request, Receive)
             what = f"batched receive from rank {request.peer}"
-            told = [
+            decoded = [
                 self.decode_header(header, request.peer, what, nth_shape(request.shapes, n), k)
                 for n, header in enumerate(received)
             ]
-            shapes[k] = told[0] if _is_one(request.shapes) else told
+            shapes[k] = decoded[0] if _is_one(request.shapes) else decoded
         return shapes
 
 

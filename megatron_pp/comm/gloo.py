@@ -2,7 +2,7 @@
 
 Three things that gloo does make it necessary:
 
-- It does not wake everybody when a connection ends (see ``faults/watchdog.py``): not who waits for a transfer that is
+- It does not wake everybody when a connection ends (see ``comm/abort.py``): not who waits for a transfer that is
   half on the wire, of whatever direction, and not who waits for a send, of whatever size, that was written to a
   connection which the other side had just reset: ``Pair::write`` (gloo/transport/tcp/pair.cc) takes that for "try
   again later" and queues the send, and ``Pair::signalException`` passes over what is queued there. It offers no other

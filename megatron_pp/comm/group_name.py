@@ -21,6 +21,6 @@ def name_of(group: dist.ProcessGroup, backend: str, device: torch.device) -> str
 
 def name_of_first(group: dist.ProcessGroup, device: torch.device) -> str:
     """torch's name of ``group`` on its first member. Collective."""
-    told = [group.group_name]
-    dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group, device=device)
-    return told[0]
+    names = [group.group_name]
+    dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group, device=device)
+    return names[0]

@@ -40,7 +40,7 @@ class P2PCommunicator(P2PCore):
 
     Methods raise, before anything is posted: P2PTypeError for what is no tensor of ``pipeline_dtype`` on the device of
     the transport, or where ``pipeline_dtype`` is None; P2PShapeError for a shape that is missing, or with variable
-    shapes has more than 8 dimensions; CommunicatorClosedError after a failure. What waiting raises is told at
+    shapes has more than 8 dimensions; CommunicatorClosedError after a failure. What waiting raises: see
     ``WaitHandle.wait``.
 
     With variable shapes and ``batch_p2p_comm`` or shared channels, shapes are exchanged in a batch of their own: both
@@ -175,7 +175,7 @@ class P2PCommunicator(P2PCore):
         recv_next: Any = _NOTHING,
         wait: bool = True,
     ) -> tuple[Any, Any, Handles]:
-        """Post what is asked for, as one batch or singly; wait unless told not to. Returns (from previous, from next,
+        """Post what is asked for, as one batch or singly; wait unless asked not to. Returns (from previous, from next,
         handles).
 
         All that is asked for is checked before anything is posted.

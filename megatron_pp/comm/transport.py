@@ -57,7 +57,7 @@ class Transport(Protocol):
 
     rank, size   this rank and the number of ranks in the group
     device       where tensors must lie
-    pollable     whether ``Work.is_completed`` tells the truth before ``wait`` (NCCL does; gloo of large messages)
+    pollable     whether ``Work.is_completed`` is right before ``wait`` (NCCL does; gloo of large messages)
     aborted      whether ``abort`` was called
     backend      which backend of torch.distributed carries the messages; empty where none does
     name         of this pipeline, different from others' on the same store
@@ -123,7 +123,7 @@ class Transport(Protocol):
 class ProcessGroupTransport(Transport):
     """Transfers over a ``torch.distributed`` process group.
 
-    gloo: all channels on the given group, told apart by tag; where messages are large, as on NCCL. NCCL ignores tags
+    gloo: all channels on the given group, distinguished by tag; where messages are large, as on NCCL. NCCL ignores tags
     and runs the operations of one communicator in the order in which they were posted (pytorch#94819), so each one-way
     channel has a two-rank process group of its own (``channels.py``); made and warmed up when the plan's edges
     are known, never in the middle of a step (pytorch#129140, Megatron-LM#5240).

@@ -60,9 +60,9 @@ class WireCheck:
         boundary = message.stage - 1 if activation else message.stage
         return Stamp(_code(dtype), _ACTIVATION if activation else _GRADIENT, boundary, at.mb)
 
-    def check(self, peer: int, told: list[int], shape: list[int], expected: Stamp, expected_shape: Any) -> None:
+    def check(self, peer: int, received: list[int], shape: list[int], expected: Stamp, expected_shape: Any) -> None:
         """Compare the announcement of a message from ``peer`` with what is expected here. Raises WireMismatchError."""
-        came = Stamp(*told)
+        came = Stamp(*received)
         for name, here, there in (
             ("what it is", _KINDS.get(expected.kind), _KINDS.get(came.kind)),
             ("chunk", self._chunk(expected.boundary), self._chunk(came.boundary)),

@@ -1,7 +1,7 @@
 """Stages that give each other several tensors by name, as a dict.
 
-What travels between two stages is then one message per tensor, in the order of the names. The names are told, with
-the shapes, by ``adjust_tensor_shapes_fn``: it returns dicts of name -> shape instead of lists of shapes
+What travels between two stages is then one message per tensor, in the order of the names. The names come, with the
+shapes, from ``adjust_tensor_shapes_fn``: it returns dicts of name -> shape instead of lists of shapes
 (Megatron-LM#4265 is about models with such outputs).
 """
 
