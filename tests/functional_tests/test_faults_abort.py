@@ -50,7 +50,7 @@ def _third(port: int) -> None:
 
 
 def _blocked(pipe: Connection, port: int, world: int, does: str, size: int) -> None:
-    """Waits, and is aborted after a while; tells how long that took and what was raised."""
+    """Waits, and is aborted after a while; sends how long that took and what was raised."""
     import torch
 
     from megatron_pp.comm.abort import abort_groups

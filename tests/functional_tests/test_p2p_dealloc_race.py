@@ -90,13 +90,13 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 def test_a_plain_isend_is_corrupted(transport: str, dtype: str, request: pytest.FixtureRequest) -> None:
     shares = request.getfixturevalue(transport)[f"a {dtype}"]
     corrupted = sum(share > 0 for share in shares)
-    told = (
+    summary = (
         f"{corrupted} of {len(shares)} transfers were corrupted, wrong elements: {[f'{100 * s:.4g}%' for s in shares]}"
     )
-    print(told)
+    print(summary)
     if corrupted == 0:
-        pytest.skip(f"{transport} copies eagerly, so that the race cannot show here: {told}")
-    assert corrupted == len(shares), told
+        pytest.skip(f"{transport} copies eagerly, so that the race cannot show here: {summary}")
+    assert corrupted == len(shares), summary
 
 
 @ONE_WORKER

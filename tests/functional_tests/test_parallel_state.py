@@ -31,7 +31,7 @@ GRIDS = [
 
 
 def members(group: dist.ProcessGroup) -> list[int]:
-    """Who is in a group, told by the group itself: each member adds its own bit."""
+    """The members of a group, found with the group itself: each member adds its own bit."""
     total = torch.tensor(1 << dist.get_rank())
     dist.all_reduce(total, group=group)
     return [rank for rank in range(WORLD) if total.item() >> rank & 1]

@@ -136,7 +136,7 @@ def test_a_resumed_run_goes_on_counting_steps(results: dict[str, Any]) -> None:
     assert results["resumed"]["losses"] == results["whole"]["losses"]
 
 
-def test_without_fp8_no_layer_is_told_of_microbatches(results: dict[str, Any]) -> None:
+def test_without_fp8_no_layer_gets_a_microbatch_mark(results: dict[str, Any]) -> None:
     assert {(first, fp8) for _, first, fp8 in results["te"]["calls"]} == {(None, None)}
 
 

@@ -324,7 +324,7 @@ def test_an_error_of_one_rank_ends_all_ranks_outside_of_training_steps_too(
 
 
 @shared_run
-def test_bad_input_is_told_on_every_rank_and_ends_the_run(tmp_path: Path, trained: Path) -> None:
+def test_bad_input_is_reported_on_every_rank_and_ends_the_run(tmp_path: Path, trained: Path) -> None:
     code, output = run(train_sh(*SMALL, "--data", "nothing"), tmp_path)
     assert code == 2, output
     assert "Traceback" not in output

@@ -1,4 +1,4 @@
-"""Drawings: everything that a plan does is in them, labels fit, colours can be told apart, pages open."""
+"""Drawings: everything that a plan does is in them, labels fit, colours are distinct, pages open."""
 
 from __future__ import annotations
 

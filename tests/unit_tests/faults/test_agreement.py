@@ -1,5 +1,5 @@
 """A plan that was agreed on once costs nothing when the ranks come back to it; ranks that come back to different ones
-are told."""
+get an error."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_rank_that_came_back_to_an_old_plan_is_compared_by_that_plan() -> None
     assert (found.field, found.values) == ("num_microbatches (M)", {0: "8", 1: "4"})
 
 
-def test_what_differs_is_named_although_nobody_told_it_anew() -> None:
+def test_what_differs_is_named_although_nobody_published_it_anew() -> None:
     mine = (5, 0, 1, 1, 2, 2)
     there = {1: Progress(5, IN_STEP, history=mine), 2: Progress(5, IN_STEP, history=(*mine, 5, 1))}
     found = find_late_mismatch(0, Progress(5, IN_STEP, history=mine), there, _agreements())
@@ -136,17 +136,17 @@ def _run(
 
 def test_only_new_plans_are_compared_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six changes of plan, two plans: two comparisons, on each rank."""
-    told: list[Entry] = []
+    published: list[Entry] = []
     publish = FaultStore.publish
 
     def counted(store: FaultStore, record: Any) -> None:
         if isinstance(record, Entry):
-            told.append(record)
+            published.append(record)
         publish(store, record)
 
     monkeypatch.setattr(FaultStore, "publish", counted)
     assert set(_run(lambda rank, step: 4 + 2 * (step % 2), steps=7).values()) == {None}
-    assert len(told) == 2 * SIZE
+    assert len(published) == 2 * SIZE
 
 
 @pytest.mark.parametrize("odd_one", range(SIZE))

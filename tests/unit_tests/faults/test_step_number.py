@@ -1,7 +1,7 @@
 """Ranks that are in different steps, by the program's own number, are an error before any of them is run.
 
 The nth call of one rank meets the nth call of the others, so that a call too many, or one left out, pairs all later
-steps wrongly, and nothing but that number tells.
+steps wrongly, and only that number shows it.
 """
 
 from __future__ import annotations
@@ -133,17 +133,17 @@ def test_ranks_that_count_alike_never_differ(calls: list[tuple[int, bool]]) -> N
 
 def test_a_number_that_counts_up_costs_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for the first call, one for the first that counts up from it."""
-    told: list[Entry] = []
+    published: list[Entry] = []
     publish = FaultStore.publish
 
     def counted(store: FaultStore, record: Any) -> None:
         if isinstance(record, Entry):
-            told.append(record)
+            published.append(record)
         publish(store, record)
 
     monkeypatch.setattr(FaultStore, "publish", counted)
     assert run([training(20)] * SIZE) == [Outcome(20, None)] * SIZE
-    assert len(told) == 2 * SIZE
+    assert len(published) == 2 * SIZE
 
 
 def test_moves() -> None:

@@ -36,8 +36,8 @@ from megatron_pp.plan.verifier import verify
 from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_line, step_line, sync_line
 from megatron_pp.tracing.recorder import chosen_steps
 from megatron_pp.tracing.run import load_run
-from tests.forged import sealed
-from tests.mutation import DEEP, mutated_bytes, mutated_json, mutated_text
+from tests.harness.forged import sealed
+from tests.harness.mutation import DEEP, mutated_bytes, mutated_json, mutated_text
 
 _ASKED = int(os.environ.get("MEGATRON_PP_FUZZ", "0"))
 _CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -47,7 +47,7 @@ def difference(
     convert: bool = True,
     **fields: Any,
 ) -> float:
-    """From one process, with layers converted where the schedule splits backwards, unless told otherwise; 0.0 means
+    """From one process, with layers converted where the schedule splits backwards, unless `convert` is False; 0.0 means
     equal to the last bit. Asserts that the network has nothing to report.
     """
     result = run_in_threads(

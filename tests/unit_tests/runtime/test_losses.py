@@ -18,7 +18,7 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, reference_run, toy_config
-from tests.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
+from tests.harness.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
 
 # -- the loss ---------------------------------------------------------------------------------------------------------
 
@@ -118,18 +118,18 @@ def test_gradients_of_token_sums(per_token: bool) -> None:
         mb = next(order)
         return loss * tokens[mb], torch.tensor(tokens[mb]), mb
 
-    told: list[int] = []
+    counts: list[int] = []
     reports, blocks = in_pipeline(
         *(2, forward_with(report)),
         calculate_per_token_loss=per_token,
-        finalize_model_grads_func=lambda model, count: told.append(count),
+        finalize_model_grads_func=lambda model, count: counts.append(count),
     )
     assert reports == [[], [0, 1, 2, 3]]
     if per_token:
-        assert sorted(map(int, told)) == [0, 8]
+        assert sorted(map(int, counts)) == [0, 8]
         expected = reference(2, lambda losses: sum(loss * tokens[mb] for mb, loss in enumerate(losses)))
     else:
-        assert told == [None, None]
+        assert counts == [None, None]
         expected = reference(2, lambda losses: sum(loss * (tokens[mb] > 0) for mb, loss in enumerate(losses)) / 4)
     assert_same_gradients(blocks, expected)
 

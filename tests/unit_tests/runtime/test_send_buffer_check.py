@@ -207,7 +207,7 @@ def test_released_memory_is_poisoned_before_it_goes() -> None:
     assert network_run.complaints == []
     assert aliases
     assert all(before == before for _, before in aliases)
-    # The alias itself is the tensor that the watch holds, so the memory is free for all that the watch can tell.
+    # The alias itself is the tensor that the watch holds, so to the watch the memory looks free.
     assert all(there.isnan().all() for there, _ in aliases)
 
 
