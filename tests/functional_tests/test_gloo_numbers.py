@@ -154,13 +154,11 @@ def three_ranks() -> list[list[ToyResult]]:
     return results_of(3)
 
 
-@pytest.mark.xdist_group("gloo_numbers_four")
 @pytest.mark.parametrize("number", range(len(CASES[4])), ids=list(map(str, CASES[4])))
 def test_four_gloo_processes_give_the_numbers_of_one(four_ranks: list[list[ToyResult]], number: int) -> None:
     check_case(CASES[4][number], four_ranks[number])
 
 
-@pytest.mark.xdist_group("gloo_numbers_three")
 @pytest.mark.parametrize("number", range(len(CASES[3])), ids=list(map(str, CASES[3])))
 def test_three_gloo_processes_give_the_numbers_of_one(three_ranks: list[list[ToyResult]], number: int) -> None:
     check_case(CASES[3][number], three_ranks[number])

@@ -64,7 +64,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
     return {job.case: outcome for job, outcome in zip(jobs, run_jobs(jobs, deadline=400), strict=True)}
 
 
-@pytest.mark.xdist_group("megatron_parity")  # one start serves all cases, on one worker
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_losses_and_gradients_equal_one_process(case: Case, outcomes: dict[Case, Outcome]) -> None:
     assert_equal(outcomes[case])

@@ -17,9 +17,6 @@ from tests.harness.processes import run_processes
 WORLD = 4
 DEADLINE = 180.0  # seconds for all processes
 
-# One set of processes serves all tests here, so they belong on one xdist worker.
-pytestmark = pytest.mark.xdist_group("parallel_state")
-
 GRIDS = [
     {"pipeline_model_parallel_size": 4},
     {"pipeline_model_parallel_size": 2},

@@ -19,9 +19,6 @@ import torch
 from tests.functional_tests.test_train_schedules import TEXT
 from tests.harness.standin_libraries import write
 
-# One start serves all tests, on one worker.
-pytestmark = pytest.mark.xdist_group("train_libraries")
-
 # "auto" looks for fused libraries where the device is a GPU; here it is said to be one, and tensors stay on the CPU.
 PROGRAM = """
 import json, sys

@@ -26,9 +26,6 @@ SIZES = [*SMALL, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(S
 TEXT = Path(__file__).resolve().parents[2] / "megatron_pp" / "config" / "model_config.py"
 SIZES += ["--data", str(TEXT), "--validation-fraction", "0.2"]
 
-# One start serves all tests, on one worker.
-pytestmark = pytest.mark.xdist_group("train_schedules")
-
 FILES = {"own.json": "json", "pytorch.csv": "torch-csv"}
 
 
@@ -65,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = build_plan(PlanSpec("zb_v", RANKS, 2, MICROBATCHES, policy="overlap"))
     for name, form in FILES.items():
         save_plan(plan, folder / name, form)
-    run_processes(rank_main, RANKS, (folder, [*SCHEDULES, *FILES]), timeout=150.0)
+    run_processes(rank_main, RANKS, (folder, [*SCHEDULES, *FILES]), timeout=150.0, start_method="forkserver")
     return folder
 
 

@@ -148,10 +148,6 @@ def tensors_of(checkpoint: Path) -> dict[str, Any]:
     return kept
 
 
-# Tests that look at the same run go to the same worker, where there are several.
-shared_run = pytest.mark.xdist_group("train_script")
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight steps of train.sh's two ranks with two chunks each, with dropout and a checkpoint after the fourth.
@@ -168,7 +164,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@shared_run
 def test_a_run_leaves_metrics_a_plot_and_checkpoints(trained: Path) -> None:
     records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
@@ -186,7 +181,6 @@ def test_a_run_leaves_metrics_a_plot_and_checkpoints(trained: Path) -> None:
     ]
 
 
-@shared_run
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(trained: Path) -> None:
     """Losses, gradient norms, weights, optimizer and random states; dropout is on."""
     expected, kept = numbers(trained), tensors_of(trained / "checkpoints" / "step-00000008")
@@ -295,7 +289,6 @@ def wait_for_end(processes: Sequence[int]) -> None:
         left = [pid for pid in left if state_of(process_of(pid)) in (ALIVE, STOPPED)]
 
 
-@shared_run
 def test_a_run_of_which_a_rank_was_killed_starts_again_and_repeats_the_undisturbed_one(trained: Path) -> None:
     """Killed in step 6, where the last checkpoint is step 4's. Dropout is on."""
     folder = trained.parent
@@ -323,7 +316,6 @@ def test_an_error_of_one_rank_ends_all_ranks_outside_of_training_steps_too(
     assert "PipelinePeerError: pipeline rank 1 (global rank 1) raised OSError in " + where in output
 
 
-@shared_run
 def test_bad_input_is_reported_on_every_rank_and_ends_the_run(tmp_path: Path, trained: Path) -> None:
     code, output = run(train_sh(*SMALL, "--data", "nothing"), tmp_path)
     assert code == 2, output

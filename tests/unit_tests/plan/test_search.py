@@ -100,7 +100,7 @@ def test_groups_larger_than_the_pipeline_cost_neither_memory_nor_time(size: int,
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.booleans())
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.booleans())
 def test_what_one_microbatch_needs_is_enough(size: int, chunks: int, m: int, wave: bool) -> None:
     """Nothing can do with less, whatever the groups."""
     name, chunks = ("auto_v", 2) if wave else ("auto", chunks)
