@@ -13,7 +13,8 @@ import pytest
 
 from megatron_pp.plan.instruction import COMPUTE_OPS, FREE_OPS, WAIT_OPS
 from megatron_pp.tracing.run import TracedRun, load_run
-from tests.functional_tests.test_train_script import INTERLEAVED, SMALL, run_well, torchrun
+from tests.functional_tests.test_train_script import INTERLEAVED, SHORT
+from tests.harness.training_ranks import train
 
 RANKS = 2
 
@@ -22,8 +23,8 @@ RANKS = 2
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder and the output of four steps, of which the second and the last are traced; there is no fifth."""
     folder = tmp_path_factory.mktemp("traced")
-    flags = [*SMALL, *INTERLEAVED, "--train-steps", "4", "--eval-interval", "0", "--trace", "2,4-5", "--run-dir", "run"]
-    return folder / "run", run_well(torchrun(RANKS, *flags), folder)
+    flags = [*SHORT, *INTERLEAVED, "--train-steps", "4", "--eval-interval", "0", "--trace", "2,4-5", "--run-dir", "run"]
+    return folder / "run", train(RANKS, folder, flags)
 
 
 def test_the_run_says_where_to_open_the_timeline(traced: tuple[Path, str]) -> None:
