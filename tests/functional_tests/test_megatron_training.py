@@ -22,26 +22,26 @@ SMALL = Model(layers=4)
 SAFE = {"engine": "megatron", "policy": "plain", "deallocate": False}
 
 CASES = {
-    "gradient reduction overlapped": Case(SMALL, pp=2, dp=2, steps=5, optimizer="adam", overlap_grad_reduce=True),
+    "gradient reduction overlapped": Case(SMALL, pp=2, dp=2, steps=3, optimizer="adam", overlap_grad_reduce=True),
     "distributed optimizer, gather overlapped": Case(
         SMALL,
         pp=2,
         dp=2,
-        steps=5,
+        steps=3,
         optimizer="distributed",
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         bucket_size=2000,
     ),
     "chunks, distributed optimizer, gather overlapped": Case(
-        SMALL, pp=2, vp=2, dp=2, steps=5, optimizer="distributed", overlap_grad_reduce=True, overlap_param_gather=True
+        SMALL, pp=2, vp=2, dp=2, steps=3, optimizer="distributed", overlap_grad_reduce=True, overlap_param_gather=True
     ),
     "chunks, hooks aligned over stages": Case(
         SMALL,
         pp=2,
         vp=2,
         dp=2,
-        steps=5,
+        steps=3,
         policy="overlap",
         optimizer="distributed",
         overlap_grad_reduce=True,

@@ -62,7 +62,9 @@ def megatrons_names(case: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = {name: parameters_of(getattr(schedules, name)) for name in (*FUNCTIONS, *ENTRY_POINTS)}
     found |= {f"P2PCommunicator.{name}": parameters_of(getattr(p2p.P2PCommunicator, name)) for name in METHODS}
-    found["P2PCommunicator"] = [n for n, f in inspect.getmembers(p2p.P2PCommunicator, callable) if not n.startswith("_")]
+    found["P2PCommunicator"] = [
+        n for n, f in inspect.getmembers(p2p.P2PCommunicator, callable) if not n.startswith("_")
+    ]
     found["is_single_shape"] = parameters_of(p2p.is_single_shape)
     found["tables"] = [schedules.get_schedule_table(*arguments) for arguments in TABLES]
     found["numbers"] = [schedules.get_pp_rank_microbatches(*n, p2p_communicator=communicator(*c)) for c, n in numbers()]

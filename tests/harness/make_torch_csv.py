@@ -1,5 +1,5 @@
-"""Write PyTorch's own pipeline schedules as CSV: ``make_torch_csv.py FOLDER P M [FOLDER P M ...]``. One file each with the
-compute order, ``NAME.csv``, and where its runtime has communication, ``NAME-comms.csv``.
+"""Write PyTorch's own pipeline schedules as CSV: ``make_torch_csv.py FOLDER P M [FOLDER P M ...]``. One file each with
+the compute order, ``NAME.csv``, and where its runtime has communication, ``NAME-comms.csv``.
 
 A program of its own, because PyTorch's stages want a process group: here its fake one, which never communicates.
 """

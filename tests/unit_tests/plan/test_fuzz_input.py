@@ -290,6 +290,7 @@ def test_a_forged_description(data: st.DataObject, checkpoint: Path, tmp_path: P
 SAVED = {"train_steps": 4, "data": ["a"], "seed": 1, "tensorboard": True, "num_layers": 4, "hidden_size": 8}
 
 
+@pytest.mark.slow
 @examples(60)
 @given(st.one_of(mutated_json(SAVED), mutated_text(json.dumps(SAVED))))
 def test_the_arguments_of_a_run_to_resume(tmp_path: Path, text: str) -> None:

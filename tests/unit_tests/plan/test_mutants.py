@@ -84,6 +84,7 @@ class Judge:
         return f"gradients off by {off}" if off else "; ".join(complaints)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_harmful_plan_mutant_is_refused(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
     count: Counter[tuple[str, str]] = Counter()

@@ -61,6 +61,7 @@ def test_accepts_any_release_distance_and_lookahead(release_after: int, lookahea
         verify(lowered_plan(PlanSpec(schedule, p, v, m, release_after=release_after, lookahead=lookahead)))
 
 
+@pytest.mark.slow
 def test_accepts_the_large_plan() -> None:
     verdict = verify(lowered_plan(PlanSpec("interleaved_1f1b", 16, 8, 128)))
     in_flight = [peaks.each.in_flight for peaks in verdict.ranks]

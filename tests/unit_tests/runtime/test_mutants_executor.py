@@ -83,6 +83,7 @@ def test_mutant_is_caught_with_both_walls_there(mutant: type[PlanExecutor], name
     assert harm(SPECS[name], PoisoningNetwork, mutant) != ""
 
 
+@pytest.mark.slow
 def test_mutants_are_caught_without_ownership(capsys: pytest.CaptureFixture[str]) -> None:
     count: Counter[str] = Counter()
     for mutant in EARLY_RELEASES + WRONG_READS:

@@ -124,6 +124,7 @@ def test_the_write_is_caught_by_nothing_else_before_it_has_done_harm() -> None:
     assert result.difference(run(SPECS["1f1b"], PlanExecutor).result) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", FLAGS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_sound_engine_is_left_alone(schedule: str, policy: str) -> None:

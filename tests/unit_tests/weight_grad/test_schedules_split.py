@@ -49,7 +49,7 @@ def chunks_of(name: str, wanted: int = 2) -> int:
 @pytest.mark.parametrize("name", NAMED)
 def test_losses_and_gradients_equal_one_process(name: str, size: int) -> None:
     chunks = chunks_of(name)
-    for microbatches in sorted({1, size - 1, 2 * size, 2 * size + 3}):
+    for microbatches in sorted({1, size - 1, 2 * size, 2 * size + 3}) if size < 8 else (size - 1, 2 * size + 3):
         data = ToyData(microbatches)
         result = run_in_threads(size, chunks, data, prepare=split_weight_grad, pipeline_schedule=name, **OVERLAP)
         assert result.difference(reference_run(size * chunks, data)) == 0.0, f"M={microbatches}"
