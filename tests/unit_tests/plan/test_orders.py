@@ -49,6 +49,7 @@ def microbatches_in_turn(order: Order, op: str, chunk: int) -> list[int]:
     return [i.mb for i in order if RESULT_OF.get(i.op, i.op) == op and i.chunk == chunk]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", NAMED, ids=by_name)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_lowering_of_every_shape_is_accepted(family: Family, size: int) -> None:

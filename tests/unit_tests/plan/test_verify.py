@@ -39,7 +39,7 @@ def grid(pipeline_size: int, num_chunks: int) -> set[PlanSpec]:
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
-@pytest.mark.parametrize("pipeline_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("pipeline_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_accepts_the_whole_grid(pipeline_size: int, num_chunks: int) -> None:
     for spec in grid(pipeline_size, num_chunks):
         verify(lowered_plan(spec))

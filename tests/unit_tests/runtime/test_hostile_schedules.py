@@ -67,6 +67,7 @@ def difference(
     return result.difference(reference_run(pipeline_size * num_chunks, data, forward_only))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HOSTILE_NETWORKS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -127,7 +128,6 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 @settings(max_examples=1000 if EXHAUSTIVE else 60)
 @given(runs())
 def test_whatever_is_drawn(run: dict[str, Any]) -> None:

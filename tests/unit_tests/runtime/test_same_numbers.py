@@ -82,7 +82,7 @@ def over_all_counts(pipeline_size: int, num_chunks: int, variable: bool = False,
 
 @pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
-@pytest.mark.parametrize("pipeline_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("pipeline_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_default_schedules_equal_one_process(pipeline_size: int, num_chunks: int, variable: bool) -> None:
     assert over_all_counts(pipeline_size, num_chunks, variable) == []
 
