@@ -37,7 +37,7 @@ def specs_of(schedule: str) -> list[PlanSpec]:
     return [
         PlanSpec(
             schedule,
-            pipeline_size=2 if EXHAUSTIVE else 2 + (turn + i) % 2,
+            pipeline_size=2 if EXHAUSTIVE or (turn + i) % 3 else 3,
             num_chunks=SCHEDULES[schedule].chunks or 2,
             num_microbatches=MICROBATCHES,
             policy=policy,
