@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional_tests.test_train_schedules import TEXT
+from tests.functional_tests.test_train_script import TEXT
 from tests.harness.standin_libraries import write
 
 # "auto" looks for fused libraries where the device is a GPU; here it is said to be one, and tensors stay on the CPU.
