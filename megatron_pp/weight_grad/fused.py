@@ -11,9 +11,8 @@ from megatron_pp.errors import FusedWeightGradError
 
 
 def fused_kernels() -> Any | None:
-    """apex's extension module ``fused_weight_gradient_mlp_cuda``, or None where it or a CUDA device is missing.
-
-    It is built from apex's source with its CUDA extensions; the package named apex on PyPI is something else.
+    """apex's extension module ``fused_weight_gradient_mlp_cuda``, or None where it or a CUDA device is missing. The
+    package named apex on PyPI is something else.
     """
     if not torch.cuda.is_available():
         return None

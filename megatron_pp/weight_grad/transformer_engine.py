@@ -6,7 +6,8 @@ microbatches, so that the store only counts entries.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,46 +21,44 @@ def delays_weight_grad(layer: nn.Module) -> bool:
     return bool(asked()) if callable(asked) else bool(getattr(store, "enabled", False))
 
 
-class DelayedLayer:
-    """One such layer, as the store drives it."""
+def fires_hooks(layer: Any) -> bool:
+    """Whether ``backward_dw()`` calls the accumulation hooks, as under Megatron's DistributedDataParallel."""
+    return bool(getattr(layer, "wgrad_accumulation_and_reduce_hooks", None))
 
-    def __init__(self, layer: Any, chunk: int) -> None:
-        self.layer = layer
-        self.chunk = chunk
+
+def queued(layer: Any) -> int:
+    return int(layer.wgrad_store.context.qsize())
+
+
+class DelayedRun(NamedTuple):
+    """``entries`` of such a layer's queue, in the place of a ``Deferred``; a call of two matrices has two."""
+
+    layer: Any
+    entries: int
+    kept: tuple[Tensor, ...] = ()  # the layer has them
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         return tuple(p for p in self.layer._parameters.values() if p is not None and p.requires_grad)
 
-    def waiting(self) -> int:
-        return int(self.layer.wgrad_store.context.qsize())
+    def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(parameter, gradient) for each; None where the layer added it to ``main_grad``.
 
-    def run(self, entries: int) -> bool:
-        """Run ``entries`` of the layer's queue; a layer of two matrices takes two at a time. Returns whether the layer
-        fires hooks itself.
-
-        Without fused accumulation the layer assigns ``.grad`` instead of adding to it, so the old value is kept aside.
+        Without fused accumulation ``backward_dw()`` assigns ``.grad`` instead of adding to it.
         """
-        left = self.waiting() - entries
+        left = queued(self.layer) - self.entries
         unfused = [p for p in self.parameters if getattr(p, "main_grad", None) is None]
-        before: dict[Tensor, Tensor] = {p: p.grad for p in unfused if p.grad is not None}
+        before, sums = [p.grad for p in unfused], dict[Tensor, Tensor]()
         for parameter in unfused:
             parameter.grad = None
-        while self.waiting() > left:
-            self._run_one(before)
-        for parameter, grad in before.items():
-            if parameter.grad is None:
-                parameter.grad = grad
-        return bool(getattr(self.layer, "wgrad_accumulation_and_reduce_hooks", None))
-
-    def _run_one(self, before: dict[Tensor, Tensor]) -> None:
-        waiting = self.waiting()
-        self.layer.backward_dw()
-        if self.waiting() >= waiting:
-            raise RuntimeError(f"{type(self.layer).__name__}.backward_dw() left its queue as it was")
-        for parameter in self.parameters:
-            if getattr(parameter, "main_grad", None) is not None or parameter.grad is None:
-                continue
-            grad, parameter.grad = parameter.grad, None
-            so_far = before.get(parameter)
-            before[parameter] = grad if so_far is None else so_far.add_(grad)
+        while (waiting := queued(self.layer)) > left:
+            self.layer.backward_dw()
+            if queued(self.layer) >= waiting:
+                raise RuntimeError(f"{type(self.layer).__name__}.backward_dw() left its queue as it was")
+            for parameter in unfused:
+                grad, parameter.grad = parameter.grad, None
+                if grad is not None:
+                    sums[parameter] = sums[parameter].add_(grad) if parameter in sums else grad
+        for parameter, grad in zip(unfused, before, strict=True):
+            parameter.grad = grad
+        return ((parameter, sums.get(parameter)) for parameter in self.parameters)
