@@ -1,5 +1,5 @@
-"""The small core of point-to-point communication that the engine uses: post a send, post a receive, post a batch;
-each returns a WaitHandle.
+"""The core of point-to-point communication that the engine uses: post a send, a receive or a batch; each returns a
+WaitHandle.
 
 A send goes out on a detached alias of the tensor, and the handle keeps the alias: where the tensor is dropped, or
 ``deallocate_output_tensor`` swaps its storage, the alias still holds the bytes until the send is done. PyTorch's own
@@ -20,8 +20,6 @@ from megatron_pp.comm.wire_check import STAMP_LENGTH, WireCheck
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, P2PShapeError, P2PTypeError
 from megatron_pp.plan.bounded_cache import BoundedCache
-from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.schedule_file import placement_kind
 
 Shape = Sequence[int]
 MAX_DIMENSIONS = 8
@@ -48,9 +46,10 @@ class Receive(NamedTuple):
 
 
 class P2PCore:
-    """Posts sends and receives to peers of one pipeline group and keeps every handle that is not finished.
+    """Posts sends and receives to peers of one pipeline group and keeps every unfinished handle in ``pending``.
 
     ``config`` is any object with Megatron's field names, or a step's settings; read once, into ``settings``.
+    ``under_guard``: the fault guard keeps time, and a slow peer that is alive is no error.
     """
 
     def __init__(self, transport: Transport, config: Any) -> None:
@@ -65,18 +64,16 @@ class P2PCore:
         # In debug mode a description travels ahead of each tensor, as a shape does where shapes vary.
         self.wire = WireCheck(self.rank) if settings.p2p_debug else None
         self.variable_shapes = self.shapes_vary or self.wire is not None
-        # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
         self.patience = timedelta(seconds=settings.p2p_timeout)
+        # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
         self.timeout = None if transport.pollable else self.patience
         self.synchronize_batches = settings.batch_p2p_sync and self.device.type == "cuda"
         self.pending: set[WaitHandle] = set()
-        self.under_guard = False  # then the fault guard keeps time: a slow peer that is alive is no error
+        self.under_guard = False
         self._closed = False
         # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.
         self._templates: BoundedCache[tuple[int, ...], torch.Tensor] = BoundedCache(_TEMPLATES)
         self._single_shape: Any = ()  # the last shape that was seen to be one, not a list of them
-
-    # -- posting ---------------------------------------------------------------------------------------------
 
     def post_send(self, value: Tensors, peer: int, channel: str) -> WaitHandle:
         """Post the send of ``value`` (a tensor of dtype ``pipeline_dtype`` on the transport's device, or a list of
@@ -94,21 +91,17 @@ class P2PCore:
             if not alias.is_contiguous():
                 alias = alias.contiguous()
             return WaitHandle(self, (self.transport.isend(alias, peer, channel),), alias, None, _SEND, peer, channel)
-        works, held = [], []
+        held: list[torch.Tensor] = []
         for alias in self._aliases(value):
-            if self.variable_shapes:
-                header = self._header_of(alias)
-                held.append(header)
-                works.append(self.transport.isend(header, peer, channel))
-            held.append(alias)
-            works.append(self.transport.isend(alias, peer, channel))
-        return WaitHandle(self, tuple(works), held, None, _SEND, peer, channel)
+            held += [self._header_of(alias), alias] if self.variable_shapes else [alias]
+        works = tuple(self.transport.isend(tensor, peer, channel) for tensor in held)
+        return WaitHandle(self, works, held, None, _SEND, peer, channel)
 
     def post_recv(self, shapes: Any, peer: int, channel: str, requires_grad: bool = True) -> WaitHandle:
         """Allocate a buffer of ``shapes`` (one shape, or a list: then ``handle.tensor`` is a list) and post its
         receive; never blocks.
 
-        With variable shapes only the number of shapes is looked at; the buffers are allocated in ``wait``.
+        With variable shapes only the number of shapes counts; the buffers are allocated in ``wait``.
         """
         if self._closed or self.transport.aborted:
             self._check_open()
@@ -119,58 +112,47 @@ class P2PCore:
             self._single_shape = shapes
         if shapes is self._single_shape:
             tensor = self.allocate(shapes, requires_grad)
-            return WaitHandle(
-                self, (self.transport.irecv(tensor, peer, channel),), tensor, tensor, _RECEIVE, peer, channel
-            )
+            work = self.transport.irecv(tensor, peer, channel)
+            return WaitHandle(self, (work,), tensor, tensor, _RECEIVE, peer, channel)
         tensors = [self.allocate(shape, requires_grad) for shape in shapes]
         works = tuple(self.transport.irecv(t, peer, channel) for t in tensors)
         return WaitHandle(self, works, tensors, tensors, _RECEIVE, peer, channel)
 
     def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
-        """Post all requests as one grouped call. Where shapes travel, their exchange is a grouped call of its own
-        before it, and waited.
+        """Post all requests as one grouped call. Where shapes travel, they are exchanged before it, in a grouped call
+        that is waited for.
         """
-        shapes = self._exchange_headers(requests) if self.variable_shapes else None
+        shapes = self._exchange_headers(requests) if self.variable_shapes else {}
         posts: list[P2PRequest] = []
         parts: list[tuple[int, int, object, Tensors | None]] = []
         for k, request in enumerate(requests):
             start = len(posts)
+            tensor: Tensors | None = None
             if isinstance(request, Send):
-                aliases = self._aliases(request.value)
-                posts += [P2PRequest(True, alias, request.peer, request.channel) for alias in aliases]
-                parts.append((start, len(posts), aliases, None))
-                continue
-            wanted = request.shapes if shapes is None else shapes[k]
-            single = is_single_shape(wanted)
-            tensors = [self.allocate(s, request.requires_grad) for s in ([wanted] if single else wanted)]
-            posts += [P2PRequest(False, t, request.peer, request.channel) for t in tensors]
-            held = tensors[0] if single else tensors
-            parts.append((start, len(posts), tensors, held))
+                moved: Sequence[torch.Tensor] = self._aliases(request.value)
+            else:
+                wanted = shapes[k] if shapes else request.shapes
+                single = is_single_shape(wanted)
+                moved = [self.allocate(s, request.requires_grad) for s in ([wanted] if single else wanted)]
+                tensor = moved[0] if single else moved
+            posts += [P2PRequest(tensor is None, t, request.peer, request.channel) for t in moved]
+            parts.append((start, len(posts), moved, tensor))
         works = self.transport.batch(posts)
         handles = [
-            WaitHandle(self, _works_of(works, a, b), kept, tensor, _BATCHED, request.peer, request.channel)
-            for (a, b, kept, tensor), request in zip(parts, requests, strict=True)
+            # A grouped call may have given a single work for all.
+            WaitHandle(self, tuple(works[a:b] if len(works) > 1 else works), held, tensor, _BATCHED, *request[1:3])
+            for (a, b, held, tensor), request in zip(parts, requests, strict=True)
         ]
         if self.synchronize_batches:
             torch.cuda.synchronize(self.device)
         return handles
 
-    # -- life ------------------------------------------------------------------------------------------------
-
     def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
-        """Make ready the channels for activations along ``edges`` (source, target) and gradients back. Collective.
-
-        ``received_bytes``, ``sent_bytes``: sizes of the activations that this rank receives and sends, 0 where not
-        known.
-        """
+        """``Transport.prepare``, waiting for as long as ``config.p2p_timeout``."""
         self.transport.prepare(edges, received_bytes, sent_bytes, self.patience)
 
-    def prepare_for_config(self) -> None:
-        """Make ready the channels that the config's own placement needs."""
-        self.prepare(default_edges(self.settings, self.size))
-
     def wait_all(self) -> None:
-        """Wait on every handle that is not finished, dropped ones included."""
+        """Wait on every unfinished handle, dropped ones included."""
         for handle in list(self.pending):
             handle.wait()
 
@@ -183,12 +165,6 @@ class P2PCore:
     def closed(self) -> bool:
         """Whether this communicator, or another one on the same transport, was aborted."""
         return self._closed or self.transport.aborted
-
-    def group_is_gone(self) -> bool:
-        """Whether the process group under this communicator was destroyed."""
-        return self.transport.is_gone()
-
-    # -- inside ----------------------------------------------------------------------------------------------
 
     def allocate(self, shape: Shape, requires_grad: bool) -> torch.Tensor:
         """A receive buffer of ``shape`` and ``pipeline_dtype``."""
@@ -256,7 +232,7 @@ class P2PCore:
         return torch.empty(length, dtype=torch.int64, device=self.device)
 
     def _header_of(self, tensor: torch.Tensor, member: int = 0) -> torch.Tensor:
-        """Number of dimensions and the dimensions, as int64; in debug mode also what it is."""
+        """Number of dimensions and the dimensions, as int64; in debug mode also the stamp of the wire check."""
         padded = [tensor.dim(), *tensor.shape] + [0] * (MAX_DIMENSIONS - tensor.dim())
         if self.wire is not None:
             padded += self.wire.stamp(tensor.dtype, member)
@@ -281,9 +257,7 @@ class P2PCore:
         return sizes[:dims]
 
     def _exchange_headers(self, requests: Sequence[Send | Receive]) -> dict[int, Any]:
-        """Send and receive the shapes of a batch; returns request index -> received shape (a list of one where a list
-        was asked for).
-        """
+        """Send and receive the shapes of a batch; returns request index -> received shape (a list for a list)."""
         posts: list[P2PRequest] = []
         headers: dict[int, list[torch.Tensor]] = {}
         for k, request in enumerate(requests):
@@ -296,14 +270,14 @@ class P2PCore:
         WaitHandle(self, tuple(self.transport.batch(posts)), posts, None, "exchange of shapes").wait()
         shapes: dict[int, Any] = {}
         for k, received in headers.items():
-            request = requests[k]
-            assert isinstance(request, Receive)
-            what = f"batched receive from rank {request.peer}"
+            asked, peer, *_ = requests[k]
+            single = _is_one(asked)
+            expected = [asked] if single else asked
             decoded = [
-                self.decode_header(header, request.peer, what, nth_shape(request.shapes, n), k)
-                for n, header in enumerate(received)
+                self.decode_header(header, peer, f"batched receive from rank {peer}", shape, k)
+                for header, shape in zip(received, expected, strict=True)
             ]
-            shapes[k] = decoded[0] if _is_one(request.shapes) else decoded
+            shapes[k] = decoded[0] if single else decoded
         return shapes
 
 
@@ -312,27 +286,11 @@ def _is_one(shapes: Any) -> bool:
     return shapes is None or is_single_shape(shapes)
 
 
-def nth_shape(shapes: Any, n: int) -> Any:
-    """The shape of the ``n``-th tensor of a message; None where shapes are not known."""
-    return shapes if _is_one(shapes) else shapes[n]
-
-
 def is_single_shape(shapes: Any) -> bool:
     """Whether ``shapes`` is one shape (a sequence of whole numbers) rather than a list of shapes."""
     if not isinstance(shapes, (tuple, list)):  # torch.Size is a tuple
         return False
-    for size in shapes:  # noqa: SIM110 (asked for every receive, and a generator costs more than the answer)
+    for size in shapes:  # noqa: SIM110 (called for every receive, and a generator costs more than the answer)
         if not isinstance(size, int):
             return False
     return True
-
-
-def default_edges(settings: StepSettings, size: int) -> tuple[tuple[int, int], ...]:
-    """The rank pairs between which the schedule sends activations; where none is named, stages are placed in a loop."""
-    chunks = settings.virtual_pipeline_model_parallel_size or 1
-    return Placement(placement_kind(settings.pipeline_schedule), size, chunks).rank_edges
-
-
-def _works_of(works: Sequence[Work], start: int, stop: int) -> tuple[Work, ...]:
-    """The works of requests start..stop; a grouped call may have given a single work for all."""
-    return tuple(works[start:stop]) if len(works) > 1 else tuple(works)

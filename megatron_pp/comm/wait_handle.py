@@ -25,8 +25,6 @@ class Core(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    def group_is_gone(self) -> bool: ...
-
     def post_header(self, peer: int, channel: str) -> tuple[torch.Tensor, Work]: ...
 
     def decode_header(self, header: torch.Tensor, peer: int, what: str, expected: Any = None) -> list[int]: ...
@@ -37,10 +35,8 @@ class Core(Protocol):
 class WaitHandle:
     """One posted message (a tensor or a list of tensors).
 
-    ``wait()`` returns when the transfer is done (on CUDA: makes the current stream wait for it, not the host);
-    waiting again is a no-op. Until then the handle, and the communicator that keeps it, hold the tensors, so that
-    dropping the handle or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a
-    send.
+    Until ``wait()`` has returned, the handle, and the communicator that keeps it, hold the tensors: dropping the handle
+    or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a send.
     """
 
     __slots__ = ("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "tensor")
@@ -71,7 +67,10 @@ class WaitHandle:
         return self._kind if self._peer < 0 else f"{self._kind} on channel {self._channel}, with rank {self._peer}"
 
     def wait(self) -> None:
-        """Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where the
+        """Return when the transfer is done (on CUDA: make the current stream wait for it, not the host); waiting again
+        is a no-op.
+
+        Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where the
         communicator or its process group is gone, P2PTransferError where the transfer failed."""
         works = self._works
         if works is None:
@@ -97,7 +96,7 @@ class WaitHandle:
         core.pending.discard(self)
 
     def is_completed(self) -> bool:
-        """Whether the transfer is known to be done. On gloo a small one is only known to be once it was waited."""
+        """Whether the transfer is known to be done; on gloo, a small one only once it was waited for."""
         return self._works is None or all(work.is_completed() for work in self._works)
 
 
@@ -159,7 +158,7 @@ def _named(error: Exception, what: str, core: Core) -> P2PError:
         return error
     text = str(error)
     where = f"pipeline rank {core.rank}, {what}"
-    if core.closed or core.group_is_gone():
+    if core.closed or core.transport.is_gone():
         return CommunicatorClosedError(
             f"{where}: the communicator or its process group was closed before the transfer was waited for"
         )

@@ -32,8 +32,8 @@ def check_keywords(function: str, arguments: Mapping[str, Any], known: Collectio
 
 @dataclass
 class StepInputs:
-    """The arguments of ``get_forward_backward_func``. ``model`` and ``data_iterator`` are one, or with chunks a list;
-    ``chunks`` and ``data_iterators`` are lists in either case. ``config`` is the one found on the model.
+    """The arguments of ``get_forward_backward_func``, with lists ``chunks`` and ``data_iterators`` of ``model`` and
+    ``data_iterator``, and the ``config`` found on the model.
 
     ``chunked``: the schedule takes lists of model chunks and data iterators. Raises ScheduleInputError for a missing
     list, chunks and iterators that differ in number, a microbatch count below 1, or training where gradients are

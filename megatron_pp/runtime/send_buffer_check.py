@@ -1,17 +1,17 @@
 """Debug mode (``config.p2p_debug``, env MEGATRON_PP_P2P_DEBUG): watches the memory of pending sends.
 
-A send's bytes are summed when it is posted and again when it is done; after every instruction in between it is looked
-up whether the schedule has freed, swapped or written to them. Memory that a FREE gives back is filled with NaN, so
-that whoever still reads it reads that. What is wrong raises SendBufferError with the rank, chunk, microbatch and both
-instructions.
+A send's bytes are summed when it is posted and again when it is done; after every instruction in between it is checked
+whether the schedule has freed, swapped or written to them. Memory that a FREE gives back is filled with NaN, which any
+late reader then reads. A fault raises SendBufferError with the rank, chunk, microbatch and both instructions.
 
-It is an engine of its own, chosen when a step is set up: the engine used otherwise has no trace of it. On CUDA nothing
-here waits for the device before the end of the step: a debug mode that synchronises would hide what it looks for.
+This is a subclass of the engine, chosen when a step is set up, so the engine itself has no debug code. On CUDA nothing
+here waits for the device before the end of the step: a debug mode that synchronises would hide the faults.
 """
 
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +22,13 @@ from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.errors import SendBufferError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
-from megatron_pp.runtime.compute import Activation
-from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.executor import Handler, Key, PlanExecutor
 
 _WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
-    """The engine that goes with the communicator: with a watch on memory where that one checks what it receives
-    (``config.p2p_debug`` when it was made), so that both look or none."""
+    """The engine for a communicator: with a watch on memory where ``config.p2p_debug`` was set when it was made."""
     return PlanExecutor if communicator.wire is None else WatchedExecutor
 
 
@@ -46,7 +44,11 @@ class WatchedExecutor(PlanExecutor):
         self.watch.check_sums()
 
     def _handlers(self) -> dict[str, Handler]:
-        return {op: _Watched(handler, self) for op, handler in super()._handlers().items()}
+        return {op: partial(self._watched, handler) for op, handler in super()._handlers().items()}
+
+    def _watched(self, handler: Handler, at: Instruction) -> None:
+        handler(at)
+        self.watch.look(at)
 
     def _backward(self, at: Instruction) -> None:
         self.watch.consumed(at)
@@ -71,23 +73,13 @@ class WatchedExecutor(PlanExecutor):
 
     def _noted(self, at: Instruction) -> list[_PendingSend]:
         """What ``at`` is about to send."""
-        return self.watch.note((self.outputs if at.op == ins.SEND_F else self.input_grads)[at[1:3]], at)
+        value = (self.outputs if at.op == ins.SEND_F else self.input_grads)[at[1:3]]
+        return [_PendingSend(tensor, at) for tensor in (value if isinstance(value, (list, tuple)) else [value])]
 
     def _watch_posted(self, at: Instruction, sends: list[_PendingSend]) -> None:
-        handles = self.sends[at.op]
-        handles[at[1:3]] = self.watch.posted(handles[at[1:3]], sends)
-
-
-class _Watched:
-    """A handler, and a look at all pending sends after it."""
-
-    def __init__(self, handler: Handler, executor: WatchedExecutor) -> None:
-        self.handler = handler
-        self.executor = executor
-
-    def __call__(self, at: Instruction) -> None:
-        self.handler(at)
-        self.executor.watch.look(at)
+        handles: dict[Key, Any] = self.sends[at.op]
+        handles[at[1:3]] = _WatchedHandle(handles[at[1:3]], sends, self.watch)
+        self.watch.pending += sends
 
 
 class SendWatch:
@@ -99,34 +91,19 @@ class SendWatch:
         self.returned: list[torch.Tensor] = []  # done with, about to be given back by the current instruction
         self.sums: list[tuple[_PendingSend, Instruction, torch.Tensor]] = []  # whether first and second sum agree
 
-    def note(self, value: Activation, at: Instruction) -> list[_PendingSend]:
-        """What ``at`` is about to post: a tensor or a list of them."""
-        tensors = value if isinstance(value, (list, tuple)) else [value]
-        return [_PendingSend(tensor, at) for tensor in tensors]
-
-    def posted(self, handle: WaitHandle, sends: list[_PendingSend]) -> Any:
-        """``sends`` are on their way from now on. Returns the handle to use for them."""
-        self.pending += sends
-        return _WatchedHandle(handle, sends, self)
-
     def look(self, now: Instruction) -> None:
-        """After instruction ``now``: is the memory of all pending sends as it was? Poison what was given back."""
-        for send in self.pending:
-            broken = send.broken()
-            if broken:
-                raise self._error(send, now, broken)
+        """After instruction ``now``: check the memory of all pending sends, and poison what was given back."""
+        self._check(self.pending, now)
         for tensor in self.returned:
             _poison_if_free(tensor)
         self.returned.clear()
 
     def about_to_finish(self, sends: list[_PendingSend]) -> None:
-        """A FREE begins to wait for these sends: their memory must still be there, unless a backward has used it up."""
+        """A FREE begins to wait for these sends: their memory must be intact, unless a backward has used it up."""
         self._check(sends, self.executor.instruction)
 
     def consumed(self, at: Instruction) -> None:
-        """The backward ``at`` begins and uses its output up: the gradient that came back shows that its send is
-        done.
-        """
+        """The backward ``at`` uses its output up; the gradient that it has received shows that the send is done."""
         done = [s for s in self.pending if s.at.op == ins.SEND_F and s.at[1:3] == at[1:3]]
         self._check(done, at)
         self._compare(done, at)
@@ -191,7 +168,7 @@ class _PendingSend:
         self._version = tensor._version
 
     def broken(self) -> str:
-        """What was done to the memory, as a participle; empty where nothing was."""
+        """What was done to the memory, as a participle; empty if nothing was."""
         tensor = self._tensor()
         if tensor is None or self._storage.expired():
             return "freed"
@@ -202,11 +179,9 @@ class _PendingSend:
     def bytes(self) -> torch.Tensor | None:
         """An alias of what was sent; None where the memory is gone."""
         storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        return (
-            None
-            if storage is None
-            else torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._place)
-        )
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._place)
 
 
 class _WatchedHandle:
