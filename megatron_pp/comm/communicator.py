@@ -70,7 +70,6 @@ class P2PCore:
         self.synchronize_batches = settings.batch_p2p_sync and self.device.type == "cuda"
         self.pending: set[WaitHandle] = set()
         self.under_guard = False
-        self._closed = False
         # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.
         self._templates: BoundedCache[tuple[int, ...], torch.Tensor] = BoundedCache(_TEMPLATES)
         self._single_shape: Any = ()  # the last shape that was seen to be one, not a list of them
@@ -83,7 +82,7 @@ class P2PCore:
         or type, CommunicatorClosedError; nothing is posted then.
         """
         if isinstance(value, torch.Tensor) and not self.variable_shapes:  # the usual case, on the hot path
-            if self._closed or self.transport.aborted:
+            if self.transport.aborted:
                 self._check_open()
             if value.dtype is not self.dtype or value.device != self.device:
                 self._check_sendable(value)
@@ -103,7 +102,7 @@ class P2PCore:
 
         With variable shapes only the number of shapes counts; the buffers are allocated in ``wait``.
         """
-        if self._closed or self.transport.aborted:
+        if self.transport.aborted:
             self._check_open()
         if self.variable_shapes:
             count = None if _is_one(shapes) else len(shapes)
@@ -156,15 +155,10 @@ class P2PCore:
         for handle in list(self.pending):
             handle.wait()
 
-    def abort(self) -> None:
-        """Make every blocked and later operation fail. For failures only: the process group is unusable afterwards."""
-        self._closed = True
-        self.transport.abort()
-
     @property
     def closed(self) -> bool:
-        """Whether this communicator, or another one on the same transport, was aborted."""
-        return self._closed or self.transport.aborted
+        """Whether the transport was aborted after a failure, which closes all communicators on it."""
+        return self.transport.aborted
 
     def allocate(self, shape: Shape, requires_grad: bool) -> torch.Tensor:
         """A receive buffer of ``shape`` and ``pipeline_dtype``."""

@@ -33,25 +33,36 @@ def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
 
 
 class WatchedExecutor(PlanExecutor):
-    """The engine, with a watch on the memory of its pending sends. Raises SendBufferError."""
+    """The engine, with a watch on the memory of its pending sends; it holds no tensor that it watches, which would hide
+    an early release. Raises SendBufferError.
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.watch = SendWatch(self)
+        self.pending: list[_PendingSend] = []
+        self.returned: list[torch.Tensor] = []  # done with, about to be given back by the current instruction
+        self.sums: list[tuple[_PendingSend, Instruction, torch.Tensor]] = []  # whether first and second sum agree
 
     def run(self) -> None:
         super().run()
-        self.watch.check_sums()
+        self._check_sums()
 
     def _handlers(self) -> dict[str, Handler]:
         return {op: partial(self._watched, handler) for op, handler in super()._handlers().items()}
 
     def _watched(self, handler: Handler, at: Instruction) -> None:
+        """Check the memory of all pending sends after each instruction, and poison what it has given back."""
         handler(at)
-        self.watch.look(at)
+        self._check(self.pending, at)
+        for tensor in self.returned:
+            _poison_if_free(tensor)
+        self.returned.clear()
 
     def _backward(self, at: Instruction) -> None:
-        self.watch.consumed(at)
+        # The output is used up; the gradient that has come back shows that its send is done.
+        done = [s for s in self.pending if s.at.op == ins.SEND_F and s.at[1:3] == at[1:3]]
+        self._check(done, at)
+        self._compare(done, at)
         super()._backward(at)
 
     def _send_f(self, at: Instruction) -> None:
@@ -78,44 +89,20 @@ class WatchedExecutor(PlanExecutor):
 
     def _watch_posted(self, at: Instruction, sends: list[_PendingSend]) -> None:
         handles: dict[Key, Any] = self.sends[at.op]
-        handles[at[1:3]] = _WatchedHandle(handles[at[1:3]], sends, self.watch)
-        self.watch.pending += sends
-
-
-class SendWatch:
-    """The pending sends of one rank's step. Holds no tensor that it watches: that would hide an early release."""
-
-    def __init__(self, executor: PlanExecutor) -> None:
-        self.executor = executor
-        self.pending: list[_PendingSend] = []
-        self.returned: list[torch.Tensor] = []  # done with, about to be given back by the current instruction
-        self.sums: list[tuple[_PendingSend, Instruction, torch.Tensor]] = []  # whether first and second sum agree
-
-    def look(self, now: Instruction) -> None:
-        """After instruction ``now``: check the memory of all pending sends, and poison what was given back."""
-        self._check(self.pending, now)
-        for tensor in self.returned:
-            _poison_if_free(tensor)
-        self.returned.clear()
+        handles[at[1:3]] = _WatchedHandle(handles[at[1:3]], sends, self)
+        self.pending += sends
 
     def about_to_finish(self, sends: list[_PendingSend]) -> None:
         """A FREE begins to wait for these sends: their memory must be intact, unless a backward has used it up."""
-        self._check(sends, self.executor.instruction)
-
-    def consumed(self, at: Instruction) -> None:
-        """The backward ``at`` uses its output up; the gradient that it has received shows that the send is done."""
-        done = [s for s in self.pending if s.at.op == ins.SEND_F and s.at[1:3] == at[1:3]]
-        self._check(done, at)
-        self._compare(done, at)
+        self._check([send for send in sends if send in self.pending], self.instruction)
 
     def finished(self, sends: list[_PendingSend]) -> None:
         """These sends are done; their memory has not been given back yet."""
-        self.returned += self._compare([send for send in sends if send in self.pending], self.executor.instruction)
+        self.returned += self._compare([send for send in sends if send in self.pending], self.instruction)
 
     def _check(self, sends: list[_PendingSend], now: Instruction) -> None:
         for send in sends:
-            broken = send.broken() if send in self.pending else ""
-            if broken:
+            if broken := send.broken():
                 raise self._error(send, now, broken)
 
     def _compare(self, sends: list[_PendingSend], now: Instruction) -> list[torch.Tensor]:
@@ -128,11 +115,11 @@ class SendWatch:
                 raise self._error(send, now, "freed")
             aliases.append(there)
             self.sums.append((send, now, checksum(there) == send.sum))
-        if self.executor.communicator.device.type != "cuda":
-            self.check_sums()
+        if self.communicator.device.type != "cuda":
+            self._check_sums()
         return aliases
 
-    def check_sums(self) -> None:
+    def _check_sums(self) -> None:
         """Raise for the first send whose bytes were not the same when it was done. On CUDA, waits for the device."""
         sums, self.sums = self.sums, []
         for send, now, agree in sums:
@@ -140,14 +127,14 @@ class SendWatch:
                 raise self._error(send, now, "written to")
 
     def _error(self, send: _PendingSend, now: Instruction, what: str) -> SendBufferError:
-        at, rank = send.at, self.executor.rank
+        at = send.at
         of = "output" if at.op == ins.SEND_F else "input gradient"
         when = "between them" if what == "written to" else "while the send was pending"
         return SendBufferError(
-            f"pipeline rank {rank}: the memory of the {of} of chunk {at.chunk}, microbatch {at.mb}, which {at} posted "
-            f"for sending, was {what} {when}; found at {now} ({now.name}, instruction {self.executor.position} of the "
+            f"pipeline rank {self.rank}: the memory of the {of} of chunk {at.chunk}, microbatch {at.mb}, which {at} "
+            f"posted for sending, was {what} {when}; found at {now} ({now.name}, instruction {self.position} of the "
             "plan)",
-            rank=rank,
+            rank=self.rank,
             chunk=at.chunk,
             microbatch=at.mb,
             posted_by=str(at),
@@ -187,16 +174,16 @@ class _PendingSend:
 class _WatchedHandle:
     """A WaitHandle whose ``wait`` is watched from both sides."""
 
-    def __init__(self, handle: WaitHandle, sends: list[_PendingSend], watch: SendWatch) -> None:
+    def __init__(self, handle: WaitHandle, sends: list[_PendingSend], executor: WatchedExecutor) -> None:
         self.handle = handle
         self._sends = sends
-        self._watch = watch
+        self._executor = executor
 
     def wait(self) -> None:
         sends, self._sends = self._sends, []
-        self._watch.about_to_finish(sends)
+        self._executor.about_to_finish(sends)
         self.handle.wait()
-        self._watch.finished(sends)
+        self._executor.finished(sends)
 
     def is_completed(self) -> bool:
         return self.handle.is_completed()

@@ -66,7 +66,9 @@ class StepCall:
         if not self.spec.forward_only:
             warn_of_limits(plan, self.weights is not None)
         steps = self.make_steps(plan)
-        sent, received = (message_bytes(shape, communicator.dtype) for shape in (shapes.send, shapes.receive))
+        sent = received = message_bytes(shapes.send, communicator.dtype)
+        if shapes.receive != shapes.send:
+            received = message_bytes(shapes.receive, communicator.dtype)
         recording = step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
         executor = self._executor(plan, steps, recording)
         # Traced steps begin with messages that all ranks have to take part in.
