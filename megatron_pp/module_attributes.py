@@ -27,7 +27,8 @@ def wrapped_attributes(model: Any, names: Sequence[str], default: Any = None) ->
         missing = [name for name in missing if name not in found]
         inner = _attribute(model, "module") if missing else None
         model = None if inner is _MISSING else inner
-    return [found[name] if name in found else default for name in names]
+    found = dict.fromkeys(names, default) | found
+    return [found[name] for name in names]
 
 
 def _attribute(model: Any, name: str) -> Any:
