@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_pp.comm.transport import P2PRequest, Transport, Work
-from megatron_pp.comm.wait_handle import ShapedReceiveHandle, Tensors, WaitHandle
+from megatron_pp.comm.transport import P2PRequest, Transport
+from megatron_pp.comm.wait_handle import Tensors, WaitHandle
 from megatron_pp.comm.wire_check import STAMP_LENGTH, WireCheck
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, P2PShapeError, P2PTypeError
@@ -105,8 +105,7 @@ class P2PCore:
         if self.transport.aborted:
             self._check_open()
         if self.variable_shapes:
-            count = None if _is_one(shapes) else len(shapes)
-            return ShapedReceiveHandle(self, peer, channel, count, requires_grad, _RECEIVE, shapes)
+            return ShapedReceive(self, shapes, peer, channel, requires_grad)
         if shapes is not self._single_shape and is_single_shape(shapes):
             self._single_shape = shapes
         if shapes is self._single_shape:
@@ -216,12 +215,8 @@ class P2PCore:
                 f"pipeline rank {self.rank}: this communicator was closed after a failure; make a new one"
             )
 
-    def post_header(self, peer: int, channel: str) -> tuple[torch.Tensor, Work]:
-        """Post the receive of one shape."""
-        header = self._empty_header()
-        return header, self.transport.irecv(header, peer, channel)
-
-    def _empty_header(self) -> torch.Tensor:
+    def empty_header(self) -> torch.Tensor:
+        """A buffer for what ``_header_of`` returns."""
         length = _HEADER_LENGTH if self.wire is None else _HEADER_LENGTH + STAMP_LENGTH
         return torch.empty(length, dtype=torch.int64, device=self.device)
 
@@ -259,20 +254,58 @@ class P2PCore:
                 mine = [self._header_of(alias, k) for alias in self._aliases(request.value)]
             else:
                 count = 1 if _is_one(request.shapes) else len(request.shapes)
-                mine = headers[k] = [self._empty_header() for _ in range(count)]
+                mine = headers[k] = [self.empty_header() for _ in range(count)]
             posts += [P2PRequest(isinstance(request, Send), header, request.peer, request.channel) for header in mine]
         WaitHandle(self, tuple(self.transport.batch(posts)), posts, None, "exchange of shapes").wait()
         shapes: dict[int, Any] = {}
         for k, received in headers.items():
-            asked, peer, *_ = requests[k]
-            single = _is_one(asked)
-            expected = [asked] if single else asked
+            expected, peer, *_ = requests[k]
+            single = _is_one(expected)
             decoded = [
                 self.decode_header(header, peer, f"batched receive from rank {peer}", shape, k)
-                for header, shape in zip(received, expected, strict=True)
+                for header, shape in zip(received, [expected] if single else expected, strict=True)
             ]
             shapes[k] = decoded[0] if single else decoded
         return shapes
+
+
+class ShapedReceive(WaitHandle):
+    """A receive whose shapes travel ahead of it: ``wait()`` reads each shape, allocates its tensor, and receives it.
+
+    ``shapes``: what is expected: one shape or None, or a list of them for a message of several tensors.
+    """
+
+    __slots__ = ("_requires_grad", "_shapes")
+    _core: P2PCore
+
+    def __init__(self, core: P2PCore, shapes: Any, peer: int, channel: str, requires_grad: bool) -> None:
+        header = core.empty_header()
+        work = core.transport.irecv(header, peer, channel)
+        super().__init__(core, (work,), header, None, _RECEIVE, peer, channel)
+        self._shapes = shapes
+        self._requires_grad = requires_grad
+
+    def wait(self) -> None:
+        if self.tensor is not None or self._works is None:
+            super().wait()
+            return
+        core, received = self._core, list[torch.Tensor]()
+        for expected in [self._shapes] if _is_one(self._shapes) else self._shapes:
+            if received:
+                self._post(core.empty_header())
+            header = self._held
+            assert isinstance(header, torch.Tensor)
+            super().wait()
+            shape = core.decode_header(header, self._peer, self.what, expected)
+            received.append(core.allocate(shape, self._requires_grad))
+            self._post(received[-1])
+            super().wait()
+        self.tensor = received[0] if _is_one(self._shapes) else received
+
+    def _post(self, buffer: torch.Tensor) -> None:
+        self._held = buffer
+        self._works = (self._core.transport.irecv(buffer, self._peer, self._channel),)
+        self._core.pending.add(self)
 
 
 def _is_one(shapes: Any) -> bool:

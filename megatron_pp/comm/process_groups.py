@@ -271,7 +271,7 @@ def _place(kind: str, pipeline_size: int, virtual_size: int | None) -> Placement
 def _make_groups(
     grid: Grid, placement: Placement, pipeline_backend: str | None, timeout: timedelta
 ) -> tuple[dict[str, dist.ProcessGroup], dict[str, list[int]]]:
-    """Every rank walks the same lists of ranks; what comes back is the groups this rank is in, and who else is."""
+    """Make all groups, in one order on every rank; returns those that this rank is in, and their members."""
     groups: dict[str, dist.ProcessGroup] = {}
     members: dict[str, list[int]] = {}
     for kind, ranks in _all_groups(grid, placement):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -24,12 +24,6 @@ class Core(Protocol):
 
     @property
     def closed(self) -> bool: ...
-
-    def post_header(self, peer: int, channel: str) -> tuple[torch.Tensor, Work]: ...
-
-    def decode_header(self, header: torch.Tensor, peer: int, what: str, expected: Any = None) -> list[int]: ...
-
-    def allocate(self, shape: list[int], requires_grad: bool) -> torch.Tensor: ...
 
 
 class WaitHandle:
@@ -98,58 +92,6 @@ class WaitHandle:
     def is_completed(self) -> bool:
         """Whether the transfer is known to be done; on gloo, a small one only once it was waited for."""
         return self._works is None or all(work.is_completed() for work in self._works)
-
-
-class ShapedReceiveHandle(WaitHandle):
-    """A receive whose shapes travel ahead of it: ``wait()`` reads each shape, allocates its tensor, and receives it.
-
-    ``count`` is the number of tensors of the message, None for one that is not in a list.
-    """
-
-    __slots__ = ("_count", "_expected", "_requires_grad")
-
-    def __init__(
-        self,
-        core: Core,
-        peer: int,
-        channel: str,
-        count: int | None,
-        requires_grad: bool,
-        kind: str,
-        expected: Any = None,
-    ) -> None:
-        header, work = core.post_header(peer, channel)
-        super().__init__(core, (work,), header, None, kind, peer, channel)
-        self._count = count
-        self._requires_grad = requires_grad
-        self._expected = expected
-
-    def wait(self) -> None:
-        if self.tensor is not None or self._works is None:
-            super().wait()
-            return
-        received = [self._receive_one(0)]
-        while len(received) < (self._count or 1):
-            header, work = self._core.post_header(self._peer, self._channel)
-            self._post_again(header, work)
-            received.append(self._receive_one(len(received)))
-        self.tensor = received[0] if self._count is None else received
-
-    def _receive_one(self, n: int) -> torch.Tensor:
-        header = self._held
-        assert isinstance(header, torch.Tensor)
-        super().wait()
-        expected = self._expected if self._count is None else self._expected[n]
-        shape = self._core.decode_header(header, self._peer, self.what, expected)
-        tensor = self._core.allocate(shape, self._requires_grad)
-        self._post_again(tensor, self._core.transport.irecv(tensor, self._peer, self._channel))
-        super().wait()
-        return tensor
-
-    def _post_again(self, held: torch.Tensor, work: Work) -> None:
-        self._held = held
-        self._works = (work,)
-        self._core.pending.add(self)
 
 
 def _named(error: Exception, what: str, core: Core) -> P2PError:
