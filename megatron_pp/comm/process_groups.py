@@ -1,33 +1,25 @@
-"""Who am I: this process's groups, ranks, device and backend, under the names of Megatron's module of this name.
+"""This process's groups, ranks, device and backend: what ``megatron_pp.parallel_state`` exports.
 
-As there, the state belongs to the process. Ranks that run as threads of one process do not use this module.
+The state belongs to the process, as in Megatron. Ranks that run as threads of one process do not use this module.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.transport import backend_of
+from megatron_pp.comm.transport import backend_of, device_of
 from megatron_pp.config.checks import whole_number
 from megatron_pp.config.parallel_grid import Grid, fit_grid
 from megatron_pp.errors import ConfigError, ParallelStateError
 from megatron_pp.plan.placement import LOOP, Placement
 
 # The kinds of group, and the dimensions along which their members differ.
-_GROUP_DIMENSIONS = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "dp": ("dp",),
-    "dp_cp": ("cp", "dp"),
-    "pp": ("pp",),
-    "mp": ("tp", "pp"),
-}
+_DIMENSIONS = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "dp_cp": ("cp", "dp"), "pp": ("pp",), "mp": ("tp", "pp")}
 _EMBEDDING = "embd"
 
 
@@ -45,17 +37,8 @@ class _State:
     groups: Mapping[str, dist.ProcessGroup]
     members: Mapping[str, list[int]]
 
-    def world_size(self, kind: str) -> int:
-        return len(self.members[kind])
-
-    def rank_in(self, kind: str) -> int:
-        return self.members[kind].index(self.rank)
-
 
 _state: _State | None = None
-
-
-# -- making and ending ---------------------------------------------------------------------------------------------
 
 
 def initialize_model_parallel(
@@ -110,11 +93,8 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether initialize_model_parallel has been called."""
+    """Whether the groups exist."""
     return _state is not None
-
-
-# -- groups --------------------------------------------------------------------------------------------------------
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup:
@@ -150,39 +130,36 @@ def get_embedding_group() -> dist.ProcessGroup:
     return _group(_EMBEDDING)
 
 
-# -- ranks and sizes -----------------------------------------------------------------------------------------------
-
-
 def get_tensor_model_parallel_world_size() -> int:
-    return _get().world_size("tp")
+    return _size("tp")
 
 
 def get_tensor_model_parallel_rank() -> int:
-    return _get().rank_in("tp")
+    return _rank("tp")
 
 
 def get_context_parallel_world_size() -> int:
-    return _get().world_size("cp")
+    return _size("cp")
 
 
 def get_context_parallel_rank() -> int:
-    return _get().rank_in("cp")
+    return _rank("cp")
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    return _get().world_size(_data_kind(with_context_parallel))
+    return _size(_data_kind(with_context_parallel))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    return _get().rank_in(_data_kind(with_context_parallel))
+    return _rank(_data_kind(with_context_parallel))
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    return _get().world_size("pp")
+    return _size("pp")
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    return _get().rank_in("pp")
+    return _rank("pp")
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
@@ -196,13 +173,13 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the pipeline neighbour after this one, round the end."""
-    return _neighbour(1)
+    """Global rank of the pipeline neighbour after this one; of the first rank after the last."""
+    return _get().members["pp"][(_rank("pp") + 1) % _size("pp")]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the pipeline neighbour before this one, round the start."""
-    return _neighbour(-1)
+    """Global rank of the pipeline neighbour before this one; of the last rank before the first."""
+    return _get().members["pp"][_rank("pp") - 1]
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
@@ -215,10 +192,7 @@ def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
     global _state
     state = _get()
     placement = _place(state.placement.kind, state.placement.pipeline_size, size)
-    _state = dataclasses.replace(state, virtual_size=size, placement=placement)
-
-
-# -- stages --------------------------------------------------------------------------------------------------------
+    _state = replace(state, virtual_size=size, placement=placement)
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -236,9 +210,6 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
     return is_pipeline_first_stage(ignore_virtual, vp_stage) or is_pipeline_last_stage(ignore_virtual, vp_stage)
 
 
-# -- device and backend --------------------------------------------------------------------------------------------
-
-
 def get_backend() -> str:
     """What carries tensors between pipeline stages: "nccl" where the group has it and there is a GPU, else "gloo"."""
     return backend_of(_get().groups["pp"])
@@ -246,10 +217,7 @@ def get_backend() -> str:
 
 def get_device() -> torch.device:
     """Where tensors that travel between pipeline stages lie."""
-    return torch.device("cuda", torch.cuda.current_device()) if get_backend() == "nccl" else torch.device("cpu")
-
-
-# -- inside --------------------------------------------------------------------------------------------------------
+    return device_of(get_backend())
 
 
 def _get() -> _State:
@@ -269,15 +237,18 @@ def _data_kind(with_context_parallel: bool) -> str:
     return "dp_cp" if with_context_parallel else "dp"
 
 
-def _neighbour(step: int) -> int:
-    ranks = _get().members["pp"]
-    return ranks[(_get().rank_in("pp") + step) % len(ranks)]
+def _size(kind: str) -> int:
+    return len(_get().members[kind])
+
+
+def _rank(kind: str) -> int:
+    return _get().members[kind].index(_get().rank)
 
 
 def _holds(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
     state = _get()
     rank, chunk = state.placement.homes[stage]
-    if rank != state.rank_in("pp"):
+    if rank != _rank("pp"):
         return False
     if ignore_virtual or state.virtual_size is None:
         return True
@@ -300,7 +271,7 @@ def _place(kind: str, pipeline_size: int, virtual_size: int | None) -> Placement
 def _make_groups(
     grid: Grid, placement: Placement, pipeline_backend: str | None, timeout: timedelta
 ) -> tuple[dict[str, dist.ProcessGroup], dict[str, list[int]]]:
-    """Every rank walks the same lists of ranks; what comes back is the groups this rank is in, and who else is."""
+    """Make all groups, in one order on every rank; returns those that this rank is in, and their members."""
     groups: dict[str, dist.ProcessGroup] = {}
     members: dict[str, list[int]] = {}
     for kind, ranks in _all_groups(grid, placement):
@@ -313,5 +284,5 @@ def _make_groups(
 
 def _all_groups(grid: Grid, placement: Placement) -> list[tuple[str, list[int]]]:
     ends = sorted({placement.homes[0][0], placement.homes[-1][0]})
-    listed = [(kind, ranks) for kind, along in _GROUP_DIMENSIONS.items() for ranks in grid.groups(*along)]
+    listed = [(kind, ranks) for kind, along in _DIMENSIONS.items() for ranks in grid.groups(*along)]
     return listed + [(_EMBEDDING, [pipeline[end] for end in ends]) for pipeline in grid.groups("pp")]

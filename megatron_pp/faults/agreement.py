@@ -1,9 +1,9 @@
 """What the ranks of a pipeline have agreed on when they entered their steps: a plan that they come back to needs no new
-comparison. Also whether all of them came back to the same plan.
+comparison, only a check that all came back to the same.
 
 Agreements are numbered as they are made. Every rank takes part in each, in the same step, so a number means the same on
-all ranks. A rank's progress record contains the numbers it used, as a *history*: ``(upto, digest, step, number, step,
-number, ...)``: the last changes in order, complete up to step ``upto``, and a digest of all changes before them.
+all ranks. A rank publishes the numbers that it used as a *history* ``(upto, digest, step, number, step, number, ...)``:
+the last changes in order, complete up to step ``upto``, and a digest of all changes before them.
 """
 
 from __future__ import annotations

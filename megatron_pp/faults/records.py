@@ -1,7 +1,4 @@
-"""What ranks publish in the store: where they are, what they entered a step with, and what failed.
-
-Records are small JSON objects. What is not a record of the expected form raises RecordError; nothing is evaluated.
-"""
+"""What ranks publish in the store, as JSON: where they are, what they entered a step with, and what failed."""
 
 from __future__ import annotations
 
@@ -123,7 +120,7 @@ def _checked(kind: Any, name: str, declared: str, value: object) -> object:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int  # no bool
 
 
 _FITS: dict[str, Callable[[Any], bool]] = {

@@ -201,7 +201,7 @@ def test_a_long_search_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_first_rank_of_the_job_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("megatron_pp.runtime.step.say_once", said.append)
+    monkeypatch.setattr("megatron_pp.runtime.step.warn_once", said.append)
     network = MemoryNetwork(3)
     for rank in range(3):
         config = toy_config()
