@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_pp.errors import ExchangeError, PlanError
 from megatron_pp.plan.bounded_cache import BoundedCache
-from megatron_pp.plan.family import Announce, Family, Order, Shape
+from megatron_pp.plan.family import Announce, Family, Order
 from megatron_pp.plan.instruction import each
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.placement import Placement
@@ -53,13 +53,12 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
         return with_whole_backwards(lowered_plan(replace(spec, split_backward=True), announce))
     family = family_of(spec)
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
-    shape = Shape(spec.pipeline_size, spec.num_chunks, spec.num_microbatches, spec.effective_group_size)
-    orders = family.orders(shape) if family.search is None else family.search(spec, announce)
+    orders = family.orders(spec.shape) if family.search is None else family.search(spec, announce)
     programs = family.programs(spec) if family.programs is not None else None
     if programs is None:
-        return _lowered(family, spec, placement, orders, family.remark(shape))
+        return _lowered(family, spec, placement, orders, family.remark(spec.shape))
     placed = tuple(placement.place(rank, order) for rank, order in enumerate(orders))
-    return Plan(spec, placement, programs, placed, family.remark(shape))
+    return Plan(spec, placement, programs, placed, family.remark(spec.shape))
 
 
 def _lowered(family: Family, spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str) -> Plan:

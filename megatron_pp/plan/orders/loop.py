@@ -10,28 +10,18 @@ from megatron_pp.plan.family import Family, Order, Shape, b, f
 from megatron_pp.plan.orders.overtake import let_backwards_overtake
 from megatron_pp.plan.placement import LOOP, Placement
 
-GPIPE = "gpipe"
 ONE_F_ONE_B = "1f1b"
-EAGER_1F1B = "eager_1f1b"
 INTERLEAVED = "interleaved_1f1b"
-BREADTH_FIRST = "breadth_first"
-
-
-def gpipe(shape: Shape) -> list[Order]:
-    """All forwards, then all backwards: the simplest order and the largest memory, M microbatches. The paper's figure
-    runs backwards in reverse.
-    """
-    return breadth_first(shape)
 
 
 def breadth_first(shape: Shape) -> list[Order]:
     """Every chunk runs all its microbatches before the next chunk starts, backwards likewise in reverse. Largest memory
     (V M chunks), but each chunk's parameters and gradients are touched in one stretch, which suits sharded data
-    parallelism.
+    parallelism. With one chunk it is GPipe, whose paper's figure runs backwards in reverse.
     """
     chunks, mbs = range(shape.num_chunks), range(shape.num_microbatches)
     order = [f(c, m) for c in chunks for m in mbs] + [b(c, m) for c in reversed(chunks) for m in mbs]
-    return [list(order) for _ in range(shape.pipeline_size)]
+    return [order] * shape.pipeline_size
 
 
 def one_f_one_b(shape: Shape) -> list[Order]:
@@ -111,36 +101,36 @@ def has_short_group(shape: Shape) -> bool:
 
 FAMILIES = (
     Family(
-        GPIPE,
-        gpipe,
-        source="arXiv 1811.06965, section 2.3",
-        summary="all forwards, then all backwards; M microbatches in memory",
+        "gpipe",
+        breadth_first,
+        "arXiv 1811.06965, section 2.3",
+        "all forwards, then all backwards; M microbatches in memory",
         chunks=1,
     ),
     Family(
         ONE_F_ONE_B,
         one_f_one_b,
-        source="arXiv 2104.04473, section 2.2.1",
-        summary="P-1-r warm-up forwards, then one forward, one backward; P-r microbatches in memory",
+        "arXiv 2104.04473, section 2.2.1",
+        "P-1-r warm-up forwards, then one forward, one backward; P-r microbatches in memory",
         chunks=1,
     ),
     Family(
-        EAGER_1F1B,
+        "eager_1f1b",
         eager_1f1b,
-        source="arXiv 2211.05322, section 5",
-        summary="1F1B with twice the warm-up: hides transfers that 1F1B waits for; 2 (P-r) - 1 microbatches in memory",
+        "arXiv 2211.05322, section 5",
+        "1F1B with twice the warm-up: hides transfers that 1F1B waits for; 2 (P-r) - 1 microbatches in memory",
         chunks=1,
     ),
     Family(
         INTERLEAVED,
         interleaved,
-        source="arXiv 2104.04473, section 2.2.2",
-        summary="V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
+        "arXiv 2104.04473, section 2.2.2",
+        "V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
     ),
     Family(
-        BREADTH_FIRST,
+        "breadth_first",
         breadth_first,
-        source="arXiv 2211.05953, section 4",
-        summary="every chunk runs all its microbatches in one stretch; V M chunks in memory",
+        "arXiv 2211.05953, section 4",
+        "every chunk runs all its microbatches in one stretch; V M chunks in memory",
     ),
 )
