@@ -14,21 +14,22 @@ from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.dataflow import RESULT_OF, source_of
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.placement import Placement
 
 _Result = tuple[str, int, int]  # FORWARD or BACKWARD, stage, microbatch
+Ends = dict[tuple[str, int], dict[int, int]]  # FORWARD or BACKWARD and stage -> microbatch -> slot
 
 
 class Clocked(NamedTuple):
     """Orders on the clock. ``ends[rank][i]``: the slot in which ``orders[rank][i]`` ends (the first slot ends at 1).
 
-    ``result_ends``: when the output or input gradient of (FORWARD or BACKWARD, stage, microbatch) is there.
+    ``result_ends``: when an output or input gradient is there.
     """
 
     orders: list[list[Instruction]]
     ends: list[list[int]]
-    result_ends: dict[_Result, int]
+    result_ends: Ends
 
 
 def run_clock(orders: Sequence[Sequence[Instruction]], placement: Placement) -> Clocked:
@@ -48,7 +49,7 @@ class _Clock:
         self.placement = placement
         self.num_stages = placement.num_stages
         self.ends: list[list[int]] = [[] for _ in orders]
-        self.result_ends: dict[_Result, int] = {}
+        self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in range(self.num_stages)}
         self.waiters: dict[_Result, int] = {}  # result that a rank waits for -> that rank
 
     def run(self) -> Clocked:
@@ -69,26 +70,30 @@ class _Clock:
         while len(ends) < len(order):
             together = order[len(ends)].members or (order[len(ends)],)
             for at in together:
-                needed = self._needed(at)
-                if needed is not None:
-                    end = self.result_ends.get(needed)
-                    if end is None:
-                        self.waiters[needed] = rank
-                        return
-                    now = max(now, end)
+                end = self._input_end(at)
+                if end is None:
+                    self.waiters[self._needed(at)] = rank
+                    return
+                now = max(now, end)
             now += len(together)
             ends.append(now)
             for at in together:
                 if at.op in RESULT_OF:
-                    result = (RESULT_OF[at.op], at.stage, at.mb)
-                    self.result_ends[result] = now
-                    if result in self.waiters:
-                        ready.append(self.waiters.pop(result))
+                    self.result_ends[(RESULT_OF[at.op], at.stage)][at.mb] = now
+                    waiter = self.waiters.pop((RESULT_OF[at.op], at.stage, at.mb), None)
+                    if waiter is not None:
+                        ready.append(waiter)
 
-    def _needed(self, at: Instruction) -> _Result | None:
-        """The result of another stage that ``at`` needs."""
+    def _input_end(self, at: Instruction) -> int | None:
+        """When the result of another stage that ``at`` needs is there: 0 where it needs none, None where not yet."""
         source = source_of(at.op, at.stage, self.num_stages)
-        return None if source is None else (RESULT_OF[at.op], source, at.mb)
+        return 0 if source is None else self.result_ends[(RESULT_OF[at.op], source)].get(at.mb)
+
+    def _needed(self, at: Instruction) -> _Result:
+        """The result of another stage that ``at`` waits for."""
+        source = source_of(at.op, at.stage, self.num_stages)
+        assert source is not None
+        return RESULT_OF[at.op], source, at.mb
 
     def _take_apart_pairs(self) -> list[int]:
         """All ranks wait or are done: take apart the pairs whose forward could run by itself; returns their ranks."""
@@ -97,20 +102,15 @@ class _Clock:
             at = order[len(self.ends[rank])] if len(self.ends[rank]) < len(order) else None
             if at is None or not at.members:
                 continue
-            needed = self._needed(at.members[0])
-            if needed is None or needed in self.result_ends:
+            if self._input_end(at.members[0]) is not None:
                 order[len(self.ends[rank]) : len(self.ends[rank]) + 1] = at.members
                 freed.append(rank)
         return freed
 
     def _why_stuck(self, rank: int) -> str:
         entry = self.orders[rank][len(self.ends[rank])]
-        blocked, needed = next(
-            (at, needed)
-            for at in entry.members or (entry,)
-            if (needed := self._needed(at)) is not None and needed not in self.result_ends
-        )
-        kind, source, mb = needed
+        blocked = next(at for at in entry.members or (entry,) if self._input_end(at) is None)
+        kind, source, mb = self._needed(blocked)
         peer, chunk = self.placement.homes[source]
         done = len(self.ends[peer])
         peer_at = self.orders[peer][done].name if done < len(self.orders[peer]) else "the end of its order"
