@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
 from megatron_pp.errors import ExchangeError, PlanError
 from megatron_pp.plan.bounded_cache import BoundedCache
-from megatron_pp.plan.family import Announce, Family, Order
+from megatron_pp.plan.family import Announce, Family
 from megatron_pp.plan.instruction import each
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.placement import Placement
@@ -54,14 +54,10 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     family = family_of(spec)
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
     orders = family.orders(spec.shape) if family.search is None else family.search(spec, announce)
+    remark = family.remark(spec.shape)
     programs = family.programs(spec) if family.programs is not None else None
-    if programs is None:
-        return _lowered(family, spec, placement, orders, family.remark(spec.shape))
-    placed = tuple(placement.place(rank, order) for rank, order in enumerate(orders))
-    return Plan(spec, placement, programs, placed, family.remark(spec.shape))
-
-
-def _lowered(family: Family, spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str) -> Plan:
+    if programs is not None:
+        return Plan(spec, placement, programs, tuple(map(placement.place, count(), orders)), remark)
     try:
         return lowered(spec, placement, orders, remark)
     except PlanError as error:

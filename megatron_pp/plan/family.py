@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
 from megatron_pp.plan.placement import LOOP
@@ -50,17 +51,5 @@ class Family:
     digest: str = ""
 
 
-def f(chunk: int, mb: int) -> Instruction:
-    return instruction(FORWARD, chunk, mb)
-
-
-def b(chunk: int, mb: int) -> Instruction:
-    return instruction(BACKWARD, chunk, mb)
-
-
-def i(chunk: int, mb: int) -> Instruction:
-    return instruction(INPUT_GRAD, chunk, mb)
-
-
-def w(chunk: int, mb: int) -> Instruction:
-    return instruction(WEIGHT_GRAD, chunk, mb)
+f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))
+"""An operation of (chunk, microbatch)."""

@@ -41,9 +41,9 @@ from megatron_pp.plan.instruction import (
     SEND_OPS,
     Instruction,
     batch,
+    pair_up,
 )
 from megatron_pp.plan.order_check import check_orders
-from megatron_pp.plan.pairs import pair_up
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import BATCHED, ONE_WAY, OVERLAP, Plan, PlanSpec
 from megatron_pp.plan.sync_marks import syncs_of

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import (
     BACKWARD,
     FORWARD,
     INPUT_GRAD,
-    SINGLE_COMPUTE_OPS,
     WEIGHT_GRAD,
     Instruction,
     instruction,
@@ -38,7 +38,7 @@ def check_orders(
 def _check_order(rank: int, order: Sequence[Instruction], chunks: int, microbatches: int, trains: bool) -> None:
     ran = {(chunk, mb): "" for chunk in range(chunks) for mb in range(microbatches)}  # the ops of each, in order
     for at in without_pairs(order):
-        if at.op not in SINGLE_COMPUTE_OPS:
+        if at.op not in ins.SINGLE_COMPUTE_OPS:
             raise _error(rank, at, "an order holds compute alone: F, B, I and W")
         cell = (at.chunk, at.mb)
         ops = ran.get(cell)
@@ -74,7 +74,7 @@ def check_programs(plan: Plan) -> None:
     check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only)
     for rank, (order, program) in enumerate(zip(plan.orders, plan.programs, strict=True)):
         wanted = [at for at in without_pairs(order) if at.op == FORWARD or not spec.forward_only]
-        found = [at for at in without_pairs(program) if at.op in SINGLE_COMPUTE_OPS]
+        found = [at for at in without_pairs(program) if at.op in ins.SINGLE_COMPUTE_OPS]
         if wanted != found:
             one, other = next((a, b) for a, b in zip_longest(wanted, found, fillvalue="nothing more") if a != b)
             raise PlanError(f"rank {rank}: the plan's order has {one} where its program runs {other}")

@@ -19,21 +19,9 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from megatron_pp.errors import ExchangeError, InstructionError, PlanError
+from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.files import read_text
-from megatron_pp.plan.instruction import (
-    ALL_OPS,
-    BATCH,
-    GROUP_OPS,
-    NONE,
-    SINGLE_COMPUTE_OPS,
-    SYNC_OPS,
-    TRANSFER_OPS,
-    Instruction,
-    batch,
-    pair,
-    parse_instruction,
-    without_pairs,
-)
+from megatron_pp.plan.instruction import NONE, Instruction, batch, pair, parse_instruction, without_pairs
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import OLD_NAMES
 from megatron_pp.plan.placement import PLACEMENTS, Placement
@@ -86,7 +74,7 @@ def parse_plan(text: str, **lowering: Any) -> Plan:
 
 def compute_of(programs: Sequence[Sequence[Instruction]]) -> _Programs:
     """The compute order of lowered programs, the halves of a pair by themselves."""
-    return tuple(tuple(at for at in without_pairs(program) if at.op in SINGLE_COMPUTE_OPS) for program in programs)
+    return tuple(tuple(at for at in without_pairs(program) if at.op in ins.SINGLE_COMPUTE_OPS) for program in programs)
 
 
 def _to_json(plan: Plan) -> str:
@@ -191,15 +179,15 @@ def _nodes(entries: Any, rank: int) -> tuple[Instruction, ...]:
 
 def _instruction(node: Any, position: int) -> Instruction:
     where = f"instruction {position}"
-    if not isinstance(node, dict) or not isinstance(node.get("op"), str) or node["op"] not in ALL_OPS:
+    if not isinstance(node, dict) or not isinstance(node.get("op"), str) or node["op"] not in ins.ALL_OPS:
         raise InstructionError(f"{where}: {str(node)[:60]} is no object with a known 'op'")
     op = node["op"]
-    if op in GROUP_OPS:
+    if op in ins.GROUP_OPS:
         members = node.get("members")
-        if not isinstance(members, list) or any(isinstance(m, dict) and m.get("op") in GROUP_OPS for m in members):
+        if not isinstance(members, list) or any(isinstance(m, dict) and m.get("op") in ins.GROUP_OPS for m in members):
             raise InstructionError(f"{where}: the 'members' of a {op} are a list of single instructions")
         inside = [_instruction(member, position) for member in members]
-        if op == BATCH:
+        if op == ins.BATCH:
             return batch(inside)
         if len(inside) != 2:
             raise InstructionError(f"{where}: a PAIR has two members, not {len(inside)}")
@@ -210,8 +198,8 @@ def _instruction(node: Any, position: int) -> Instruction:
     at = Instruction(
         op,
         _number(node, "stage", where),
-        NONE if op in SYNC_OPS else _number(node, "mb", where),
-        _number(node, "peer", where) if op in TRANSFER_OPS else NONE,
+        NONE if op in ins.SYNC_OPS else _number(node, "mb", where),
+        _number(node, "peer", where) if op in ins.TRANSFER_OPS else NONE,
         _number(node, "chunk", where),
         _number(node, "slice", where) if "slice" in node else NONE,
         tensor,

@@ -74,9 +74,9 @@ def search(
 ) -> SearchResult:
     """The best plan for ``spec`` (lowered as it says) among ``families`` and what grows out of them, on one placement.
 
-    ``spec.measured`` holds times and memory; without it F = B = W = 1 and the limit is 1F1B's memory. Raises PlanError
-    where nothing keeps to the memory limit, with the least that any candidate needs. A search of more than 5 s is
-    announced, once.
+    Without ``spec.measured`` F = B = W = 1, transfers are free, and the limit is 1F1B's memory. Raises PlanError where
+    nothing keeps to the memory limit, with the least that any candidate needs. A search of more than 5 s is announced,
+    once.
     """
     placement = Placement(placement_kind, spec.pipeline_size, spec.num_chunks)
     return _Search(spec, placement, families, _Patience(announce, spec)).run()
