@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.dataflow import RESULT_OF, source_of
+from megatron_pp.plan.dataflow import RESULT_OF, Result, source_of
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.placement import Placement
 
-_Result = tuple[str, int, int]  # FORWARD or BACKWARD, stage, microbatch
-Ends = dict[tuple[str, int], dict[int, int]]  # FORWARD or BACKWARD and stage -> microbatch -> slot
+Ends = dict[Result, dict[int, int]]  # result -> microbatch -> slot
 
 
 class Clocked(NamedTuple):
@@ -50,7 +49,7 @@ class _Clock:
         self.num_stages = placement.num_stages
         self.ends: list[list[int]] = [[] for _ in orders]
         self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in range(self.num_stages)}
-        self.waiters: dict[_Result, int] = {}  # result that a rank waits for -> that rank
+        self.waiters: dict[tuple[Result, int], int] = {}  # result and microbatch that a rank waits for -> that rank
 
     def run(self) -> Clocked:
         ready = list(range(len(self.orders)))
@@ -70,30 +69,32 @@ class _Clock:
         while len(ends) < len(order):
             together = order[len(ends)].members or (order[len(ends)],)
             for at in together:
-                end = self._input_end(at)
-                if end is None:
-                    self.waiters[self._needed(at)] = rank
-                    return
-                now = max(now, end)
+                needed = self._needed(at)
+                if needed is not None:
+                    end = self.result_ends[needed].get(at.mb)
+                    if end is None:
+                        self.waiters[(needed, at.mb)] = rank
+                        return
+                    now = max(now, end)
             now += len(together)
             ends.append(now)
             for at in together:
                 if at.op in RESULT_OF:
-                    self.result_ends[(RESULT_OF[at.op], at.stage)][at.mb] = now
-                    waiter = self.waiters.pop((RESULT_OF[at.op], at.stage, at.mb), None)
+                    result = (RESULT_OF[at.op], at.stage)
+                    self.result_ends[result][at.mb] = now
+                    waiter = self.waiters.pop((result, at.mb), None)
                     if waiter is not None:
                         ready.append(waiter)
 
-    def _input_end(self, at: Instruction) -> int | None:
-        """When the result of another stage that ``at`` needs is there: 0 where it needs none, None where not yet."""
+    def _needed(self, at: Instruction) -> Result | None:
+        """The result of another stage that ``at`` needs."""
         source = source_of(at.op, at.stage, self.num_stages)
-        return 0 if source is None else self.result_ends[(RESULT_OF[at.op], source)].get(at.mb)
+        return None if source is None else (RESULT_OF[at.op], source)
 
-    def _needed(self, at: Instruction) -> _Result:
-        """The result of another stage that ``at`` waits for."""
-        source = source_of(at.op, at.stage, self.num_stages)
-        assert source is not None
-        return RESULT_OF[at.op], source, at.mb
+    def _lacks(self, at: Instruction) -> Result | None:
+        """The same, where it is not there yet."""
+        needed = self._needed(at)
+        return None if needed is None or at.mb in self.result_ends[needed] else needed
 
     def _take_apart_pairs(self) -> list[int]:
         """All ranks wait or are done: take apart the pairs whose forward could run by itself; returns their ranks."""
@@ -102,19 +103,20 @@ class _Clock:
             at = order[len(self.ends[rank])] if len(self.ends[rank]) < len(order) else None
             if at is None or not at.members:
                 continue
-            if self._input_end(at.members[0]) is not None:
+            if self._lacks(at.members[0]) is None:
                 order[len(self.ends[rank]) : len(self.ends[rank]) + 1] = at.members
                 freed.append(rank)
         return freed
 
     def _why_stuck(self, rank: int) -> str:
         entry = self.orders[rank][len(self.ends[rank])]
-        blocked = next(at for at in entry.members or (entry,) if self._input_end(at) is None)
-        kind, source, mb = self._needed(blocked)
+        blocked, (kind, source) = next(
+            (at, needed) for at in entry.members or (entry,) if (needed := self._lacks(at)) is not None
+        )
         peer, chunk = self.placement.homes[source]
         done = len(self.ends[peer])
         peer_at = self.orders[peer][done].name if done < len(self.orders[peer]) else "the end of its order"
         return (
-            f"rank {rank} cannot run {blocked} ({blocked.name}): it needs {kind}{chunk}.{mb} of rank {peer}, which is "
-            f"stuck before it, at {peer_at}"
+            f"rank {rank} cannot run {blocked} ({blocked.name}): it needs {kind}{chunk}.{blocked.mb} of rank {peer}, "
+            f"which is stuck before it, at {peer_at}"
         )

@@ -10,7 +10,6 @@ from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.costs import Network, StageCosts
 from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
 from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.plan.spec import PlanSpec
 
 
@@ -65,12 +64,6 @@ def _candidate(
         peak = max(peak_bytes(plan, shape)) if shape else None
     except PlanError as error:
         return Candidate(spec, refused=str(error))
-    too_much = memory_limit is not None and peak is not None and peak > memory_limit
-    refused = f"needs {peak / 2**30:.1f} GiB" if too_much and peak is not None else ""
-    return _numbers(spec, result, peak, refused)
-
-
-def _numbers(spec: PlanSpec, result: Simulation, peak: float | None, refused: str) -> Candidate:
     volume = result.volume().values()
     return Candidate(
         spec,
@@ -80,5 +73,5 @@ def _numbers(spec: PlanSpec, result: Simulation, peak: float | None, refused: st
         peak_bytes=peak,
         messages=sum(messages for messages, _ in volume),
         sent_bytes=sum(size for _, size in volume),
-        refused=refused,
+        refused="" if peak is None or memory_limit is None or peak <= memory_limit else f"needs {peak / 2**30:.1f} GiB",
     )

@@ -122,9 +122,9 @@ class _Walk:
         now, peaks, alive = [0] * len(self.peaks), self.peaks, 0
         for at in self.program:
             for one in at.members or (at,):
-                step = self.known.get((one.op, one.chunk)) or self._step(one)
-                if one.stage != step.stage or one.peer != step.peer:
-                    raise self._misplaced(one, step.stage, step.peer)
+                step = self.known.get((one.op, one.chunk))
+                if step is None or one.stage != step.stage or one.peer != step.peer:
+                    step = self._step(one)
                 if one.op in ins.SYNC_OPS:
                     continue
                 if self._advance(one, step):
@@ -158,10 +158,14 @@ class _Walk:
         return not self.gives_back and after & both == both and before & both != both
 
     def _step(self, at: Instruction) -> _Step:
-        """What all instructions of this op and chunk have in common. Raises PlanError where there cannot be any."""
+        """What all instructions of this op and chunk have in common. Raises PlanError where ``at`` is none of them."""
         stage, peer = self.placement.site(self.rank, at.op, at.chunk)
         if (at.stage, at.peer) != (stage, peer):
-            raise self._misplaced(at, stage, peer)
+            raise self._error(
+                at,
+                f"it has stage {at.stage} and peer {at.peer}; on this rank and chunk they are {stage} and {peer} "
+                f"({NONE}: none)",
+            )
         if at.op in ins.SYNC_OPS:
             needs, adds = 0, 0
         elif at.op not in RULES or at[1:3] not in self.facts:
@@ -204,13 +208,6 @@ class _Walk:
             at,
             f"there is no such stage and microbatch on this rank: stages are {', '.join(map(str, self.stages))}, "
             f"microbatches 0..{self.microbatches - 1}",
-        )
-
-    def _misplaced(self, at: Instruction, stage: int, peer: int) -> PlanError:
-        return self._error(
-            at,
-            f"it has stage {at.stage} and peer {at.peer}; on this rank and chunk they are {stage} and {peer} "
-            f"({NONE}: none)",
         )
 
     def _check_forward(self, at: Instruction) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron_pp.plan.activations import Shares, kept_timeline, peak_activations
 from megatron_pp.plan.costs import WEIGHT_SHARE
-from megatron_pp.plan.instruction import COMPUTE_OPS, Instruction
+from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan
 
 
@@ -111,10 +111,6 @@ class Simulation:
     def events(self, rank: int) -> Iterator[Event]:
         """(instruction, start, end) along ``rank``'s program."""
         return map(Event, self.plan.timed(rank), self.starts[rank], self.ends[rank])
-
-    def compute_events(self, rank: int) -> Iterator[Event]:
-        """Only the forwards, backwards and weight gradients."""
-        return (e for e in self.events(rank) if e.instruction.op in COMPUTE_OPS)
 
     @property
     def makespan(self) -> float:
