@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
 from megatron_pp.errors import ExchangeError, PlanError
 from megatron_pp.plan.bounded_cache import BoundedCache
 from megatron_pp.plan.family import Announce, Family
-from megatron_pp.plan.instruction import each
+from megatron_pp.plan.instruction import (
+    BACKWARD,
+    BACKWARD_OPS,
+    ENABLE_GRAD_SYNC,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Instruction,
+    each,
+)
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import Verdict, verify
-from megatron_pp.plan.whole_backwards import with_whole_backwards
 
 _PLANS: BoundedCache[PlanSpec, tuple[Plan, Verdict]] = BoundedCache(256 << 20, least=2)  # training and evaluation
 _INSTRUCTION = 136  # bytes of an instruction and the pointer to it
@@ -64,6 +72,24 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
         if not family.digest:
             raise
         raise ExchangeError(f"{family.name}: {error}") from error
+
+
+def with_whole_backwards(plan: Plan) -> Plan:
+    """``plan`` for a model that does all of each backward in one: B in place of I, no W, no syncs that wait for one.
+
+    Communication stays as it is, so that ranks with and without W can run one schedule together.
+    """
+    programs, orders = (tuple(map(_whole, lines)) for lines in (plan.programs, plan.orders))
+    return replace(plan, spec=replace(plan.spec, split_backward=False), programs=programs, orders=orders)
+
+
+def _whole(program: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    last = {at.chunk: k for k, entry in enumerate(program) for at in entry.members or (entry,) if at.op in BACKWARD_OPS}
+    return tuple(
+        at._replace(op=BACKWARD) if at.op == INPUT_GRAD else at
+        for k, at in enumerate(program)
+        if at.op != WEIGHT_GRAD and not (at.op == ENABLE_GRAD_SYNC and k > last.get(at.chunk, k))
+    )
 
 
 def family_of(spec: PlanSpec) -> Family:

@@ -116,22 +116,18 @@ class Instruction(NamedTuple):
         return ", ".join(words)
 
 
+_VERBS = {"RECV": "receive of", "WAIT": "wait for", "SEND": "send of", "FREE": "release of", "HAND": "hand-off of"}
 OP_NAMES = {
     FORWARD: "forward",
     BACKWARD: "backward",
     INPUT_GRAD: "input gradient",
     WEIGHT_GRAD: "weight gradient",
     PAIR: "overlapped pair",
-    RECV_F: "receive of the activation",
-    WAIT_F: "wait for the activation",
-    SEND_F: "send of the activation",
-    FREE_F: "release of the activation",
-    HAND_F: "hand-off of the activation",
-    RECV_B: "receive of the gradient",
-    WAIT_B: "wait for the gradient",
-    SEND_B: "send of the gradient",
-    FREE_B: "release of the gradient",
-    HAND_B: "hand-off of the gradient",
+    **{
+        f"{verb}_{kind}": f"{words} the {what}"
+        for kind, what in (("F", "activation"), ("B", "gradient"))
+        for verb, words in _VERBS.items()
+    },
     PARAM_SYNC: "parameter sync",
     ENABLE_GRAD_SYNC: "start of gradient sync in the backward",
     GRAD_SYNC: "gradient sync",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
@@ -132,9 +132,8 @@ def _from_json(text: str) -> Plan:
     if kind not in PLACEMENTS:
         raise ExchangeError(f"placement {kind!r} is not known; it is one of {', '.join(PLACEMENTS)}")
     placement = Placement(kind, spec.pipeline_size, spec.num_chunks)
-    read = _lines_of_version_1(spec, placement) if version == 1 else _nodes
-    programs = _ranks(content.get("programs"), "programs", spec, read)
-    orders = _ranks(content["orders"], "orders", spec, read) if "orders" in content else compute_of(programs)
+    programs = _ranks(content, "programs", spec, placement)
+    orders = _ranks(content, "orders", spec, placement) if "orders" in content else compute_of(programs)
     cells = spec.num_chunks * spec.num_microbatches
     for rank, program in enumerate(programs):
         if len(program) < cells:
@@ -145,10 +144,8 @@ def _from_json(text: str) -> Plan:
     return Plan(spec, placement, programs, orders, str(content.get("remark", "")))
 
 
-_ReadRank = Callable[[Any, int], tuple[Instruction, ...]]
-
-
-def _ranks(listed: Any, what: str, spec: PlanSpec, read: _ReadRank) -> _Programs:
+def _ranks(content: dict[str, Any], what: str, spec: PlanSpec, placement: Placement) -> _Programs:
+    listed = content.get(what)
     if not isinstance(listed, list):
         raise ExchangeError(f"'{what}' is missing or no list with an entry per rank")
     if len(listed) != spec.pipeline_size:
@@ -156,25 +153,21 @@ def _ranks(listed: Any, what: str, spec: PlanSpec, read: _ReadRank) -> _Programs
     programs = []
     for rank, entry in enumerate(listed):
         try:
-            programs.append(read(entry, rank))
+            if content["version"] == 1:
+                programs.append(_line_of_version_1(entry, rank, spec, placement))
+            elif not isinstance(entry, list):
+                raise InstructionError("a program is a list of instructions")
+            else:
+                programs.append(tuple(_instruction(node, position) for position, node in enumerate(entry)))
         except InstructionError as error:
             raise ExchangeError(f"{what}, rank {rank}: {error}") from error
     return tuple(programs)
 
 
-def _lines_of_version_1(spec: PlanSpec, placement: Placement) -> _ReadRank:
-    def read(line: Any, rank: int) -> tuple[Instruction, ...]:
-        if not isinstance(line, str):
-            raise InstructionError("a program of version 1 is a string")
-        return placement.place(rank, parse_version_1(line, spec.overlap_pairs))
-
-    return read
-
-
-def _nodes(entries: Any, rank: int) -> tuple[Instruction, ...]:
-    if not isinstance(entries, list):
-        raise InstructionError("a program is a list of instructions")
-    return tuple(_instruction(entry, position) for position, entry in enumerate(entries))
+def _line_of_version_1(line: Any, rank: int, spec: PlanSpec, placement: Placement) -> tuple[Instruction, ...]:
+    if not isinstance(line, str):
+        raise InstructionError("a program of version 1 is a string")
+    return placement.place(rank, parse_version_1(line, spec.overlap_pairs))
 
 
 def _instruction(node: Any, position: int) -> Instruction:

@@ -55,7 +55,6 @@ class PlanSpec:
     overlap_pairs     a forward right before a full backward of another microbatch is a pair, to be run as one
     digest            of the schedule file's content; empty for a named family
     split_backward    whether the model can put weight gradients off; where not, the plan has no W
-    (``whole_backwards.py``)
     """
 
     schedule: str
