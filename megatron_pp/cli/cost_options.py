@@ -7,8 +7,7 @@ import math
 
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.plan_options import whole
-from megatron_pp.plan.compare import CostProfile
-from megatron_pp.plan.costs import Link, Network
+from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.memory import RECOMPUTE, SELECTIVE, ModelShape
 
 _GB = 1e9
@@ -97,11 +96,11 @@ def cost_unit(args: argparse.Namespace) -> str:
     return SLOTS if all(g is None for g in given) and not args.p2p_ms and not args.link else MILLISECONDS
 
 
-def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int) -> CostProfile:
+def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int) -> StageCosts:
     """The times along the model's depth. Raises UsageError where forward and backward are not both given."""
     if args.forward_ms is None and args.backward_ms is None and args.weight_ms is None:
         stages = pipeline_size * num_chunks
-        return CostProfile.even(float(stages), float(stages), float(stages))
+        return StageCosts.uniform(1, float(stages), float(stages), float(stages))
     if args.forward_ms is None or args.backward_ms is None:
         raise UsageError("--forward-ms and --backward-ms go together")
     half = 1.0 if args.weight_ms is not None else 0.5
@@ -109,9 +108,8 @@ def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int) 
     _check_lengths(args)
     forward, backward, weight = _same_length(args.forward_ms, tuple(half * b for b in args.backward_ms), weight)
     if len(forward) == 1:
-        return CostProfile.even(*(pipeline_size * part[0] for part in (forward, backward, weight)))
-    whole_backward = tuple(b + w for b, w in zip(backward, weight, strict=True))
-    return CostProfile(forward, backward, weight, whole_backward)
+        return StageCosts.uniform(1, *(pipeline_size * part[0] for part in (forward, backward, weight)))
+    return StageCosts.per_stage(forward, backward, weight)
 
 
 def network(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int) -> Network:

@@ -117,8 +117,8 @@ def rendered(timeline: Timeline, style: str, width: int | None, dark: bool) -> s
 def _timeline(args: argparse.Namespace) -> Timeline:
     plan = verified_single_plan(args)
     shape = model_shape(args)
-    profile = cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
-    result = simulate(plan, profile.stages(plan.placement.num_stages), network(args, shape, plan.spec.pipeline_size))
+    costs = cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
+    result = simulate(plan, costs.regrouped(plan.placement.num_stages), network(args, shape, plan.spec.pipeline_size))
     return simulated_timeline(result, cost_unit(args), shape)
 
 

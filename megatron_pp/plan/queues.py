@@ -113,6 +113,7 @@ class QueueMachine:
         if entry.left:
             return False
         entry.queue.popleft()
+        entry.ends = []  # they hold the entry
         if entry.queue:
             self.activate(entry.queue[0], now)
         return True

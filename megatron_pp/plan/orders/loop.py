@@ -6,32 +6,23 @@ and are equal to the last bit from family to family.
 
 from __future__ import annotations
 
+from megatron_pp.plan.dataflow import RESULT_OF, inputs_of
 from megatron_pp.plan.family import Family, Order, Shape, b, f
-from megatron_pp.plan.orders.overtake import let_backwards_overtake
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.placement import LOOP, Placement
 
-GPIPE = "gpipe"
 ONE_F_ONE_B = "1f1b"
-EAGER_1F1B = "eager_1f1b"
 INTERLEAVED = "interleaved_1f1b"
-BREADTH_FIRST = "breadth_first"
-
-
-def gpipe(shape: Shape) -> list[Order]:
-    """All forwards, then all backwards: the simplest order and the largest memory, M microbatches. The paper's figure
-    runs backwards in reverse.
-    """
-    return breadth_first(shape)
 
 
 def breadth_first(shape: Shape) -> list[Order]:
     """Every chunk runs all its microbatches before the next chunk starts, backwards likewise in reverse. Largest memory
     (V M chunks), but each chunk's parameters and gradients are touched in one stretch, which suits sharded data
-    parallelism.
+    parallelism. With one chunk it is GPipe, whose paper's figure runs backwards in reverse.
     """
     chunks, mbs = range(shape.num_chunks), range(shape.num_microbatches)
     order = [f(c, m) for c in chunks for m in mbs] + [b(c, m) for c in reversed(chunks) for m in mbs]
-    return [list(order) for _ in range(shape.pipeline_size)]
+    return [order] * shape.pipeline_size
 
 
 def one_f_one_b(shape: Shape) -> list[Order]:
@@ -83,6 +74,52 @@ def interleaved(shape: Shape) -> list[Order]:
     return let_backwards_overtake(strict, Placement(LOOP, shape.pipeline_size, shape.num_chunks))
 
 
+def let_backwards_overtake(orders: list[Order], placement: Placement) -> list[Order]:
+    """Run ``orders`` slot by slot; where a rank's next operation is a forward without its input and its next backward
+    could run, run that. It never costs memory, and the order among backwards stays as it was.
+
+    With a last group shorter than P, a strict alternation can wait in a circle: a rank holds back its next backward for
+    a forward whose input is behind that very backward on another rank.
+    """
+    return _SlotBySlot(orders, placement).run()
+
+
+class _SlotBySlot:
+    def __init__(self, orders: list[Order], placement: Placement) -> None:
+        self.stages = placement.stages
+        self.num_stages = placement.num_stages
+        self.todo = [list(reversed(order)) for order in orders]  # next operation last
+        self.done: set[tuple[str, int, int]] = set()  # FORWARD or BACKWARD, stage, microbatch
+        self.result: list[Order] = [[] for _ in orders]
+
+    def run(self) -> list[Order]:
+        while any(self.todo):
+            chosen = {rank: self._choose(rank) for rank in range(len(self.todo))}
+            ran = [(rank, self.todo[rank].pop(at)) for rank, at in chosen.items() if at is not None]
+            if not ran:  # the circle is not of this kind: hand on what is left; the clock names what is wrong
+                return [done + todo[::-1] for done, todo in zip(self.result, self.todo, strict=True)]
+            for rank, at in ran:
+                self.result[rank].append(at)
+                self.done.add((RESULT_OF[at.op], self.stages[rank][at.chunk], at.mb))
+        return self.result
+
+    def _choose(self, rank: int) -> int | None:
+        """Where in ``todo[rank]`` the operation of this slot stands; None where the rank has to idle."""
+        todo = self.todo[rank]
+        if not todo:
+            return None
+        if self._ready(rank, todo[-1]):
+            return -1
+        if todo[-1].op != FORWARD:
+            return None
+        backward = next((i for i in range(-1, -len(todo) - 1, -1) if todo[i].op == BACKWARD), None)
+        return backward if backward is not None and self._ready(rank, todo[backward]) else None
+
+    def _ready(self, rank: int, at: Instruction) -> bool:
+        needed = inputs_of(at.op, self.stages[rank][at.chunk], self.num_stages)
+        return all((kind, stage, at.mb) in self.done for kind, stage in needed)
+
+
 def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
     """(microbatch, chunk) for each virtual microbatch: group by group, within a group chunk by chunk. The last group
     may be short.
@@ -111,36 +148,36 @@ def has_short_group(shape: Shape) -> bool:
 
 FAMILIES = (
     Family(
-        GPIPE,
-        gpipe,
-        source="arXiv 1811.06965, section 2.3",
-        summary="all forwards, then all backwards; M microbatches in memory",
+        "gpipe",
+        breadth_first,
+        "arXiv 1811.06965, section 2.3",
+        "all forwards, then all backwards; M microbatches in memory",
         chunks=1,
     ),
     Family(
         ONE_F_ONE_B,
         one_f_one_b,
-        source="arXiv 2104.04473, section 2.2.1",
-        summary="P-1-r warm-up forwards, then one forward, one backward; P-r microbatches in memory",
+        "arXiv 2104.04473, section 2.2.1",
+        "P-1-r warm-up forwards, then one forward, one backward; P-r microbatches in memory",
         chunks=1,
     ),
     Family(
-        EAGER_1F1B,
+        "eager_1f1b",
         eager_1f1b,
-        source="arXiv 2211.05322, section 5",
-        summary="1F1B with twice the warm-up: hides transfers that 1F1B waits for; 2 (P-r) - 1 microbatches in memory",
+        "arXiv 2211.05322, section 5",
+        "1F1B with twice the warm-up: hides transfers that 1F1B waits for; 2 (P-r) - 1 microbatches in memory",
         chunks=1,
     ),
     Family(
         INTERLEAVED,
         interleaved,
-        source="arXiv 2104.04473, section 2.2.2",
-        summary="V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
+        "arXiv 2104.04473, section 2.2.2",
+        "V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
     ),
     Family(
-        BREADTH_FIRST,
+        "breadth_first",
         breadth_first,
-        source="arXiv 2211.05953, section 4",
-        summary="every chunk runs all its microbatches in one stretch; V M chunks in memory",
+        "arXiv 2211.05953, section 4",
+        "every chunk runs all its microbatches in one stretch; V M chunks in memory",
     ),
 )

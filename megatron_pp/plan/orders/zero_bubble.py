@@ -8,10 +8,6 @@ from megatron_pp.plan.family import Family, Order, Shape, f, i, w
 from megatron_pp.plan.instruction import BACKWARD
 from megatron_pp.plan.orders import loop
 
-ZB_H1 = "zb_h1"
-ZB_H2 = "zb_h2"
-INTERLEAVED_ZB = "interleaved_zb"
-
 
 def zb_h1(shape: Shape) -> list[Order]:
     """1F1B with the weight gradients split off: rank r runs that of microbatch k - r right after the backward of k, and
@@ -73,26 +69,26 @@ def _zb_h2_order(size: int, microbatches: int, rank: int) -> Order:
 
 FAMILIES = (
     Family(
-        ZB_H1,
+        "zb_h1",
         zb_h1,
-        source="arXiv 2401.10241, section 2.1",
-        summary="1F1B with weight gradients in its bubble: (P-1)(F+B-W) is left; P microbatches in memory",
+        "arXiv 2401.10241, section 2.1",
+        "1F1B with weight gradients in its bubble: (P-1)(F+B-W) is left; P microbatches in memory",
         chunks=1,
         splits_weight=True,
     ),
     Family(
-        ZB_H2,
+        "zb_h2",
         zb_h2,
-        source="arXiv 2401.10241, section 2.2",
-        summary="no bubble within a rank's span; 2P-1 microbatches in memory",
+        "arXiv 2401.10241, section 2.2",
+        "no bubble within a rank's span; 2P-1 microbatches in memory",
         chunks=1,
         splits_weight=True,
     ),
     Family(
-        INTERLEAVED_ZB,
+        "interleaved_zb",
         interleaved_zb,
-        source="arXiv 2104.04473, section 2.2.2, with the split of arXiv 2401.10241",
-        summary="interleaved 1F1B with weight gradients in its bubble, at the same memory",
+        "arXiv 2104.04473, section 2.2.2, with the split of arXiv 2401.10241",
+        "interleaved 1F1B with weight gradients in its bubble, at the same memory",
         splits_weight=True,
     ),
 )
