@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from megatron_pp.faults.agreement import changed
+from megatron_pp.faults.consistency import changed
 from megatron_pp.faults.diagnosis import Source, doing, instruction_at, waits_on
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Progress
