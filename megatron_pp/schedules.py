@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from typing_extensions import Unpack
 
-from megatron_pp.comm import process_groups as parallel_state
+from megatron_pp.comm import process_groups
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.plan.family import Shape
 from megatron_pp.plan.orders.loop import schedule_table, warmup_forwards
@@ -84,8 +84,8 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     elsewhere. Raises ScheduleInputError before any communication for impossible arguments.
     """
     if pp_size is None and vp_size is None:
-        pp_size = parallel_state.get_pipeline_model_parallel_world_size()
-        vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        pp_size = process_groups.size_of("pp")
+        vp_size = process_groups.virtual_size()
     if vp_size is not None and vp_size > 1:
         return forward_backward_pipelining_with_interleaving
     if pp_size is not None and pp_size > 1:
@@ -143,11 +143,8 @@ def get_pp_rank_microbatches(
             p2p_communicator.virtual_pipeline_model_parallel_size is not None,
         )
     else:
-        size, rank = (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
-        chunked = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+        size, rank = process_groups.size_of("pp"), process_groups.rank_in("pp")
+        chunked = process_groups.virtual_size() is not None
     total = num_microbatches * num_model_chunks
     if forward_only:
         warmup = total
