@@ -152,7 +152,7 @@ class P2PCommunicator(P2PCore):
         return self._exchange("forward-backward-send-forward-backward-recv", operations)[:2]
 
     def _exchange(self, timer: str, operations: dict[str, Any], wait: bool = True) -> tuple[Any, Any, Handles]:
-        """Check and post ``operations`` (name -> what to send, or the shape to receive), as one batch or singly; wait if
+        """Check and post ``operations`` (name -> what to send, or the shape to receive), as a batch or singly; wait if
         ``wait``. Returns (from previous, from next, handles).
         """
         # Where channels are one-way any order is safe, and gloo announces a receive behind what is sent before it.
