@@ -1,7 +1,7 @@
-"""The entry points that a Megatron user calls. Each is short: check the arguments, choose a plan, run it.
+"""The entry points that a Megatron user calls, with Megatron-core's signatures and semantics.
 
-Signatures and semantics are Megatron-core's. One engine (``executor.py``) runs every schedule; it waits on a send's
-handle before it gives an output's data back, in one place.
+One engine (``runtime/executor.py``) runs every schedule; it waits on a send's handle before it frees an output's data,
+in one place.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypedDict
 
+import torch
 from typing_extensions import Unpack
 
-from megatron_pp.comm import process_groups as parallel_state
+from megatron_pp.comm import process_groups
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.plan.family import Shape
 from megatron_pp.plan.orders.loop import schedule_table, warmup_forwards
 from megatron_pp.runtime.arguments import check_keywords
-from megatron_pp.runtime.compute import backward_step, forward_step
+from megatron_pp.runtime.compute import Activation, ModelSteps, StepOptions, backward_through
 from megatron_pp.runtime.deallocate import custom_backward, deallocate_output_tensor
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.step import StepCall
@@ -84,8 +88,8 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     elsewhere. Raises ScheduleInputError before any communication for impossible arguments.
     """
     if pp_size is None and vp_size is None:
-        pp_size = parallel_state.get_pipeline_model_parallel_world_size()
-        vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        pp_size = process_groups.size_of("pp")
+        vp_size = process_groups.virtual_size()
     if vp_size is not None and vp_size > 1:
         return forward_backward_pipelining_with_interleaving
     if pp_size is not None and pp_size > 1:
@@ -119,6 +123,79 @@ def forward_backward_pipelining_with_interleaving(**arguments: Unpack[StepArgume
     return StepCall(chunked=True, alone=False, **arguments).run()
 
 
+def forward_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    input_tensor: Activation,
+    forward_data_store: list[Any],
+    config: Any,
+    cp_group_size: int = 1,
+    collect_non_loss_data: bool = False,
+    checkpoint_activations_microbatch: bool | None = None,
+    is_first_microbatch: bool = False,
+    current_microbatch: int | None = None,
+    vp_stage: int | None = None,
+    is_last_stage: bool = True,
+) -> tuple[Activation, Any]:
+    """Megatron's function of this name: one microbatch through one chunk. Returns (output or scaled loss, number of
+    tokens).
+
+    ``input_tensor`` is a tensor, None, or a list of them (then a list is returned).
+    """
+    expected = getattr(model, "vp_stage", None)
+    if vp_stage is not None and expected is not None and vp_stage != expected:
+        raise ScheduleInputError(
+            f"chunk {vp_stage} was given the model whose vp_stage is {expected}; pass the chunks in order"
+        )
+    mb, flag = current_microbatch or 0, checkpoint_activations_microbatch
+    options = StepOptions(
+        num_microbatches,
+        [is_last_stage],
+        device_type=_device_type(input_tensor, model),
+        cp_size=cp_group_size,
+        collect_non_loss_data=collect_non_loss_data,
+        checkpoint_flags=None if flag is None else {(0, mb): flag},
+        forward_only=True,  # with first_val_step False, the first-microbatch mark is left to the caller: here
+        first_val_step=False,
+    )
+    mark_first = wrapped_attribute(model, "set_is_first_microbatch")
+    if is_first_microbatch and mark_first is not None:
+        mark_first()
+    steps = ModelSteps(forward_step_func, [data_iterator], [model], StepSettings.from_config(config), options)
+    steps.record.data = forward_data_store
+    output = steps.forward(0, mb, input_tensor)
+    return ([output] if isinstance(input_tensor, list) else output), steps.record.num_tokens
+
+
+def backward_step(
+    input_tensor: Activation,
+    output_tensor: Activation,
+    output_tensor_grad: Activation,
+    model_type: Any = None,
+    config: Any = None,
+) -> Activation:
+    """Megatron's function of this name, called with ``(..., config)`` or, as up to 0.16, ``(..., model_type, config)``.
+
+    Returns the gradient of ``input_tensor``: None where it has none, a list for a list.
+    """
+    config = model_type if config is None else config
+    for x in input_tensor if isinstance(input_tensor, (list, tuple)) else [input_tensor]:
+        if x is not None and x.requires_grad:
+            x.retain_grad()
+    scale = StepSettings.from_config(config).grad_scale_func
+    return backward_through(input_tensor, output_tensor, output_tensor_grad, scale)
+
+
+def _device_type(input_tensor: Activation, model: Any) -> str:
+    first = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+    if isinstance(first, torch.Tensor):
+        return first.device.type
+    parameter = next(iter(model.parameters()), None) if hasattr(model, "parameters") else None
+    return "cpu" if parameter is None else parameter.device.type
+
+
 def get_schedule_table(
     num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
 ) -> list[tuple[int, int]]:
@@ -143,11 +220,8 @@ def get_pp_rank_microbatches(
             p2p_communicator.virtual_pipeline_model_parallel_size is not None,
         )
     else:
-        size, rank = (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
-        chunked = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+        size, rank = process_groups.size_of("pp"), process_groups.rank_in("pp")
+        chunked = process_groups.virtual_size() is not None
     total = num_microbatches * num_model_chunks
     if forward_only:
         warmup = total

@@ -121,8 +121,8 @@ class P2PCommunicator(P2PCore):
         With ``overlap_p2p_comm`` nothing is waited and the result is ``(tensor, handles)``, a dict of WaitHandle
         keyed ``send_next``, ``recv_prev``; the tensor may be read after ``handles["recv_prev"].wait()``.
         """
-        asked = _asked(tensor_shape, recv_prev=recv_prev, send_next=output_tensor)
-        got, _, handles = self._exchange("forward-send-forward-recv", asked, not overlap_p2p_comm)
+        operations = _operations(tensor_shape, recv_prev=recv_prev, send_next=output_tensor)
+        got, _, handles = self._exchange("forward-send-forward-recv", operations, not overlap_p2p_comm)
         return (got, handles) if overlap_p2p_comm else got
 
     def send_backward_recv_backward(
@@ -134,8 +134,8 @@ class P2PCommunicator(P2PCore):
     ) -> Any:
         """Send to the previous rank (unless None), receive from the next one (if ``recv_next``); handles as in
         ``send_forward_recv_forward``, keyed ``send_prev``, ``recv_next``."""
-        asked = _asked(tensor_shape, recv_next=recv_next, send_prev=input_tensor_grad)
-        _, got, handles = self._exchange("backward-send-backward-recv", asked, not overlap_p2p_comm)
+        operations = _operations(tensor_shape, recv_next=recv_next, send_prev=input_tensor_grad)
+        _, got, handles = self._exchange("backward-send-backward-recv", operations, not overlap_p2p_comm)
         return (got, handles) if overlap_p2p_comm else got
 
     def send_forward_backward_recv_forward_backward(
@@ -148,18 +148,18 @@ class P2PCommunicator(P2PCore):
     ) -> tuple[Any, Any]:
         """All four at once; returns (input tensor, output gradient)."""
         sends = {"send_next": output_tensor, "send_prev": input_tensor_grad}
-        asked = _asked(tensor_shape, recv_prev, recv_next, **sends)
-        return self._exchange("forward-backward-send-forward-backward-recv", asked)[:2]
+        operations = _operations(tensor_shape, recv_prev, recv_next, **sends)
+        return self._exchange("forward-backward-send-forward-backward-recv", operations)[:2]
 
-    def _exchange(self, timer: str, asked: dict[str, Any], wait: bool = True) -> tuple[Any, Any, Handles]:
-        """Check all that is asked for, post it, as one batch or singly, and wait if ``wait``. ``asked``: what to send,
-        or the shape to receive, by name. Returns (from previous, from next, handles).
+    def _exchange(self, timer: str, operations: dict[str, Any], wait: bool = True) -> tuple[Any, Any, Handles]:
+        """Check and post ``operations`` (name -> what to send, or the shape to receive), as a batch or singly; wait if
+        ``wait``. Returns (from previous, from next, handles).
         """
         # Where channels are one-way any order is safe, and gloo announces a receive behind what is sent before it.
         # Where one carries both directions, neighbours must not both begin with the same.
         order = _RECEIVES_FIRST if self.settings.one_way or self.rank % 2 else _SENDS_FIRST
         with _timed(self.config, timer):
-            wanted = {name: self._checked(name, asked[name]) for name in order if name in asked}
+            wanted = {name: self._checked(name, operations[name]) for name in order if name in operations}
             handles = self._post_all(wanted)
             receives = [name for name in wanted if name.startswith("recv")]
             if wait or self.variable_shapes:  # a tensor whose shape is still on its way cannot be returned
@@ -193,11 +193,11 @@ class P2PCommunicator(P2PCore):
         return {name: self.post_send(*r) if isinstance(r, Send) else self.post_recv(*r) for name, r in wanted.items()}
 
 
-def _asked(shape: Shape, recv_prev: bool = False, recv_next: bool = False, **sends: Any) -> dict[str, Any]:
-    """What ``_exchange`` is asked for: the tensors to send that are not None, and receives of ``shape``."""
-    asked = {name: tensor for name, tensor in sends.items() if tensor is not None}
+def _operations(shape: Shape, recv_prev: bool = False, recv_next: bool = False, **sends: Any) -> dict[str, Any]:
+    """For ``_exchange``: sends of the tensors that are not None, and the receives of ``shape`` that are wanted."""
+    operations = {name: tensor for name, tensor in sends.items() if tensor is not None}
     wanted = {"recv_prev": recv_prev, "recv_next": recv_next}
-    return asked | {name: shape for name, is_wanted in wanted.items() if is_wanted}
+    return operations | {name: shape for name, is_wanted in wanted.items() if is_wanted}
 
 
 def _nothing(shapes: Any) -> Any:

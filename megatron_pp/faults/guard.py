@@ -22,7 +22,6 @@ from typing import Any
 
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
 from megatron_pp.faults import consistency, diagnosis
-from megatron_pp.faults.agreement import Agreements, last_change
 from megatron_pp.faults.exceptions import is_consequence, is_raised_by_python, tail_of, text_of, type_name
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
@@ -91,7 +90,7 @@ class FaultGuard:
         self.agreement = 0
         self._over: str | None = None
         self._entered_with: Hashable = None
-        self._agreements = Agreements(self.size)
+        self._agreements = consistency.Agreements(self.size)
         self._number = consistency.StepNumber()
 
     @contextmanager
@@ -259,7 +258,7 @@ class FaultGuard:
         found = consistency.find_late_mismatch(self.rank, here, others, self._agreements)
         if found is not None:
             return self._mismatch_failure(found)
-        since = last_change(here.history)
+        since = consistency.last_change(here.history)
         if len(others) == self.size - 1 and all(p.history and p.history[0] >= since for p in others.values()):
             heartbeat.settled_to = since
         return None

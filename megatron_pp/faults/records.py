@@ -45,7 +45,7 @@ class Progress:
     idle: float = 0.0  # seconds since its position changed, at the time of writing and by its own clock
     beat: int = 0  # grows with every record: shows readers that the writer is alive
     process: Process = dataclasses.field(default_factory=Process)
-    history: tuple[int, ...] = ()  # the agreements between the ranks that it used, by step; see ``agreement.py``
+    history: tuple[int, ...] = ()  # the agreements between the ranks that it used, by step; see ``consistency.py``
     number: str = ""  # the program's number of the step; see ``consistency.py``
 
 

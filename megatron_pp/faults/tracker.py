@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from megatron_pp.faults.agreement import changed
+from megatron_pp.faults.consistency import changed
 from megatron_pp.faults.diagnosis import Source, doing, instruction_at, waits_on
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Progress
@@ -99,26 +99,26 @@ class Tracker:
     def waits_on(self) -> tuple[int, ...]:
         """Pipeline ranks that this rank may be waiting for: the peers of a transfer; all others outside the plan; none
         while it computes."""
-        at = self._at()
-        if at is not None:
-            return waits_on(at)
-        return () if self.source is None else tuple(r for r in range(self.size) if r != self.rank)
+        source = self.source
+        if source is None:
+            return ()
+        at = self._at(source)
+        return tuple(r for r in range(self.size) if r != self.rank) if at is None else waits_on(at)
 
     def place(self) -> tuple[str, str]:
         """The current instruction as printed and in words; outside the plan "", and what else this rank does."""
-        at = self._at()
+        at = self._at(self.source)
         if at is not None:
             return str(at), at.name
         return "", "the entry of the step" if self._entering else self.phase or "the step"
 
     def doing(self) -> str:
         """What this rank does now, as a clause: ``rank 2 waits for ...``."""
-        at = self._at()
+        at = self._at(self.source)
         return f"rank {self.rank} {f'is in {self.place()[1]}' if at is None else doing(at)}"
 
-    def _at(self) -> Instruction | None:
-        """The current instruction; None outside the plan, and while plans are compared."""
-        source = self.source
+    def _at(self, source: Source | None) -> Instruction | None:
+        """The current instruction of ``source``; None outside the plan, and while plans are compared."""
         if source is None or source.plan is None or self._entering or self.phase:
             return None
         return instruction_at(source.plan, self.rank, source.position)

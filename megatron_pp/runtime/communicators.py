@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megatron_pp.comm import process_groups as parallel_state
+from megatron_pp.comm import process_groups
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.comm.transport import SoloTransport, Transport
 from megatron_pp.config.settings import StepSettings
@@ -92,8 +92,8 @@ def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
     if isinstance(given, P2PCommunicator):
         return given.pp_group
     group = getattr(given, "pp_group", None) or getattr(inputs.pg_collection, "pp", None)
-    if group is not None or parallel_state.model_parallel_is_initialized():
-        return group or parallel_state.get_pipeline_model_parallel_group()
+    if group is not None or process_groups.model_parallel_is_initialized():
+        return group or process_groups.group_of("pp")
     if not alone:
         raise ScheduleInputError(
             "neither p2p_communicator nor pg_collection.pp was given and megatron_pp.parallel_state is not "

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.module_attributes import wrapped_attribute, wrapped_attributes
+from megatron_pp.module_attributes import wrapped_attributes
 from megatron_pp.runtime.deallocate import accumulate, backward_root, run_backward
 
 Activation = Any  # a tensor, a list of tensors, or None at an end of the pipeline
@@ -248,76 +248,3 @@ def _checked_setter(setter: Any, chunk: Any) -> Callable[[list[Any]], None]:
             "the stage before it sent; wrap a plain module as megatron_pp.PipelineStage(module, config)"
         )
     return setter
-
-
-def forward_step(
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
-    model: Any,
-    num_microbatches: int,
-    input_tensor: Activation,
-    forward_data_store: list[Any],
-    config: Any,
-    cp_group_size: int = 1,
-    collect_non_loss_data: bool = False,
-    checkpoint_activations_microbatch: bool | None = None,
-    is_first_microbatch: bool = False,
-    current_microbatch: int | None = None,
-    vp_stage: int | None = None,
-    is_last_stage: bool = True,
-) -> tuple[Activation, Any]:
-    """Megatron's function of this name: one microbatch through one chunk. Returns (output or scaled loss, number of
-    tokens).
-
-    ``input_tensor`` is a tensor, None, or a list of them (then a list is returned).
-    """
-    expected = getattr(model, "vp_stage", None)
-    if vp_stage is not None and expected is not None and vp_stage != expected:
-        raise ScheduleInputError(
-            f"chunk {vp_stage} was given the model whose vp_stage is {expected}; pass the chunks in order"
-        )
-    mb, flag = current_microbatch or 0, checkpoint_activations_microbatch
-    options = StepOptions(
-        num_microbatches,
-        [is_last_stage],
-        device_type=_device_type(input_tensor, model),
-        cp_size=cp_group_size,
-        collect_non_loss_data=collect_non_loss_data,
-        checkpoint_flags=None if flag is None else {(0, mb): flag},
-        forward_only=True,  # with first_val_step False, the first-microbatch mark is left to the caller: here
-        first_val_step=False,
-    )
-    mark_first = wrapped_attribute(model, "set_is_first_microbatch")
-    if is_first_microbatch and mark_first is not None:
-        mark_first()
-    steps = ModelSteps(forward_step_func, [data_iterator], [model], StepSettings.from_config(config), options)
-    steps.record.data = forward_data_store
-    output = steps.forward(0, mb, input_tensor)
-    return ([output] if isinstance(input_tensor, list) else output), steps.record.num_tokens
-
-
-def backward_step(
-    input_tensor: Activation,
-    output_tensor: Activation,
-    output_tensor_grad: Activation,
-    model_type: Any = None,
-    config: Any = None,
-) -> Activation:
-    """Megatron's function of this name, called with ``(..., config)`` or, as up to 0.16, ``(..., model_type, config)``.
-
-    Returns the gradient of ``input_tensor``: None where it has none, a list for a list.
-    """
-    config = model_type if config is None else config
-    for x in input_tensor if isinstance(input_tensor, (list, tuple)) else [input_tensor]:
-        if x is not None and x.requires_grad:
-            x.retain_grad()
-    scale = StepSettings.from_config(config).grad_scale_func
-    return backward_through(input_tensor, output_tensor, output_tensor_grad, scale)
-
-
-def _device_type(input_tensor: Activation, model: Any) -> str:
-    first = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-    if isinstance(first, torch.Tensor):
-        return first.device.type
-    parameter = next(iter(model.parameters()), None) if hasattr(model, "parameters") else None
-    return "cpu" if parameter is None else parameter.device.type

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megatron_pp.comm import process_groups as parallel_state
+from megatron_pp.comm import process_groups
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.runtime.arguments import StepInputs, whole_argument
 from megatron_pp.runtime.dict_activations import Names
@@ -81,9 +81,9 @@ def group_sizes(pg_collection: Any, settings: StepSettings) -> tuple[int, int]:
     else from the config.
     """
     tp, cp = getattr(pg_collection, "tp", None), getattr(pg_collection, "cp", None)
-    if parallel_state.model_parallel_is_initialized():
-        tp_default = parallel_state.get_tensor_model_parallel_world_size()
-        cp_default = parallel_state.get_context_parallel_world_size()
+    if process_groups.model_parallel_is_initialized():
+        tp_default = process_groups.size_of("tp")
+        cp_default = process_groups.size_of("cp")
     else:
         tp_default, cp_default = settings.tensor_model_parallel_size, settings.context_parallel_size
     return (tp_default if tp is None else tp.size()), (cp_default if cp is None else cp.size())

@@ -11,8 +11,16 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pp.errors import PipelineMismatchError
-from megatron_pp.faults.agreement import Agreements, Difference, changed, difference, in_force, last_change
-from megatron_pp.faults.consistency import find_late_mismatch, find_mismatch
+from megatron_pp.faults.consistency import (
+    Agreements,
+    Difference,
+    changed,
+    difference,
+    find_late_mismatch,
+    find_mismatch,
+    in_force,
+    last_change,
+)
 from megatron_pp.faults.records import IN_STEP, Entry, Progress
 from megatron_pp.faults.store import FaultStore
 from megatron_pp.p2p_communication import P2PCommunicator

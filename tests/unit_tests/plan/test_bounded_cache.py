@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pp.comm.transport import SoloTransport
-from megatron_pp.faults.agreement import RECEIVES, SENDS, Agreements
+from megatron_pp.faults.consistency import RECEIVES, SENDS, Agreements
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import builder
 from megatron_pp.plan.bounded_cache import BoundedCache
