@@ -34,8 +34,6 @@ IMPORTED = "imported"  # the schedule name of a plan that came from someone else
 _ACTION = re.compile(r"(\d{1,9})(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,9})\Z")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B\Z")
 _FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*\Z")  # lowering sets syncs of its own
-
-
 _Row = list[Instruction]  # with stages and microbatches; chunks are not known yet
 
 
@@ -49,15 +47,14 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
     placement = _placement(rows)
     rows = [_renumbered(row) for row in rows]
     num_microbatches = _check_complete(rows, placement)
-    programs = [[_on_rank(at, placement, rank) for at in row] for rank, row in enumerate(rows)]
-    orders = [[at for at in program if at.op not in POST_OPS] for program in programs]
+    programs = [placement.place(rank, [_on_rank(at, placement, rank) for at in row]) for rank, row in enumerate(rows)]
+    orders = tuple(tuple(at for at in program if at.op not in POST_OPS) for program in programs)
     lowering.setdefault("forward_only", all(at.op == FORWARD for order in orders for at in order))
     spec = PlanSpec(IMPORTED, placement.pipeline_size, placement.num_chunks, num_microbatches, **lowering)
     if all(len(order) == len(program) for order, program in zip(orders, programs, strict=True)):
         return lowered(spec, placement, orders)
-    placed = [placement.place(rank, program) for rank, program in enumerate(programs)]
-    completed = tuple(tuple(_completed(spec, placement, rank, program)) for rank, program in enumerate(placed))
-    return Plan(spec, placement, completed, tuple(placement.place(r, order) for r, order in enumerate(orders)))
+    completed = tuple(tuple(_completed(spec, placement, rank, program)) for rank, program in enumerate(programs))
+    return Plan(spec, placement, completed, orders)
 
 
 def write_torch_csv(plan: Plan, comms: bool = False) -> str:
@@ -132,9 +129,8 @@ def _inputs(placement: Placement, rank: int, at: Instruction) -> list[Instructio
     source = source_of(at.op, at.stage, placement.num_stages)
     if source is None:
         return []
-    moves = MOVES[RESULT_OF[at.op]]
-    op = moves.hand if placement.homes[source][0] == rank else moves.wait
-    return list(placement.place(rank, [instruction(op, at.chunk, at.mb)]))
+    moves, sender = MOVES[RESULT_OF[at.op]], placement.homes[source][0]
+    return [at._replace(op=moves.hand) if sender == rank else at._replace(op=moves.wait, peer=sender)]
 
 
 def _actions(text: str) -> list[_Row]:
@@ -217,34 +213,28 @@ def _renumbered(row: _Row) -> _Row:
 
 def _check_complete(rows: list[_Row], placement: Placement) -> int:
     """Every stage must run every microbatch forward once, and backward once, whole or in halves; how many there are."""
-    seen: dict[str, set[tuple[int, int]]] = {op: set() for op in ("F", "I", "B", "W")}
+    seen: dict[str, set[tuple[int, int]]] = {op: set() for op in ins.SINGLE_COMPUTE_OPS}
     for rank, row in enumerate(rows):
         for at in _compute(row):
             if (at.stage, at.mb) in seen[at.op]:
                 raise ExchangeError(f"row {rank + 1}: {_cell(at)} stands twice")
             seen[at.op].add((at.stage, at.mb))
-    forwards = seen["F"]
-    stages = placement.num_stages
-    count, left = divmod(len(forwards), stages)
-    expected = {(s, m) for s in range(stages) for m in range(count + bool(left))}
-    _same(forwards, expected, "F", "the forward")
-    if not (seen["I"] or seen["B"] or seen["W"]):
-        return count
-    both = seen["I"] & seen["B"]
-    if both:
-        stage, mb = min(both)
+    forwards, whole, halves, weights = (seen[op] for op in "FBIW")
+    if whole & halves:
+        stage, mb = min(whole & halves)
         raise ExchangeError(f"{stage}I{mb} and {stage}B{mb} are both there: a backward is whole or in halves")
-    _same(seen["I"] | seen["B"], expected, "B", "the backward")
-    _same(seen["W"], seen["I"], "W", "the weight gradients, or the I,")
+    count, left = divmod(len(forwards), placement.num_stages)
+    expected = {(stage, mb) for stage in range(placement.num_stages) for mb in range(count + bool(left))}
+    for letter, what, found, wanted in (
+        ("F", "the forward", forwards, expected),
+        ("B", "the backward", whole | halves, expected if whole | halves | weights else set()),
+        ("W", "the weight gradients, or the I,", weights, halves),
+    ):
+        if found != wanted:
+            stage, mb = min(found ^ wanted)
+            name = f"{stage}{letter}{mb}"
+            raise ExchangeError(f"{what} of stage {stage}, microbatch {mb} ({name}) is missing or has no counterpart")
     return count
-
-
-def _same(found: set[tuple[int, int]], expected: set[tuple[int, int]], letter: str, what: str) -> None:
-    different = found ^ expected
-    if different:
-        stage, mb = min(different)
-        name = f"{stage}{letter}{mb}"
-        raise ExchangeError(f"{what} of stage {stage}, microbatch {mb} ({name}) is missing or has no counterpart")
 
 
 def _on_rank(at: Instruction, placement: Placement, rank: int) -> Instruction:

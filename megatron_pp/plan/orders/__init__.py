@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from megatron_pp.plan.family import Family
-from megatron_pp.plan.orders import auto, loop, v, zero_bubble
+from megatron_pp.plan.orders import auto, loop, v
 from megatron_pp.plan.orders.loop import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.placement import LOOP, V_SHAPE
 
-_LOOP_FAMILIES = loop.FAMILIES + zero_bubble.FAMILIES
 _SEARCHING_FAMILIES = (
-    auto.searching_family("auto", _LOOP_FAMILIES, LOOP, chunks=None),
+    auto.searching_family("auto", loop.FAMILIES, LOOP, chunks=None),
     auto.searching_family("auto_v", v.FAMILIES, V_SHAPE, chunks=2),
 )
 
-SCHEDULES: dict[str, Family] = {family.name: family for family in _LOOP_FAMILIES + v.FAMILIES + _SEARCHING_FAMILIES}
+SCHEDULES: dict[str, Family] = {family.name: family for family in loop.FAMILIES + v.FAMILIES + _SEARCHING_FAMILIES}
 
 OLD_NAMES = {"dualpipev": v.DUALPIPE_V}
 """Spellings of earlier releases, still read."""

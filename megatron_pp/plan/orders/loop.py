@@ -1,13 +1,15 @@
-"""Families on the loop placement whose backwards stay whole: GPipe, 1F1B, eager 1F1B, interleaved 1F1B, breadth-first.
+"""Families on the loop placement.
 
-Backwards run in the order of the forwards of their chunk in all of them, so that gradients are added up in one order
-and are equal to the last bit from family to family.
+GPipe, 1F1B, eager 1F1B, interleaved 1F1B and breadth-first keep backwards whole, and run them in the order of the
+forwards of their chunk, so that gradients are added up in one order and are equal to the last bit from family to
+family. Zero-bubble families (arXiv 2401.10241, section 2) take the weight gradients out of the backwards and put them
+where the bubble was.
 """
 
 from __future__ import annotations
 
 from megatron_pp.plan.dataflow import RESULT_OF, inputs_of
-from megatron_pp.plan.family import Family, Order, Shape, b, f
+from megatron_pp.plan.family import Family, Order, Shape, b, f, i, w
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.placement import LOOP, Placement
 
@@ -146,6 +148,64 @@ def has_short_group(shape: Shape) -> bool:
     return shape.num_chunks > 1 and last < shape.pipeline_size
 
 
+def zb_h1(shape: Shape) -> list[Order]:
+    """1F1B with the weight gradients split off: rank r runs that of microbatch k - r right after the backward of k, and
+    the last r at the end, where 1F1B has its bubble.
+
+    Backwards reach the next rank earlier by one W: the bubble is (P-1)(F+B-W). Every rank holds P microbatches, what
+    1F1B's first rank holds.
+    """
+    return [delay_weights(order, delay=rank) for rank, order in enumerate(one_f_one_b(shape))]
+
+
+def interleaved_zb(shape: Shape) -> list[Order]:
+    """ZB-H1's idea on the interleaved order: rank r runs each weight gradient r backwards late, on virtual
+    microbatches. Bubble (P-1)(f+b-w) of one chunk's times, for interleaved 1F1B's memory.
+    """
+    return [delay_weights(order, delay=rank) for rank, order in enumerate(interleaved(shape))]
+
+
+def delay_weights(order: Order, delay: int) -> Order:
+    """Split every backward of ``order``: each weight gradient runs right after the backward ``delay`` places later,
+    the last ones at the end.
+    """
+    result: Order = []
+    waiting: Order = []
+    for at in order:
+        if at.op != BACKWARD:
+            result.append(at)
+            continue
+        result.append(i(at.chunk, at.mb))
+        waiting.append(w(at.chunk, at.mb))
+        if len(waiting) > delay:
+            result.append(waiting.pop(0))
+    return result + waiting
+
+
+def zb_h2(shape: Shape) -> list[Order]:
+    """No bubble within a rank's own span, for about twice the memory of 1F1B.
+
+    Rank r warms up with 2 (P-r) - 1 forwards, so that it has work until the first gradient comes back, and keeps 2 r
+    weight gradients for the end, so that it has work until the last rank is done. At most 2 P - 1 microbatches in
+    memory, on every rank; the first P-1 forwards' delay remains in the makespan.
+    """
+    return [_zb_h2_order(shape.pipeline_size, shape.num_microbatches, rank) for rank in range(shape.pipeline_size)]
+
+
+def _zb_h2_order(size: int, microbatches: int, rank: int) -> Order:
+    forwards = [f(0, m) for m in range(microbatches)]
+    weights = [w(0, m) for m in range(microbatches)]
+    warmup = min(2 * (size - rank) - 1, microbatches)
+    order, forwards = forwards[:warmup], forwards[warmup:]
+    for done in range(microbatches):
+        order.append(i(0, done))
+        if done >= 2 * rank:
+            order.append(weights.pop(0))
+        if forwards:
+            order.append(forwards.pop(0))
+    return order + weights
+
+
 FAMILIES = (
     Family(
         "gpipe",
@@ -179,5 +239,28 @@ FAMILIES = (
         breadth_first,
         "arXiv 2211.05953, section 4",
         "every chunk runs all its microbatches in one stretch; V M chunks in memory",
+    ),
+    Family(
+        "zb_h1",
+        zb_h1,
+        "arXiv 2401.10241, section 2.1",
+        "1F1B with weight gradients in its bubble: (P-1)(F+B-W) is left; P microbatches in memory",
+        chunks=1,
+        splits_weight=True,
+    ),
+    Family(
+        "zb_h2",
+        zb_h2,
+        "arXiv 2401.10241, section 2.2",
+        "no bubble within a rank's span; 2P-1 microbatches in memory",
+        chunks=1,
+        splits_weight=True,
+    ),
+    Family(
+        "interleaved_zb",
+        interleaved_zb,
+        "arXiv 2104.04473, section 2.2.2, with the split of arXiv 2401.10241",
+        "interleaved 1F1B with weight gradients in its bubble, at the same memory",
+        splits_weight=True,
     ),
 )

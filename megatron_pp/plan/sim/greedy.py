@@ -25,7 +25,6 @@ from megatron_pp.plan.placement import Placement
 UNKNOWN = float("inf")
 ROUNDING = 1e-9  # share of a memory limit by which sums of measured numbers may miss it
 
-
 Slots = Sequence[Mapping[tuple[str, int, int], float]]
 """``slots[rank][(op, chunk, mb)]`` for FORWARD and BACKWARD (a split one too): in which order a rank wants its forwards
 and backwards, ascending with the microbatch."""
@@ -51,14 +50,12 @@ class Rules:
     reserve   memory that such a forward must leave free, if it is of a chunk that others follow on the rank
     split     whether backwards are split in two
     patience  a weight gradient is put off for an operation whose input comes within this share of its own time
-    backlog   most weight gradients that may wait; beyond, they go before anything else
     """
 
     ahead: float = 0.0
     reserve: float = 0.0
     split: bool = True
     patience: float = 0.0
-    backlog: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class _Clock:
                 makespan = max(makespan, self._start(rank, now, chosen))
             elif rank.wake_at > now:
                 heappush(self.agenda, (rank.wake_at, number))
-        if any(rank.left for rank in self.ranks):
+        if any(rank.weights or min(rank.next.values()) < rank.microbatches for rank in self.ranks):
             return None
         return Scheduled([rank.order for rank in self.ranks], makespan)
 
@@ -148,7 +145,6 @@ class _Rank:
         self.weights: deque[tuple[int, int]] = deque()
         self.forward_ends: dict[tuple[int, int], float] = {}
         self.order: Order = []
-        self.left = (3 if rules.split else 2) * len(self.stages) * self.microbatches
         self.used = 0.0
         self.free_at = 0.0
         self.wake_at = 0.0
@@ -161,8 +157,6 @@ class _Rank:
             for (op, chunk), mb in self.next.items()
             if mb < self.microbatches
         )
-        if self.rules.backlog is not None and len(self.weights) > self.rules.backlog:
-            return instruction(WEIGHT_GRAD, *self.weights[0])
         for _, kind, chunk, mb in self._eligible(heads, now):
             return instruction(INPUT_GRAD if self.rules.split and kind == BACKWARD else kind, chunk, mb)
         if not self.weights:
@@ -183,11 +177,9 @@ class _Rank:
         return backwards or [
             head
             for head in ready
-            if head[0] - first_slot <= self.rules.ahead and self._fits(head[2], self._reserve(head[2]))
+            if head[0] - first_slot <= self.rules.ahead
+            and self._fits(head[2], self.rules.reserve if head[2] < len(self.stages) - 1 else 0.0)
         ]
-
-    def _reserve(self, chunk: int) -> float:
-        return self.rules.reserve if chunk < len(self.stages) - 1 else 0.0
 
     def _fits(self, chunk: int, reserve: float) -> bool:
         return self.used + self.memory.forward[self.stages[chunk]] + reserve <= self.limit * (1 + ROUNDING)
@@ -234,5 +226,4 @@ class _Rank:
         if op in RESULT_OF:
             self.next[(RESULT_OF[op], chunk)] = mb + 1
         self.order.append(chosen)
-        self.left -= 1
         self.free_at = end
