@@ -25,7 +25,7 @@ from megatron_pp.weight_grad.linear import SplitEmbedding, split_linear
 from megatron_pp.weight_grad.megatron_linear import SplitTensorParallelLinear
 from megatron_pp.weight_grad.parameter_leaf import parameter_behind
 from megatron_pp.weight_grad.store import SplitReport, WeightGradStore
-from megatron_pp.weight_grad.transformer_engine import delays_weight_grad
+from megatron_pp.weight_grad.transformer_engine import delayed_names, delays_weight_grad
 
 _STORE = "_weight_grad_store"
 _MARK = "_weight_grad_split"
@@ -61,11 +61,9 @@ def split_weight_grad(
                 continue
             delays = delays_weight_grad(layer)
             store.own(layer, number, delays)
-            if delays:
-                counts["delayed"] += 1
-            elif not _is_converted(layer):  # a layer may be in several chunks
+            if not _is_converted(layer):  # a layer may be in several chunks
                 split = _convert(layer, name or type(layer).__name__, store, fusion)
-                counts["split" if split else "whole"] += 1
+                counts["delayed" if delays else "split" if split else "whole"] += 1
     for chunk in chunks:
         object.__setattr__(chunk, _STORE, store)
     store.report = SplitReport(**counts)
@@ -168,7 +166,8 @@ def _convert(layer: nn.Module, name: str, store: WeightGradStore, fusion: bool) 
     original: Any = type(layer)
     overrides = _overrides_of(layer)
     layer.__dict__[_MARK] = _SplitState(store, name, original, fusion, fused_kernels() if fusion else None)
-    layer.__class__ = _derived(original, overrides, tuple(layer._parameters))
+    names = tuple(name for name in layer._parameters if name not in delayed_names(layer))
+    layer.__class__ = _derived(original, overrides, names)
     return bool(overrides)
 
 

@@ -22,7 +22,7 @@ from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waitin
 from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
 from megatron_pp.weight_grad.linear import Casts
 from megatron_pp.weight_grad.parameter_leaf import accumulates, follow, new_leaf, take_gradient
-from megatron_pp.weight_grad.transformer_engine import DelayedRun, fires_hooks, queued
+from megatron_pp.weight_grad.transformer_engine import DelayedRun, hooked_names
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class WeightGradStore:
             )
         if key in self._queues:
             raise WeightGradError(f"backward of chunk {chunk}, microbatch {mb} ran twice")
-        before = [(layer, queued(layer)) for layer, its_chunk in self._delayed if its_chunk == chunk]
+        delayed = [DelayedRun(layer) for layer, its_chunk in self._delayed if its_chunk == chunk]
         self._queues[key] = deque()
         self.casts.clear()
         self._current = _Backward(key, split, self._last.get(chunk) == mb, self._whole)
@@ -161,8 +161,9 @@ class WeightGradStore:
         finally:
             self._current = None
             self.casts.clear()
-        runs = [DelayedRun(layer, queued(layer) - count) for layer, count in before]
-        self._queues[key].extend(Waiting(-1, run, 0) for run in runs if run.entries > 0)
+            for run in delayed:
+                run.end_backward()
+        self._queues[key].extend(Waiting(-1, run, 0) for run in delayed)
         if not split:
             self.run(chunk, mb)
 
@@ -294,10 +295,11 @@ class WeightGradStore:
     def _look_up_parameters(self) -> None:
         """The chunks and the leaf of each parameter; for each step, since parameters may be replaced."""
         for layer, chunk in self._layers:
-            for parameter in layer._parameters.values():
+            hooked = hooked_names(layer)
+            for name, parameter in layer._parameters.items():
                 if parameter is not None:
-                    chunks = self._chunks_of.setdefault(parameter, set())
-                    chunks.update((chunk, _NEVER) if fires_hooks(layer) else (chunk,))
+                    chunks = (chunk, _NEVER) if name in hooked else (chunk,)
+                    self._chunks_of.setdefault(parameter, set()).update(chunks)
         self._whole = {key: weight for key, weight in self._whole.items() if weight in self._chunks_of}
         self._leaves.update((id(p), new_leaf(p, self.arrive)) for p in self._chunks_of if p.requires_grad)
 
