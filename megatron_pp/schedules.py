@@ -1,8 +1,4 @@
-"""The entry points that a Megatron user calls. Each is short: check the arguments, choose a plan, run it.
-
-Signatures and semantics are Megatron-core's. One engine (``executor.py``) runs every schedule; it waits on a send's
-handle before it gives an output's data back, in one place.
-"""
+"""The entry points that a Megatron user calls, with Megatron-core's signatures and semantics."""
 
 from __future__ import annotations
 
@@ -40,9 +36,7 @@ ForwardBackward = Callable[..., list[Any]]
 
 
 class StepArguments(TypedDict, total=False):
-    """The keyword arguments of the schedule functions; what each means stands at ``get_forward_backward_func``. The
-    first four are required.
-    """
+    """What the schedule functions take, as ``get_forward_backward_func`` explains it. The first four are required."""
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
@@ -86,21 +80,14 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     if pp_size is None and vp_size is None:
         pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    if vp_size is not None and vp_size > 1:
+    pipelined, chunked = (pp_size or 1) > 1, vp_size is not None
+    if (vp_size or 1) > 1 or (pipelined and chunked):
         return forward_backward_pipelining_with_interleaving
-    if pp_size is not None and pp_size > 1:
-        return (
-            forward_backward_pipelining_without_interleaving
-            if vp_size is None
-            else forward_backward_pipelining_with_interleaving
-        )
-    return forward_backward_no_pipelining
+    return forward_backward_pipelining_without_interleaving if pipelined else forward_backward_no_pipelining
 
 
 def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """All microbatches through the whole model on this rank: forward and backward in turn. Arguments:
-    get_forward_backward_func.
-    """
+    """All microbatches through the whole model on this rank. Arguments: get_forward_backward_func."""
     check_keywords("forward_backward_no_pipelining", arguments, StepArguments.__annotations__)
     return StepCall(chunked=False, alone=True, **arguments).run()
 
@@ -112,9 +99,7 @@ def forward_backward_pipelining_without_interleaving(**arguments: Unpack[StepArg
 
 
 def forward_backward_pipelining_with_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """A list of model chunks a rank, interleaved 1F1B unless the config names another schedule. Arguments:
-    get_forward_backward_func.
-    """
+    """Several model chunks a rank, interleaved 1F1B by default. Arguments: get_forward_backward_func."""
     check_keywords("forward_backward_pipelining_with_interleaving", arguments, StepArguments.__annotations__)
     return StepCall(chunked=True, alone=False, **arguments).run()
 
@@ -136,24 +121,18 @@ def get_pp_rank_microbatches(
 ) -> tuple[int, bool, int, int]:
     """Megatron's numbers for this rank: (virtual microbatches, whether all are warm-up, warm-up, remaining)."""
     if p2p_communicator is not None:
-        group = p2p_communicator.pp_group
-        size, rank, chunked = (
-            group.size(),
-            group.rank(),
-            p2p_communicator.virtual_pipeline_model_parallel_size is not None,
-        )
+        size, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
+        virtual_size = p2p_communicator.virtual_pipeline_model_parallel_size
     else:
-        size, rank = (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
-        chunked = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+        size = parallel_state.get_pipeline_model_parallel_world_size()
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     total = num_microbatches * num_model_chunks
     if forward_only:
         warmup = total
     elif size == 1:
         warmup = 0
-    elif chunked:
+    elif virtual_size is not None:
         shape = Shape(size, num_model_chunks, num_microbatches, microbatch_group_size_per_vp_stage)
         warmup = warmup_forwards(shape, rank) + bool(overlap_moe_expert_parallel_comm)
     else:

@@ -19,8 +19,9 @@ from megatron_pp.config import rules
 from megatron_pp.config.fields import read_flag, read_text, setting, setting_from_env
 from megatron_pp.config.layout import place_layers
 from megatron_pp.config.layout_text import Layout
-from megatron_pp.config.microbatch_counts import MicrobatchCount
+from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
 from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.orders import INTERLEAVED
 
 TRACE_DIR_VARIABLE = "MEGATRON_PP_TRACE_DIR"
 TRACE_STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"
@@ -138,7 +139,18 @@ class ModelParallelConfig:
         rules.check_schedule(self)
         rules.check_communication(self)
         rules.check_training(self)
-        self._filled_in = rules.fill_in(self)
+        self._filled_in = self._fill_in(
+            microbatch_group_size_per_vp_stage=self.pipeline_model_parallel_size,
+            batch_p2p_comm=not self.overlap_p2p_comm,
+            autocast_dtype=self.params_dtype,
+        )
+
+    def _fill_in(self, **derived: Any) -> frozenset[str]:
+        """Set the fields left None that Megatron derives; returns their names."""
+        missing = [name for name in derived if getattr(self, name) is None]
+        for name in missing:
+            setattr(self, name, derived[name])
+        return frozenset(missing)
 
     @property
     def lowering_policy(self) -> str:
@@ -147,8 +159,8 @@ class ModelParallelConfig:
 
     @property
     def num_chunks(self) -> int:
-        """V, counting a rank without virtual pipelining as one chunk."""
-        return self.virtual_pipeline_model_parallel_size or 1
+        """V; 1 without virtual pipelining."""
+        return 1 if self.virtual_pipeline_model_parallel_size is None else self.virtual_pipeline_model_parallel_size
 
     @property
     def schedule_name(self) -> str:
@@ -162,7 +174,10 @@ class ModelParallelConfig:
 
     def explain_microbatch_count(self, num_microbatches: int) -> MicrobatchCount:
         """The effect of this number of microbatches on speed; raises MicrobatchCountError unless it is at least 1."""
-        return rules.explain_microbatches(self, num_microbatches)
+        size, group = self.pipeline_model_parallel_size, self.microbatch_group_size_per_vp_stage
+        if self.schedule_name != INTERLEAVED:  # the only one with groups
+            return explain_microbatch_count(num_microbatches, size)
+        return explain_microbatch_count(num_microbatches, size, self.num_chunks, group)
 
     def replace(self: Config, **changes: Any) -> Config:
         """A changed copy; derived values are computed again (dataclasses.replace keeps them). Raises as the class."""
@@ -199,7 +214,8 @@ class TransformerConfig(ModelParallelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         rules.check_model_sizes(self)
-        self._filled_in |= rules.fill_in_model_sizes(self)
+        kv_channels = self.hidden_size // self.num_attention_heads
+        self._filled_in |= self._fill_in(ffn_hidden_size=4 * self.hidden_size, kv_channels=kv_channels)
         self.layers_of_stages()
 
     def layers_of_stages(self) -> list[list[int]]:
