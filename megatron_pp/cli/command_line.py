@@ -1,7 +1,4 @@
-"""The ``megatron-pp`` command: look at plans before they run, and at runs afterwards.
-
-It needs neither torch nor a process group.
-"""
+"""The ``megatron-pp`` command: look at plans before they run, and at runs afterwards."""
 
 from __future__ import annotations
 

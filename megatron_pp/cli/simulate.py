@@ -27,7 +27,7 @@ from megatron_pp.cli.plan_options import (
     schedule_names,
     verified_single_plan,
 )
-from megatron_pp.cli.tables import print_table
+from megatron_pp.cli.terminal import print_table
 from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.ticks import percent, short, size_label
 from megatron_pp.plan.activations import Shares
