@@ -23,23 +23,19 @@ MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "slots": 1e3}
 
 def render_chrome_trace(timeline: Timeline) -> str:
     """JSON of the trace. A slot is shown as a millisecond."""
-    return _document(timeline.title, chain(_all_names(timeline), _events(timeline, 0.0, "")))
+    return _document(timeline.title, chain(_names(timeline), _events(timeline, 0.0, "")))
 
 
 def render_chrome_steps(title: str, steps: Sequence[tuple[str, float, Timeline]]) -> str:
     """JSON of several steps of the same ranks: (name, when it began, in the unit of its timeline, the timeline)."""
     events = chain.from_iterable(_step(name, began, timeline) for name, began, timeline in steps)
-    return _document(title, chain(_all_names(steps[0][2]), events))
+    return _document(title, chain(_names(steps[0][2]), events))
 
 
 def _document(title: str, events: Iterator[dict[str, Any]]) -> str:
     parts = (json.dumps(event, separators=(",", ":")) for event in events)
     meta = json.dumps({"title": title})
     return '{"displayTimeUnit":"ms","otherData":' + meta + ',"traceEvents":[\n' + ",\n".join(parts) + "\n]}\n"
-
-
-def _all_names(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    return chain.from_iterable(_names(rank, lane) for rank, lane in enumerate(timeline.lanes))
 
 
 def _step(name: str, began: float, timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -74,11 +70,12 @@ def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str,
         yield {**flow, "ph": "f", "bp": "e", "pid": t.target, "tid": got, "ts": end}
 
 
-def _names(rank: int, lane: Lane) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": lane.name}}
-    yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
-    for thread, name in enumerate(_THREADS):
-        yield from _thread(rank, thread, name, thread)
+def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for rank, lane in enumerate(timeline.lanes):
+        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": lane.name}}
+        yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+        for thread, name in enumerate(_THREADS):
+            yield from _thread(rank, thread, name, thread)
 
 
 def _thread(rank: int, thread: int, name: str, position: int) -> Iterator[dict[str, Any]]:

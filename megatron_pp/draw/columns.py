@@ -58,7 +58,7 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
         "microbatches": timeline.num_microbatches,
         "shortBlock": timeline.short_block,
         "lanes": lanes,
-        "hasTransfers": any(s for pair in sent for s in pair),
+        "hasTransfers": timeline.has_transfers,
         "hasMemory": any(lane.memory for lane in timeline.lanes),
         "mostMemory": timeline.most_memory or 1.0,
         "shades": [[c.hex for c in row] for row in shades],
