@@ -79,6 +79,15 @@ def test_the_names_at_the_top_are_there():
         megatron_pp.no_such_name  # noqa: B018
 
 
+def test_every_module_at_the_top_is_an_attribute():
+    """Also in a program that has imported nothing but the package."""
+    names = [module.name for module in pkgutil.iter_modules(megatron_pp.__path__) if module.name != "__main__"]
+    assert {"parallel_state", "schedules", "p2p_communication", "plan", "testing"} <= set(names)
+    program = f"import megatron_pp; print(*(getattr(megatron_pp, name).__name__ for name in {names}))"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == [f"megatron_pp.{name}" for name in names]
+
+
 def test_a_plan_is_built_verified_and_simulated_from_the_top():
     plan = megatron_pp.plan.build(PlanSpec("1f1b", pipeline_size=2, num_chunks=1, num_microbatches=4))
     assert plan is megatron_pp.build_plan(plan.spec)
