@@ -24,6 +24,11 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def hook(help_text: str, section: str | None = None) -> Any:
+    """A field for callables, so never a flag."""
+    return setting(None, help_text, cli=False, section=section)
+
+
 def setting_from_env(variable: str, read: Callable[[str], Any], help_text: str) -> Any:
     """A dataclass field whose default is ``read`` of an environment variable ("" if unset) when the object is made."""
     return setting(partial(_read_variable, variable, read), f"{help_text} [env {variable}]")

@@ -1,22 +1,20 @@
 """The configuration the schedules read: Megatron's field names, and ours.
 
 The engine takes any object with these field names, Megatron-core's own dataclasses among them; where such an object
-lacks a field, the default here holds (`config.settings`). What is impossible raises a ConfigError when the object is
-made.
+lacks a field, the default here holds (`config.settings`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_pp.config import rules
-from megatron_pp.config.fields import read_flag, read_text, setting, setting_from_env
+from megatron_pp.config.fields import hook, read_flag, read_text, setting, setting_from_env
 from megatron_pp.config.layout import place_layers
 from megatron_pp.config.layout_text import Layout
 from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
@@ -27,12 +25,13 @@ TRACE_DIR_VARIABLE = "MEGATRON_PP_TRACE_DIR"
 TRACE_STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"
 
 Config = TypeVar("Config", bound="ModelParallelConfig")
+Hook = Callable[..., Any] | None
+Hooks = Callable[..., Any] | list[Any] | None
 
 
 @dataclass
 class ModelParallelConfig:
-    """What the schedules and the communication between stages read. Field names are Megatron-core's; the fields of the
-    sections marked "ours" exist here alone.
+    """What the schedules and the communication between stages read.
 
     Fields left None are filled in as Megatron does: `microbatch_group_size_per_vp_stage` (P), `batch_p2p_comm` (not
     `overlap_p2p_comm`), `autocast_dtype` (`params_dtype`). `replace` makes a changed copy in which they are worked out
@@ -59,24 +58,14 @@ class ModelParallelConfig:
     )
 
     # Hooks: callables, so never a flag.
-    timers: Callable[..., Any] | None = setting(None, "Megatron's timers", cli=False, section="hooks")
-    grad_scale_func: Callable[..., Any] | None = setting(None, "loss -> scaled loss", cli=False)
-    no_sync_func: Callable[..., AbstractContextManager[Any]] | list[Any] | None = setting(
-        None, "context manager(s) in which gradients stay local", cli=False
-    )
-    grad_sync_func: Callable[..., Any] | list[Any] | None = setting(
-        None, "start(s) reducing the gradients of these parameters", cli=False
-    )
-    param_sync_func: Callable[..., Any] | list[Any] | None = setting(
-        None, "start(s) gathering these parameters", cli=False
-    )
-    finalize_model_grads_func: Callable[..., Any] | None = setting(
-        None, "called once a step, after the last backward", cli=False
-    )
-    overlapped_forward_backward: Callable[..., Any] | None = setting(
-        None,
-        "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.runtime.pairs)",
-        cli=False,
+    timers: Hook = hook("Megatron's timers", section="hooks")
+    grad_scale_func: Hook = hook("loss -> scaled loss")
+    no_sync_func: Hooks = hook("context manager(s) in which gradients stay local")
+    grad_sync_func: Hooks = hook("start(s) reducing the gradients of these parameters")
+    param_sync_func: Hooks = hook("start(s) gathering these parameters")
+    finalize_model_grads_func: Hook = hook("called once a step, after the last backward")
+    overlapped_forward_backward: Hook = hook(
+        "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.runtime.pairs)"
     )
     barrier_with_L1_time: bool = setting(  # noqa: N815 (Megatron's name)
         True, "level-1 timers start behind a barrier"

@@ -6,19 +6,10 @@ from collections.abc import Iterator
 from html import escape
 from itertools import pairwise
 
+from megatron_pp.draw import palette
 from megatron_pp.draw.columns import thinned
 from megatron_pp.draw.merged import Piece, pieces
-from megatron_pp.draw.palette import (
-    ACTIVATION,
-    GRADIENT,
-    MEMORY,
-    NAMES,
-    OPERATIONS,
-    WAIT,
-    block_colour,
-    block_name,
-    ink_on,
-)
+from megatron_pp.draw.palette import NAMES, OPERATIONS, block_colour, block_name, ink_on
 from megatron_pp.draw.ticks import size_label, tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.plan.sim.simulation import Event, Transfer
@@ -70,11 +61,12 @@ class _Picture:
         yield f'<text class="title" x="8" y="20">{escape(self.timeline.title)}</text>'
         keys = [(NAMES[op], OPERATIONS[op].hex, 12) for op in self.timeline.ops]
         if self.timeline.has_waits:
-            keys.append(("waiting", WAIT.hex, 4))
+            keys.append(("waiting", palette.WAIT.hex, 4))
         if self.has_transfers:
-            keys += [("activation on its way", ACTIVATION.hex, 4), ("gradient on its way", GRADIENT.hex, 4)]
+            keys.append(("activation on its way", palette.ACTIVATION.hex, 4))
+            keys.append(("gradient on its way", palette.GRADIENT.hex, 4))
         if self.most_memory:
-            keys.append(("memory", MEMORY.hex, 2))
+            keys.append(("memory", palette.MEMORY.hex, 2))
         x = 8.0
         for name, colour, thick in keys:
             yield f'<rect x="{x:.0f}" y="{38 - thick / 2:.0f}" width="20" height="{thick}" fill="{colour}"/>'
@@ -103,12 +95,12 @@ class _Picture:
             yield f'<text x="8" y="{y + _BLOCK / 2 + 4}">{escape(lane.name)}</text>'
             whole = self.timeline.end * self.scale
             yield f'<rect x="{_MARGIN}" y="{y}" width="{whole:.1f}" height="{_BLOCK}" fill="var(--idle)"/>'
-            yield from self._strip(lane.waits, y + _BLOCK / 2 - 2, WAIT.hex)
+            yield from self._strip(lane.waits, y + _BLOCK / 2 - 2, palette.WAIT.hex)
             for piece in pieces(lane.compute, self.scale):
                 yield from self._piece(piece, y)
             if self.has_transfers:
-                yield from self._strip(self.sent[k][0], y + _BLOCK + 2, ACTIVATION.hex)
-                yield from self._strip(self.sent[k][1], y + _BLOCK + 3 + _STRIP, GRADIENT.hex)
+                yield from self._strip(self.sent[k][0], y + _BLOCK + 2, palette.ACTIVATION.hex)
+                yield from self._strip(self.sent[k][1], y + _BLOCK + 3 + _STRIP, palette.GRADIENT.hex)
             if lane.memory:
                 yield from self._memory(lane, y + self.lane_height - _GAP - _MEMORY)
 
@@ -153,7 +145,7 @@ class _Picture:
         for (time, value), (until, _) in pairwise([*steps, (self.timeline.end, 0.0)]):
             height = y + _MEMORY * (1 - value / self.most_memory)
             points.append(f"L{self._x(time):.1f} {height:.1f}H{self._x(until):.1f}")
-        points.append(f"V{y + _MEMORY}Z")
-        yield f'<path d="{"".join(points)}" fill="{MEMORY.hex}" fill-opacity="0.25" stroke="{MEMORY.hex}"/>'
+        outline, colour = "".join([*points, f"V{y + _MEMORY}Z"]), palette.MEMORY.hex
+        yield f'<path d="{outline}" fill="{colour}" fill-opacity="0.25" stroke="{colour}"/>'
         peak = f"peak {size_label(lane.peak)}"
         yield f'<text class="soft end halo" x="{self.width - _RIGHT - 4}" y="{y + 8}">{peak}</text>'

@@ -20,9 +20,8 @@ class ProfilerRanges:
         self._open: list[torch.autograd.profiler.record_function] = []
 
     def begin(self, at: Instruction) -> None:
-        opened = torch.autograd.profiler.record_function(str(at))
-        opened.__enter__()
-        self._open.append(opened)
+        self._open.append(torch.autograd.profiler.record_function(str(at)))
+        self._open[-1].__enter__()
 
     def end(self, at: Instruction) -> None:
         self._open.pop().__exit__(None, None, None)
