@@ -18,11 +18,11 @@ from megatron_pp.plan.instruction import BACKWARD
 _COMPUTE, _WAITS, _SENT_ACT, _SENT_GRAD, _GOT_ACT, _GOT_GRAD = range(6)
 _STEPS = 6
 _THREADS = "compute", "waits", "activations sent", "gradients sent", "activations received", "gradients received"
-MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "slots": 1e3}
+_MICROS = 1e3  # microseconds in a millisecond; a slot is shown as one
 
 
 def render_chrome_trace(timeline: Timeline) -> str:
-    """JSON of the trace. A slot is shown as a millisecond."""
+    """JSON of the trace."""
     return _document(timeline.title, chain(_names(timeline), _events(timeline, 0.0, "")))
 
 
@@ -39,28 +39,26 @@ def _document(title: str, events: Iterator[dict[str, Any]]) -> str:
 
 
 def _step(name: str, began: float, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    scale = MICROSECONDS.get(timeline.unit, 1e3)
     for rank in range(len(timeline.lanes)):
         yield from _thread(rank, _STEPS, "steps", -1)
         span = {"ph": "X", "pid": rank, "tid": _STEPS, "name": name}
-        yield {**span, "ts": began * scale, "dur": timeline.end * scale}
+        yield {**span, "ts": began * _MICROS, "dur": timeline.end * _MICROS}
     yield from _events(timeline, began, f"{name}: ")
 
 
 def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str, Any]]:
     """The events of one step; ``prefix`` makes the ids of its arrows unique."""
-    scale = MICROSECONDS.get(timeline.unit, 1e3)
     for rank, lane in enumerate(timeline.lanes):
-        yield from _spans(rank, lane, began, scale)
+        yield from _spans(rank, lane, began)
         for time, value in lane.memory:
-            yield {"ph": "C", "pid": rank, "name": "memory", "ts": (began + time) * scale, "args": {"bytes": value}}
+            yield {"ph": "C", "pid": rank, "name": "memory", "ts": (began + time) * _MICROS, "args": {"bytes": value}}
     for number, t in enumerate(timeline.transfers):
         if t.end <= t.start:
             continue
         gradient = t.kind == BACKWARD
         name = f"{'gradient' if gradient else 'activation'} of microbatch {t.mb} for stage {t.stage}"
         args = {"from": t.source, "to": t.target, "bytes": t.size}
-        start, end = (began + t.start) * scale, (began + t.end) * scale
+        start, end = (began + t.start) * _MICROS, (began + t.end) * _MICROS
         span = {"ph": "X", "name": name, "ts": start, "dur": end - start, "args": args}
         sent, got = _SENT_ACT + gradient, _GOT_ACT + gradient
         yield {**span, "pid": t.source, "tid": sent}
@@ -84,10 +82,11 @@ def _thread(rank: int, thread: int, name: str, position: int) -> Iterator[dict[s
     yield {**meta, "name": "thread_sort_index", "args": {"sort_index": position}}
 
 
-def _spans(rank: int, lane: Lane, began: float, scale: float) -> Iterator[dict[str, Any]]:
+def _spans(rank: int, lane: Lane, began: float) -> Iterator[dict[str, Any]]:
     for thread, events in ((_COMPUTE, lane.compute), (_WAITS, lane.waits)):
         for event in events:
             at = event.instruction
             span = {"ph": "X", "pid": rank, "tid": thread, "name": str(at), "cat": NAMES.get(at.op, "wait")}
-            times = {"ts": (began + event.start) * scale, "dur": (event.end - event.start) * scale}
-            yield {**span, **times, "args": {"chunk": at.chunk, "microbatch": at.mb, "stage": at.stage}}
+            start, length = (began + event.start) * _MICROS, (event.end - event.start) * _MICROS
+            args = {"chunk": at.chunk, "microbatch": at.mb, "stage": at.stage}
+            yield {**span, "ts": start, "dur": length, "args": args}

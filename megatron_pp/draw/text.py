@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rich.text import Text
 
@@ -47,7 +48,12 @@ def render_text(timeline: Timeline, width: int = 80, max_panels: int = _MAX_PANE
     """The lines of the drawing, none wider than ``width`` columns."""
     margin = max(len(lane.name) for lane in timeline.lanes) + 1
     scale = choose_scale(timeline, max(10, width - margin), max_panels)
-    rows = _rows(timeline, scale)
+    transfers = _transfer_rows(timeline, scale)
+    rows: list[tuple[str, Text]] = []
+    for rank, lane in enumerate(timeline.lanes):
+        rows.append((lane.name, _lane_row(lane, timeline, scale)))
+        if rank in transfers:
+            rows.append(("", Text(transfers[rank], style="dim")))
     lines: list[Text] = []
     for start in range(0, scale.columns, scale.width):
         stop = min(start + scale.width, scale.columns)
@@ -74,12 +80,9 @@ def choose_scale(timeline: Timeline, width: int, max_panels: int) -> Scale:
 
 def _short_duration(durations: list[float]) -> float:
     """The shortest, without shorter ones that add up to less than a twentieth of the time."""
-    left = sum(durations) / 20
-    for duration in sorted(durations):
-        left -= duration
-        if left <= 0:
-            return duration
-    return max(durations)
+    ordered = sorted(durations)
+    little = sum(ordered) / 20
+    return next(duration for duration, total in zip(ordered, accumulate(ordered), strict=True) if total >= little)
 
 
 def legend(timeline: Timeline) -> Text:
@@ -92,17 +95,6 @@ def legend(timeline: Timeline) -> Text:
     if timeline.has_transfers:
         text.append("  v ^ x transfers down, up, both")
     return text
-
-
-def _rows(timeline: Timeline, scale: Scale) -> list[tuple[str, Text]]:
-    """(name, whole row) of every rank, and below it of its transfers that take time."""
-    transfers = _transfer_rows(timeline, scale)
-    rows: list[tuple[str, Text]] = []
-    for rank, lane in enumerate(timeline.lanes):
-        rows.append((lane.name, _lane_row(lane, timeline, scale)))
-        if rank in transfers:
-            rows.append(("", Text(transfers[rank], style="dim")))
-    return rows
 
 
 def _lane_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
@@ -139,10 +131,8 @@ def _crowded_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
 
 
 def _block(event: Event, timeline: Timeline, width: int) -> str:
-    op = event.instruction.op
-    label = block_name(event.instruction, timeline.num_chunks)
-    shown = label if len(label) <= width else op
-    return shown.ljust(width, _FILL[op])
+    op, label = event.instruction.op, block_name(event.instruction, timeline.num_chunks)
+    return (label if len(label) <= width else op).ljust(width, _FILL[op])
 
 
 def _style(event: Event, timeline: Timeline) -> str:
