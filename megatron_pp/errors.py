@@ -30,6 +30,9 @@ class PipelineError(MegatronPPError, RuntimeError):
 
     text: InitVar[str]
 
+    def __post_init__(self, text: str) -> None:
+        super().__init__(text)
+
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PipelinePeerError(PipelineError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import pkgutil
 import subprocess
 import sys
@@ -69,6 +70,30 @@ def test_every_public_error_is_importable_from_the_top():
 )
 def test_errors_keep_their_builtin_base(error: type[Exception], base: type[Exception]):
     assert issubclass(error, base)
+
+
+@pytest.mark.parametrize(
+    ("error", "values"),
+    [
+        (errors.PipelinePeerError("gone", rank=2, instruction="F0.3", message="boom"), {"rank": 2, "message": "boom"}),
+        (errors.PipelineStallError("gone", suspects=(1,), progress={0: "F0.1"}), {"progress": {0: "F0.1"}}),
+        (errors.WireMismatchError("gone", field="dtype", values={0: "a"}), {"field": "dtype", "values": {0: "a"}}),
+        (errors.SendBufferError("gone", chunk=1), {"rank": -1, "chunk": 1}),
+        (errors.P2PTimeoutError("gone"), {}),
+    ],
+)
+def test_errors_survive_pickling_with_what_they_hold(error: errors.PipelineError, values: dict[str, object]):
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.args, vars(again)) == (type(error), "gone", ("gone",), vars(error))
+    assert {name: getattr(again, name) for name in values} == values
+
+
+def test_an_error_of_the_user_with_a_signature_of_its_own_keeps_its_text():
+    class OwnError(errors.P2PError):
+        def __init__(self, rank: int, text: str) -> None:
+            super().__init__(f"rank {rank}: {text}")
+
+    assert str(OwnError(3, "gone")) == "rank 3: gone"
 
 
 def test_the_names_at_the_top_are_there():
