@@ -61,7 +61,7 @@ def analyse(run: TracedRun, step: int | None = None) -> Findings:
     steps = {s: run.measured(s) for s in chosen}
     shown = sorted(steps, key=lambda s: steps[s].makespan)[(len(steps) - 1) // 2]
     measured = list(steps.values())
-    costs, network = _measured_costs(measured), _measured_network(measured, gloo=run.is_gloo)
+    costs, network = _measured_costs(measured), _measured_network(measured, on_cpu=run.ranks[0].header.device == "cpu")
     predicted = simulate(steps[shown].plan, costs, network)
     return Findings(shown, len(steps), steps[shown], predicted, costs, network)
 
@@ -89,7 +89,7 @@ def _measured_costs(steps: Sequence[Simulation]) -> StageCosts:
     return StageCosts(tuple(median(FORWARD)), tuple(whole), tuple(halves), tuple(weight))
 
 
-def _measured_network(steps: Sequence[Simulation], gloo: bool) -> Network:
+def _measured_network(steps: Sequence[Simulation], on_cpu: bool) -> Network:
     """Per link, the median time of its transfers; for a link without any, the median over all links."""
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in steps:
@@ -102,4 +102,4 @@ def _measured_network(steps: Sequence[Simulation], gloo: bool) -> Network:
         return Link(bandwidth=size / time) if time > 0 else Link()
 
     other = link_of(statistics.median(usual.values()) if usual else 0.0)
-    return Network(size, link=other, links={link: link_of(time) for link, time in usual.items()}, gloo=gloo)
+    return Network(size, link=other, links={link: link_of(time) for link, time in usual.items()}, gloo=on_cpu)

@@ -33,11 +33,6 @@ class TracedRun:
     def name(self) -> str:
         return self.ranks[0].header.run
 
-    @property
-    def is_gloo(self) -> bool:
-        """Whether gloo carried the tensors: on CPUs it does."""
-        return self.ranks[0].header.device == "cpu"
-
     def plan(self, step: int) -> Plan:
         """The plan that ``step`` executed. Raises ExchangeError where the ranks disagree."""
         records = [trace.plans[trace.steps[step].plan] for trace in self.ranks]
@@ -50,11 +45,6 @@ class TracedRun:
         placement = Placement(first.placement, first.spec.pipeline_size, first.spec.num_chunks)
         programs = tuple(record.program for record in records)
         return Plan(spec, placement, programs, compute_of(programs))
-
-    def message_bytes(self, step: int) -> float:
-        """Size of one activation between stages; 0 if it was not known."""
-        trace = self.ranks[0]
-        return trace.plans[trace.steps[step].plan].message_bytes
 
     def began(self, step: int) -> float:
         """When the first rank began ``step``, relative to the first recorded step."""
@@ -115,7 +105,8 @@ class _Merge:
 
     def __init__(self, run: TracedRun, step: int) -> None:
         self.plan = run.plan(step)
-        self.size = run.message_bytes(step)
+        first = run.ranks[0]
+        self.size = first.plans[first.steps[step].plan].message_bytes
         zero = _first_start(run, step)
         self.starts, self.ends = [], []
         for trace, base in zip(run.ranks, _bases(run, step), strict=True):
