@@ -1,4 +1,4 @@
-"""The errors a user of the pipeline meets. A leaf: imports nothing from the package, and not torch.
+"""All public errors. A leaf: imports nothing from the package, and not torch.
 
 Every class takes the message first and everything else by keyword with a default, so that an error survives pickling
 with its attributes.
@@ -47,7 +47,7 @@ class PipelinePeerError(PipelineError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PipelineStallError(PipelineError):
-    """No rank moved for ``p2p_timeout``, or a peer died or stopped: raised on the survivors instead of a hang."""
+    """No rank made progress for ``p2p_timeout``, or a peer died or stopped: raised on the survivors, not a hang."""
 
     suspects: tuple[int, ...] = ()  # pipeline ranks that no longer report, or never entered the step
     progress: Mapping[int, str] = dataclasses.field(default_factory=dict)  # rank -> where it last was, and when
@@ -62,7 +62,7 @@ class PipelineMismatchError(PipelineError):
 
 
 class P2PError(PipelineError):
-    """Sending or receiving between two pipeline stages failed or was asked for wrongly."""
+    """A send or a receive between two pipeline stages failed, or its arguments are wrong."""
 
 
 class P2PTransferError(P2PError):
@@ -129,7 +129,7 @@ class PlanError(MegatronPPError, ValueError):
 
 
 class ExchangeError(PlanError):
-    """A file is not what it should be; the message says where in it, and what would be right."""
+    """A file is malformed; the message names the place and what would be right."""
 
 
 class InstructionError(MegatronPPError, ValueError):
@@ -149,7 +149,7 @@ class FusedWeightGradError(MegatronPPError, TypeError):
 
 
 class ParallelStateError(MegatronPPError, RuntimeError):
-    """The groups are asked for before they are made, or made twice."""
+    """The parallel groups are used before they are made, or made twice."""
 
 
 class NotServedError(MegatronPPError, NotImplementedError):

@@ -28,7 +28,7 @@ def wrapped_attributes(model: Any, names: Sequence[str], default: Any = None) ->
 
 def _attribute(model: Any, name: str) -> Any:
     """The attribute, or _MISSING. A module that lacks it raises, which costs microseconds for each name and step; so
-    modules that say what they have are looked into.
+    the dictionaries of a plain module are searched.
     """
     kind = type(model)
     if getattr(kind, "__getattr__", None) is not torch.nn.Module.__getattr__ or hasattr(kind, name):

@@ -1,4 +1,4 @@
-"""``megatron-pp report``: what a traced run did, against what its plan promised."""
+"""``megatron-pp report``: a traced run compared with its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron-pp simulate``: what a schedule will do, and which of several is best."""
+"""``megatron-pp simulate``: the predicted times and memory of a schedule, or a ranking of several."""
 
 from __future__ import annotations
 

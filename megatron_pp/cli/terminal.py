@@ -12,7 +12,7 @@ from megatron_pp.plan.files import write_whole
 
 
 class Terminal(Console):
-    """A console that leaves it to the command what happens when its reader, such as ``head``, has seen enough."""
+    """A console that raises BrokenPipeError where its reader, such as ``head``, is gone."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -36,6 +36,6 @@ def print_table(console: Console, title: str, names: Sequence[str], rows: Sequen
 
 
 def write_output(console: Console, path: str, content: str | bytes) -> None:
-    """Write a file, and say so."""
+    """Write a file and print its name."""
     write_whole(path, content)
     print_line(console, f"wrote {path}")

@@ -1,4 +1,4 @@
-"""``megatron-pp verify``: is this plan complete, free of deadlock, and careful with its buffers?"""
+"""``megatron-pp verify``: completeness, deadlock, buffer lifetime and memory of a plan."""
 
 from __future__ import annotations
 

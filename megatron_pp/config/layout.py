@@ -130,7 +130,7 @@ def _check_rank_count(name: str, count: int, num_layers: int, chunks: int) -> No
 
 
 def _even_counts(num_layers: int, place: Placement, embedding: bool, loss: bool) -> list[int]:
-    """The same for every stage, where embedding and loss count as one layer each if so asked."""
+    """The same for every stage, where embedding and loss count as one layer each where they are accounted for."""
     extra, stages = embedding + loss, place.num_stages
     if (num_layers + extra) % stages:
         counted = " (with embedding and loss as asked)" if extra else ""

@@ -1,4 +1,4 @@
-"""Who works with whom: ranks as points of a grid tensor x context x data x pipeline. Never imports torch."""
+"""Parallel groups: ranks as points of a grid tensor x context x data x pipeline. Never imports torch."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def check_model_sizes(config: Any) -> None:
 
 
 def lowering_policy(config: Any) -> str:
-    """What the two flags ask for. Raises ConfigError where both are set."""
+    """The policy of overlap_p2p_comm and batch_p2p_comm. Raises ConfigError where both are set."""
     overlap, batched = config.overlap_p2p_comm, config.batch_p2p_comm
     if overlap and batched:
         raise ConfigError(

@@ -143,7 +143,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport(Transport):
-    """One rank's side of a MemoryNetwork. ``aborted`` stays False: the network knows, and says so."""
+    """One rank's side of a MemoryNetwork. ``aborted`` stays False: the network holds the failure."""
 
     name = "threads"
 
