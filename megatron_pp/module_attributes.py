@@ -17,18 +17,22 @@ def wrapped_attribute(model: Any, name: str, default: Any = None) -> Any:
 
 def wrapped_attributes(model: Any, names: Sequence[str], default: Any = None) -> list[Any]:
     """As ``wrapped_attribute``, of several names."""
-    found: dict[str, Any] = {}
-    missing = list(names)
-    while missing and model is not None and model is not _MISSING:
-        found |= {name: _attribute(model, name) for name in missing}
-        missing = [name for name in missing if found[name] is _MISSING]
+    found = [default] * len(names)
+    missing: Sequence[int] = range(len(names))
+    while missing and model is not None:
+        values = [(k, _attribute(model, names[k])) for k in missing]
+        for k, value in values:
+            if value is not _MISSING:
+                found[k] = value
+        missing = [k for k, value in values if value is _MISSING]
         model = _attribute(model, "module") if missing else None
-    return [default if found.get(name, _MISSING) is _MISSING else found[name] for name in names]
+        model = None if model is _MISSING else model
+    return found
 
 
 def _attribute(model: Any, name: str) -> Any:
     """The attribute, or _MISSING. A module that lacks it raises, which costs microseconds for each name and step; so
-    the dictionaries of a plain module are searched.
+    modules that say what they have are looked into.
     """
     kind = type(model)
     if getattr(kind, "__getattr__", None) is not torch.nn.Module.__getattr__ or hasattr(kind, name):

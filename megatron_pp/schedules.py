@@ -1,4 +1,8 @@
-"""The entry points that a Megatron user calls, with Megatron-core's signatures and semantics."""
+"""The entry points that a Megatron user calls. Each is short: check the arguments, choose a plan, run it.
+
+Signatures and semantics are Megatron-core's. One engine (``executor.py``) runs every schedule; it waits on a send's
+handle before it gives an output's data back, in one place.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +67,15 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     if pp_size is None and vp_size is None:
         pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    pipelined, chunked = (pp_size or 1) > 1, vp_size is not None
-    if (vp_size or 1) > 1 or (pipelined and chunked):
+    if vp_size is not None and vp_size > 1:
         return forward_backward_pipelining_with_interleaving
-    return forward_backward_pipelining_without_interleaving if pipelined else forward_backward_no_pipelining
+    if pp_size is not None and pp_size > 1:
+        return (
+            forward_backward_pipelining_without_interleaving
+            if vp_size is None
+            else forward_backward_pipelining_with_interleaving
+        )
+    return forward_backward_no_pipelining
 
 
 def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[Any]:
@@ -104,18 +113,24 @@ def get_pp_rank_microbatches(
 ) -> tuple[int, bool, int, int]:
     """Megatron's numbers for this rank: (virtual microbatches, whether all are warm-up, warm-up, remaining)."""
     if p2p_communicator is not None:
-        size, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
-        virtual_size = p2p_communicator.virtual_pipeline_model_parallel_size
+        group = p2p_communicator.pp_group
+        size, rank, chunked = (
+            group.size(),
+            group.rank(),
+            p2p_communicator.virtual_pipeline_model_parallel_size is not None,
+        )
     else:
-        size = parallel_state.get_pipeline_model_parallel_world_size()
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        size, rank = (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        chunked = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
     total = num_microbatches * num_model_chunks
     if forward_only:
         warmup = total
     elif size == 1:
         warmup = 0
-    elif virtual_size is not None:
+    elif chunked:
         shape = Shape(size, num_model_chunks, num_microbatches, microbatch_group_size_per_vp_stage)
         warmup = warmup_forwards(shape, rank) + bool(overlap_moe_expert_parallel_comm)
     else:

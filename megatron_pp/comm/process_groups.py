@@ -1,4 +1,4 @@
-"""This process's groups, ranks, device and backend, under the names of Megatron's module of this name.
+"""Who am I: this process's groups, ranks, device and backend, under the names of Megatron's module of this name.
 
 As there, the state belongs to the process. Ranks that run as threads of one process do not use this module.
 """
@@ -18,19 +18,6 @@ from megatron_pp.config.checks import whole_number
 from megatron_pp.config.parallel_grid import Grid, fit_grid
 from megatron_pp.errors import ConfigError, ParallelStateError
 from megatron_pp.plan.placement import LOOP, Placement
-
-__all__ = [
-    "destroy_model_parallel", "get_backend", "get_context_parallel_group", "get_context_parallel_rank",
-    "get_context_parallel_world_size", "get_data_parallel_group", "get_data_parallel_rank",
-    "get_data_parallel_world_size", "get_device", "get_embedding_group", "get_model_parallel_group",
-    "get_pipeline_model_parallel_first_rank", "get_pipeline_model_parallel_group",
-    "get_pipeline_model_parallel_last_rank", "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank", "get_pipeline_model_parallel_rank",
-    "get_pipeline_model_parallel_world_size", "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_world_size", "get_virtual_pipeline_model_parallel_world_size",
-    "initialize_model_parallel", "is_pipeline_first_stage", "is_pipeline_last_stage", "is_rank_in_embedding_group",
-    "model_parallel_is_initialized", "set_virtual_pipeline_model_parallel_world_size",
-]  # fmt: skip
 
 # The kinds of group, and the dimensions along which their members differ.
 _GROUP_DIMENSIONS = {
