@@ -66,13 +66,13 @@ def megatron_process(rank: int, size: int) -> dict[str, Any]:
     cpu_shim.redirect()
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     p2p = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
-    seen: dict[str, Any] = {name: parameters_of(getattr(schedules, name)) for name in (*FUNCTIONS, *ENTRY_POINTS)}
-    seen |= {f"P2PCommunicator.{name}": parameters_of(getattr(p2p.P2PCommunicator, name)) for name in METHODS}
-    seen["P2PCommunicator"] = [n for n, f in inspect.getmembers(p2p.P2PCommunicator, callable) if not n.startswith("_")]
-    seen["is_single_shape"] = parameters_of(p2p.is_single_shape)
-    seen["tables"] = [schedules.get_schedule_table(*arguments) for arguments in TABLES]
-    seen["numbers"] = [schedules.get_pp_rank_microbatches(*n, p2p_communicator=communicator(*c)) for c, n in numbers()]
-    return seen
+    told: dict[str, Any] = {name: parameters_of(getattr(schedules, name)) for name in (*FUNCTIONS, *ENTRY_POINTS)}
+    told |= {f"P2PCommunicator.{name}": parameters_of(getattr(p2p.P2PCommunicator, name)) for name in METHODS}
+    told["P2PCommunicator"] = [n for n, f in inspect.getmembers(p2p.P2PCommunicator, callable) if not n.startswith("_")]
+    told["is_single_shape"] = parameters_of(p2p.is_single_shape)
+    told["tables"] = [schedules.get_schedule_table(*arguments) for arguments in TABLES]
+    told["numbers"] = [schedules.get_pp_rank_microbatches(*n, p2p_communicator=communicator(*c)) for c, n in numbers()]
+    return told
 
 
 TABLES = [(m, v, g) for m in (1, 2, 5, 8, 11) for v in (1, 2, 3) for g in (1, 2, 3, 4, 8)]
@@ -130,7 +130,7 @@ def test_functions_take_what_megatrons_take(megatron: dict[str, Any], name: str)
 @needs_megatron
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_schedules_take_megatrons_keywords_and_no_others(megatron: dict[str, Any], name: str) -> None:
-    """Keywords alone there and here; ours are in the type of ``**arguments``."""
+    """Keywords alone there and here; ours are told by the type of ``**arguments``."""
     assert {kind for _, kind, _ in megatron[name]} == {"KEYWORD_ONLY"}
     assert [kind for _, kind, _ in parameters_of(getattr(megatron_pp.schedules, name))] == ["VAR_KEYWORD"]
     assert list(StepArguments.__annotations__) == [parameter for parameter, *_ in megatron[name]]
