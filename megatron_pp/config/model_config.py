@@ -40,7 +40,6 @@ class ModelParallelConfig:
     Raises ConfigError or a subclass, with the value and the nearest legal one.
     """
 
-    # Parallel sizes.
     tensor_model_parallel_size: int = setting(1, "ranks that split each layer", section="parallel sizes")
     pipeline_model_parallel_size: int = setting(1, "P, ranks that share the layers as a pipeline")
     virtual_pipeline_model_parallel_size: int | None = setting(None, "V, model chunks per pipeline rank")
@@ -48,7 +47,6 @@ class ModelParallelConfig:
     data_parallel_size: int | None = setting(None, "replicas of the pipeline; None: what the world size leaves")
     sequence_parallel: bool = setting(False, "split activations along the sequence over the tensor parallel ranks")
 
-    # Training.
     params_dtype: torch.dtype = setting(torch.float32, "dtype of the parameters", section="training")
     enable_autocast: bool = setting(False, "run the forward step inside torch.autocast")
     autocast_dtype: torch.dtype | None = setting(None, "dtype of autocast; None: params_dtype")
@@ -57,7 +55,6 @@ class ModelParallelConfig:
         None, "microbatches in flight of which only some layers are recomputed; None: forward_step_func decides"
     )
 
-    # Hooks: callables, so never a flag.
     timers: Hook = hook("Megatron's timers", section="hooks")
     grad_scale_func: Hook = hook("loss -> scaled loss")
     no_sync_func: Hooks = hook("context manager(s) in which gradients stay local")
@@ -67,11 +64,8 @@ class ModelParallelConfig:
     overlapped_forward_backward: Hook = hook(
         "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.runtime.pairs)"
     )
-    barrier_with_L1_time: bool = setting(  # noqa: N815 (Megatron's name)
-        True, "level-1 timers start behind a barrier"
-    )
+    barrier_with_L1_time: bool = setting(True, "level-1 timers start behind a barrier")  # noqa: N815 (Megatron's name)
 
-    # Pipeline.
     pipeline_dtype: torch.dtype | None = setting(
         None, "dtype of what travels between stages; needed when P > 1", section="pipeline"
     )
@@ -87,7 +81,6 @@ class ModelParallelConfig:
         False, "call the last stage's finish_embedding_wgrad_compute() before gradients are finalised"
     )
 
-    # Pipeline, ours.
     pipeline_schedule: str | None = setting(
         None,
         "schedule family, or a .csv or .json file; None: 1f1b, or interleaved_1f1b where V > 1",
