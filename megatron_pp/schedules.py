@@ -26,66 +26,47 @@ from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.step import StepCall
 
 __all__ = [
-    "P2PCommunicator",
-    "backward_step",
-    "custom_backward",
-    "deallocate_output_tensor",
-    "forward_backward_no_pipelining",
-    "forward_backward_pipelining_with_interleaving",
-    "forward_backward_pipelining_without_interleaving",
-    "forward_step",
-    "get_forward_backward_func",
-    "get_pp_rank_microbatches",
-    "get_schedule_table",
-    "get_tensor_shapes",
-]
+    "P2PCommunicator", "backward_step", "custom_backward", "deallocate_output_tensor", "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving", "forward_step",
+    "get_forward_backward_func", "get_pp_rank_microbatches", "get_schedule_table", "get_tensor_shapes",
+]  # fmt: skip
 
 ForwardBackward = Callable[..., list[Any]]
 
 
 class StepArguments(TypedDict, total=False):
-    """The keyword arguments of the schedule functions; what each means stands at ``get_forward_backward_func``. The
-    first four are required.
+    """The keyword arguments of the schedule functions, of which the first four are required.
+
+    ``forward_step_func`` is (data_iterator, model[, checkpoint_activations_microbatch]) -> (output, loss_func). On the
+    last stage loss_func(output) -> (loss, report) or (loss, num_tokens, report); None reports the output itself.
+    Tensors between stages are [seq_length / cp [/ tp], micro_batch_size, hidden_size].
     """
 
     forward_step_func: Callable[..., Any]
-    data_iterator: Any
-    model: Any
-    num_microbatches: int
+    data_iterator: Any  # one, or with chunks a list
+    model: Any  # likewise
+    num_microbatches: int  # M >= 1
     seq_length: int | None
     micro_batch_size: int | None
-    decoder_seq_length: int | None
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
+    decoder_seq_length: int | None  # used instead of seq_length where given
+    forward_only: bool  # evaluation: no graph is built, no gradient touched
+    collect_non_loss_data: bool  # loss_func(output, non_loss_data=True) is reported
+    first_val_step: bool | None  # FP8 weights are refreshed on the first validation step only
+    # (receive shapes, send shapes) -> the same adjusted, one per tensor, or dicts of name -> shape for stages that give
+    # each other dicts; not with chunks
     adjust_tensor_shapes_fn: Callable[..., Any] | None
-    p2p_communicator: Any
+    p2p_communicator: Any  # the pipeline group to use, as pg_collection; by default parallel_state's
     pg_collection: Any
-    force_all_reduce: bool
+    force_all_reduce: bool  # handed to config.finalize_model_grads_func
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
-    """The schedule function for a pipeline of ``pp_size`` ranks with ``vp_size`` model chunks each.
+    """The schedule function for a pipeline of ``pp_size`` ranks with ``vp_size`` model chunks each. With neither given,
+    both are taken from ``parallel_state``.
 
-    With neither given, both are taken from ``parallel_state``. The function takes keyword arguments only:
-
-    forward_step_func      (data_iterator, model[, checkpoint_activations_microbatch]) -> (output, loss_func); on the
-                           last stage loss_func(output) -> (loss, report) or (loss, num_tokens, report); None reports
-                           the output itself
-    data_iterator, model   one, or with chunks a list of ``vp_size``
-    num_microbatches       M >= 1
-    seq_length, micro_batch_size   tensors between stages are [seq_length / cp [/ tp], micro_batch_size, hidden_size]
-    decoder_seq_length     used instead of seq_length where given
-    forward_only           evaluation: no graph is built, no gradient touched
-    collect_non_loss_data  loss_func(output, non_loss_data=True) is reported
-    first_val_step         FP8 weights are refreshed on the first validation step only
-    adjust_tensor_shapes_fn   (receive shapes, send shapes) -> the same adjusted, one per tensor, or as dicts of
-                           name -> shape for stages that give each other dicts; not with chunks
-    p2p_communicator, pg_collection   the pipeline group to use; by default parallel_state's
-    force_all_reduce       handed to config.finalize_model_grads_func
-
-    and returns what the loss function reported, in the order of the microbatches, on the last stage; an empty list
-    elsewhere. Raises ScheduleInputError before any communication for impossible arguments.
+    The function takes the keywords of StepArguments. It returns what the loss function reported, in the order of the
+    microbatches, on the last stage; an empty list elsewhere. Raises ScheduleInputError before any communication for
+    impossible arguments.
     """
     if pp_size is None and vp_size is None:
         pp_size = process_groups.size_of("pp")
@@ -102,23 +83,19 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
 
 
 def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """All microbatches through the whole model on this rank: forward and backward in turn. Arguments:
-    get_forward_backward_func.
-    """
+    """All microbatches through the whole model on this rank. Arguments: StepArguments."""
     check_keywords("forward_backward_no_pipelining", arguments, StepArguments.__annotations__)
     return StepCall(chunked=False, alone=True, **arguments).run()
 
 
 def forward_backward_pipelining_without_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """One model chunk a rank, 1F1B unless the config names another schedule. Arguments: get_forward_backward_func."""
+    """One model chunk a rank, 1F1B unless the config names another schedule. Arguments: StepArguments."""
     check_keywords("forward_backward_pipelining_without_interleaving", arguments, StepArguments.__annotations__)
     return StepCall(chunked=False, alone=False, **arguments).run()
 
 
 def forward_backward_pipelining_with_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """A list of model chunks a rank, interleaved 1F1B unless the config names another schedule. Arguments:
-    get_forward_backward_func.
-    """
+    """Several model chunks a rank, interleaved 1F1B by default. Arguments: StepArguments."""
     check_keywords("forward_backward_pipelining_with_interleaving", arguments, StepArguments.__annotations__)
     return StepCall(chunked=True, alone=False, **arguments).run()
 

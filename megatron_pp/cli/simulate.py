@@ -1,4 +1,4 @@
-"""``megatron-pp simulate``: what a schedule will do, and which of several is best."""
+"""``megatron-pp simulate``: the predicted times and memory of a schedule, or a ranking of several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_pp.cli.plan_options import (
     schedule_names,
     verified_single_plan,
 )
-from megatron_pp.cli.tables import print_table
+from megatron_pp.cli.terminal import print_table
 from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.ticks import percent, short, size_label
 from megatron_pp.plan.activations import Shares
