@@ -12,9 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt import command_line
-from examples.gpt.command_line import ARGUMENTS, parse
-from examples.gpt.description import Checkpoint, write_description
+from examples.gpt.checkpoint import Checkpoint, write_description
 from examples.gpt.distributed import Process, choose_device
 from examples.gpt.errors import (
     ArgumentError,
@@ -24,7 +22,7 @@ from examples.gpt.errors import (
     NoCheckpointError,
 )
 from examples.gpt.program import _layout, main, train
-from examples.gpt.settings import Settings
+from examples.gpt.settings import ARGUMENTS, Settings, parse, save
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
 from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleError, WorldSizeError
 from megatron_pp.plan.builder import build_plan
@@ -187,23 +185,16 @@ BAD_INPUT = {
     "a name too long": (f"--resume {'x' * 5000}", NoCheckpointError, "no run at"),
     "two folders": ("--resume a --run-dir b", ArgumentError, "both given"),
     "folder in a file": ("--run-dir /dev/null/run", ArgumentError, "no writable folder, so"),
-    "no Transformer Engine": (
-        "--transformer-impl transformer_engine",
-        ArgumentError,
-        "transformer_engine.* (cannot be imported|computes on GPUs alone)",
-    ),
-    "no apex for the optimizer": (
-        "--optimizer-impl apex",
-        ArgumentError,
-        "--optimizer-impl is apex.* (cannot be imported|computes on GPUs alone)",
-    ),
-    "no apex for norms": ("--norm-impl apex", ArgumentError, "--norm-impl is apex.* (cannot be imported|computes on)"),
     "no layers for FP8": ("--fp8 hybrid", ArgumentError, "--fp8 is hybrid, which needs --transformer-impl"),
     "unknown layers": ("--transformer-impl te", ArgumentError, "te.*local.*transformer_engine"),
     "no schedule file": ("--pipeline-schedule none.csv", ScheduleError, "none.csv: cannot be read"),
     "measured": ("--pipeline-schedule auto --pipeline-measured none.json", ScheduleError, "none.json: cannot be read"),
     "no GPUs": ("--device cuda", ArgumentError, "GPUs for 2 processes"),
 }
+LIBRARIES = {"--transformer-impl": "transformer_engine", "--optimizer-impl": "apex", "--norm-impl": "apex"}
+for flag, library in LIBRARIES.items():
+    sentence = f"{flag} is {library}.* (cannot be imported|computes on GPUs alone)"
+    BAD_INPUT[f"no {library} for {flag}"] = (f"{flag} {library}", ArgumentError, sentence)
 
 
 @pytest.fixture
@@ -246,7 +237,7 @@ def test_a_schedule_brings_its_number_of_chunks() -> None:
 
 def test_files_are_remembered_wherever_the_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    command_line.save(parse(["--pipeline-schedule", "a.csv", "--pipeline-measured", "b.json"]), tmp_path)
+    save(parse(["--pipeline-schedule", "a.csv", "--pipeline-measured", "b.json"]), tmp_path, "")
     saved = json.loads((tmp_path / ARGUMENTS).read_text())
     assert (saved["pipeline_schedule"], saved["pipeline_measured"]) == (
         str(tmp_path / "a.csv"),
@@ -293,7 +284,7 @@ def save_run(folder: Path, settings: Settings) -> Path:
     layout = _layout(settings, settings.make_config(2))
     write_description(Checkpoint(checkpoint, checkpoint.name, 3, layout, {}, {}))
     (folder / "checkpoints" / "latest").write_text("step-00000003\n")
-    command_line.save(settings, folder)
+    save(settings, folder, "")
     return checkpoint
 
 
