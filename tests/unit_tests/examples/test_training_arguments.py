@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +257,25 @@ def test_a_toml_file_gives_settings_which_flags_override(tmp_path: Path) -> None
     assert (settings.train_steps, settings.data, settings.tensorboard) == (9, ("a", "b"), False)
     assert (settings.model.num_layers, settings.model.layernorm_epsilon, settings.learning_rate) == (8, 1e-6, 1e-3)
     assert settings.model.batch_p2p_comm is False
+
+
+AS_ON_PYTHON_3_10 = """
+import sys, tomllib
+import torch, tyro
+sys.modules["tomli"] = tomllib  # the same parser under the name that it has on PyPI
+sys.modules["tomllib"] = None  # an import of it raises ImportError
+sys.version_info = (3, 10, 0, "final", 0)
+from examples.gpt.settings import parse
+print(parse(["--config", sys.argv[1]]).train_steps)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no tomllib to lend")
+def test_a_toml_file_is_read_without_tomllib(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text("train_steps = 7")
+    command = [sys.executable, "-c", AS_ON_PYTHON_3_10, str(tmp_path / "small.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
 
 
 @pytest.mark.parametrize(

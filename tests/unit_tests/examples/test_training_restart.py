@@ -14,9 +14,10 @@ from examples.gpt.checkpoint import LATEST, Checkpoint, write_description
 from examples.gpt.distributed import agreed_place, check_same_settings
 from examples.gpt.errors import ArgumentError
 from examples.gpt.run_folder import Start, find_start, this_launcher
-from examples.gpt.settings import ARGUMENTS, Settings, save
+from examples.gpt.settings import ARGUMENTS, Settings, parse, save
 from tests.harness.processes import run_processes
 
+ROOT = Path(__file__).resolve().parents[3]
 LAYOUT = {"num_layers": 4}
 OURS, OTHER = "here/7/100", "there/9/100"
 
@@ -78,6 +79,15 @@ def test_a_run_without_a_folder_of_its_own_is_found_again(tmp_path: Path, monkey
     other = find_start(Settings(), LAYOUT, OTHER).folder
     assert other.parent == tmp_path
     assert other.name.startswith("later-")
+
+
+@pytest.mark.parametrize("flags", [[], ["--config", "small.toml"]])
+def test_a_run_lies_in_the_project_wherever_it_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    (tmp_path / "small.toml").write_text("num_layers = 4")
+    monkeypatch.chdir(tmp_path)
+    assert find_start(parse(flags), LAYOUT, "").folder.parent == ROOT / "runs"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"launcher": ""}', '{"launcher": 1}', '{"launcher": {}}'])
