@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from examples.gpt import settings as command_line
 from examples.gpt.checkpoint import CheckpointWriter
 from examples.gpt.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
 from examples.gpt.distributed import Process, check_same_settings, choose_device, joined
@@ -26,7 +25,7 @@ from examples.gpt.libraries import Libraries, choose_libraries
 from examples.gpt.metrics import Recorder, plot_losses
 from examples.gpt.optimizer import NamedAdamW
 from examples.gpt.run_folder import Start, agreed_start, find_start, this_launcher
-from examples.gpt.settings import Settings
+from examples.gpt.settings import Settings, parse, save_settings
 from examples.gpt.trainer import Texts, Trainer
 from megatron_pp import TransformerConfig, parallel_state, split_weight_grad
 from megatron_pp.errors import ConfigError, PipelineError, PlanError, ScheduleInputError
@@ -65,7 +64,7 @@ def end_process(code: int) -> NoReturn:
 
 def train(argv: Sequence[str]) -> Trainer:
     """Train as the command line says. Bad input is raised before any communication, where one rank can see it."""
-    settings, process = command_line.parse(argv), Process.from_environment()
+    settings, process = parse(argv), Process.from_environment()
     config = settings.make_config(process.world_size)
     texts, layout = _read_texts(settings, config), _layout(settings, config)
     if process.local_world_size == process.world_size:  # else rank 0's launcher may be on another node
@@ -84,7 +83,7 @@ def train(argv: Sequence[str]) -> Trainer:
             # Not before the model is built: what a rank draws while building depends on which layers it holds.
             torch.manual_seed(settings.seed * process.world_size + process.rank)
             if process.rank == 0:
-                command_line.save(settings, start.folder, this_launcher())
+                save_settings(settings, start.folder, this_launcher())
             folder = start.folder if process.rank == 0 else None
             steps = steps_done, settings.train_steps, settings.log_interval
             recorder = Recorder(folder, *steps, settings.tensorboard)

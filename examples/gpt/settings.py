@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -43,8 +43,8 @@ _DEFAULTS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 # Fields of TransformerConfig that this program sets itself, or that this GPT has no use for.
 _NOT_FLAGS = {
     *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "sequence_parallel"),
-    *("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype", "deterministic_mode", "kv_channels"),
-    *("defer_embedding_wgrad_compute", "wgrad_deferral_limit", "barrier_with_L1_time"),
+    *("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype", "kv_channels"),
+    *("defer_embedding_wgrad_compute", "barrier_with_L1_time"),
 }
 _PAIR_FUNCTIONS = {None: None, "in_turn": in_turn, "on_two_streams": on_two_streams}
 _CHUNKS = 2  # of schedules that take any number, where none is given
@@ -203,7 +203,8 @@ def parse(argv: Sequence[str]) -> Settings:
     if settings.resume is not None and settings.run_dir is None:
         file = find_run(Path(settings.resume)) / ARGUMENTS
         try:
-            saved = _flags_of(json.loads(read_text(file)), _SAVED)
+            content = json.loads(read_text(file))
+            saved = _flags_of({name: value for name, value in content.items() if name in _SAVED})
             _parse(saved)
         except (OSError, ValueError, AttributeError, RecursionError, ArgumentError) as error:
             advice = "give all flags and a new --run-dir"
@@ -213,7 +214,7 @@ def parse(argv: Sequence[str]) -> Settings:
     return settings
 
 
-def save(settings: Settings, folder: Path, launcher: str) -> None:
+def save_settings(settings: Settings, folder: Path, launcher: str) -> None:
     """Write the settings to ``folder`` for a later ``--resume``, which may be given in another directory.
 
     ``launcher``: what has started the run; see run_folder.py.
@@ -240,9 +241,7 @@ def find_run(path: Path) -> Path:
     for folder in (path, *Path(os.path.realpath(path)).parents[:2]):
         if os.path.isfile(folder / ARGUMENTS):
             return folder
-    raise NoCheckpointError(
-        f"there is no run at {path}; give a folder that --run-dir or runs/ holds, with {ARGUMENTS} in it"
-    )
+    raise NoCheckpointError(f"there is no run at {path}; give a run's folder, which has {ARGUMENTS} in it")
 
 
 def _parse(argv: Sequence[str]) -> Settings:
@@ -259,15 +258,13 @@ def _parse(argv: Sequence[str]) -> Settings:
         raise ArgumentError(f"{sentence.rstrip('.')} (--help lists all flags)") from None
 
 
-def _flags_of(values: dict[str, Any], known: Collection[str] | None = None) -> list[str]:
-    """``{"seed": 1, "model": {"bias": True}}`` as ``--seed=1 --bias``; of ``known`` names only, if given."""
+def _flags_of(values: dict[str, Any]) -> list[str]:
+    """``{"seed": 1, "model": {"bias": True}}`` as ``--seed=1 --bias``."""
     flags: list[str] = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, dict):
-            flags += _flags_of(value, known)
-        elif known is not None and name not in known:
-            continue
+            flags += _flags_of(value)
         elif isinstance(value, bool):
             flags.append(flag if value else f"--no-{flag[2:]}")
         elif isinstance(value, list):

@@ -24,7 +24,7 @@ from examples.gpt.errors import (
     NoCheckpointError,
 )
 from examples.gpt.program import _layout, main, train
-from examples.gpt.settings import ARGUMENTS, Settings, parse, save
+from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
 from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleError, WorldSizeError
 from megatron_pp.plan.builder import build_plan
@@ -239,7 +239,7 @@ def test_a_schedule_brings_its_number_of_chunks() -> None:
 
 def test_files_are_remembered_wherever_the_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    save(parse(["--pipeline-schedule", "a.csv", "--pipeline-measured", "b.json"]), tmp_path, "")
+    save_settings(parse(["--pipeline-schedule", "a.csv", "--pipeline-measured", "b.json"]), tmp_path, "")
     saved = json.loads((tmp_path / ARGUMENTS).read_text())
     assert (saved["pipeline_schedule"], saved["pipeline_measured"]) == (
         str(tmp_path / "a.csv"),
@@ -305,7 +305,7 @@ def save_run(folder: Path, settings: Settings) -> Path:
     layout = _layout(settings, settings.make_config(2))
     write_description(Checkpoint(checkpoint, checkpoint.name, 3, layout, {}, {}))
     (folder / "checkpoints" / "latest").write_text("step-00000003\n")
-    save(settings, folder, "")
+    save_settings(settings, folder, "")
     return checkpoint
 
 

@@ -14,7 +14,7 @@ from examples.gpt.checkpoint import LATEST, Checkpoint, write_description
 from examples.gpt.distributed import agreed_place, check_same_settings
 from examples.gpt.errors import ArgumentError
 from examples.gpt.run_folder import Start, find_start, this_launcher
-from examples.gpt.settings import ARGUMENTS, Settings, parse, save
+from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from tests.harness.processes import run_processes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,7 +24,7 @@ OURS, OTHER = "here/7/100", "there/9/100"
 
 def make_run(folder: Path, launcher: str = OURS) -> Settings:
     folder.mkdir(parents=True)
-    save(Settings(), folder, launcher)
+    save_settings(Settings(), folder, launcher)
     return Settings(run_dir=str(folder))
 
 
@@ -63,7 +63,7 @@ def test_a_run_resumed_from_an_older_checkpoint_does_so_again_until_it_has_saved
         start = find_start(run, LAYOUT, OURS)
         assert start.checkpoint is not None
         assert start.checkpoint.step == 4
-        save(run, folder, OURS)
+        save_settings(run, folder, OURS)
     make_checkpoint(folder, "step-00000008-2", 8)
     start = find_start(run, LAYOUT, OURS)
     assert start.checkpoint is not None
