@@ -20,9 +20,6 @@ from tests.functional_tests.test_train_schedules import TEXT
 from tests.harness.standin_libraries import write
 from tests.harness.train_flags import SMALL_MODEL
 
-# One start serves all tests, on one worker.
-pytestmark = pytest.mark.xdist_group("train_libraries")
-
 # "auto" looks for fused libraries where the device is a GPU; here it is said to be one, and tensors stay on the CPU.
 PROGRAM = """
 import json, sys
@@ -135,7 +132,7 @@ def test_a_resumed_run_goes_on_counting_steps(results: dict[str, Any]) -> None:
     assert results["resumed"]["losses"] == results["whole"]["losses"]
 
 
-def test_without_fp8_no_layer_is_told_of_microbatches(results: dict[str, Any]) -> None:
+def test_without_fp8_no_layer_gets_a_microbatch_mark(results: dict[str, Any]) -> None:
     assert {(first, fp8) for _, first, fp8 in results["te"]["calls"]} == {(None, None)}
 
 
