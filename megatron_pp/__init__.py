@@ -1,51 +1,21 @@
 """Pipeline-parallel schedules for Megatron-style training.
 
 Importing this package is cheap and does not import torch: ``megatron_pp.plan`` can be used on a machine without it.
-Names that need more are loaded when they are first asked for.
+Other names, modules among them, are loaded when they are first used.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 import warnings
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from megatron_pp import plan
-from megatron_pp.errors import (
-    CommunicatorClosedError,
-    ConfigError,
-    ExchangeError,
-    FusedWeightGradError,
-    InstructionError,
-    LayoutError,
-    MegatronPPError,
-    MicrobatchCountError,
-    NotServedError,
-    P2PError,
-    P2PShapeError,
-    P2PTimeoutError,
-    P2PTransferError,
-    P2PTypeError,
-    ParallelStateError,
-    PipelineError,
-    PipelineMismatchError,
-    PipelinePeerError,
-    PipelineStallError,
-    PlanError,
-    ScheduleError,
-    ScheduleInputError,
-    SendBufferError,
-    UnknownMegatronError,
-    WeightGradError,
-    WeightGradSplitError,
-    WireMismatchError,
-    WorldSizeError,
-)
+from megatron_pp import errors, plan
+from megatron_pp.errors import *  # noqa: F403
 
 __version__ = "0.1.0"
 
@@ -76,21 +46,19 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "CommunicatorClosedError", "ConfigError", "ExchangeError", "FusedWeightGradError", "InstructionError",
-    "LayoutError", "MegatronPPError", "MicrobatchCountError", "ModelParallelConfig", "NotServedError",
-    "P2PCommunicator", "P2PError", "P2PShapeError", "P2PTimeoutError", "P2PTransferError", "P2PTypeError",
-    "ParallelStateError", "PipelineError", "PipelineMismatchError", "PipelinePeerError", "PipelineStage",
-    "PipelineStallError", "PlanError", "ScheduleError", "ScheduleInputError", "SendBufferError", "TransformerConfig",
-    "UnknownMegatronError", "WeightGradError", "WeightGradSplitError", "WireMismatchError", "WorldSizeError",
-    "__version__", "build_plan", "deallocate_output_tensor", "get_forward_backward_func", "measure_footprint", "plan",
-    "simulate", "split_weight_grad", "verify",
+    "ModelParallelConfig", "P2PCommunicator", "PipelineStage", "TransformerConfig", "__version__", "build_plan",
+    "deallocate_output_tensor", "get_forward_backward_func", "measure_footprint", "plan", "simulate",
+    "split_weight_grad", "verify",
 ]  # fmt: skip
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    if importlib.util.find_spec(f"{__name__}.{name}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
@@ -128,7 +96,7 @@ class _OldPaths(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, name = fullname.partition(".")
-        return spec_from_loader(fullname, self) if package == __name__ and name in _MOVED else None
+        return importlib.util.spec_from_loader(fullname, self) if package == __name__ and name in _MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__

@@ -1,83 +1,72 @@
-"""The errors a user of the pipeline meets. A leaf: imports nothing from the package, and not torch.
+"""All public errors. A leaf: imports nothing from the package, and not torch.
 
 Every class takes the message first and everything else by keyword with a default, so that an error survives pickling
-(process pools and torchrun's error files do that) with its attributes.
+with its attributes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from dataclasses import InitVar, dataclass
+
+__all__ = [
+    "CommunicatorClosedError", "ConfigError", "ExchangeError", "FusedWeightGradError", "InstructionError",
+    "LayoutError", "MegatronPPError", "MicrobatchCountError", "NotServedError", "P2PError", "P2PShapeError",
+    "P2PTimeoutError", "P2PTransferError", "P2PTypeError", "ParallelStateError", "PipelineError",
+    "PipelineMismatchError", "PipelinePeerError", "PipelineStallError", "PlanError", "ScheduleError",
+    "ScheduleInputError", "SendBufferError", "UnknownMegatronError", "WeightGradError", "WeightGradSplitError",
+    "WireMismatchError", "WorldSizeError",
+]  # fmt: skip
 
 
 class MegatronPPError(Exception):
     """The base of every error that this package raises."""
 
 
+@dataclass(eq=False, repr=False)
 class PipelineError(MegatronPPError, RuntimeError):
     """Anything that ends a pipeline step on a rank which is not itself the cause in user code."""
 
+    text: InitVar[str]
 
+    def __post_init__(self, text: str) -> None:
+        super().__init__(text)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
 class PipelinePeerError(PipelineError):
-    """Another rank of the pipeline raised; this rank was stopped because of it, within seconds.
+    """Another rank of the pipeline raised; this rank was stopped because of it, within seconds."""
 
-    rank            pipeline rank that raised, -1 if unknown
-    instruction     where it was in its plan, as printed (``F0.3``), empty if before or after the plan
-    exception_type  qualified name of the exception raised there, such as ``ValueError``
-    message         its text
-    traceback_tail  the last lines of its traceback
-    """
-
-    def __init__(
-        self,
-        text: str,
-        *,
-        rank: int = -1,
-        instruction: str = "",
-        exception_type: str = "",
-        message: str = "",
-        traceback_tail: str = "",
-    ) -> None:
-        super().__init__(text)
-        self.rank = rank
-        self.instruction = instruction
-        self.exception_type = exception_type
-        self.message = message
-        self.traceback_tail = traceback_tail
+    rank: int = -1  # pipeline rank that raised, -1 if unknown
+    instruction: str = ""  # where it was in its plan, as printed (``F0.3``); empty before and after the plan
+    exception_type: str = ""  # qualified name of the exception raised there, such as ``ValueError``
+    message: str = ""  # its text
+    traceback_tail: str = ""  # the last lines of its traceback
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PipelineStallError(PipelineError):
-    """No rank moved for ``p2p_timeout``, or a peer died or stopped: raised on the survivors instead of a hang.
+    """No rank made progress for ``p2p_timeout``, or a peer died or stopped: raised on the survivors, not a hang."""
 
-    suspects  pipeline ranks that no longer report, or never entered the step
-    progress  pipeline rank -> one line on where it last was and how long ago it said so
-    """
-
-    def __init__(self, text: str, *, suspects: tuple[int, ...] = (), progress: Mapping[int, str] | None = None) -> None:
-        super().__init__(text)
-        self.suspects = suspects
-        self.progress = dict(progress or {})
+    suspects: tuple[int, ...] = ()  # pipeline ranks that no longer report, or never entered the step
+    progress: Mapping[int, str] = dataclasses.field(default_factory=dict)  # rank -> where it last was, and when
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PipelineMismatchError(PipelineError):
-    """Ranks disagree: on the plan or shapes at the entry of a step, or a tensor arrived that is not the one expected.
+    """Ranks disagree on the plan or shapes at the entry of a step, or a tensor arrived that was not expected."""
 
-    field   what differs, such as ``num_microbatches`` or ``dtype``
-    values  pipeline rank -> its value, as text
-    """
-
-    def __init__(self, text: str, *, field: str = "", values: Mapping[int, str] | None = None) -> None:
-        super().__init__(text)
-        self.field = field
-        self.values = dict(values or {})
+    field: str = ""  # what differs, such as ``num_microbatches`` or ``dtype``
+    values: Mapping[int, str] = dataclasses.field(default_factory=dict)  # pipeline rank -> its value, as text
 
 
 class P2PError(PipelineError):
-    """Sending or receiving between two pipeline stages failed or was asked for wrongly."""
+    """A send or a receive between two pipeline stages failed, or its arguments are wrong."""
 
 
 class P2PTransferError(P2PError):
-    """A transfer failed: its connection is gone, or its peer. The reason is on another rank, which the fault guard
-    looks for."""
+    """A transfer failed: its connection or its peer is gone. The fault guard looks for the reason on other ranks."""
 
 
 class P2PTimeoutError(P2PTransferError):
@@ -97,38 +86,18 @@ class CommunicatorClosedError(P2PTransferError):
 
 
 class WireMismatchError(P2PError, PipelineMismatchError):
-    """Wire check: the tensor that arrived is not the one that the plan expects at this point.
-
-    field and values as for :class:`PipelineMismatchError`; values has the sender's and the receiver's entry.
-    """
+    """Wire check: a tensor arrived that the plan does not expect. ``values`` are the sender's and the receiver's."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SendBufferError(P2PError):
-    """Debug mode: the memory of a pending send was freed, swapped or written to before the send was done.
+    """Debug mode: the memory of a pending send was freed, swapped or written to before the send was done."""
 
-    rank        pipeline rank whose memory it is
-    chunk       chunk of that rank, and
-    microbatch  microbatch whose output or input gradient was being sent
-    posted_by   the instruction that posted the send, as printed (``SEND_F0.3``)
-    broken_by   the instruction during which the fault was found
-    """
-
-    def __init__(
-        self,
-        text: str,
-        *,
-        rank: int = -1,
-        chunk: int = -1,
-        microbatch: int = -1,
-        posted_by: str = "",
-        broken_by: str = "",
-    ) -> None:
-        super().__init__(text)
-        self.rank = rank
-        self.chunk = chunk
-        self.microbatch = microbatch
-        self.posted_by = posted_by
-        self.broken_by = broken_by
+    rank: int = -1  # pipeline rank whose memory it is
+    chunk: int = -1  # chunk of that rank, and
+    microbatch: int = -1  # microbatch whose output or input gradient was being sent
+    posted_by: str = ""  # the instruction that posted the send, as printed (``SEND_F0.3``)
+    broken_by: str = ""  # the instruction during which the fault was found
 
 
 class ScheduleInputError(PipelineError, ValueError):
@@ -156,13 +125,11 @@ class WorldSizeError(ConfigError):
 
 
 class PlanError(MegatronPPError, ValueError):
-    """A plan cannot be built or was refused; the message names the rank, the instruction and what is missing, in
-    words.
-    """
+    """A plan cannot be built or was refused; the message names the rank, the instruction and what is missing."""
 
 
 class ExchangeError(PlanError):
-    """A file is not what it should be; the message says where in it, and what would be right."""
+    """A file is malformed; the message names the place and what would be right."""
 
 
 class InstructionError(MegatronPPError, ValueError):
@@ -182,7 +149,7 @@ class FusedWeightGradError(MegatronPPError, TypeError):
 
 
 class ParallelStateError(MegatronPPError, RuntimeError):
-    """The groups are asked for before they are made, or made twice."""
+    """The parallel groups are used before they are made, or made twice."""
 
 
 class NotServedError(MegatronPPError, NotImplementedError):

@@ -17,22 +17,23 @@ def wrapped_attribute(model: Any, name: str, default: Any = None) -> Any:
 
 def wrapped_attributes(model: Any, names: Sequence[str], default: Any = None) -> list[Any]:
     """As ``wrapped_attribute``, of several names."""
-    found = [default] * len(names)
-    missing: Sequence[int] = range(len(names))
+    found: dict[str, Any] = {}
+    missing = names
     while missing and model is not None:
-        values = [(k, _attribute(model, names[k])) for k in missing]
-        for k, value in values:
+        for name in missing:
+            value = _attribute(model, name)
             if value is not _MISSING:
-                found[k] = value
-        missing = [k for k, value in values if value is _MISSING]
-        model = _attribute(model, "module") if missing else None
-        model = None if model is _MISSING else model
-    return found
+                found[name] = value
+        missing = [name for name in missing if name not in found]
+        inner = _attribute(model, "module") if missing else None
+        model = None if inner is _MISSING else inner
+    found = dict.fromkeys(names, default) | found
+    return [found[name] for name in names]
 
 
 def _attribute(model: Any, name: str) -> Any:
-    """The attribute, or _MISSING. A module that lacks it raises, which costs microseconds for each name and step; so
-    modules that say what they have are looked into.
+    """The attribute, or _MISSING. ``getattr`` of what a module lacks costs microseconds, as it raises; so the tables of
+    plain modules are read instead.
     """
     kind = type(model)
     if getattr(kind, "__getattr__", None) is not torch.nn.Module.__getattr__ or hasattr(kind, name):

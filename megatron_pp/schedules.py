@@ -1,7 +1,7 @@
-"""The entry points that a Megatron user calls. Each is short: check the arguments, choose a plan, run it.
+"""The entry points that a Megatron user calls, with Megatron-core's signatures and semantics.
 
-Signatures and semantics are Megatron-core's. One engine (``executor.py``) runs every schedule; it waits on a send's
-handle before it gives an output's data back, in one place.
+One engine (``runtime/executor.py``) runs every schedule; it waits on a send's handle before it frees an output's data,
+in one place.
 """
 
 from __future__ import annotations
@@ -9,83 +9,68 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypedDict
 
+import torch
 from typing_extensions import Unpack
 
-from megatron_pp.comm import process_groups as parallel_state
+from megatron_pp.comm import process_groups
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.plan.family import Shape
 from megatron_pp.plan.orders.loop import schedule_table, warmup_forwards
 from megatron_pp.runtime.arguments import check_keywords
-from megatron_pp.runtime.compute import backward_step, forward_step
+from megatron_pp.runtime.compute import Activation, ModelSteps, StepOptions, backward_through
 from megatron_pp.runtime.deallocate import custom_backward, deallocate_output_tensor
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.step import StepCall
 
 __all__ = [
-    "P2PCommunicator",
-    "backward_step",
-    "custom_backward",
-    "deallocate_output_tensor",
-    "forward_backward_no_pipelining",
-    "forward_backward_pipelining_with_interleaving",
-    "forward_backward_pipelining_without_interleaving",
-    "forward_step",
-    "get_forward_backward_func",
-    "get_pp_rank_microbatches",
-    "get_schedule_table",
-    "get_tensor_shapes",
-]
+    "P2PCommunicator", "backward_step", "custom_backward", "deallocate_output_tensor", "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving", "forward_step",
+    "get_forward_backward_func", "get_pp_rank_microbatches", "get_schedule_table", "get_tensor_shapes",
+]  # fmt: skip
 
 ForwardBackward = Callable[..., list[Any]]
 
 
 class StepArguments(TypedDict, total=False):
-    """The keyword arguments of the schedule functions; what each means stands at ``get_forward_backward_func``. The
-    first four are required.
+    """The keyword arguments of the schedule functions, of which the first four are required.
+
+    ``forward_step_func`` is (data_iterator, model[, checkpoint_activations_microbatch]) -> (output, loss_func). On the
+    last stage loss_func(output) -> (loss, report) or (loss, num_tokens, report); None reports the output itself.
+    Tensors between stages are [seq_length / cp [/ tp], micro_batch_size, hidden_size].
     """
 
     forward_step_func: Callable[..., Any]
-    data_iterator: Any
-    model: Any
-    num_microbatches: int
+    data_iterator: Any  # one, or with chunks a list
+    model: Any  # likewise
+    num_microbatches: int  # M >= 1
     seq_length: int | None
     micro_batch_size: int | None
-    decoder_seq_length: int | None
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
+    decoder_seq_length: int | None  # used instead of seq_length where given
+    forward_only: bool  # evaluation: no graph is built, no gradient touched
+    collect_non_loss_data: bool  # loss_func(output, non_loss_data=True) is reported
+    first_val_step: bool | None  # FP8 weights are refreshed on the first validation step only
+    # (receive shapes, send shapes) -> the same adjusted, one per tensor, or dicts of name -> shape for stages that give
+    # each other dicts; not with chunks
     adjust_tensor_shapes_fn: Callable[..., Any] | None
-    p2p_communicator: Any
+    p2p_communicator: Any  # the pipeline group to use, as pg_collection; by default parallel_state's
     pg_collection: Any
-    force_all_reduce: bool
+    force_all_reduce: bool  # handed to config.finalize_model_grads_func
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
-    """The schedule function for a pipeline of ``pp_size`` ranks with ``vp_size`` model chunks each.
+    """The schedule function for a pipeline of ``pp_size`` ranks with ``vp_size`` model chunks each. With neither given,
+    both are taken from ``parallel_state``.
 
-    With neither given, both are taken from ``parallel_state``. The function takes keyword arguments only:
-
-    forward_step_func      (data_iterator, model[, checkpoint_activations_microbatch]) -> (output, loss_func); on the
-                           last stage loss_func(output) -> (loss, report) or (loss, num_tokens, report); None reports
-                           the output itself
-    data_iterator, model   one, or with chunks a list of ``vp_size``
-    num_microbatches       M >= 1
-    seq_length, micro_batch_size   tensors between stages are [seq_length / cp [/ tp], micro_batch_size, hidden_size]
-    decoder_seq_length     used instead of seq_length where given
-    forward_only           evaluation: no graph is built, no gradient touched
-    collect_non_loss_data  loss_func(output, non_loss_data=True) is reported
-    first_val_step         FP8 weights are refreshed on the first validation step only
-    adjust_tensor_shapes_fn   (receive shapes, send shapes) -> the same adjusted, one per tensor, or as dicts of
-                           name -> shape for stages that give each other dicts; not with chunks
-    p2p_communicator, pg_collection   the pipeline group to use; by default parallel_state's
-    force_all_reduce       handed to config.finalize_model_grads_func
-
-    and returns what the loss function reported, in the order of the microbatches, on the last stage; an empty list
-    elsewhere. Raises ScheduleInputError before any communication for impossible arguments.
+    The function takes the keywords of StepArguments. It returns what the loss function reported, in the order of the
+    microbatches, on the last stage; an empty list elsewhere. Raises ScheduleInputError before any communication for
+    impossible arguments.
     """
     if pp_size is None and vp_size is None:
-        pp_size = parallel_state.get_pipeline_model_parallel_world_size()
-        vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        pp_size = process_groups.size_of("pp")
+        vp_size = process_groups.virtual_size()
     if vp_size is not None and vp_size > 1:
         return forward_backward_pipelining_with_interleaving
     if pp_size is not None and pp_size > 1:
@@ -98,25 +83,94 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
 
 
 def forward_backward_no_pipelining(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """All microbatches through the whole model on this rank: forward and backward in turn. Arguments:
-    get_forward_backward_func.
-    """
+    """All microbatches through the whole model on this rank. Arguments: StepArguments."""
     check_keywords("forward_backward_no_pipelining", arguments, StepArguments.__annotations__)
     return StepCall(chunked=False, alone=True, **arguments).run()
 
 
 def forward_backward_pipelining_without_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """One model chunk a rank, 1F1B unless the config names another schedule. Arguments: get_forward_backward_func."""
+    """One model chunk a rank, 1F1B unless the config names another schedule. Arguments: StepArguments."""
     check_keywords("forward_backward_pipelining_without_interleaving", arguments, StepArguments.__annotations__)
     return StepCall(chunked=False, alone=False, **arguments).run()
 
 
 def forward_backward_pipelining_with_interleaving(**arguments: Unpack[StepArguments]) -> list[Any]:
-    """A list of model chunks a rank, interleaved 1F1B unless the config names another schedule. Arguments:
-    get_forward_backward_func.
-    """
+    """Several model chunks a rank, interleaved 1F1B by default. Arguments: StepArguments."""
     check_keywords("forward_backward_pipelining_with_interleaving", arguments, StepArguments.__annotations__)
     return StepCall(chunked=True, alone=False, **arguments).run()
+
+
+def forward_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    input_tensor: Activation,
+    forward_data_store: list[Any],
+    config: Any,
+    cp_group_size: int = 1,
+    collect_non_loss_data: bool = False,
+    checkpoint_activations_microbatch: bool | None = None,
+    is_first_microbatch: bool = False,
+    current_microbatch: int | None = None,
+    vp_stage: int | None = None,
+    is_last_stage: bool = True,
+) -> tuple[Activation, Any]:
+    """Megatron's function of this name: one microbatch through one chunk. Returns (output or scaled loss, number of
+    tokens).
+
+    ``input_tensor`` is a tensor, None, or a list of them (then a list is returned).
+    """
+    expected = getattr(model, "vp_stage", None)
+    if vp_stage is not None and expected is not None and vp_stage != expected:
+        raise ScheduleInputError(
+            f"chunk {vp_stage} was given the model whose vp_stage is {expected}; pass the chunks in order"
+        )
+    mb, flag = current_microbatch or 0, checkpoint_activations_microbatch
+    options = StepOptions(
+        num_microbatches,
+        [is_last_stage],
+        device_type=_device_type(input_tensor, model),
+        cp_size=cp_group_size,
+        collect_non_loss_data=collect_non_loss_data,
+        checkpoint_flags=None if flag is None else {(0, mb): flag},
+        forward_only=True,  # with first_val_step False, the first-microbatch mark is left to the caller: here
+        first_val_step=False,
+    )
+    mark_first = wrapped_attribute(model, "set_is_first_microbatch")
+    if is_first_microbatch and mark_first is not None:
+        mark_first()
+    steps = ModelSteps(forward_step_func, [data_iterator], [model], StepSettings.from_config(config), options)
+    steps.record.data = forward_data_store
+    output = steps.forward(0, mb, input_tensor)
+    return ([output] if isinstance(input_tensor, list) else output), steps.record.num_tokens
+
+
+def backward_step(
+    input_tensor: Activation,
+    output_tensor: Activation,
+    output_tensor_grad: Activation,
+    model_type: Any = None,
+    config: Any = None,
+) -> Activation:
+    """Megatron's function of this name, called with ``(..., config)`` or, as up to 0.16, ``(..., model_type, config)``.
+
+    Returns the gradient of ``input_tensor``: None where it has none, a list for a list.
+    """
+    config = model_type if config is None else config
+    for x in input_tensor if isinstance(input_tensor, (list, tuple)) else [input_tensor]:
+        if x is not None and x.requires_grad:
+            x.retain_grad()
+    scale = StepSettings.from_config(config).grad_scale_func
+    return backward_through(input_tensor, output_tensor, output_tensor_grad, scale)
+
+
+def _device_type(input_tensor: Activation, model: Any) -> str:
+    first = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+    if isinstance(first, torch.Tensor):
+        return first.device.type
+    parameter = next(iter(model.parameters()), None) if hasattr(model, "parameters") else None
+    return "cpu" if parameter is None else parameter.device.type
 
 
 def get_schedule_table(
@@ -143,11 +197,8 @@ def get_pp_rank_microbatches(
             p2p_communicator.virtual_pipeline_model_parallel_size is not None,
         )
     else:
-        size, rank = (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
-        chunked = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+        size, rank = process_groups.size_of("pp"), process_groups.rank_in("pp")
+        chunked = process_groups.virtual_size() is not None
     total = num_microbatches * num_model_chunks
     if forward_only:
         warmup = total

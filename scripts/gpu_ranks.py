@@ -26,7 +26,7 @@ from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import Plan, PlanSpec
-from megatron_pp.runtime.executor import Key, PlanExecutor, Shapes
+from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_config
@@ -149,9 +149,9 @@ class SleepSteps:
 class WaitsAtOnce(PlanExecutor):
     """The control: waits on every output's send as soon as it is posted."""
 
-    def _send_act(self, key: Key) -> None:
-        super()._send_act(key)
-        self.act_sends[key].wait()
+    def _send_f(self, at: ins.Instruction) -> None:
+        super()._send_f(at)
+        self.sends[ins.SEND_F][at[1:3]].wait()
 
 
 class StreamClock:

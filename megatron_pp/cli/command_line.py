@@ -1,7 +1,4 @@
-"""The ``megatron-pp`` command: look at plans before they run, and at runs afterwards.
-
-It needs neither torch nor a process group.
-"""
+"""The ``megatron-pp`` command: look at plans before they run, and at runs afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _INTRODUCTION = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -50,7 +47,7 @@ def build_parser(commands: dict[str, Any]) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code: 0 done, 1 the answer is no, 2 wrong arguments or files."""
     try:
-        from megatron_pp.cli.terminal import Terminal
+        from megatron_pp.cli.terminal import Terminal, print_line
     except ImportError:
         print("megatron-pp needs the package 'rich' for its tables: pip install 'megatron-pp[viz]'", file=sys.stderr)
         return 2
@@ -59,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {"plan": plan, "verify": verify, "simulate": simulate, "draw": draw, "report": report}
     args = build_parser(commands).parse_args(argv)
     no_colour = args.no_colour or None  # None: as the environment says (NO_COLOR)
-    errors = Terminal(stderr=True, no_color=no_colour)
-    args.console_errors = errors
+    args.console_errors = Terminal(stderr=True, no_color=no_colour)
     try:
         code = int(args.run(args, Terminal(no_color=no_colour)))
         sys.stdout.flush()
@@ -70,20 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         _drop_output()
-        return _say(errors, args.command, f"the answer cannot be written ({error.strerror or error})", BAD_INPUT)
+        problem, code = f"the answer cannot be written ({error.strerror or error})", BAD_INPUT
     except RefusedError as error:
-        return _say(errors, args.command, error, REFUSED)
+        problem, code = str(error), REFUSED
     except (MegatronPPError, ImportError) as error:
-        return _say(errors, args.command, error, BAD_INPUT)
+        problem, code = str(error), BAD_INPUT
+    print_line(args.console_errors, f"megatron-pp {args.command}: {problem}")
+    return code
 
 
 def _drop_output() -> None:
     """What is still in the buffer goes nowhere: the interpreter's own flush at its end would fail as well."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _say(errors: Any, command: str, problem: Exception | str, code: int) -> int:
-    """One line on what is wrong; returns ``code``."""
-    errors.print(f"megatron-pp {command}: {problem}", markup=False, highlight=False, soft_wrap=True)
-    return code

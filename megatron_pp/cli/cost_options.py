@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.plan_options import whole
-from megatron_pp.plan.compare import CostProfile
-from megatron_pp.plan.costs import Link, Network
+from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.memory import RECOMPUTE, SELECTIVE, ModelShape
 
 _GB = 1e9
@@ -22,39 +22,26 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
         "of one microbatch. A single number is the time of one rank's share of the model, all its chunks together; "
         "a list (a,b,c) gives equal stages in model order. Without any, F = B = W = 1 slot a stage.",
     )
+    whole_backward = "backward: its input gradients where --weight-ms is given, else all of it (two equal halves)"
     group.add_argument("--forward-ms", type=times, metavar="MS", help="forward")
-    group.add_argument(
-        "--backward-ms",
-        type=times,
-        metavar="MS",
-        help="backward: its input gradients where --weight-ms is given, else all of it (halves are taken as equal)",
-    )
+    group.add_argument("--backward-ms", type=times, metavar="MS", help=whole_backward)
     group.add_argument("--weight-ms", type=times, metavar="MS", help="weight gradients; an unsplit backward adds them")
     group.add_argument("--p2p-ms", type=number, default=0.0, metavar="MS", help="latency of a transfer; default 0")
     group.add_argument("--bandwidth", type=number, metavar="GB/S", help="of each directed link; default infinite")
     group.add_argument("--activation-mb", type=number, metavar="MB", help="size of one message; default the model's")
-    group.add_argument(
-        "--gloo",
-        action="store_true",
-        help="transfers as gloo makes them: a receive is announced behind the data that goes the other way",
-    )
-    group.add_argument(
-        "--link",
-        action="append",
-        default=[],
-        type=link,
-        metavar="SRC-DST:MS[:GB/S]",
-        help="one directed link with other numbers, as 3-4:0.1:25; repeatable",
-    )
+    announced = "transfers as gloo makes them: a receive is announced behind the data that goes the other way"
+    group.add_argument("--gloo", action="store_true", help=announced)
+    one_link = "one directed link with other numbers, as 3-4:0.1:25; repeatable"
+    group.add_argument("--link", action="append", default=[], type=link, metavar="SRC-DST:MS[:GB/S]", help=one_link)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model", "for memory in bytes; sizes of the whole model")
-    group.add_argument("--layers", type=whole, metavar="N")
+    group.add_argument("--layers", dest="num_layers", type=whole, metavar="N")
     group.add_argument("--hidden-size", type=whole, metavar="H")
     group.add_argument("--seq-length", type=whole, metavar="S")
     group.add_argument("--micro-batch-size", type=whole, default=1, metavar="B")
-    group.add_argument("--attention-heads", type=whole, default=0, metavar="A")
+    group.add_argument("--attention-heads", dest="num_attention_heads", type=whole, default=0, metavar="A")
     group.add_argument("--ffn-hidden-size", type=whole, metavar="F", help="default 4 H")
     group.add_argument("--vocab-size", type=whole, default=0, metavar="N")
     group.add_argument("--tensor-parallel", type=whole, default=1, metavar="T")
@@ -97,21 +84,27 @@ def cost_unit(args: argparse.Namespace) -> str:
     return SLOTS if all(g is None for g in given) and not args.p2p_ms and not args.link else MILLISECONDS
 
 
-def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int) -> CostProfile:
+def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int) -> StageCosts:
     """The times along the model's depth. Raises UsageError where forward and backward are not both given."""
-    if args.forward_ms is None and args.backward_ms is None and args.weight_ms is None:
-        stages = pipeline_size * num_chunks
-        return CostProfile.even(float(stages), float(stages), float(stages))
-    if args.forward_ms is None or args.backward_ms is None:
+    options = {"--forward-ms": args.forward_ms, "--backward-ms": args.backward_ms, "--weight-ms": args.weight_ms}
+    given = {name: values for name, values in options.items() if values is not None}
+    if not given:
+        stages = float(pipeline_size * num_chunks)
+        return StageCosts.uniform(1, stages, stages, stages)
+    if "--forward-ms" not in given or "--backward-ms" not in given:
         raise UsageError("--forward-ms and --backward-ms go together")
-    half = 1.0 if args.weight_ms is not None else 0.5
-    weight = args.weight_ms if args.weight_ms is not None else tuple(half * b for b in args.backward_ms)
-    _check_lengths(args)
-    forward, backward, weight = _same_length(args.forward_ms, tuple(half * b for b in args.backward_ms), weight)
-    if len(forward) == 1:
-        return CostProfile.even(*(pipeline_size * part[0] for part in (forward, backward, weight)))
-    whole_backward = tuple(b + w for b, w in zip(backward, weight, strict=True))
-    return CostProfile(forward, backward, weight, whole_backward)
+    lengths = {name: len(values) for name, values in given.items() if len(values) > 1}
+    if len(set(lengths.values())) > 1:
+        lengths_given = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise UsageError(f"lists of times must be of one length; {lengths_given}")
+    longest = max(lengths.values(), default=1)  # a single number among lists is that share of every stage
+    forward, backward, *rest = (v if len(v) == longest else v * longest for v in given.values())
+    (weight,) = rest or (tuple(b / 2 for b in backward),)
+    if not rest:
+        backward = weight
+    if longest == 1:
+        return StageCosts.uniform(1, *(pipeline_size * part[0] for part in (forward, backward, weight)))
+    return StageCosts.per_stage(forward, backward, weight)
 
 
 def network(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int) -> Network:
@@ -124,10 +117,8 @@ def network(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: i
     bandwidth = math.inf if args.bandwidth is None else args.bandwidth * _GB / 1e3  # bytes per millisecond
     if bandwidth == 0:
         raise UsageError("--bandwidth must be above 0")
-    if args.activation_mb is not None:
-        size = args.activation_mb * 1e6
-    else:
-        size = 0.0 if shape is None else shape.message_bytes
+    of_model = 0.0 if shape is None else shape.message_bytes
+    size = of_model if args.activation_mb is None else args.activation_mb * 1e6
     if size == 0 and args.bandwidth is not None:
         raise UsageError("--bandwidth needs the size of a message: --activation-mb, or the shape of the model")
     return Network(size, link=Link(args.p2p_ms, bandwidth), links=dict(args.link), gloo=args.gloo)
@@ -135,37 +126,11 @@ def network(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: i
 
 def model_shape(args: argparse.Namespace) -> ModelShape | None:
     """The shape of the model; None where none is given. Raises UsageError where only a part is."""
-    needed = {"--layers": args.layers, "--hidden-size": args.hidden_size, "--seq-length": args.seq_length}
+    needed = {"--layers": args.num_layers, "--hidden-size": args.hidden_size, "--seq-length": args.seq_length}
     missing = [name for name, value in needed.items() if value is None]
     if len(missing) == len(needed):
         return None
     if missing:
         raise UsageError(f"the shape of the model also needs {' and '.join(missing)}")
-    return ModelShape(
-        num_layers=args.layers,
-        hidden_size=args.hidden_size,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        num_attention_heads=args.attention_heads,
-        ffn_hidden_size=args.ffn_hidden_size,
-        vocab_size=args.vocab_size,
-        tensor_parallel=args.tensor_parallel,
-        context_parallel=args.context_parallel,
-        data_parallel=args.data_parallel,
-        sequence_parallel=args.sequence_parallel,
-        recompute=args.recompute,
-    )
-
-
-def _check_lengths(args: argparse.Namespace) -> None:
-    given = {name: getattr(args, f"{name}_ms") for name in ("forward", "backward", "weight")}
-    lengths = {name: len(values) for name, values in given.items() if values is not None and len(values) > 1}
-    if len(set(lengths.values())) > 1:
-        lengths_given = ", ".join(f"--{name}-ms has {length}" for name, length in lengths.items())
-        raise UsageError(f"lists of times must be of one length; {lengths_given}")
-
-
-def _same_length(*lists: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
-    """A single number among lists is that share of every stage."""
-    longest = max(map(len, lists))
-    return tuple(values * longest if len(values) == 1 else values for values in lists)
+    names = [field.name for field in dataclasses.fields(ModelShape)]
+    return ModelShape(**{name: getattr(args, name) for name in names if hasattr(args, name)})

@@ -8,15 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_pp.cli.cost_options import (
-    MILLISECONDS,
-    add_cost_options,
-    add_model_options,
-    cost_profile,
-    cost_unit,
-    model_shape,
-    network,
-)
+from megatron_pp.cli.cost_options import MILLISECONDS, add_cost_options, add_model_options, cost_unit, model_shape
 from megatron_pp.cli.errors import OK, UsageError
 from megatron_pp.cli.plan_options import (
     add_plan_options,
@@ -27,15 +19,17 @@ from megatron_pp.cli.plan_options import (
     verified_single_plan,
     whole,
 )
-from megatron_pp.cli.tables import print_table
+from megatron_pp.cli.simulate import costs_of
+from megatron_pp.cli.terminal import print_line, print_table, write_output
 from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
+from megatron_pp.draw.chrome import render_chrome_trace
 from megatron_pp.draw.grid import GridFacts, grid_facts, render_grid
-from megatron_pp.draw.text import legend, render_text
+from megatron_pp.draw.html import render_html
+from megatron_pp.draw.svg import render_svg
+from megatron_pp.draw.text import legend, plain, render_text
 from megatron_pp.draw.ticks import percent
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
-from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.tracing.analysis import Findings
 
 SUMMARY = "draw a timeline: terminal, classic grid, SVG, HTML, PNG, Chrome trace"
 EXAMPLES = """examples:
@@ -46,8 +40,7 @@ EXAMPLES = """examples:
   megatron-pp draw -s interleaved_1f1b -P 8 -V 4 -M 32 -o plan.json      (open in https://ui.perfetto.dev)
 """
 _BY_ENDING = {".svg": "svg", ".html": "html", ".htm": "html", ".png": "png", ".json": "chrome", ".txt": "text"}
-_LEAST_WIDTH = {"text": 20, "grid": 20, "svg": 300, "html": 0, "png": 300, "chrome": 0}
-STYLES = ("text", "grid", "svg", "html", "png", "chrome")
+_LEAST_WIDTH = {"text": 20, "grid": 20, "svg": 300, "html": 0, "png": 300, "chrome": 0}  # of every style
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cost_options(parser)
     add_model_options(parser)
     add_from_trace_option(parser, "draw what happened there, instead of a plan")
-    parser.add_argument("--style", choices=STYLES, help="default: what the name of -o ends in, else text")
+    parser.add_argument("--style", choices=_LEAST_WIDTH, help="default: what the name of -o ends in, else text")
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write; text and grid may go to the terminal")
     parser.add_argument("--width", type=whole, metavar="N", help="columns of text, or pixels of a picture")
     parser.add_argument("--dark", action="store_true", help="PNG on dark paper (SVG and HTML follow the reader)")
@@ -67,19 +60,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise UsageError(f"--width is {args.width}; {style} needs at least {_LEAST_WIDTH[style]}")
     if args.output is None and style not in ("text", "grid"):
         raise UsageError(f"--style {style} needs a file to write to: -o FILE")
-    if style == "grid":
-        if args.output is None:
-            _draw_grids(args, console)
-        else:
-            _write_grids(args, console)
-        return OK
-    traced = traced_findings(args)
-    timeline = _timeline(args) if traced is None else _measured_timeline(traced)
-    if style == "text" and args.output is None:
-        _print_text(timeline, args.width or console.width, console)
+    if style == "grid" and args.output is None:
+        _draw_grids(args, console)
+    elif style == "grid":
+        text = io.StringIO()
+        _draw_grids(args, Console(file=text, width=args.width or console.width, no_color=True))
+        write_output(console, args.output, text.getvalue())
+    elif style == "text" and args.output is None:
+        _print_text(_timeline(args), args.width or console.width, console)
     else:
-        write_whole(args.output, rendered(timeline, style, args.width, args.dark))
-        console.print(f"wrote {args.output}", markup=False, highlight=False)
+        write_output(console, args.output, rendered(_timeline(args), style, args.width, args.dark))
     return OK
 
 
@@ -94,51 +84,32 @@ def _style_of(output: str | None) -> str:
 def rendered(timeline: Timeline, style: str, width: int | None, dark: bool) -> str | bytes:
     """The drawing as what a file of this style holds."""
     if style == "svg":
-        from megatron_pp.draw.svg import render_svg
-
         return render_svg(timeline, width or 1400)
     if style == "html":
-        from megatron_pp.draw.html import render_html
-
         return render_html([timeline], timeline.title)
     if style == "png":
-        from megatron_pp.draw.png import render_png
+        from megatron_pp.draw.png import render_png  # matplotlib takes long to load, and may be missing
 
         return render_png(timeline, width or 1600, dark)
     if style == "chrome":
-        from megatron_pp.draw.chrome import render_chrome_trace
-
         return render_chrome_trace(timeline)
-    from megatron_pp.draw.text import plain
-
     return f"{timeline.title}\n{plain(render_text(timeline, width or 80))}\n"
 
 
 def _timeline(args: argparse.Namespace) -> Timeline:
-    plan = verified_single_plan(args)
-    shape = model_shape(args)
-    profile = cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
-    result = simulate(plan, profile.stages(plan.placement.num_stages), network(args, shape, plan.spec.pipeline_size))
-    return simulated_timeline(result, cost_unit(args), shape)
-
-
-def _measured_timeline(traced: Findings) -> Timeline:
-    title = f"{traced.measured.plan.spec.describe()}, step {traced.step} as measured"
-    return simulated_timeline(traced.measured, MILLISECONDS, title=title)
+    traced = traced_findings(args)
+    if traced is not None:
+        title = f"{traced.measured.plan.spec.describe()}, step {traced.step} as measured"
+        return simulated_timeline(traced.measured, MILLISECONDS, title=title)
+    plan, shape = verified_single_plan(args), model_shape(args)
+    return simulated_timeline(simulate(plan, *costs_of(args, plan, None, shape)), cost_unit(args), shape)
 
 
 def _print_text(timeline: Timeline, width: int, console: Console) -> None:
-    head = f"{timeline.title}: {timeline.end:.6g} {timeline.unit}, bubble {percent(timeline.bubble_share)}"
-    console.print(head, markup=False, highlight=False, soft_wrap=True)
+    bubble = percent(timeline.bubble_share)
+    print_line(console, f"{timeline.title}: {timeline.end:.6g} {timeline.unit}, bubble {bubble}")
     for line in [*render_text(timeline, width), legend(timeline)]:
         console.print(line, soft_wrap=True)
-
-
-def _write_grids(args: argparse.Namespace, console: Console) -> None:
-    text = io.StringIO()
-    _draw_grids(args, Console(file=text, width=args.width or console.width, no_color=True))
-    write_whole(args.output, text.getvalue())
-    console.print(f"wrote {args.output}", markup=False, highlight=False)
 
 
 def _draw_grids(args: argparse.Namespace, console: Console) -> None:

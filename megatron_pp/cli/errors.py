@@ -1,4 +1,4 @@
-"""What a command ends with, other than success."""
+"""Exit codes, and the errors that a command ends with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BAD_INPUT = 2  # wrong arguments or files; argparse's own code
 
 
 class RefusedError(MegatronPPError):
-    """The plan that was asked about does not verify. Ends with REFUSED."""
+    """The plan does not verify. Ends with REFUSED."""
 
 
 class UsageError(MegatronPPError, ValueError):

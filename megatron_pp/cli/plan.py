@@ -9,6 +9,7 @@ from rich.console import Console
 
 from megatron_pp.cli.errors import OK
 from megatron_pp.cli.plan_options import add_plan_options, single_plan
+from megatron_pp.cli.terminal import print_line
 from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.instruction import COMPUTE_OPS, format_program
 from megatron_pp.plan.orders import SCHEDULES
@@ -36,10 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     if args.list:
         for family in SCHEDULES.values():
-            _say(console, f"{family.name:18} {family.summary} ({family.source})")
+            print_line(console, f"{family.name:18} {family.summary} ({family.source})")
         return OK
     plan = single_plan(args)
-    form = args.format or (_form_of(args.output) if args.output else "text")
+    ending = Path(args.output or "").suffix.lstrip(".")
+    form = args.format or (TORCH_CSV if ending == "csv" else ending)
     text = _as_text(plan, args.compute_only) if form in ("text", "txt", "") else format_plan(plan, form)
     if args.output:
         write_whole(args.output, text)
@@ -48,18 +50,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return OK
 
 
-def _form_of(file: str) -> str:
-    ending = Path(file).suffix.lstrip(".")
-    return TORCH_CSV if ending == "csv" else ending
-
-
 def _as_text(plan: Plan, compute_only: bool) -> str:
     lines = [f"# {plan.spec.describe()}"]
     for rank, program in enumerate(plan.programs):
         shown = [i for i in program if not compute_only or i.op in COMPUTE_OPS]
         lines.append(f"rank {rank}: {format_program(shown)}")
     return "\n".join(lines) + "\n"
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

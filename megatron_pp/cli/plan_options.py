@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron_pp.cli.errors import RefusedError, UsageError
+from megatron_pp.cli.terminal import print_line
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.family import Announce
@@ -16,21 +17,13 @@ from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.sim.naive import NAIVE, naive_plan
-from megatron_pp.plan.spec import (
-    CHANNELS,
-    EXPLICIT,
-    HOOKS,
-    ONE_WAY,
-    OVERLAP,
-    POLICIES,
-    Plan,
-    PlanSpec,
-)
+from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, POLICIES, Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
 
 _DEFAULT_SCHEDULE = "1f1b"
 _DEFAULT_RANKS = 4
 _NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches")
+_LOWERING = ("policy", "channels", "variable_shapes", "release_after", "lookahead", "grad_sync", "param_sync")
 
 
 def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
@@ -38,14 +31,9 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group = parser.add_argument_group("plan", "a schedule by name and size, or --import FILE")
     many = " (or a list: a,b,c)" if several else ""
     number: Any = whole_list if several else whole
-    group.add_argument(
-        "-s",
-        "--schedule",
-        default=None,
-        metavar="NAME",
-        help=f"{', '.join(SCHEDULES)}, or {NAIVE}{many}; default {_DEFAULT_SCHEDULE}",
-    )
-    group.add_argument("-P", "--pipeline-size", type=whole, default=None, metavar="P", help="ranks; default 4")
+    names = f"{', '.join(SCHEDULES)}, or {NAIVE}{many}; default {_DEFAULT_SCHEDULE}"
+    group.add_argument("-s", "--schedule", metavar="NAME", help=names)
+    group.add_argument("-P", "--pipeline-size", type=whole, metavar="P", help="ranks; default 4")
     group.add_argument("-V", "--num-chunks", type=number, metavar="V", help=f"model chunks a rank{many}")
     group.add_argument("-M", "--num-microbatches", type=number, metavar="M", help=f"default 2 P{many}")
     group.add_argument("--group-size", type=whole, default=0, metavar="G", help="microbatches a chunk; default P")
@@ -57,12 +45,8 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--lookahead", type=whole, default=1, metavar="N", help="slots that a receive is posted ahead")
     group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), default=HOOKS)
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
-    group.add_argument(
-        "--import",
-        dest="source",
-        metavar="FILE",
-        help="a plan in our CSV or JSON, or PyTorch's compute-only CSV (lowered as --policy and --channels say)",
-    )
+    imported = "a plan in our JSON or PyTorch's CSV (where it is compute-only, lowered as --policy and --channels say)"
+    group.add_argument("--import", dest="source", metavar="FILE", help=imported)
 
 
 def whole(text: str) -> int:
@@ -86,10 +70,8 @@ def single_plan(args: argparse.Namespace) -> Plan:
     """The one plan that the options name, not verified. Raises PlanError, UsageError."""
     if args.source is not None:
         return _imported(args)
-    return named_plan(
-        _spec(args, args.schedule or _DEFAULT_SCHEDULE, _one(args.num_chunks), _one(args.num_microbatches)),
-        partial(_note, args),
-    )
+    spec = _spec(args, args.schedule or _DEFAULT_SCHEDULE, _one(args.num_chunks), _one(args.num_microbatches))
+    return named_plan(spec, partial(_note, args))
 
 
 def verified_single_plan(args: argparse.Namespace) -> Plan:
@@ -112,14 +94,13 @@ def named_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
 
 
 def _note(args: argparse.Namespace, text: str) -> None:
-    args.console_errors.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+    print_line(args.console_errors, f"note: {text}")
 
 
 def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[PlanSpec]:
     """Every combination of schedule, chunks and microbatches that the options list. Families that fix V have theirs."""
     for name in names:
-        family = SCHEDULES.get(name)
-        fixed = family.chunks if family is not None else None
+        fixed = SCHEDULES[name].chunks if name in SCHEDULES else None
         for v in [fixed] if fixed is not None else args.num_chunks or [None]:
             for m in args.num_microbatches or [None]:
                 yield _spec(args, name, v, m)
@@ -138,16 +119,16 @@ def _imported(args: argparse.Namespace) -> Plan:
     clash = next((name for name in _NAMING if getattr(args, name) is not None), None)
     if clash is not None:
         raise UsageError(f"--import brings its own {clash.replace('_', ' ')}; leave --{clash.replace('_', '-')} out")
-    lowering = {
-        name: getattr(args, name)
-        for name in ("policy", "channels", "variable_shapes", "release_after", "lookahead", "grad_sync", "param_sync")
-    }
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
-        plan = load_plan(args.source, **lowering)
+        plan = load_plan(args.source, **_given(args, _LOWERING))
     for note in notes:
         _note(args, str(note.message))
     return plan
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names}
 
 
 def _one(value: list[int] | int | None) -> int | None:
@@ -166,18 +147,5 @@ def _spec(args: argparse.Namespace, name: str, chunks: int | None, microbatches:
     if chunks is None:
         default = 1 if name == NAIVE else 2
         chunks = default if family is None or family.chunks is None else family.chunks
-    return PlanSpec(
-        name,
-        size,
-        chunks,
-        2 * size if microbatches is None else microbatches,
-        group_size=args.group_size,
-        policy=args.policy,
-        channels=args.channels,
-        forward_only=args.forward_only,
-        variable_shapes=args.variable_shapes,
-        release_after=args.release_after,
-        lookahead=args.lookahead,
-        grad_sync=args.grad_sync,
-        param_sync=args.param_sync,
-    )
+    options = _given(args, ("group_size", "forward_only", *_LOWERING))
+    return PlanSpec(name, size, chunks, 2 * size if microbatches is None else microbatches, **options)

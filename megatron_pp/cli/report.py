@@ -1,4 +1,4 @@
-"""``megatron-pp report``: what a traced run did, against what its plan promised."""
+"""``megatron-pp report``: a traced run compared with its plan."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_pp.cli.errors import OK
-from megatron_pp.cli.tables import print_table
+from megatron_pp.cli.terminal import print_line, print_table, write_output
 from megatron_pp.cli.trace_options import add_run_options
-from megatron_pp.plan.files import write_whole
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.report import listed, report_picture, report_sentences, report_tables
 from megatron_pp.tracing.run import load_run
@@ -34,13 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     traced = load_run(args.folder, args.run_name, args.rank)
     found = analyse(traced, args.step)
-    head = f"run {traced.name}: {found.measured.plan.spec.describe()}; steps recorded: {listed(traced.steps)}"
-    console.print(head, markup=False, highlight=False, soft_wrap=True)
-    for heading, names, rows in report_tables(found):
-        print_table(console, heading, names, rows)
+    plan = found.measured.plan.spec.describe()
+    print_line(console, f"run {traced.name}: {plan}; steps recorded: {listed(traced.steps)}")
+    for table in report_tables(found):
+        print_table(console, *table)
     for line in report_sentences(found):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line)
     output = args.output or str(Path(args.folder) / "report.html")
-    write_whole(output, report_picture(found, traced, output))
-    console.print(f"wrote {output}", markup=False, highlight=False, soft_wrap=True)
+    write_output(console, output, report_picture(found, traced, output))
     return OK

@@ -1,4 +1,4 @@
-"""``megatron-pp simulate``: what a schedule will do, and which of several is best."""
+"""``megatron-pp simulate``: the predicted times and memory of a schedule, or a ranking of several."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from megatron_pp.cli.plan_options import (
     schedule_names,
     verified_single_plan,
 )
-from megatron_pp.cli.tables import print_table
+from megatron_pp.cli.terminal import print_table
 from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.ticks import percent, short, size_label
 from megatron_pp.plan.activations import Shares
-from megatron_pp.plan.compare import Candidate, CostProfile, compare
+from megatron_pp.plan.compare import Candidate, compare
 from megatron_pp.plan.costs import WEIGHT_SHARE, Network, StageCosts
 from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
 from megatron_pp.plan.sim.simulate import simulate
@@ -112,9 +112,9 @@ def costs_of(
     """What compute and transfers cost: as measured, or as the options say."""
     stages = plan.placement.num_stages
     if traced is not None:
-        return CostProfile.of(traced.costs).stages(stages), traced.network
-    profile = cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
-    return profile.stages(stages), network(args, shape, plan.spec.pipeline_size)
+        return traced.costs.regrouped(stages), traced.network
+    costs = cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
+    return costs.regrouped(stages), network(args, shape, plan.spec.pipeline_size)
 
 
 def _show(result: Simulation, peaks: Peaks, unit: str, console: Console) -> None:
@@ -166,7 +166,7 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     limit = None if args.memory_limit is None else args.memory_limit * 2**30
     traced = traced_findings(args)
     if traced is not None:
-        found = compare(specs, CostProfile.of(traced.costs), traced.network, shape, limit)
+        found = compare(specs, traced.costs, traced.network, shape, limit)
     else:
         found = compare(specs, _compared_profile(args), network(args, shape, args.pipeline_size or 4), shape, limit)
     if args.json:
@@ -176,7 +176,7 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     return OK if any(not c.refused for c in found) else REFUSED
 
 
-def _compared_profile(args: argparse.Namespace) -> CostProfile:
+def _compared_profile(args: argparse.Namespace) -> StageCosts:
     """Without costs, the whole model takes P slots for each of F, B and W, whatever V is."""
     return cost_profile(args, args.pipeline_size or 4, 1)
 

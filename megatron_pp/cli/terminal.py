@@ -1,12 +1,41 @@
-"""The terminal that commands print on."""
+"""The terminal that commands print on, and their tables."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from rich import box
 from rich.console import Console
+from rich.table import Table
+
+from megatron_pp.plan.files import write_whole
 
 
 class Terminal(Console):
-    """A console that leaves it to the command what happens when its reader, such as ``head``, has seen enough."""
+    """A console that raises BrokenPipeError where its reader, such as ``head``, is gone."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+def print_line(console: Console, text: str) -> None:
+    """``text`` as it is, unwrapped."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_table(console: Console, title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table whose first column is left-aligned text and whose others are numbers; empty tables are left out."""
+    if not rows:
+        return
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_style="bold")
+    for k, name in enumerate(names):
+        table.add_column(name, justify="left" if k == 0 else "right", overflow="fold", no_wrap=k == 0)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, markup=False, highlight=False)
+
+
+def write_output(console: Console, path: str, content: str | bytes) -> None:
+    """Write a file and print its name."""
+    write_whole(path, content)
+    print_line(console, f"wrote {path}")

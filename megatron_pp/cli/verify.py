@@ -1,4 +1,4 @@
-"""``megatron-pp verify``: is this plan complete, free of deadlock, and careful with its buffers?"""
+"""``megatron-pp verify``: completeness, deadlock, buffer lifetime and memory of a plan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich.console import Console
 
 from megatron_pp.cli.errors import OK, REFUSED
 from megatron_pp.cli.plan_options import add_plan_options, single_plan
+from megatron_pp.cli.terminal import print_line
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.verifier import verify
 
@@ -31,5 +32,5 @@ def run(args: argparse.Namespace, console: Console) -> int:
         answer, code = str(verify(plan, deallocate=not args.keep_outputs)), OK
     except PlanError as error:
         answer, code = f"refused: {error}", REFUSED
-    console.print(f"{plan.spec.describe()}: {answer}", markup=False, highlight=False, soft_wrap=True)
+    print_line(console, f"{plan.spec.describe()}: {answer}")
     return code

@@ -1,14 +1,12 @@
 """A two-rank process group for each one-way channel of a rank, made by its two members alone.
 
-On NCCL because the operations of one communicator run in the order in which they were posted (pytorch#94819). On gloo,
-for large messages, because a pair of ranks has one connection in a group: what goes one way, and the announcements of
-receives, wait for what goes the other way.
+NCCL runs the operations of one communicator in posting order (pytorch#94819). On gloo a pair of ranks has one
+connection per group, on which receives are announced behind large messages of the other direction.
 
-``torch.distributed.new_group(use_local_synchronization=True)`` cannot make them: the name under which the members
-meet contains the number of groups that each of them is in already, which differs between the ranks of a pipeline of
-three or more (``_hash_ranks_to_str``, torch 2.13), so that they wait for each other under two names; and where the
-default group is bound to a device it splits that group, in which all of its ranks would have to take part. So the
-groups are made here, on the job's store; torch knows nothing of them, and ``close`` ends them.
+``torch.distributed.new_group(use_local_synchronization=True)`` cannot make them: its members meet under a name that
+contains how many groups each is in (``_hash_ranks_to_str``, torch 2.13), which differs between the ranks of a pipeline
+of three or more. And where the default group is bound to a device, it splits that group, which is collective over all
+its ranks. So the groups are made here, on the job's store; torch knows nothing of them, and ``close`` ends them.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ class Channel(NamedTuple):
 class ChannelGroups:
     """The one-way channels of pipeline rank ``rank``. ``name``: of the pipeline on ``store``, which all ranks share.
 
-    ``timeout``: of the groups on NCCL. Those on gloo have the time that was given to make them, which cannot be changed
-    afterwards; so their transfers are waited for with a timeout of their own.
+    ``timeout``: of the groups on NCCL. Those on gloo keep the timeout with which they are made; their transfers are
+    waited for with a timeout of their own.
     """
 
     def __init__(self, backend: str, store: dist.Store, name: str, rank: int, timeout: timedelta) -> None:
@@ -55,9 +53,8 @@ class ChannelGroups:
         self.channels: dict[Key, Channel] = {}
 
     def make(self, keys: Iterable[Key], patience: timedelta) -> list[Key]:
-        """Make those of ``keys`` that this rank is an end of and that are not there yet; returns them. Both ends call
-        it: a channel's creation waits for the other end, for as long as ``patience``. ``keys`` must come in one order
-        on all ranks.
+        """Make those of ``keys`` that this rank is an end of and that are missing; returns them. Both ends call it, and
+        wait for each other as long as ``patience``. ``keys`` must come in one order on all ranks.
         """
         made = [key for key in keys if self.rank in key[:2] and key not in self.channels]
         for key in made:
@@ -68,7 +65,7 @@ class ChannelGroups:
         source, target, kind = key
         end = 0 if self.rank == source else 1
         where = f"megatron_pp/channels/{self.name}/{source}-{target}-{kind}"
-        # The nth time that this end makes the channel meets the nth time of the other end: nothing stale is met.
+        # The nth time at this end meets the nth time at the other: keys of an earlier time are not read.
         nth = self.store.add(f"{where}/made by {end}", 1)
         store = dist.PrefixStore(f"{where}/{nth}", self.store)
         self._meet_other_end(store, end, key, patience)
@@ -85,8 +82,8 @@ class ChannelGroups:
         return Channel(group, 1 - end)
 
     def _meet_other_end(self, store: dist.Store, end: int, key: Key, patience: timedelta) -> None:
-        """gloo and NCCL wait for the other end where no one can wake them. So it has come before they are asked, and
-        has answered since this one came: it may have left while it waited."""
+        """gloo and NCCL wait for the other end without a way to be woken, so it must be there before they begin. It
+        answers as well: it may have left while it waited."""
         until = time.monotonic() + patience.total_seconds()
         for word in ("came", "answered"):
             store.set(f"end {end} {word}", "1")
@@ -104,7 +101,7 @@ class ChannelGroups:
                 time.sleep(_POLL)
 
     def close(self) -> None:
-        """Give everything back, but for communicators that were aborted: those are gone already."""
+        """Shut the groups down, unless they were aborted."""
         channels = list(self.channels.values())
         self.channels.clear()
         for channel in channels:
@@ -113,6 +110,19 @@ class ChannelGroups:
                     channel.group.shutdown()
                 except RuntimeError as error:  # the program goes on, or ends, without it
                     logger.warning("closing an NCCL communicator: %s", error)
+
+
+def pipeline_name(group: dist.ProcessGroup, backend: str, device: torch.device) -> str:
+    """The global ranks of ``group`` and torch's name of it: ``0-1 in group 3``; differs between any two groups.
+
+    Members share torch's name for a group of ``new_group``, numbered in the order in which all ranks of the job make
+    groups. ``split_group`` (NCCL) hashes how many groups the rank is in, which may differ between members. There the
+    first member's name counts, broadcast over the group: collective.
+    """
+    names = [group.group_name]
+    if backend == "nccl" and not names[0].isdecimal():
+        dist.broadcast_object_list(names, src=dist.get_global_rank(group, 0), group=group, device=device)
+    return f"{'-'.join(map(str, dist.get_process_group_ranks(group)))} in group {names[0]}"
 
 
 def _gloo(store: dist.Store, rank: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -1,5 +1,5 @@
-"""The small core of point-to-point communication that the engine uses: post a send, post a receive, post a batch;
-each returns a WaitHandle.
+"""The core of point-to-point communication that the engine uses: post a send, a receive or a batch; each returns a
+WaitHandle.
 
 A send goes out on a detached alias of the tensor, and the handle keeps the alias: where the tensor is dropped, or
 ``deallocate_output_tensor`` swaps its storage, the alias still holds the bytes until the send is done. PyTorch's own
@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_pp.comm.transport import P2PRequest, Transport, Work
-from megatron_pp.comm.wait_handle import ShapedReceiveHandle, Tensors, WaitHandle
+from megatron_pp.comm.transport import P2PRequest, Transport
+from megatron_pp.comm.wait_handle import Tensors, WaitHandle
 from megatron_pp.comm.wire_check import STAMP_LENGTH, WireCheck
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, P2PShapeError, P2PTypeError
 from megatron_pp.plan.bounded_cache import BoundedCache
-from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.schedule_file import placement_kind
 
 Shape = Sequence[int]
 MAX_DIMENSIONS = 8
@@ -48,9 +46,10 @@ class Receive(NamedTuple):
 
 
 class P2PCore:
-    """Posts sends and receives to peers of one pipeline group and keeps every handle that is not finished.
+    """Posts sends and receives to peers of one pipeline group and keeps every unfinished handle in ``pending``.
 
     ``config`` is any object with Megatron's field names, or a step's settings; read once, into ``settings``.
+    ``under_guard``: the fault guard keeps time, and a slow peer that is alive is no error.
     """
 
     def __init__(self, transport: Transport, config: Any) -> None:
@@ -65,18 +64,15 @@ class P2PCore:
         # In debug mode a description travels ahead of each tensor, as a shape does where shapes vary.
         self.wire = WireCheck(self.rank) if settings.p2p_debug else None
         self.variable_shapes = self.shapes_vary or self.wire is not None
-        # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
         self.patience = timedelta(seconds=settings.p2p_timeout)
+        # NCCL's wait with a timeout would block the host; there the fault guard and NCCL's own watchdog keep time.
         self.timeout = None if transport.pollable else self.patience
         self.synchronize_batches = settings.batch_p2p_sync and self.device.type == "cuda"
         self.pending: set[WaitHandle] = set()
-        self.under_guard = False  # then the fault guard keeps time: a slow peer that is alive is no error
-        self._closed = False
+        self.under_guard = False
         # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.
         self._templates: BoundedCache[tuple[int, ...], torch.Tensor] = BoundedCache(_TEMPLATES)
         self._single_shape: Any = ()  # the last shape that was seen to be one, not a list of them
-
-    # -- posting ---------------------------------------------------------------------------------------------
 
     def post_send(self, value: Tensors, peer: int, channel: str) -> WaitHandle:
         """Post the send of ``value`` (a tensor of dtype ``pipeline_dtype`` on the transport's device, or a list of
@@ -86,7 +82,7 @@ class P2PCore:
         or type, CommunicatorClosedError; nothing is posted then.
         """
         if isinstance(value, torch.Tensor) and not self.variable_shapes:  # the usual case, on the hot path
-            if self._closed or self.transport.aborted:
+            if self.transport.aborted:
                 self._check_open()
             if value.dtype is not self.dtype or value.device != self.device:
                 self._check_sendable(value)
@@ -94,101 +90,74 @@ class P2PCore:
             if not alias.is_contiguous():
                 alias = alias.contiguous()
             return WaitHandle(self, (self.transport.isend(alias, peer, channel),), alias, None, _SEND, peer, channel)
-        works, held = [], []
+        held: list[torch.Tensor] = []
         for alias in self._aliases(value):
-            if self.variable_shapes:
-                header = self._header_of(alias)
-                held.append(header)
-                works.append(self.transport.isend(header, peer, channel))
-            held.append(alias)
-            works.append(self.transport.isend(alias, peer, channel))
-        return WaitHandle(self, tuple(works), held, None, _SEND, peer, channel)
+            held += [self._header_of(alias), alias] if self.variable_shapes else [alias]
+        works = tuple(self.transport.isend(tensor, peer, channel) for tensor in held)
+        return WaitHandle(self, works, held, None, _SEND, peer, channel)
 
     def post_recv(self, shapes: Any, peer: int, channel: str, requires_grad: bool = True) -> WaitHandle:
         """Allocate a buffer of ``shapes`` (one shape, or a list: then ``handle.tensor`` is a list) and post its
         receive; never blocks.
 
-        With variable shapes only the number of shapes is looked at; the buffers are allocated in ``wait``.
+        With variable shapes only the number of shapes counts; the buffers are allocated in ``wait``.
         """
-        if self._closed or self.transport.aborted:
+        if self.transport.aborted:
             self._check_open()
         if self.variable_shapes:
-            count = None if _is_one(shapes) else len(shapes)
-            return ShapedReceiveHandle(self, peer, channel, count, requires_grad, _RECEIVE, shapes)
+            return ShapedReceive(self, shapes, peer, channel, requires_grad)
         if shapes is not self._single_shape and is_single_shape(shapes):
             self._single_shape = shapes
         if shapes is self._single_shape:
             tensor = self.allocate(shapes, requires_grad)
-            return WaitHandle(
-                self, (self.transport.irecv(tensor, peer, channel),), tensor, tensor, _RECEIVE, peer, channel
-            )
+            work = self.transport.irecv(tensor, peer, channel)
+            return WaitHandle(self, (work,), tensor, tensor, _RECEIVE, peer, channel)
         tensors = [self.allocate(shape, requires_grad) for shape in shapes]
         works = tuple(self.transport.irecv(t, peer, channel) for t in tensors)
         return WaitHandle(self, works, tensors, tensors, _RECEIVE, peer, channel)
 
     def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
-        """Post all requests as one grouped call. Where shapes travel, their exchange is a grouped call of its own
-        before it, and waited.
+        """Post all requests as one grouped call. Where shapes travel, they are exchanged before it, in a grouped call
+        that is waited for.
         """
-        shapes = self._exchange_headers(requests) if self.variable_shapes else None
+        shapes = self._exchange_headers(requests) if self.variable_shapes else {}
         posts: list[P2PRequest] = []
         parts: list[tuple[int, int, object, Tensors | None]] = []
         for k, request in enumerate(requests):
             start = len(posts)
+            tensor: Tensors | None = None
             if isinstance(request, Send):
-                aliases = self._aliases(request.value)
-                posts += [P2PRequest(True, alias, request.peer, request.channel) for alias in aliases]
-                parts.append((start, len(posts), aliases, None))
-                continue
-            wanted = request.shapes if shapes is None else shapes[k]
-            single = is_single_shape(wanted)
-            tensors = [self.allocate(s, request.requires_grad) for s in ([wanted] if single else wanted)]
-            posts += [P2PRequest(False, t, request.peer, request.channel) for t in tensors]
-            held = tensors[0] if single else tensors
-            parts.append((start, len(posts), tensors, held))
+                moved: Sequence[torch.Tensor] = self._aliases(request.value)
+            else:
+                wanted = shapes[k] if shapes else request.shapes
+                single = is_single_shape(wanted)
+                moved = [self.allocate(s, request.requires_grad) for s in ([wanted] if single else wanted)]
+                tensor = moved[0] if single else moved
+            posts += [P2PRequest(tensor is None, t, request.peer, request.channel) for t in moved]
+            parts.append((start, len(posts), moved, tensor))
         works = self.transport.batch(posts)
         handles = [
-            WaitHandle(self, _works_of(works, a, b), kept, tensor, _BATCHED, request.peer, request.channel)
-            for (a, b, kept, tensor), request in zip(parts, requests, strict=True)
+            # A grouped call may have given a single work for all.
+            WaitHandle(self, tuple(works[a:b] if len(works) > 1 else works), held, tensor, _BATCHED, *request[1:3])
+            for (a, b, held, tensor), request in zip(parts, requests, strict=True)
         ]
         if self.synchronize_batches:
             torch.cuda.synchronize(self.device)
         return handles
 
-    # -- life ------------------------------------------------------------------------------------------------
-
     def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
-        """Make ready the channels for activations along ``edges`` (source, target) and gradients back. Collective.
-
-        ``received_bytes``, ``sent_bytes``: sizes of the activations that this rank receives and sends, 0 where not
-        known.
-        """
+        """``Transport.prepare``, waiting for as long as ``config.p2p_timeout``."""
         self.transport.prepare(edges, received_bytes, sent_bytes, self.patience)
 
-    def prepare_for_config(self) -> None:
-        """Make ready the channels that the config's own placement needs."""
-        self.prepare(default_edges(self.settings, self.size))
-
     def wait_all(self) -> None:
-        """Wait on every handle that is not finished, dropped ones included."""
+        """Wait on every unfinished handle, dropped ones included."""
         for handle in list(self.pending):
             handle.wait()
 
-    def abort(self) -> None:
-        """Make every blocked and later operation fail. For failures only: the process group is unusable afterwards."""
-        self._closed = True
-        self.transport.abort()
-
     @property
     def closed(self) -> bool:
-        """Whether this communicator, or another one on the same transport, was aborted."""
-        return self._closed or self.transport.aborted
-
-    def group_is_gone(self) -> bool:
-        """Whether the process group under this communicator was destroyed."""
-        return self.transport.is_gone()
-
-    # -- inside ----------------------------------------------------------------------------------------------
+        """Whether the transport was aborted after a failure, which closes all communicators on it."""
+        return self.transport.aborted
 
     def allocate(self, shape: Shape, requires_grad: bool) -> torch.Tensor:
         """A receive buffer of ``shape`` and ``pipeline_dtype``."""
@@ -246,17 +215,13 @@ class P2PCore:
                 f"pipeline rank {self.rank}: this communicator was closed after a failure; make a new one"
             )
 
-    def post_header(self, peer: int, channel: str) -> tuple[torch.Tensor, Work]:
-        """Post the receive of one shape."""
-        header = self._empty_header()
-        return header, self.transport.irecv(header, peer, channel)
-
-    def _empty_header(self) -> torch.Tensor:
+    def empty_header(self) -> torch.Tensor:
+        """A buffer for what ``_header_of`` returns."""
         length = _HEADER_LENGTH if self.wire is None else _HEADER_LENGTH + STAMP_LENGTH
         return torch.empty(length, dtype=torch.int64, device=self.device)
 
     def _header_of(self, tensor: torch.Tensor, member: int = 0) -> torch.Tensor:
-        """Number of dimensions and the dimensions, as int64; in debug mode also what it is."""
+        """Number of dimensions and the dimensions, as int64; in debug mode also the stamp of the wire check."""
         padded = [tensor.dim(), *tensor.shape] + [0] * (MAX_DIMENSIONS - tensor.dim())
         if self.wire is not None:
             padded += self.wire.stamp(tensor.dtype, member)
@@ -281,9 +246,7 @@ class P2PCore:
         return sizes[:dims]
 
     def _exchange_headers(self, requests: Sequence[Send | Receive]) -> dict[int, Any]:
-        """Send and receive the shapes of a batch; returns request index -> received shape (a list of one where a list
-        was asked for).
-        """
+        """Send and receive the shapes of a batch; returns request index -> received shape (a list for a list)."""
         posts: list[P2PRequest] = []
         headers: dict[int, list[torch.Tensor]] = {}
         for k, request in enumerate(requests):
@@ -291,20 +254,58 @@ class P2PCore:
                 mine = [self._header_of(alias, k) for alias in self._aliases(request.value)]
             else:
                 count = 1 if _is_one(request.shapes) else len(request.shapes)
-                mine = headers[k] = [self._empty_header() for _ in range(count)]
+                mine = headers[k] = [self.empty_header() for _ in range(count)]
             posts += [P2PRequest(isinstance(request, Send), header, request.peer, request.channel) for header in mine]
         WaitHandle(self, tuple(self.transport.batch(posts)), posts, None, "exchange of shapes").wait()
         shapes: dict[int, Any] = {}
         for k, received in headers.items():
-            request = requests[k]
-            assert isinstance(request, Receive)
-            what = f"batched receive from rank {request.peer}"
+            expected, peer, *_ = requests[k]
+            single = _is_one(expected)
             decoded = [
-                self.decode_header(header, request.peer, what, nth_shape(request.shapes, n), k)
-                for n, header in enumerate(received)
+                self.decode_header(header, peer, f"batched receive from rank {peer}", shape, k)
+                for header, shape in zip(received, [expected] if single else expected, strict=True)
             ]
-            shapes[k] = decoded[0] if _is_one(request.shapes) else decoded
+            shapes[k] = decoded[0] if single else decoded
         return shapes
+
+
+class ShapedReceive(WaitHandle):
+    """A receive whose shapes travel ahead of it: ``wait()`` reads each shape, allocates its tensor, and receives it.
+
+    ``shapes``: what is expected: one shape or None, or a list of them for a message of several tensors.
+    """
+
+    __slots__ = ("_requires_grad", "_shapes")
+    _core: P2PCore
+
+    def __init__(self, core: P2PCore, shapes: Any, peer: int, channel: str, requires_grad: bool) -> None:
+        header = core.empty_header()
+        work = core.transport.irecv(header, peer, channel)
+        super().__init__(core, (work,), header, None, _RECEIVE, peer, channel)
+        self._shapes = shapes
+        self._requires_grad = requires_grad
+
+    def wait(self) -> None:
+        if self.tensor is not None or self._works is None:
+            super().wait()
+            return
+        core, received = self._core, list[torch.Tensor]()
+        for expected in [self._shapes] if _is_one(self._shapes) else self._shapes:
+            if received:
+                self._post(core.empty_header())
+            header = self._held
+            assert isinstance(header, torch.Tensor)
+            super().wait()
+            shape = core.decode_header(header, self._peer, self.what, expected)
+            received.append(core.allocate(shape, self._requires_grad))
+            self._post(received[-1])
+            super().wait()
+        self.tensor = received[0] if _is_one(self._shapes) else received
+
+    def _post(self, buffer: torch.Tensor) -> None:
+        self._held = buffer
+        self._works = (self._core.transport.irecv(buffer, self._peer, self._channel),)
+        self._core.pending.add(self)
 
 
 def _is_one(shapes: Any) -> bool:
@@ -312,27 +313,11 @@ def _is_one(shapes: Any) -> bool:
     return shapes is None or is_single_shape(shapes)
 
 
-def nth_shape(shapes: Any, n: int) -> Any:
-    """The shape of the ``n``-th tensor of a message; None where shapes are not known."""
-    return shapes if _is_one(shapes) else shapes[n]
-
-
 def is_single_shape(shapes: Any) -> bool:
     """Whether ``shapes`` is one shape (a sequence of whole numbers) rather than a list of shapes."""
     if not isinstance(shapes, (tuple, list)):  # torch.Size is a tuple
         return False
-    for size in shapes:  # noqa: SIM110 (asked for every receive, and a generator costs more than the answer)
+    for size in shapes:  # noqa: SIM110 (called for every receive, and a generator costs more than the answer)
         if not isinstance(size, int):
             return False
     return True
-
-
-def default_edges(settings: StepSettings, size: int) -> tuple[tuple[int, int], ...]:
-    """The rank pairs between which the schedule sends activations; where none is named, stages are placed in a loop."""
-    chunks = settings.virtual_pipeline_model_parallel_size or 1
-    return Placement(placement_kind(settings.pipeline_schedule), size, chunks).rank_edges
-
-
-def _works_of(works: Sequence[Work], start: int, stop: int) -> tuple[Work, ...]:
-    """The works of requests start..stop; a grouped call may have given a single work for all."""
-    return tuple(works[start:stop]) if len(works) > 1 else tuple(works)

@@ -1,21 +1,16 @@
 """A thread for each channel of gloo, which waits for the channel's transfers ahead of the rank that needs them.
 
-Three things that gloo does make it necessary:
+Three limits of gloo make it necessary:
 
-- It does not wake everybody when a connection ends (see ``comm/abort.py``): not who waits for a transfer that is
-  half on the wire, of whatever direction, and not who waits for a send, of whatever size, that was written to a
-  connection which the other side had just reset: ``Pair::write`` (gloo/transport/tcp/pair.cc) takes that for "try
-  again later" and queues the send, and ``Pair::signalException`` passes over what is queued there. It offers no other
-  way to wake them. A thread that is stuck in such a wait ends with the process, or when the process group's own
-  timeout is over; the rank is woken by ``interrupt``. Receives of messages that go into the socket's buffer as a
-  whole cannot get stuck, and are waited for directly.
-- It cannot tell whether a transfer is over before somebody waits for it. A helper that waits when it is asked has to
-  be woken even where the transfer was over long before; here the answer is there.
-- It writes to the socket in the thread that posts a send, for as long as the socket takes bytes. Measured with torch
-  2.13 on a link of 1 Gbit/s, receive posted: 4 to 20 ms for messages of 0.5 to 16 MB, and up to 160 ms where the same
-  connection receives at the time, for its lock has to be won from the thread that reads. All of that would be compute
-  time lost to communication that was asked to overlap it. So the large sends of a channel with a connection of its own
-  are posted by its thread too; in order, each when the one before it is over.
+- gloo does not wake every wait when a connection ends (``comm/abort.py``). A thread that is stuck in such a wait ends
+  with the process, or at the process group's own timeout; the rank itself is woken by ``interrupt``. Receives of
+  messages that fit into the socket's buffer cannot get stuck, and are waited for directly.
+- gloo cannot report whether a transfer is done before it is waited for. A thread that has waited ahead knows, and a
+  wait for what is done costs nothing.
+- gloo writes to the socket in the thread that posts a send, for as long as the socket takes bytes. Measured with torch
+  2.13 at 1 Gbit/s, receive posted: 4 to 20 ms for 0.5 to 16 MB, up to 160 ms where the same connection receives at the
+  time, as its lock is contended. That is compute time lost. So the large sends of a channel with a connection of its
+  own are posted by its thread, in order, each when the one before it is done.
 """
 
 from __future__ import annotations
@@ -32,8 +27,8 @@ from megatron_pp.errors import MegatronPPError
 
 logger = logging.getLogger("megatron_pp")
 
-# What a TCP socket takes without its peer reading is at least this on Linux (net.core.wmem_default 212,992 bytes, half
-# of it payload).
+# At least this goes into a TCP socket whose peer does not read, on Linux: net.core.wmem_default is 212,992 bytes, half
+# of it payload.
 LARGE_BYTES = 64 * 1024
 _PREFIX = "megatron_pp "  # of the threads' names
 _PATIENCE = 1.0  # seconds for all threads to end; those that are stuck stay
@@ -44,9 +39,9 @@ class InterruptedTransferError(MegatronPPError, RuntimeError):
 
 
 class Transfer:
-    """The work of one transfer, as torch's Work."""
+    """The work of one transfer, as torch's Work. ``is_over``: it is done, or failed."""
 
-    __slots__ = ("_error", "_is_over", "_post", "_queue", "_threads", "_work")
+    __slots__ = ("_error", "_post", "_queue", "_threads", "_work", "is_over")
 
     def __init__(self, threads: ChannelThreads, queue: Queue, work: Any, post: Callable[[], Any] | None = None) -> None:
         self._threads = threads
@@ -54,35 +49,30 @@ class Transfer:
         self._work = work
         self._post = post
         self._error: BaseException | None = None
-        self._is_over = False
+        self.is_over = False
 
     def begin(self) -> None:
-        """Have the channel's thread follow it from now on."""
+        """Hand it to the channel's thread, once."""
         queue, self._queue = self._queue, None
         if queue is not None:
             queue.put(self)
 
     def follow(self) -> None:
-        """In the channel's thread: post it, if that is still to be done, and see it through."""
+        """In the channel's thread: post it, if that is still to be done, and wait for it."""
         work, post = self._work, self._post
         self._work = self._post = None
         try:
             (work if post is None else post()).wait(*self._threads.limit)
-        except BaseException as error:  # for the one who waits
+        except BaseException as error:  # raised by ``wait``
             self._error = error
         del work, post  # they hold the tensor
-        self._is_over = True
-        self._threads.tell(self)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is done, or failed."""
-        return self._is_over
+        self.is_over = True
+        self._threads.notify(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True when done. Raises what the transfer raised, RuntimeError ("Timed out") after ``timeout``,
         InterruptedTransferError."""
-        if not self._is_over:
+        if not self.is_over:
             self.begin()
             self._threads.await_end(self, timeout)
         if self._error is not None:
@@ -90,7 +80,7 @@ class Transfer:
         return True
 
     def is_completed(self) -> bool:
-        return self._is_over and self._error is None
+        return self.is_over and self._error is None
 
 
 Queue = SimpleQueue[Transfer | None]
@@ -111,8 +101,8 @@ class ChannelThreads:
         self._calls: SimpleQueue[None] = SimpleQueue()  # each means: look again
 
     def follow(self, channel: Hashable, work: Any, ahead: bool = True) -> Transfer:
-        """A transfer of ``channel`` that was posted. Followed at once, or not before it is waited for: for small
-        messages, which are over when they are posted, waking a thread for each costs more than it saves.
+        """A posted transfer of ``channel``, followed at once, or with ``ahead=False`` when it is waited for: small
+        messages are done when they are posted, and waking a thread for each costs more than it saves.
         """
         transfer = Transfer(self, self._queue_of(channel), work)
         if ahead:
@@ -128,7 +118,7 @@ class ChannelThreads:
     def await_end(self, transfer: Transfer, timeout: timedelta | None) -> None:
         """Return when ``transfer`` is over; raises as its ``wait``."""
         until = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        self._awaited = transfer  # before looking, as its thread looks here after it has ended it: one of both sees it
+        self._awaited = transfer  # before ``is_over`` is read: the channel's thread reads and writes in opposite order
         try:
             while not transfer.is_over:
                 if self._why is not None:
@@ -140,14 +130,14 @@ class ChannelThreads:
         finally:
             self._awaited = None
 
-    def tell(self, transfer: Transfer) -> None:
-        """``transfer`` is over."""
+    def notify(self, transfer: Transfer) -> None:
+        """``transfer`` is over: wake the thread that waits for it."""
         if self._awaited is transfer:
             self._calls.put(None)
 
     def interrupt(self, why: str) -> None:
-        """End the wait that is going on, and every later one for what is not over. The threads end as soon as they are
-        not inside a transfer."""
+        """End the current wait, and every later one for what is not over. The threads end as soon as they are not
+        inside a transfer."""
         self._why = self._why or why
         self._calls.put(None)
         for queue in list(self._queues.values()):
@@ -177,7 +167,7 @@ class ChannelThreads:
         queue = self._queues.get(channel)
         if queue is None:
             queue = self._queues[channel] = Queue()
-            if self._why is None:  # else nobody would end it
+            if self._why is None:  # otherwise the thread would never end
                 named = " ".join(map(str, channel)) if isinstance(channel, tuple) else channel
                 thread = threading.Thread(target=_serve, args=(queue,), daemon=True, name=f"{_PREFIX}{named}")
                 self._threads.append(thread)

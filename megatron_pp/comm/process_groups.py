@@ -1,61 +1,41 @@
-"""Who am I: this process's groups, ranks, device and backend, under the names of Megatron's module of this name.
+"""This process's model-parallel groups; ``megatron_pp.parallel_state`` has Megatron's functions for them.
 
-As there, the state belongs to the process. Ranks that run as threads of one process do not use this module.
+The state belongs to the process, as in Megatron. Ranks that run as threads of one process do not use this module.
+
+Kinds of group: tp (tensor), cp (context), dp (data), dp_cp (both), pp (pipeline), mp (tensor and pipeline), embd (the
+ranks of a pipeline that hold its first and its last stage). Functions raise ParallelStateError where there are none.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.transport import backend_of
 from megatron_pp.config.checks import whole_number
 from megatron_pp.config.parallel_grid import Grid, fit_grid
 from megatron_pp.errors import ConfigError, ParallelStateError
 from megatron_pp.plan.placement import LOOP, Placement
 
-# The kinds of group, and the dimensions along which their members differ.
-_GROUP_DIMENSIONS = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "dp": ("dp",),
-    "dp_cp": ("cp", "dp"),
-    "pp": ("pp",),
-    "mp": ("tp", "pp"),
-}
+# The dimensions along which the members of a kind of group differ.
+_DIMENSIONS = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",), "dp_cp": ("cp", "dp"), "pp": ("pp",), "mp": ("tp", "pp")}
 _EMBEDDING = "embd"
 
 
 @dataclass(frozen=True)
 class _State:
-    """What initialize_model_parallel worked out. ``groups`` and ``members`` (global ranks) are keyed by kind.
+    """``groups`` and ``members`` (global ranks) of this rank, by kind."""
 
-    The embedding group is absent on ranks that hold neither the first nor the last stage.
-    """
-
-    grid: Grid
     rank: int
     virtual_size: int | None
     placement: Placement
     groups: Mapping[str, dist.ProcessGroup]
     members: Mapping[str, list[int]]
 
-    def world_size(self, kind: str) -> int:
-        return len(self.members[kind])
-
-    def rank_in(self, kind: str) -> int:
-        return self.members[kind].index(self.rank)
-
 
 _state: _State | None = None
-
-
-# -- making and ending ---------------------------------------------------------------------------------------------
 
 
 def initialize_model_parallel(
@@ -96,196 +76,59 @@ def initialize_model_parallel(
     placement = _place(pipeline_placement, pipeline_model_parallel_size, virtual_pipeline_model_parallel_size)
     timeout = timedelta(minutes=distributed_timeout_minutes)
     groups, members = _make_groups(grid, placement, pipeline_model_parallel_comm_backend, timeout)
-    _state = _State(grid, dist.get_rank(), virtual_pipeline_model_parallel_size, placement, groups, members)
+    _state = _State(dist.get_rank(), virtual_pipeline_model_parallel_size, placement, groups, members)
 
 
 def destroy_model_parallel() -> None:
     """Destroy the groups and forget the state. Nothing happens where there is none; torch.distributed stays."""
     global _state
-    state, _state = _state, None
-    if state is None or not dist.is_initialized():
+    ended, _state = _state, None
+    if ended is None or not dist.is_initialized():
         return
-    for group in state.groups.values():
+    for group in ended.groups.values():
         dist.destroy_process_group(group)
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether initialize_model_parallel has been called."""
+    """Whether the groups exist."""
     return _state is not None
-
-
-# -- groups --------------------------------------------------------------------------------------------------------
-
-
-def get_tensor_model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that split this rank's layers. Every getter raises ParallelStateError where there are no groups."""
-    return _group("tp")
-
-
-def get_context_parallel_group() -> dist.ProcessGroup:
-    """The ranks that split this rank's sequences."""
-    return _group("cp")
-
-
-def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """The ranks that hold the same parameters and see other samples (with context parallelism: or parts of samples)."""
-    return _group(_data_kind(with_context_parallel))
-
-
-def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
-    """The ranks of this rank's pipeline, in order."""
-    return _group("pp")
-
-
-def get_model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold one replica of the model: tensor and pipeline parallel together."""
-    return _group("mp")
-
-
-def get_embedding_group() -> dist.ProcessGroup:
-    """The ranks of this pipeline that hold its first and its last stage (one rank where they share it).
-
-    Raises ParallelStateError on ranks that hold neither; ask is_rank_in_embedding_group first.
-    """
-    return _group(_EMBEDDING)
-
-
-# -- ranks and sizes -----------------------------------------------------------------------------------------------
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    return _get().world_size("tp")
-
-
-def get_tensor_model_parallel_rank() -> int:
-    return _get().rank_in("tp")
-
-
-def get_context_parallel_world_size() -> int:
-    return _get().world_size("cp")
-
-
-def get_context_parallel_rank() -> int:
-    return _get().rank_in("cp")
-
-
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    return _get().world_size(_data_kind(with_context_parallel))
-
-
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    return _get().rank_in(_data_kind(with_context_parallel))
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    return _get().world_size("pp")
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    return _get().rank_in("pp")
-
-
-def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of the first rank of this pipeline."""
-    return _get().members["pp"][0]
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of the last rank of this pipeline."""
-    return _get().members["pp"][-1]
-
-
-def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the pipeline neighbour after this one, round the end."""
-    return _neighbour(1)
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the pipeline neighbour before this one, round the start."""
-    return _neighbour(-1)
-
-
-def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """V, or None without virtual pipelining or before initialization."""
-    return None if _state is None else _state.virtual_size
 
 
 def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
     """Change V; the groups stay. Raises ConfigError for sizes below 1."""
     global _state
-    state = _get()
-    placement = _place(state.placement.kind, state.placement.pipeline_size, size)
-    _state = dataclasses.replace(state, virtual_size=size, placement=placement)
+    placement = _place(state().placement.kind, state().placement.pipeline_size, size)
+    _state = replace(state(), virtual_size=size, placement=placement)
 
 
-# -- stages --------------------------------------------------------------------------------------------------------
-
-
-def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank, or with ``ignore_virtual=False`` its chunk ``vp_stage``, holds the model's first stage."""
-    return _holds(0, ignore_virtual, vp_stage)
-
-
-def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank, or with ``ignore_virtual=False`` its chunk ``vp_stage``, holds the model's last stage."""
-    return _holds(_get().placement.num_stages - 1, ignore_virtual, vp_stage)
-
-
-def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank (this chunk of it) holds the first or the last stage."""
-    return is_pipeline_first_stage(ignore_virtual, vp_stage) or is_pipeline_last_stage(ignore_virtual, vp_stage)
-
-
-# -- device and backend --------------------------------------------------------------------------------------------
-
-
-def get_backend() -> str:
-    """What carries tensors between pipeline stages: "nccl" where the group has it and there is a GPU, else "gloo"."""
-    return backend_of(_get().groups["pp"])
-
-
-def get_device() -> torch.device:
-    """Where tensors that travel between pipeline stages lie."""
-    return torch.device("cuda", torch.cuda.current_device()) if get_backend() == "nccl" else torch.device("cpu")
-
-
-# -- inside --------------------------------------------------------------------------------------------------------
-
-
-def _get() -> _State:
+def state() -> _State:
     if _state is None:
         raise ParallelStateError("model parallel groups do not exist; call initialize_model_parallel() first")
     return _state
 
 
-def _group(kind: str) -> dist.ProcessGroup:
-    state = _get()
-    if kind not in state.groups:
-        raise ParallelStateError(f"rank {state.rank} is not in a group {kind!r}: it holds neither first nor last stage")
-    return state.groups[kind]
-
-
-def _data_kind(with_context_parallel: bool) -> str:
-    return "dp_cp" if with_context_parallel else "dp"
-
-
-def _neighbour(step: int) -> int:
-    ranks = _get().members["pp"]
-    return ranks[(_get().rank_in("pp") + step) % len(ranks)]
-
-
-def _holds(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
-    state = _get()
-    rank, chunk = state.placement.homes[stage]
-    if rank != state.rank_in("pp"):
-        return False
-    if ignore_virtual or state.virtual_size is None:
-        return True
-    if vp_stage is None:
+def group_of(kind: str) -> dist.ProcessGroup:
+    """This rank's group of ``kind``."""
+    if kind not in state().groups:
         raise ParallelStateError(
-            f"this rank has {state.virtual_size} model chunks; say which one with vp_stage=, or ignore_virtual=True"
+            f"rank {state().rank} is not in a group {kind!r}: it holds neither first nor last stage"
         )
-    return chunk == vp_stage
+    return state().groups[kind]
+
+
+def size_of(kind: str) -> int:
+    """The number of ranks in this rank's group of ``kind``."""
+    return len(state().members[kind])
+
+
+def rank_in(kind: str) -> int:
+    """This rank's number in its group of ``kind``."""
+    return state().members[kind].index(state().rank)
+
+
+def virtual_size() -> int | None:
+    """V, or None without virtual pipelining or before initialization."""
+    return None if _state is None else _state.virtual_size
 
 
 def _place(kind: str, pipeline_size: int, virtual_size: int | None) -> Placement:
@@ -300,7 +143,7 @@ def _place(kind: str, pipeline_size: int, virtual_size: int | None) -> Placement
 def _make_groups(
     grid: Grid, placement: Placement, pipeline_backend: str | None, timeout: timedelta
 ) -> tuple[dict[str, dist.ProcessGroup], dict[str, list[int]]]:
-    """Every rank walks the same lists of ranks; what comes back is the groups this rank is in, and who else is."""
+    """Make all groups, in one order on every rank; returns those that this rank is in, and their members."""
     groups: dict[str, dist.ProcessGroup] = {}
     members: dict[str, list[int]] = {}
     for kind, ranks in _all_groups(grid, placement):
@@ -313,5 +156,5 @@ def _make_groups(
 
 def _all_groups(grid: Grid, placement: Placement) -> list[tuple[str, list[int]]]:
     ends = sorted({placement.homes[0][0], placement.homes[-1][0]})
-    listed = [(kind, ranks) for kind, along in _GROUP_DIMENSIONS.items() for ranks in grid.groups(*along)]
+    listed = [(kind, ranks) for kind, along in _DIMENSIONS.items() for ranks in grid.groups(*along)]
     return listed + [(_EMBEDDING, [pipeline[end] for end in ends]) for pipeline in grid.groups("pp")]

@@ -1,8 +1,7 @@
-"""What carries bytes between pipeline ranks: one narrow interface, and its implementation on torch's process groups.
+"""Transfers between pipeline ranks: the interface below the communicator, and its implementation on process groups.
 
-The interface is what the communicator builds on; ranks that run as threads in one process (``megatron_pp.testing``)
-bring another implementation. Peers are ranks within the pipeline group. A channel is ``ACT`` or ``GRAD``; together
-with source and destination it names a FIFO.
+``megatron_pp.testing`` has another implementation, for ranks that are threads. Peers are ranks within the pipeline
+group. A channel is ``ACT`` or ``GRAD``; together with source and destination it names a FIFO.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ import torch.distributed as dist
 
 from megatron_pp.comm.abort import abort_groups
 from megatron_pp.comm.at_exit import call_at_exit
-from megatron_pp.comm.channels import Channel, ChannelGroups, Key
+from megatron_pp.comm.channels import Channel, ChannelGroups, Key, pipeline_name
 from megatron_pp.comm.gloo import LARGE_BYTES, ChannelThreads
-from megatron_pp.comm.group_name import name_of
 from megatron_pp.errors import P2PError, P2PTransferError
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
 
 ACT = "A"
 GRAD = "G"
-CHANNEL_KINDS = (ACT, GRAD)
+Edge = tuple[int, int]
 
 # gloo keeps messages of different tags apart; the numbers only have to differ from what users send on the same group.
 _TAGS = {ACT: 0x4D5001, GRAD: 0x4D5002}
@@ -53,7 +51,7 @@ class P2PRequest(NamedTuple):
 
 
 class Transport(Protocol):
-    """Point-to-point transfers between the ranks of one pipeline group. Subclasses inherit what does nothing.
+    """Point-to-point transfers between the ranks of one pipeline group. Subclasses inherit the methods that do nothing.
 
     rank, size   this rank and the number of ranks in the group
     device       where tensors must lie
@@ -61,7 +59,7 @@ class Transport(Protocol):
     aborted      whether ``abort`` was called
     backend      which backend of torch.distributed carries the messages; empty where none does
     name         of this pipeline, different from others' on the same store
-    guard        the fault guard of this pipeline, kept here by ``megatron_pp.faults``; None until the first step
+    guard        the fault guard of this pipeline, set by ``megatron_pp.faults``; None until the first step
     """
 
     rank: int
@@ -86,16 +84,10 @@ class Transport(Protocol):
         """Post all requests as one grouped call; one work per request, or one for all."""
         ...
 
-    def prepare(
-        self,
-        edges: Iterable[tuple[int, int]],
-        received_bytes: float = 0,
-        sent_bytes: float = 0,
-        timeout: timedelta | None = None,
-    ) -> None:
-        """Make ready the channels along which activations travel (source, destination) and gradients travel back.
-        Collective over the group. ``received_bytes``, ``sent_bytes``: sizes of the activations that this rank receives
-        and sends, 0 where not known. ``timeout``: for each channel; by default the process group's.
+    def prepare(self, edges: Iterable[Edge], received_bytes: float, sent_bytes: float, timeout: timedelta) -> None:
+        """Make the channels for activations along ``edges`` (source, target) and for gradients back. Collective.
+        ``received_bytes``, ``sent_bytes``: sizes of the activations that this rank receives and sends, 0 if unknown.
+        ``timeout``: for each channel.
         """
         return
 
@@ -112,21 +104,20 @@ class Transport(Protocol):
         return
 
     def close(self) -> None:
-        """End the transport's threads, before what carries the messages goes."""
+        """End the transport's threads, before the process group is destroyed."""
         return
 
     def is_gone(self) -> bool:
-        """Whether what carries the messages was destroyed."""
+        """Whether the process group was destroyed."""
         return False
 
 
 class ProcessGroupTransport(Transport):
     """Transfers over a ``torch.distributed`` process group.
 
-    gloo: all channels on the given group, distinguished by tag; where messages are large, as on NCCL. NCCL ignores tags
-    and runs the operations of one communicator in the order in which they were posted (pytorch#94819), so each one-way
-    channel has a two-rank process group of its own (``channels.py``); made and warmed up when the plan's edges
-    are known, never in the middle of a step (pytorch#129140, Megatron-LM#5240).
+    On NCCL, and on gloo where messages are large, each one-way channel has a process group of its own
+    (``channels.py``), made and warmed up when the plan's edges are known, never in the middle of a step
+    (pytorch#129140, Megatron-LM#5240). Other channels share the given group, on gloo distinguished by tag.
     """
 
     def __init__(self, group: dist.ProcessGroup, one_way: bool = True, warm_up: bool = True) -> None:
@@ -137,13 +128,10 @@ class ProcessGroupTransport(Transport):
         self.warm_up = warm_up
         self.backend = backend_of(group)
         self.pollable = self.backend == "nccl"
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
-        )
-        # Of the pipeline on the job's store. Here, as construction is the one place where all members are on NCCL.
-        self.name = name_of(group, self.backend, self.device)
-        self._base_tags = _TAGS if one_way else dict.fromkeys(CHANNEL_KINDS, _SHARED_TAG)
-        self._tags = dict(self._base_tags)
+        self.device = device_of(self.backend)
+        # Here, as construction is the one place that all members reach together; on NCCL it may be collective.
+        self.name = pipeline_name(group, self.backend, self.device)
+        self._tags = self._base_tags = _TAGS if one_way else dict.fromkeys(_TAGS, _SHARED_TAG)
         self._agreement = 0
         self._groups: ChannelGroups | None = None
         self._channels: dict[Key, Channel] = {}
@@ -158,8 +146,9 @@ class ProcessGroupTransport(Transport):
         own = self._channels.get((self.rank, peer, channel)) if self._channels else None
         group, end = (self.group, peer) if own is None else own
         tag = self._tags[channel]
+        large = self._threads is not None and tensor.nbytes >= LARGE_BYTES
+        self._large = self._large or large
         if self._threads is not None and own is not None:
-            self._large = self._large or tensor.nbytes >= LARGE_BYTES
             return self._threads.post(("sends", channel, "to", peer), partial(group.send, [tensor], end, tag))
         try:
             work = group.send([tensor], end, tag)
@@ -167,8 +156,6 @@ class ProcessGroupTransport(Transport):
             self._post_failed(error, f"send on channel {channel} to rank {peer}")
         if self._threads is None:
             return work
-        large = tensor.nbytes >= LARGE_BYTES
-        self._large = self._large or large
         return self._threads.follow(("sends", channel, "to", peer), work, ahead=large)
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
@@ -196,19 +183,12 @@ class ProcessGroupTransport(Transport):
             self._post_failed(error, f"batch of {len(ops)} sends and receives")
 
     def _post_failed(self, error: RuntimeError, what: str) -> NoReturn:
-        """Raise ``error`` as the failure of a transfer; as it is where it says something else, such as out of
-        memory."""
+        """Raise ``error`` as the failure of a transfer; subclasses such as out of memory are raised as they are."""
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             raise error
         raise P2PTransferError(f"pipeline rank {self.rank}, {what}: it cannot be posted: {error}") from error
 
-    def prepare(
-        self,
-        edges: Iterable[tuple[int, int]],
-        received_bytes: float = 0,
-        sent_bytes: float = 0,
-        timeout: timedelta | None = None,
-    ) -> None:
+    def prepare(self, edges: Iterable[Edge], received_bytes: float, sent_bytes: float, timeout: timedelta) -> None:
         if not self.one_way:
             return
         if self.backend != "nccl":  # both ends of an edge know the same size: one of what it sends, the other receives
@@ -220,21 +200,18 @@ class ProcessGroupTransport(Transport):
         if all(key in self._channels for key in keys if self.rank in key[:2]):
             return
         if self._groups is None:
-            self._groups = ChannelGroups(self.backend, self.store, self.name, self.rank, self._group_timeout())
+            limit: timedelta = self.group._get_backend(self.device).options._timeout
+            self._groups = ChannelGroups(self.backend, self.store, self.name, self.rank, limit)
             if self._threads is not None:
-                self._threads.limit = (self._group_timeout(),)
+                self._threads.limit = (limit,)
             self._channels = self._groups.channels
             # torch does not know these groups: they are closed with the transport, or when the program ends.
             self._close_groups = weakref.finalize(self, self._groups.close)
-        made = self._groups.make(keys, timeout or self._group_timeout())
+        made = self._groups.make(keys, timeout)
         if self.warm_up and self.backend == "nccl":
             self._warm_up(made)
 
-    def _group_timeout(self) -> timedelta:
-        timeout: timedelta = self.group._get_backend(self.device).options._timeout
-        return timeout
-
-    def _warm_up(self, keys: Iterable[tuple[int, int, str]]) -> None:
+    def _warm_up(self, keys: Iterable[Key]) -> None:
         """One small message through each new channel: the communicators exist before the first step needs them."""
         token = torch.zeros(1, device=self.device)
         for source, target, channel in keys:
@@ -254,9 +231,9 @@ class ProcessGroupTransport(Transport):
             self._threads.interrupt("a rank of the pipeline has failed")
 
     def use_agreement(self, number: int) -> None:
-        """From now on messages belong to plan ``number`` of those that the ranks have agreed on. gloo keeps them apart
-        from other plans' messages, which may have other shapes: ranks that are at different plans wait for each other,
-        and the fault guard says so. (NCCL cannot; there the guard finds out a moment later.)"""
+        """On gloo, tags keep the messages of different plans apart, whose shapes may differ: ranks that are at
+        different plans wait for each other, and the fault guard reports it. (NCCL has no tags; there the guard finds
+        out a moment later.)"""
         if number != self._agreement:
             self._agreement = number
             shift = number % _AGREEMENTS * _TAGS_OF_ONE_AGREEMENT
@@ -270,7 +247,7 @@ class ProcessGroupTransport(Transport):
             self._groups = None
 
     def end(self) -> None:
-        """The program ends. A transfer that is still on its way is broken off, which wakes its thread."""
+        """The program ends. A transfer that is still on its way is aborted, which wakes its thread."""
         if self._threads is not None and self._threads.end():
             self.abort()
             self._threads.end()
@@ -280,7 +257,6 @@ class ProcessGroupTransport(Transport):
 
     @property
     def store(self) -> dist.Store:
-        """The store of the job; see ``megatron_pp.faults``."""
         return dist.distributed_c10d._get_default_store()
 
 
@@ -288,12 +264,16 @@ def backend_of(group: dist.ProcessGroup) -> str:
     """``nccl`` or ``gloo``: which of the group's backends carries the tensors. A mixed group uses NCCL where there is
     a GPU.
     """
-    name = dist.get_backend(group)
-    return "nccl" if "nccl" in name and torch.cuda.is_available() else "gloo"
+    return "nccl" if "nccl" in dist.get_backend(group) and torch.cuda.is_available() else "gloo"
+
+
+def device_of(backend: str) -> torch.device:
+    """Where tensors that ``backend`` carries lie."""
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
 class SoloTransport(Transport):
-    """A pipeline of one rank: nothing to send to. Needs no process group."""
+    """A pipeline of one rank: no transfers, no process group."""
 
     rank = 0
     size = 1
@@ -302,13 +282,12 @@ class SoloTransport(Transport):
         self.device = device
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
-        raise P2PError(f"a pipeline of one rank has no rank {peer} to send to")
+        raise P2PError(f"a pipeline of one rank cannot exchange tensors with rank {peer}")
 
-    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
-        raise P2PError(f"a pipeline of one rank has no rank {peer} to receive from")
+    irecv = isend
 
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
-        raise P2PError("a pipeline of one rank has no one to exchange a batch with")
+        return [self.isend(*request[1:]) for request in requests]
 
     def global_rank(self, rank: int) -> int:
         return dist.get_rank() if dist.is_initialized() else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -25,22 +25,12 @@ class Core(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    def group_is_gone(self) -> bool: ...
-
-    def post_header(self, peer: int, channel: str) -> tuple[torch.Tensor, Work]: ...
-
-    def decode_header(self, header: torch.Tensor, peer: int, what: str, expected: Any = None) -> list[int]: ...
-
-    def allocate(self, shape: list[int], requires_grad: bool) -> torch.Tensor: ...
-
 
 class WaitHandle:
     """One posted message (a tensor or a list of tensors).
 
-    ``wait()`` returns when the transfer is done (on CUDA: makes the current stream wait for it, not the host);
-    waiting again is a no-op. Until then the handle, and the communicator that keeps it, hold the tensors, so that
-    dropping the handle or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a
-    send.
+    Until ``wait()`` has returned, the handle, and the communicator that keeps it, hold the tensors: dropping the handle
+    or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a send.
     """
 
     __slots__ = ("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "tensor")
@@ -71,7 +61,10 @@ class WaitHandle:
         return self._kind if self._peer < 0 else f"{self._kind} on channel {self._channel}, with rank {self._peer}"
 
     def wait(self) -> None:
-        """Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where the
+        """Return when the transfer is done (on CUDA: make the current stream wait for it, not the host); waiting again
+        is a no-op.
+
+        Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where the
         communicator or its process group is gone, P2PTransferError where the transfer failed."""
         works = self._works
         if works is None:
@@ -97,60 +90,8 @@ class WaitHandle:
         core.pending.discard(self)
 
     def is_completed(self) -> bool:
-        """Whether the transfer is known to be done. On gloo a small one is only known to be once it was waited."""
+        """Whether the transfer is known to be done; on gloo, a small one only once it was waited for."""
         return self._works is None or all(work.is_completed() for work in self._works)
-
-
-class ShapedReceiveHandle(WaitHandle):
-    """A receive whose shapes travel ahead of it: ``wait()`` reads each shape, allocates its tensor, and receives it.
-
-    ``count`` is the number of tensors of the message, None for one that is not in a list.
-    """
-
-    __slots__ = ("_count", "_expected", "_requires_grad")
-
-    def __init__(
-        self,
-        core: Core,
-        peer: int,
-        channel: str,
-        count: int | None,
-        requires_grad: bool,
-        kind: str,
-        expected: Any = None,
-    ) -> None:
-        header, work = core.post_header(peer, channel)
-        super().__init__(core, (work,), header, None, kind, peer, channel)
-        self._count = count
-        self._requires_grad = requires_grad
-        self._expected = expected
-
-    def wait(self) -> None:
-        if self.tensor is not None or self._works is None:
-            super().wait()
-            return
-        received = [self._receive_one(0)]
-        while len(received) < (self._count or 1):
-            header, work = self._core.post_header(self._peer, self._channel)
-            self._post_again(header, work)
-            received.append(self._receive_one(len(received)))
-        self.tensor = received[0] if self._count is None else received
-
-    def _receive_one(self, n: int) -> torch.Tensor:
-        header = self._held
-        assert isinstance(header, torch.Tensor)
-        super().wait()
-        expected = self._expected if self._count is None else self._expected[n]
-        shape = self._core.decode_header(header, self._peer, self.what, expected)
-        tensor = self._core.allocate(shape, self._requires_grad)
-        self._post_again(tensor, self._core.transport.irecv(tensor, self._peer, self._channel))
-        super().wait()
-        return tensor
-
-    def _post_again(self, held: torch.Tensor, work: Work) -> None:
-        self._held = held
-        self._works = (work,)
-        self._core.pending.add(self)
 
 
 def _named(error: Exception, what: str, core: Core) -> P2PError:
@@ -159,7 +100,7 @@ def _named(error: Exception, what: str, core: Core) -> P2PError:
         return error
     text = str(error)
     where = f"pipeline rank {core.rank}, {what}"
-    if core.closed or core.group_is_gone():
+    if core.closed or core.transport.is_gone():
         return CommunicatorClosedError(
             f"{where}: the communicator or its process group was closed before the transfer was waited for"
         )

@@ -1,9 +1,8 @@
 """Wire check (``config.p2p_debug``): every tensor is announced with its shape, dtype, chunk and microbatch, and the
 receiver compares.
 
-What it finds is not bad input (that is refused before anything is sent) but messages that went the wrong way: a
-schedule or a custom communicator that sends or receives out of order, which with equal shapes trains on the wrong
-microbatch without a word. It costs a small message per tensor, and receives wait for it, so that less is overlapped.
+It finds schedules and custom communicators that send or receive out of order, which with equal shapes trains silently
+on the wrong microbatch. It costs a small message per tensor, and receives wait for it, so less is overlapped.
 """
 
 from __future__ import annotations
@@ -16,21 +15,22 @@ import torch
 from megatron_pp.errors import WireMismatchError
 from megatron_pp.plan.dataflow import message_of
 from megatron_pp.plan.instruction import FORWARD, TRANSFER_OPS, Instruction
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.placement import Placement
 
 STAMP_LENGTH = 4  # dtype, activation or gradient, boundary, microbatch; int64 each
 
-_NOT_SAID = -1
+_UNKNOWN = -1
 _ACTIVATION, _GRADIENT = 1, 2
-_KINDS = {_ACTIVATION: "activation", _GRADIENT: "gradient", _NOT_SAID: "message"}
+_KINDS = {_ACTIVATION: "activation", _GRADIENT: "gradient", _UNKNOWN: "message"}
 
 
 class Source(Protocol):
-    """Tells the instruction under way: the engine's ``PlanExecutor``."""
+    """What is being executed: the engine's ``PlanExecutor``."""
 
-    plan: Plan
-    rank: int
-    position: int
+    placement: Placement
+
+    @property
+    def instruction(self) -> Instruction: ...
 
 
 class Stamp(NamedTuple):
@@ -52,9 +52,10 @@ class WireCheck:
 
     def stamp(self, dtype: torch.dtype, member: int = 0) -> Stamp:
         """The stamp of what the current instruction sends or expects; ``member`` counts within a batch."""
-        at = self._instruction(member)
+        at = None if self.source is None else self.source.instruction
+        at = at.members[member] if at is not None and at.members else at
         if at is None or at.op not in TRANSFER_OPS:
-            return Stamp(_code(dtype), _NOT_SAID, _NOT_SAID, _NOT_SAID)
+            return Stamp(_code(dtype), _UNKNOWN, _UNKNOWN, _UNKNOWN)
         message = message_of(at)
         activation = message.kind == FORWARD
         boundary = message.stage - 1 if activation else message.stage
@@ -70,7 +71,7 @@ class WireCheck:
             ("dtype", _name(expected.dtype), _name(came.dtype)),
             ("shape", None if expected_shape is None else list(expected_shape), shape),
         ):
-            unknown = name in ("what it is", "chunk", "microbatch") and _NOT_SAID in (expected.kind, came.kind)
+            unknown = name in ("what it is", "chunk", "microbatch") and _UNKNOWN in (expected.kind, came.kind)
             if here != there and not unknown and here is not None:
                 raise WireMismatchError(
                     f"pipeline rank {self.rank} expected {self._words(expected, expected_shape)}, but rank {peer} sent "
@@ -79,24 +80,17 @@ class WireCheck:
                     values={self.rank: str(here), peer: str(there)},
                 )
 
-    def _instruction(self, member: int) -> Instruction | None:
-        if self.source is None:
-            return None
-        program = self.source.plan.programs[self.source.rank]
-        at = program[self.source.position]
-        return at.members[member] if at.members else at
-
     def _chunk(self, boundary: int) -> str:
         """The chunk whose output the message is, or the gradient of whose output: "chunk 0 of rank 1"."""
-        if self.source is None or not 0 <= boundary < self.source.plan.placement.num_stages:
+        if self.source is None or not 0 <= boundary < self.source.placement.num_stages:
             return "unknown"
-        rank, chunk = self.source.plan.placement.homes[boundary]
+        rank, chunk = self.source.placement.homes[boundary]
         return f"{chunk} of rank {rank}"
 
     def _words(self, stamp: Stamp, shape: Any) -> str:
         described = f"{_name(stamp.dtype)} {'of any shape' if shape is None else list(shape)}"
         kind = _KINDS.get(stamp.kind, "unknown message")
-        if stamp.kind == _NOT_SAID:
+        if stamp.kind == _UNKNOWN:
             return f"a {kind}, {described}"
         return f"the {kind} of chunk {self._chunk(stamp.boundary)}, microbatch {stamp.mb}, {described}"
 

@@ -24,18 +24,9 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "ConfigError",
-    "LayoutError",
-    "MicrobatchCount",
-    "MicrobatchCountError",
-    "ModelParallelConfig",
-    "ScheduleError",
-    "TransformerConfig",
-    "WorldSizeError",
-    "explain_microbatch_count",
-    "legal_microbatch_counts",
-    "place_layers",
-]
+    "ConfigError", "LayoutError", "MicrobatchCount", "MicrobatchCountError", "ModelParallelConfig", "ScheduleError",
+    "TransformerConfig", "WorldSizeError", "explain_microbatch_count", "legal_microbatch_counts", "place_layers",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,10 @@
-"""The errors that configuration raises, and the checks shared by the modules that raise them. Never imports torch."""
+"""Checks of single values, shared by the modules that read settings. Never imports torch."""
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import SupportsIndex
 
 from megatron_pp.errors import ConfigError
@@ -14,21 +15,30 @@ def whole_number(
 ) -> int:
     """``value`` as an int, if it is a whole number (numpy's are, a bool is none) of at least ``at_least``; raises
     ``error`` otherwise."""
+    hint = hint and f" ({hint})"
     # The type first: asking whether something SupportsIndex takes microseconds, and every step asks several times.
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, SupportsIndex)):
-        raise error(f"{name} is {value!r}; it must be a whole number of at least {at_least}{_after(hint)}")
+        raise error(f"{name} is {value!r}; it must be a whole number of at least {at_least}{hint}")
     whole = operator.index(value)
     if whole < at_least:
-        raise error(f"{name} is {whole}; the smallest legal value is {at_least}{_after(hint)}")
+        raise error(f"{name} is {whole}; the smallest legal value is {at_least}{hint}")
     return whole
 
 
-def one_of(name: str, value: object, known: Iterable[object], error: type[ConfigError] = ConfigError) -> None:
-    """Raises ``error`` unless ``value`` is one of ``known``."""
+def one_of(name: str, value: object, known: Iterable[object]) -> None:
+    """Raises ConfigError unless ``value`` is one of ``known``."""
     choices = list(known)
     if value not in choices:
-        raise error(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
 
 
-def _after(hint: str) -> str:
-    return f" ({hint})" if hint else ""
+def nearest(value: int, works: Callable[[int], bool]) -> tuple[int, ...]:
+    """The closest numbers of at least 1 below and above ``value`` that work; some number above must."""
+    below = next((n for n in range(value - 1, 0, -1) if works(n)), None)
+    above = next(n for n in itertools.count(value + 1) if works(n))
+    return (above,) if below is None else (below, above)
+
+
+def nearest_text(value: int, works: Callable[[int], bool]) -> str:
+    """As nearest, in words: ``28 or 32``."""
+    return " or ".join(map(str, nearest(value, works)))

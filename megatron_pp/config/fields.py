@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from megatron_pp.errors import ConfigError
@@ -14,18 +15,23 @@ _FALSE = ("", "0", "false", "no", "off")
 
 
 def setting(
-    default: Any, help_text: str, *, choices: Iterable[str] | None = None, cli: bool = True, section: str | None = None
+    default: Any, help_text: str, *, choices: Iterable[str] = (), cli: bool = True, section: str | None = None
 ) -> Any:
     """A dataclass field. Metadata: help, choices, cli, and, on the first field of a section, the section's name."""
-    return dataclasses.field(default=default, metadata=_metadata(help_text, choices, cli, section))
+    metadata = {"help": help_text, "choices": tuple(choices), "cli": cli, "section": section}
+    if isinstance(default, partial):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def hook(help_text: str, section: str | None = None) -> Any:
+    """A field for callables, so never a flag."""
+    return setting(None, help_text, cli=False, section=section)
 
 
 def setting_from_env(variable: str, read: Callable[[str], Any], help_text: str) -> Any:
     """A dataclass field whose default is ``read`` of an environment variable ("" if unset) when the object is made."""
-    return dataclasses.field(
-        default_factory=lambda: _read_variable(variable, read),
-        metadata=_metadata(f"{help_text} [env {variable}]", None, True, None),
-    )
+    return setting(partial(_read_variable, variable, read), f"{help_text} [env {variable}]")
 
 
 def read_flag(text: str) -> bool:
@@ -46,12 +52,3 @@ def _read_variable(variable: str, read: Callable[[str], Any]) -> Any:
         return read(os.environ.get(variable, ""))
     except ConfigError as error:
         raise ConfigError(f"environment variable {variable}: {error}") from None
-
-
-def _metadata(help_text: str, choices: Iterable[str] | None, cli: bool, section: str | None) -> dict[str, Any]:
-    return {
-        "help": help_text,
-        "choices": None if choices is None else tuple(choices),
-        "cli": cli,
-        "section": section,
-    }

@@ -6,9 +6,10 @@ Megatron dropped what did not divide: 30 layers over 4 ranks built 28 (NVIDIA/Me
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import NoReturn
 
-from megatron_pp.config.checks import whole_number
+from megatron_pp.config.checks import nearest_text, whole_number
 from megatron_pp.config.layout_text import Layout, layers_per_stage
 from megatron_pp.errors import LayoutError
 from megatron_pp.plan.placement import LOOP, Placement
@@ -30,11 +31,11 @@ def place_layers(
 ) -> list[list[int]]:
     """Layer numbers (from 0) of each of the P * V stages, in model order.
 
-    layout                                one entry per stage (see megatron_pp.config.layout_text); excludes what
-    follows num_layers_in_first_pipeline_stage    layers of rank 0, all its chunks together, as in Megatron
-    num_layers_in_last_pipeline_stage     layers of rank P - 1, likewise account_for_embedding, _loss          the
-    embedding (the loss) counts as one layer of the first (last) stage placement                             which rank
-    holds which stage: "loop" or "v"
+    layout                  one entry per stage (see megatron_pp.config.layout_text); excludes the next four
+    num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage   layers of rank 0 and of rank P - 1, all
+                            chunks of the rank together, as in Megatron
+    account_for_embedding, account_for_loss   the embedding (the loss) counts as one layer of the first (last) stage
+    placement               which rank holds which stage: "loop" or "v"
 
     Raises LayoutError, with the nearest numbers that work, where a layer would be left over, placed twice, or a stage
     between the first and the last would hold nothing.
@@ -50,7 +51,7 @@ def place_layers(
     else:
         counts = _even_counts(num_layers, place, account_for_embedding, account_for_loss)
     _check_no_empty_stage(counts)
-    return _number_layers(counts)
+    return [list(range(start, end)) for start, end in pairwise(accumulate(counts, initial=0))]
 
 
 def balanced_layout(num_layers: int, num_stages: int) -> list[int]:
@@ -91,15 +92,12 @@ def _counts_with_own_ends(num_layers: int, place: Placement, first: int | None, 
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need "
             "pipeline_model_parallel_size of at least 2"
         )
-    per_rank: list[int | None] = [None] * size
-    for name, rank, count in (("first", 0, first), ("last", size - 1, last)):
-        if count is not None:
-            _check_rank_count(f"num_layers_in_{name}_pipeline_stage", count, num_layers, chunks)
-            per_rank[rank] = count
-    at_ends = sum(count or 0 for count in per_rank)
-    each = _share_of_middle(num_layers, at_ends, per_rank.count(None), place)
-    ranks = [each if count is None else count for count in per_rank]
-    return [ranks[rank] // chunks for rank, _ in place.homes]
+    ends = {rank: count for rank, count in ((0, first), (size - 1, last)) if count is not None}
+    for rank, count in ends.items():
+        name = f"num_layers_in_{'last' if rank else 'first'}_pipeline_stage"
+        _check_rank_count(name, count, num_layers, chunks)
+    each = _share_of_middle(num_layers, sum(ends.values()), size - len(ends), place)
+    return [ends.get(rank, each) // chunks for rank, _ in place.homes]
 
 
 def _share_of_middle(num_layers: int, at_ends: int, middle: int, place: Placement) -> int:
@@ -125,55 +123,40 @@ def _share_of_middle(num_layers: int, at_ends: int, middle: int, place: Placemen
 def _check_rank_count(name: str, count: int, num_layers: int, chunks: int) -> None:
     whole_number(name, count, error=LayoutError)
     if count % chunks:
-        nearest = _nearest(count, lambda n: n % chunks == 0)
-        raise LayoutError(f"{name} is {count}, which {chunks} chunks cannot share evenly; nearest: {nearest}")
+        fitting = nearest_text(count, lambda n: n % chunks == 0)
+        raise LayoutError(f"{name} is {count}, which {chunks} chunks cannot share evenly; nearest: {fitting}")
     if count > num_layers:
         raise LayoutError(f"{name} is {count}, more than num_layers {num_layers}")
 
 
 def _even_counts(num_layers: int, place: Placement, embedding: bool, loss: bool) -> list[int]:
-    """The same for every stage, where embedding and loss count as one layer each if so asked."""
-    extra = int(embedding) + int(loss)
-    stages = place.num_stages
+    """The same for every stage, where embedding and loss count as one layer each where they are accounted for."""
+    extra, stages = embedding + loss, place.num_stages
     if (num_layers + extra) % stages:
         counted = " (with embedding and loss as asked)" if extra else ""
-        _refuse_division(
-            num_layers,
-            place,
-            lambda n: (n + extra) % stages == 0,
+        problem = (
             f"num_layers is {num_layers}, which{counted} does not divide over {place.pipeline_size} pipeline ranks "
-            f"with {_chunks(place)} each",
+            f"with {_chunks(place)} each"
         )
+        _refuse_division(num_layers, place, lambda n: (n + extra) % stages == 0, problem)
     counts = [(num_layers + extra) // stages] * stages
-    counts[0] -= int(embedding)
-    counts[-1] -= int(loss)
+    counts[0] -= embedding
+    counts[-1] -= loss
     if min(counts) < 0:
         raise LayoutError(f"num_layers is {num_layers}: nothing is left beside embedding and loss on {stages} stage(s)")
     return counts
 
 
 def _refuse_division(num_layers: int, place: Placement, works: Callable[[int], bool], problem: str) -> NoReturn:
-    raise LayoutError(f"{problem}; nearest num_layers: {_nearest(num_layers, works)}{_layout_hint(num_layers, place)}")
-
-
-def _layout_hint(num_layers: int, place: Placement) -> str:
-    if num_layers < place.num_stages or place.num_stages > _EXAMPLE_STAGES:
-        return ""
-    example = balanced_layout(num_layers, place.num_stages)
-    return f"; or place them yourself: pipeline_model_parallel_layout={example}"
+    hint = ""
+    if place.num_stages <= min(num_layers, _EXAMPLE_STAGES):
+        example = balanced_layout(num_layers, place.num_stages)
+        hint = f"; or place them yourself: pipeline_model_parallel_layout={example}"
+    raise LayoutError(f"{problem}; nearest num_layers: {nearest_text(num_layers, works)}{hint}")
 
 
 def _chunks(place: Placement) -> str:
     return "1 chunk" if place.num_chunks == 1 else f"{place.num_chunks} chunks"
-
-
-def _nearest(value: int, works: Callable[[int], bool]) -> str:
-    """The closest values below and above that work, in words. ``works`` must hold for some larger value."""
-    below = next((n for n in range(value - 1, 0, -1) if works(n)), None)
-    above = value + 1
-    while not works(above):
-        above += 1
-    return str(above) if below is None else f"{below} or {above}"
 
 
 def _check_no_empty_stage(counts: list[int]) -> None:
@@ -184,12 +167,3 @@ def _check_no_empty_stage(counts: list[int]) -> None:
                 f"stage {stage} of {len(counts)} would hold no layer; only the first and the last stage may, and "
                 f"{sum(counts)} layers fill at most {sum(counts) + 2} stages"
             )
-
-
-def _number_layers(counts: list[int]) -> list[list[int]]:
-    placed: list[list[int]] = []
-    start = 0
-    for count in counts:
-        placed.append(list(range(start, start + count)))
-        start += count
-    return placed

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from megatron_pp.errors import LayoutError
 
@@ -34,19 +34,21 @@ def layers_per_stage(layout: Layout) -> list[int]:
     """
     if isinstance(layout, str):
         return _read_text(layout)
-    if not isinstance(layout, Sequence) or not layout:
-        raise LayoutError(_unknown_kind(layout))
-    if all(_is_whole(entry) for entry in layout):
-        return _check_counts(cast("list[int]", list(layout)))
-    if any(isinstance(entry, str) or not isinstance(entry, Sequence) for entry in layout):
-        raise LayoutError(_unknown_kind(layout))
-    stages = [list(stage) for stage in cast("Sequence[Sequence[object]]", layout)]
-    entries = [entry for stage in stages for entry in stage]
-    if all(_is_whole(entry) for entry in entries):
-        return _count_numbers(cast("list[list[int]]", stages))
-    if all(isinstance(entry, str) for entry in entries):
-        return _count_names(cast("list[list[str]]", stages))
-    raise LayoutError(_unknown_kind(layout))
+    if isinstance(layout, Sequence) and layout:
+        if all(map(_is_whole, layout)):
+            return _check_counts(cast("list[int]", list(layout)))
+        if all(isinstance(entry, Sequence) and not isinstance(entry, str) for entry in layout):
+            stages: list[list[Any]] = [list(cast("Sequence[Any]", stage)) for stage in layout]
+            entries = [entry for stage in stages for entry in stage]
+            if all(map(_is_whole, entries)):
+                return _count_numbers(stages)
+            if all(isinstance(entry, str) for entry in entries):
+                return _count_names(stages)
+    raise LayoutError(
+        f"pipeline_model_parallel_layout is {layout!r}; it must be a list of layer counts per stage such as "
+        "[8, 8, 7, 7], a list of lists of layer numbers, a list of lists of 'embedding', 'decoder' and 'loss', or "
+        "Megatron's text"
+    )
 
 
 def _read_text(text: str) -> list[int]:
@@ -92,17 +94,15 @@ def _check_counts(counts: list[int]) -> list[int]:
 def _count_numbers(stages: list[list[int]]) -> list[int]:
     """Counts of layer numbers, which must be 0, 1, 2, ... in model order: a model's layers run in sequence."""
     expected = 0
-    seen: set[int] = set()
     for stage, numbers in enumerate(stages):
         for number in numbers:
-            if number in seen:
+            if 0 <= number < expected:
                 raise LayoutError(f"pipeline_model_parallel_layout places layer {number} twice, again on stage {stage}")
             if number != expected:
                 raise LayoutError(
                     f"pipeline_model_parallel_layout has layer {number} on stage {stage} where layer {expected} is "
                     "next; layers run in order, from 0, each once"
                 )
-            seen.add(number)
             expected += 1
     return [len(numbers) for numbers in stages]
 
@@ -126,11 +126,3 @@ def _count_names(stages: list[list[str]]) -> list[int]:
 
 def _is_whole(entry: object) -> bool:
     return isinstance(entry, int) and not isinstance(entry, bool)
-
-
-def _unknown_kind(layout: object) -> str:
-    return (
-        f"pipeline_model_parallel_layout is {layout!r}; it must be a list of layer counts per stage such as "
-        "[8, 8, 7, 7], a list of lists of layer numbers, a list of lists of 'embedding', 'decoder' and 'loss', or "
-        "Megatron's text"
-    )

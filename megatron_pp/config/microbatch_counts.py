@@ -7,10 +7,9 @@ ranks, and an interleaved schedule whose last group has fewer microbatches than 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_pp.config.checks import whole_number
+from megatron_pp.config.checks import nearest, whole_number
 from megatron_pp.errors import ConfigError, MicrobatchCountError
 
 
@@ -33,7 +32,7 @@ class MicrobatchCount:
 def explain_microbatch_count(
     num_microbatches: int, pipeline_size: int, num_chunks: int = 1, group_size: int | None = None
 ) -> MicrobatchCount:
-    """The verdict on M microbatches over P ranks with V chunks each, in groups of G (default P).
+    """The effect of M microbatches over P ranks with V chunks each, in groups of G (default P).
 
     Groups matter to interleaved schedules only; for others leave ``num_chunks`` at 1.
 
@@ -42,24 +41,29 @@ def explain_microbatch_count(
     """
     whole_number("num_microbatches", num_microbatches, error=MicrobatchCountError)
     group = check_group_size(pipeline_size, num_chunks, group_size)
-    runs_full = _full_speed_rule(pipeline_size, num_chunks, group)
+
+    def runs_full(count: int) -> bool:
+        if count < pipeline_size:
+            return pipeline_size == 1
+        return num_chunks == 1 or count % group == 0 or count % group >= pipeline_size
+
+    sentence = f"{num_microbatches} microbatches over {pipeline_size} ranks"
     if runs_full(num_microbatches):
-        sentence = f"{num_microbatches} microbatches over {pipeline_size} ranks run at full speed"
-        return MicrobatchCount(num_microbatches, True, (num_microbatches,), sentence)
-    nearest = _nearest(num_microbatches, runs_full)
-    reason = _reason(num_microbatches, pipeline_size, group)
-    legal = " and ".join(map(str, nearest))
-    sentence = (
-        f"{num_microbatches} microbatches over {pipeline_size} ranks work, slower: {reason}; "
-        f"nearest at full speed: {legal}"
-    )
-    return MicrobatchCount(num_microbatches, False, nearest, sentence)
+        return MicrobatchCount(num_microbatches, True, (num_microbatches,), f"{sentence} run at full speed")
+    if num_microbatches < pipeline_size:
+        reason = "fewer microbatches than ranks never fill the pipeline"
+    else:
+        last = f"{num_microbatches % group} of {group} microbatches"
+        reason = f"the last group has {last}, fewer than the ranks, which then wait"
+    fast = nearest(num_microbatches, runs_full)
+    sentence = f"{sentence} work, slower: {reason}; nearest at full speed: {' and '.join(map(str, fast))}"
+    return MicrobatchCount(num_microbatches, False, fast, sentence)
 
 
 def legal_microbatch_counts(
     pipeline_size: int, num_chunks: int = 1, group_size: int | None = None, *, at_most: int
 ) -> list[MicrobatchCount]:
-    """The verdicts on M = 1 ... ``at_most``; every one of them is legal. Raises as explain_microbatch_count does."""
+    """explain_microbatch_count of M = 1 ... ``at_most``; every one is legal. Raises as that does."""
     return [explain_microbatch_count(m, pipeline_size, num_chunks, group_size) for m in range(1, at_most + 1)]
 
 
@@ -82,27 +86,3 @@ def check_group_size(pipeline_size: int, num_chunks: int, group_size: int | None
             f"chunks each the nearest legal value is {pipeline_size}"
         )
     return group_size
-
-
-def _full_speed_rule(pipeline_size: int, num_chunks: int, group: int) -> Callable[[int], bool]:
-    def runs_full(count: int) -> bool:
-        if count < pipeline_size:
-            return pipeline_size == 1
-        last_group = count % group
-        return num_chunks == 1 or last_group == 0 or last_group >= pipeline_size
-
-    return runs_full
-
-
-def _nearest(count: int, runs_full: Callable[[int], bool]) -> tuple[int, ...]:
-    below = next((m for m in range(count - 1, 0, -1) if runs_full(m)), None)
-    above = count + 1
-    while not runs_full(above):
-        above += 1
-    return (above,) if below is None else (below, above)
-
-
-def _reason(count: int, pipeline_size: int, group: int) -> str:
-    if count < pipeline_size:
-        return "fewer microbatches than ranks never fill the pipeline"
-    return f"the last group has {count % group} of {group} microbatches, fewer than the ranks, which then wait"

@@ -1,37 +1,37 @@
 """The configuration the schedules read: Megatron's field names, and ours.
 
 The engine takes any object with these field names, Megatron-core's own dataclasses among them; where such an object
-lacks a field, the default here holds (`config.settings`). What is impossible raises a ConfigError when the object is
-made.
+lacks a field, the default here holds (`config.settings`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_pp.config import rules
-from megatron_pp.config.fields import read_flag, read_text, setting, setting_from_env
+from megatron_pp.config.fields import hook, read_flag, read_text, setting, setting_from_env
 from megatron_pp.config.layout import place_layers
 from megatron_pp.config.layout_text import Layout
-from megatron_pp.config.microbatch_counts import MicrobatchCount
+from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
 from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.orders import INTERLEAVED
 
 TRACE_DIR_VARIABLE = "MEGATRON_PP_TRACE_DIR"
 TRACE_STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"
 
 Config = TypeVar("Config", bound="ModelParallelConfig")
+Hook = Callable[..., Any] | None
+Hooks = Callable[..., Any] | list[Any] | None
 
 
 @dataclass
 class ModelParallelConfig:
-    """What the schedules and the communication between stages read. Field names are Megatron-core's; the fields of the
-    sections marked "ours" exist here alone.
+    """What the schedules and the communication between stages read.
 
     Fields left None are filled in as Megatron does: `microbatch_group_size_per_vp_stage` (P), `batch_p2p_comm` (not
     `overlap_p2p_comm`), `autocast_dtype` (`params_dtype`). `replace` makes a changed copy in which they are worked out
@@ -40,7 +40,6 @@ class ModelParallelConfig:
     Raises ConfigError or a subclass, with the value and the nearest legal one.
     """
 
-    # Parallel sizes.
     tensor_model_parallel_size: int = setting(1, "ranks that split each layer", section="parallel sizes")
     pipeline_model_parallel_size: int = setting(1, "P, ranks that share the layers as a pipeline")
     virtual_pipeline_model_parallel_size: int | None = setting(None, "V, model chunks per pipeline rank")
@@ -48,7 +47,6 @@ class ModelParallelConfig:
     data_parallel_size: int | None = setting(None, "replicas of the pipeline; None: what the world size leaves")
     sequence_parallel: bool = setting(False, "split activations along the sequence over the tensor parallel ranks")
 
-    # Training.
     params_dtype: torch.dtype = setting(torch.float32, "dtype of the parameters", section="training")
     enable_autocast: bool = setting(False, "run the forward step inside torch.autocast")
     autocast_dtype: torch.dtype | None = setting(None, "dtype of autocast; None: params_dtype")
@@ -57,31 +55,17 @@ class ModelParallelConfig:
         None, "microbatches in flight of which only some layers are recomputed; None: forward_step_func decides"
     )
 
-    # Hooks: callables, so never a flag.
-    timers: Callable[..., Any] | None = setting(None, "Megatron's timers", cli=False, section="hooks")
-    grad_scale_func: Callable[..., Any] | None = setting(None, "loss -> scaled loss", cli=False)
-    no_sync_func: Callable[..., AbstractContextManager[Any]] | list[Any] | None = setting(
-        None, "context manager(s) in which gradients stay local", cli=False
+    timers: Hook = hook("Megatron's timers", section="hooks")
+    grad_scale_func: Hook = hook("loss -> scaled loss")
+    no_sync_func: Hooks = hook("context manager(s) in which gradients stay local")
+    grad_sync_func: Hooks = hook("start(s) reducing the gradients of these parameters")
+    param_sync_func: Hooks = hook("start(s) gathering these parameters")
+    finalize_model_grads_func: Hook = hook("called once a step, after the last backward")
+    overlapped_forward_backward: Hook = hook(
+        "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.runtime.pairs)"
     )
-    grad_sync_func: Callable[..., Any] | list[Any] | None = setting(
-        None, "start(s) reducing the gradients of these parameters", cli=False
-    )
-    param_sync_func: Callable[..., Any] | list[Any] | None = setting(
-        None, "start(s) gathering these parameters", cli=False
-    )
-    finalize_model_grads_func: Callable[..., Any] | None = setting(
-        None, "called once a step, after the last backward", cli=False
-    )
-    overlapped_forward_backward: Callable[..., Any] | None = setting(
-        None,
-        "runs a forward and a backward that stand side by side as one (ours; see megatron_pp.runtime.pairs)",
-        cli=False,
-    )
-    barrier_with_L1_time: bool = setting(  # noqa: N815 (Megatron's name)
-        True, "level-1 timers start behind a barrier"
-    )
+    barrier_with_L1_time: bool = setting(True, "level-1 timers start behind a barrier")  # noqa: N815 (Megatron's name)
 
-    # Pipeline.
     pipeline_dtype: torch.dtype | None = setting(
         None, "dtype of what travels between stages; needed when P > 1", section="pipeline"
     )
@@ -97,7 +81,6 @@ class ModelParallelConfig:
         False, "call the last stage's finish_embedding_wgrad_compute() before gradients are finalised"
     )
 
-    # Pipeline, ours.
     pipeline_schedule: str | None = setting(
         None,
         "schedule family, or a .csv or .json file; None: 1f1b, or interleaved_1f1b where V > 1",
@@ -138,7 +121,18 @@ class ModelParallelConfig:
         rules.check_schedule(self)
         rules.check_communication(self)
         rules.check_training(self)
-        self._filled_in = rules.fill_in(self)
+        self._filled_in = self._fill_in(
+            microbatch_group_size_per_vp_stage=self.pipeline_model_parallel_size,
+            batch_p2p_comm=not self.overlap_p2p_comm,
+            autocast_dtype=self.params_dtype,
+        )
+
+    def _fill_in(self, **derived: Any) -> frozenset[str]:
+        """Set the fields left None that Megatron derives; returns their names."""
+        missing = [name for name in derived if getattr(self, name) is None]
+        for name in missing:
+            setattr(self, name, derived[name])
+        return frozenset(missing)
 
     @property
     def lowering_policy(self) -> str:
@@ -147,8 +141,8 @@ class ModelParallelConfig:
 
     @property
     def num_chunks(self) -> int:
-        """V, counting a rank without virtual pipelining as one chunk."""
-        return self.virtual_pipeline_model_parallel_size or 1
+        """V; 1 without virtual pipelining."""
+        return 1 if self.virtual_pipeline_model_parallel_size is None else self.virtual_pipeline_model_parallel_size
 
     @property
     def schedule_name(self) -> str:
@@ -162,7 +156,10 @@ class ModelParallelConfig:
 
     def explain_microbatch_count(self, num_microbatches: int) -> MicrobatchCount:
         """The effect of this number of microbatches on speed; raises MicrobatchCountError unless it is at least 1."""
-        return rules.explain_microbatches(self, num_microbatches)
+        size, group = self.pipeline_model_parallel_size, self.microbatch_group_size_per_vp_stage
+        if self.schedule_name != INTERLEAVED:  # the only one with groups
+            return explain_microbatch_count(num_microbatches, size)
+        return explain_microbatch_count(num_microbatches, size, self.num_chunks, group)
 
     def replace(self: Config, **changes: Any) -> Config:
         """A changed copy; derived values are computed again (dataclasses.replace keeps them). Raises as the class."""
@@ -199,7 +196,8 @@ class TransformerConfig(ModelParallelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         rules.check_model_sizes(self)
-        self._filled_in |= rules.fill_in_model_sizes(self)
+        kv_channels = self.hidden_size // self.num_attention_heads
+        self._filled_in |= self._fill_in(ffn_hidden_size=4 * self.hidden_size, kv_channels=kv_channels)
         self.layers_of_stages()
 
     def layers_of_stages(self) -> list[list[int]]:

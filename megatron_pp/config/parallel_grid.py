@@ -1,21 +1,20 @@
-"""Who works with whom: ranks as points of a grid tensor x context x data x pipeline. Never imports torch."""
+"""Parallel groups: ranks as points of a grid tensor x context x data x pipeline. Never imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import math
+from typing import NamedTuple
 
-from megatron_pp.config.checks import whole_number
+from megatron_pp.config.checks import nearest_text, whole_number
 from megatron_pp.errors import WorldSizeError
 
 # From the fastest-running dimension to the slowest, Megatron's default order: ranks of one tensor parallel group are
-# neighbours (they talk most), those of one pipeline are furthest apart (they talk least).
+# neighbours (they exchange most), those of one pipeline are furthest apart (they exchange least).
 DIMENSIONS = ("tp", "cp", "dp", "pp")
 
 
-@dataclass(frozen=True)
-class Grid:
-    """tensor_parallel * context_parallel * data_parallel * pipeline_parallel ranks, in Megatron's order."""
+class Grid(NamedTuple):
+    """tensor_parallel * context_parallel * data_parallel * pipeline_parallel ranks, in the order of DIMENSIONS."""
 
     tensor_parallel: int
     context_parallel: int
@@ -23,18 +22,13 @@ class Grid:
     pipeline_parallel: int
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """In the order of DIMENSIONS."""
-        return (self.tensor_parallel, self.context_parallel, self.data_parallel, self.pipeline_parallel)
-
-    @property
     def world_size(self) -> int:
-        return self.tensor_parallel * self.context_parallel * self.data_parallel * self.pipeline_parallel
+        return math.prod(self)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank is in each dimension."""
         place = {}
-        for name, size in zip(DIMENSIONS, self.sizes, strict=True):
+        for name, size in zip(DIMENSIONS, self, strict=True):
             rank, place[name] = divmod(rank, size)
         return place
 
@@ -42,11 +36,9 @@ class Grid:
         """All groups of ranks that differ only in the named dimensions; each ascending, every rank in exactly one."""
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            members.setdefault(self._elsewhere(rank, along), []).append(rank)
+            elsewhere = tuple(at for name, at in self.coordinates(rank).items() if name not in along)
+            members.setdefault(elsewhere, []).append(rank)
         return list(members.values())
-
-    def _elsewhere(self, rank: int, along: Collection[str]) -> tuple[int, ...]:
-        return tuple(position for name, position in self.coordinates(rank).items() if name not in along)
 
 
 def fit_grid(
@@ -69,17 +61,16 @@ def fit_grid(
         f"tensor_model_parallel_size {tensor_parallel} x context_parallel_size {context_parallel} x "
         f"pipeline_model_parallel_size {pipeline_parallel}"
     )
-    if data_parallel is not None:
-        wanted = replica * whole_number("data_parallel_size", data_parallel)
-        if world_size != wanted:
-            raise WorldSizeError(
-                f"the world size is {world_size}, but {product} x data_parallel_size {data_parallel} is {wanted}"
-            )
-        return Grid(tensor_parallel, context_parallel, data_parallel, pipeline_parallel)
-    if world_size % replica:
-        below = world_size - world_size % replica
-        nearest = f"{below} or {below + replica}" if below else str(replica)
+    if data_parallel is None and world_size % replica:
+        fitting = nearest_text(world_size, lambda n: n % replica == 0)
         raise WorldSizeError(
-            f"the world size is {world_size}, which {product} = {replica} does not divide; nearest: {nearest} processes"
+            f"the world size is {world_size}, which {product} = {replica} does not divide; nearest: {fitting} processes"
         )
-    return Grid(tensor_parallel, context_parallel, world_size // replica, pipeline_parallel)
+    if data_parallel is None:
+        data_parallel = world_size // replica
+    wanted = replica * whole_number("data_parallel_size", data_parallel)
+    if world_size != wanted:
+        raise WorldSizeError(
+            f"the world size is {world_size}, but {product} x data_parallel_size {data_parallel} is {wanted}"
+        )
+    return Grid(tensor_parallel, context_parallel, data_parallel, pipeline_parallel)

@@ -1,7 +1,4 @@
-"""What makes a config impossible, and what is derived where a field was left None.
-
-Each check takes the config object, reads its fields by name, and raises with the value and the nearest legal one.
-"""
+"""What makes a config impossible. Each check raises with the value and the nearest legal one."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megatron_pp.config.checks import one_of, whole_number
-from megatron_pp.config.microbatch_counts import MicrobatchCount, check_group_size, explain_microbatch_count
+from megatron_pp.config.checks import nearest_text, one_of, whole_number
+from megatron_pp.config.microbatch_counts import check_group_size
 from megatron_pp.errors import ConfigError, ExchangeError, PlanError, ScheduleError
 from megatron_pp.plan.family import Family
 from megatron_pp.plan.measured import Measured, measured_values
@@ -23,9 +20,8 @@ from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN
 def check_parallel_sizes(config: Any) -> None:
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         whole_number(name, getattr(config, name))
-    if config.virtual_pipeline_model_parallel_size is not None:
-        hint = "None for a pipeline without chunks"
-        whole_number("virtual_pipeline_model_parallel_size", config.virtual_pipeline_model_parallel_size, hint=hint)
+    hint = "None for a pipeline without chunks"
+    whole_number("virtual_pipeline_model_parallel_size", config.num_chunks, hint=hint)
     if config.data_parallel_size is not None:
         whole_number("data_parallel_size", config.data_parallel_size)
     if config.sequence_parallel and config.tensor_model_parallel_size == 1:
@@ -33,8 +29,7 @@ def check_parallel_sizes(config: Any) -> None:
             "sequence_parallel is True with tensor_model_parallel_size 1; it splits over the tensor parallel ranks, "
             "so use at least 2 or leave it off"
         )
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    check_group_size(config.pipeline_model_parallel_size, chunks, config.microbatch_group_size_per_vp_stage)
+    check_group_size(config.pipeline_model_parallel_size, config.num_chunks, config.microbatch_group_size_per_vp_stage)
 
 
 def check_dtypes(config: Any) -> None:
@@ -54,9 +49,10 @@ def check_dtypes(config: Any) -> None:
 def check_schedule(config: Any) -> None:
     if config.pipeline_placement is not None:
         one_of("pipeline_placement", config.pipeline_placement, PLACEMENTS)
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    family = schedule_family(config.pipeline_schedule, chunks)
-    _check_measured(config, family, config.pipeline_model_parallel_size, chunks)
+    family = schedule_family(config.pipeline_schedule, config.num_chunks)
+    searched = family.search is not None
+    sizes = config.pipeline_model_parallel_size, family.chunks or config.num_chunks
+    measured_of(config, Placement(family.placement, *sizes) if searched else None)
     if config.pipeline_placement not in (None, family.placement):
         fitting = [name for name, other in SCHEDULES.items() if other.placement == config.pipeline_placement]
         advice = f", or choose one of {', '.join(fitting)}" if fitting else ""
@@ -66,23 +62,15 @@ def check_schedule(config: Any) -> None:
         )
 
 
-def _check_measured(config: Any, family: Family, size: int, chunks: int) -> None:
-    measured = measured_of(config)
-    if measured is None or family.search is None:
-        return
+def measured_of(config: Any, placement: Placement | None = None) -> Measured | None:
+    """What the automatic schedules plan for. Raises ScheduleError, also where it does not fit ``placement``."""
     try:
-        placement = Placement(family.placement, size, family.chunks or chunks)
-        measured.costs(placement.num_stages), measured.memory(placement)
+        measured = measured_values(config.pipeline_measured)
+        if measured is not None and placement is not None:
+            measured.costs(placement.num_stages), measured.memory(placement)
     except PlanError as error:
         raise ScheduleError(f"pipeline_measured: {error}") from error
-
-
-def measured_of(config: Any) -> Measured | None:
-    """What the automatic schedules plan for. Raises ScheduleError."""
-    try:
-        return measured_values(config.pipeline_measured)
-    except PlanError as error:
-        raise ScheduleError(f"pipeline_measured: {error}") from error
+    return measured
 
 
 def check_communication(config: Any) -> None:
@@ -115,9 +103,12 @@ def check_training(config: Any) -> None:
             "hide it in, so leave it off"
         )
     for name in ("timers", "grad_scale_func", "finalize_model_grads_func", "overlapped_forward_backward"):
-        _check_callables(config, name, lists=False)
+        if getattr(config, name) is not None and not callable(getattr(config, name)):
+            raise ConfigError(f"{name} is {getattr(config, name)!r}; it must be a callable, or None")
     for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
-        _check_callables(config, name, lists=True)
+        value = getattr(config, name)
+        if value is not None and not all(map(callable, value if isinstance(value, (list, tuple)) else [value])):
+            raise ConfigError(f"{name} is {value!r}; it must be a callable, or a list of one per chunk, or None")
 
 
 def check_model_sizes(config: Any) -> None:
@@ -130,12 +121,12 @@ def check_model_sizes(config: Any) -> None:
     if config.kv_channels is None and hidden % heads:
         raise ConfigError(
             f"hidden_size is {hidden}, which {heads} num_attention_heads do not divide; nearest: "
-            f"{_nearest_multiple(hidden, heads)}, or set kv_channels"
+            f"{nearest_text(hidden, lambda n: n % heads == 0)}, or set kv_channels"
         )
     if heads % split:
         raise ConfigError(
             f"num_attention_heads is {heads}, which tensor_model_parallel_size {split} does not divide; nearest: "
-            f"{_nearest_multiple(heads, split)}"
+            f"{nearest_text(heads, lambda n: n % split == 0)}"
         )
     for name in ("hidden_dropout", "attention_dropout"):
         value = getattr(config, name)
@@ -147,27 +138,8 @@ def check_model_sizes(config: Any) -> None:
         raise ConfigError(f"init_method_std is {config.init_method_std!r}; it must be at least 0, such as 0.02")
 
 
-def fill_in(config: Any) -> frozenset[str]:
-    """Sets the fields left None that Megatron derives; returns their names."""
-    derived = {
-        "microbatch_group_size_per_vp_stage": config.pipeline_model_parallel_size,
-        "batch_p2p_comm": not config.overlap_p2p_comm,
-        "autocast_dtype": config.params_dtype,
-    }
-    return _fill(config, derived)
-
-
-def fill_in_model_sizes(config: Any) -> frozenset[str]:
-    """As fill_in, for the sizes of a transformer."""
-    derived = {
-        "ffn_hidden_size": 4 * config.hidden_size,
-        "kv_channels": config.hidden_size // config.num_attention_heads,
-    }
-    return _fill(config, derived)
-
-
 def lowering_policy(config: Any) -> str:
-    """What the two flags ask for. Raises ConfigError where both are set."""
+    """The policy of overlap_p2p_comm and batch_p2p_comm. Raises ConfigError where both are set."""
     overlap, batched = config.overlap_p2p_comm, config.batch_p2p_comm
     if overlap and batched:
         raise ConfigError(
@@ -200,32 +172,3 @@ def schedule_family(schedule: str | None, num_chunks: int) -> Family:
             f"(virtual_pipeline_model_parallel_size); {num_chunks} fit {', '.join(fitting)}"
         )
     return family
-
-
-def explain_microbatches(config: Any, num_microbatches: int) -> MicrobatchCount:
-    """Groups exist in the interleaved schedule alone; any other fills up with P microbatches."""
-    size = config.pipeline_model_parallel_size
-    if config.schedule_name != INTERLEAVED:
-        return explain_microbatch_count(num_microbatches, size)
-    group = config.microbatch_group_size_per_vp_stage
-    return explain_microbatch_count(num_microbatches, size, config.num_chunks, group)
-
-
-def _check_callables(config: Any, name: str, lists: bool) -> None:
-    value = getattr(config, name)
-    entries = value if lists and isinstance(value, (list, tuple)) else [value]
-    if value is not None and not all(map(callable, entries)):
-        kinds = "a callable, or a list of one per chunk" if lists else "a callable"
-        raise ConfigError(f"{name} is {value!r}; it must be {kinds}, or None")
-
-
-def _fill(config: Any, derived: dict[str, Any]) -> frozenset[str]:
-    missing = [name for name in derived if getattr(config, name) is None]
-    for name in missing:
-        setattr(config, name, derived[name])
-    return frozenset(missing)
-
-
-def _nearest_multiple(value: int, of: int) -> str:
-    below = value - value % of
-    return f"{below} or {below + of}" if below else str(of)

@@ -18,18 +18,18 @@ from megatron_pp.plan.instruction import BACKWARD
 _COMPUTE, _WAITS, _SENT_ACT, _SENT_GRAD, _GOT_ACT, _GOT_GRAD = range(6)
 _STEPS = 6
 _THREADS = "compute", "waits", "activations sent", "gradients sent", "activations received", "gradients received"
-MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "slots": 1e3}
+_MICROS = 1e3  # microseconds in a millisecond; a slot is shown as one
 
 
 def render_chrome_trace(timeline: Timeline) -> str:
-    """JSON of the trace. A slot is shown as a millisecond."""
-    return _document(timeline.title, chain(_all_names(timeline), _events(timeline, 0.0, "")))
+    """JSON of the trace."""
+    return _document(timeline.title, chain(_names(timeline), _events(timeline, 0.0, "")))
 
 
 def render_chrome_steps(title: str, steps: Sequence[tuple[str, float, Timeline]]) -> str:
     """JSON of several steps of the same ranks: (name, when it began, in the unit of its timeline, the timeline)."""
     events = chain.from_iterable(_step(name, began, timeline) for name, began, timeline in steps)
-    return _document(title, chain(_all_names(steps[0][2]), events))
+    return _document(title, chain(_names(steps[0][2]), events))
 
 
 def _document(title: str, events: Iterator[dict[str, Any]]) -> str:
@@ -38,33 +38,27 @@ def _document(title: str, events: Iterator[dict[str, Any]]) -> str:
     return '{"displayTimeUnit":"ms","otherData":' + meta + ',"traceEvents":[\n' + ",\n".join(parts) + "\n]}\n"
 
 
-def _all_names(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    return chain.from_iterable(_names(rank, lane) for rank, lane in enumerate(timeline.lanes))
-
-
 def _step(name: str, began: float, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    scale = MICROSECONDS.get(timeline.unit, 1e3)
     for rank in range(len(timeline.lanes)):
         yield from _thread(rank, _STEPS, "steps", -1)
         span = {"ph": "X", "pid": rank, "tid": _STEPS, "name": name}
-        yield {**span, "ts": began * scale, "dur": timeline.end * scale}
+        yield {**span, "ts": began * _MICROS, "dur": timeline.end * _MICROS}
     yield from _events(timeline, began, f"{name}: ")
 
 
 def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str, Any]]:
     """The events of one step; ``prefix`` makes the ids of its arrows unique."""
-    scale = MICROSECONDS.get(timeline.unit, 1e3)
     for rank, lane in enumerate(timeline.lanes):
-        yield from _spans(rank, lane, began, scale)
+        yield from _spans(rank, lane, began)
         for time, value in lane.memory:
-            yield {"ph": "C", "pid": rank, "name": "memory", "ts": (began + time) * scale, "args": {"bytes": value}}
+            yield {"ph": "C", "pid": rank, "name": "memory", "ts": (began + time) * _MICROS, "args": {"bytes": value}}
     for number, t in enumerate(timeline.transfers):
         if t.end <= t.start:
             continue
         gradient = t.kind == BACKWARD
         name = f"{'gradient' if gradient else 'activation'} of microbatch {t.mb} for stage {t.stage}"
         args = {"from": t.source, "to": t.target, "bytes": t.size}
-        start, end = (began + t.start) * scale, (began + t.end) * scale
+        start, end = (began + t.start) * _MICROS, (began + t.end) * _MICROS
         span = {"ph": "X", "name": name, "ts": start, "dur": end - start, "args": args}
         sent, got = _SENT_ACT + gradient, _GOT_ACT + gradient
         yield {**span, "pid": t.source, "tid": sent}
@@ -74,11 +68,12 @@ def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str,
         yield {**flow, "ph": "f", "bp": "e", "pid": t.target, "tid": got, "ts": end}
 
 
-def _names(rank: int, lane: Lane) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": lane.name}}
-    yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
-    for thread, name in enumerate(_THREADS):
-        yield from _thread(rank, thread, name, thread)
+def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for rank, lane in enumerate(timeline.lanes):
+        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": lane.name}}
+        yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+        for thread, name in enumerate(_THREADS):
+            yield from _thread(rank, thread, name, thread)
 
 
 def _thread(rank: int, thread: int, name: str, position: int) -> Iterator[dict[str, Any]]:
@@ -87,10 +82,11 @@ def _thread(rank: int, thread: int, name: str, position: int) -> Iterator[dict[s
     yield {**meta, "name": "thread_sort_index", "args": {"sort_index": position}}
 
 
-def _spans(rank: int, lane: Lane, began: float, scale: float) -> Iterator[dict[str, Any]]:
+def _spans(rank: int, lane: Lane, began: float) -> Iterator[dict[str, Any]]:
     for thread, events in ((_COMPUTE, lane.compute), (_WAITS, lane.waits)):
         for event in events:
             at = event.instruction
             span = {"ph": "X", "pid": rank, "tid": thread, "name": str(at), "cat": NAMES.get(at.op, "wait")}
-            times = {"ts": (began + event.start) * scale, "dur": (event.end - event.start) * scale}
-            yield {**span, **times, "args": {"chunk": at.chunk, "microbatch": at.mb, "stage": at.stage}}
+            start, length = (began + event.start) * _MICROS, (event.end - event.start) * _MICROS
+            args = {"chunk": at.chunk, "microbatch": at.mb, "stage": at.stage}
+            yield {**span, "ts": start, "dur": length, "args": args}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from megatron_pp.draw.palette import block_colour, ink_on
@@ -43,12 +44,9 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
     end = timeline.end or 1.0
     tick = end / _TICKS
     sent = timeline.sent()
-    lanes = [
-        {**_lane(lane, sent[k], tick, store), "stages": list(timeline.stages[k])}
-        for k, lane in enumerate(timeline.lanes)
-    ]
-    chunks = range(timeline.num_chunks)
-    shades = [[block_colour(op, c, timeline.num_chunks) for c in chunks] for op in _COMPUTE]
+    each = zip(timeline.lanes, sent, timeline.stages, strict=True)
+    lanes = [{**_lane(lane, parts, tick, store), "stages": list(stages)} for lane, parts, stages in each]
+    shades = [[block_colour(op, c, timeline.num_chunks) for c in range(timeline.num_chunks)] for op in _COMPUTE]
     return {
         "title": timeline.title,
         "unit": timeline.unit,
@@ -58,7 +56,7 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
         "microbatches": timeline.num_microbatches,
         "shortBlock": timeline.short_block,
         "lanes": lanes,
-        "hasTransfers": any(s for pair in sent for s in pair),
+        "hasTransfers": timeline.has_transfers,
         "hasMemory": any(lane.memory for lane in timeline.lanes),
         "mostMemory": timeline.most_memory or 1.0,
         "shades": [[c.hex for c in row] for row in shades],
@@ -83,8 +81,8 @@ def _lane(lane: Lane, sent: tuple[list[Transfer], list[Transfer]], tick: float, 
 
 
 def _events(events: Sequence[Event], ops: dict[str, int], tick: float, store: ColumnStore) -> dict[str, list[int]]:
-    instructions = [e.instruction for e in events]
-    return _spans(events, [ops[at.op] << 30 | at.chunk << 20 | at.mb for at in instructions], tick, store)
+    codes = [ops[at.op] << 30 | at.chunk << 20 | at.mb for at in (e.instruction for e in events)]
+    return _spans(events, codes, tick, store)
 
 
 def _transfers(transfers: Sequence[Transfer], tick: float, store: ColumnStore) -> dict[str, list[int]]:
@@ -112,15 +110,8 @@ def thinned(steps: Sequence[tuple[float, float]], most: int) -> list[tuple[float
         return list(steps)
     stretch = steps[-1][0] / (most / 2) or 1.0
     kept: list[tuple[float, float]] = []
-    group: list[tuple[float, float]] = []
-    for step in steps:
-        if group and int(step[0] / stretch) != int(group[0][0] / stretch):
-            kept += _highest_and_last(group)
-            group = []
-        group.append(step)
-    return kept + _highest_and_last(group)
-
-
-def _highest_and_last(group: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    highest = max(group, key=lambda step: step[1])
-    return [highest] if highest is group[-1] else [highest, group[-1]]
+    for _, members in groupby(steps, key=lambda step: int(step[0] / stretch)):
+        group = list(members)
+        highest = max(group, key=lambda step: step[1])
+        kept += [highest] if highest is group[-1] else [highest, group[-1]]
+    return kept

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rich.text import Text
 
@@ -42,7 +43,8 @@ class GridFacts:
 
 def grid_cells(plan: Plan) -> list[list[Instruction | None]]:
     """``cells[rank][step]``: what runs there, None where the rank is idle."""
-    orders = _orders(plan)
+    training = not plan.spec.forward_only
+    orders = [[at for at in without_pairs(order) if at.op == FORWARD or training] for order in plan.orders]
     ends = run_clock(orders, plan.placement).ends
     steps = max((e[-1] for e in ends if e), default=0)
     cells: list[list[Instruction | None]] = [[None] * steps for _ in orders]
@@ -68,7 +70,7 @@ def render_grid(plan: Plan, width: int = 80) -> list[Text]:
     cells = grid_cells(plan)
     chunks = plan.spec.num_chunks
     steps = len(cells[0])
-    cell = max([len(str(steps))] + [len(block_name(at, chunks)) for row in cells for at in row if at is not None]) + 1
+    cell = max(len(str(steps)), *(len(block_name(at, chunks)) for row in cells for at in row if at is not None)) + 1
     heads = [f"{'stage' if chunks == 1 else 'rank'} {rank}" for rank in range(len(cells))]
     margin = max(len("time step"), max(map(len, heads))) + 1
     per_panel = max(1, (width - margin) // cell)
@@ -94,16 +96,6 @@ def _row(head: str, row: Sequence[Instruction | None], margin: int, cell: int, c
     return line
 
 
-def _orders(plan: Plan) -> list[list[Instruction]]:
-    return [
-        [at for at in without_pairs(order) if at.op == FORWARD or not plan.spec.forward_only] for order in plan.orders
-    ]
-
-
 def _in_flight(row: Sequence[Instruction | None]) -> int:
-    now = peak = 0
-    for at in row:
-        if at is not None:
-            now += (at.op == FORWARD) - (at.op in BACKWARD_OPS)
-            peak = max(peak, now)
-    return peak
+    changes = ((at.op == FORWARD) - (at.op in BACKWARD_OPS) for at in row if at is not None)
+    return max(accumulate(changes, initial=0))

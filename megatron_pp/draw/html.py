@@ -46,7 +46,7 @@ def _legend(timelines: Sequence[Timeline]) -> str:
     keys.append('<i style="background:var(--idle);border:1px solid var(--rule)"></i>idle')
     if any(t.has_waits for t in timelines):
         keys.append('<i class="thin" style="background:var(--wait)"></i>waiting for a transfer')
-    if any(tr.end > tr.start for t in timelines for tr in t.transfers):
+    if any(t.has_transfers for t in timelines):
         keys.append('<i class="thin" style="background:var(--act)"></i>activation on its way')
         keys.append('<i class="thin" style="background:var(--grad)"></i>gradient on its way')
     if any(lane.memory for t in timelines for lane in t.lanes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import defaultdict
 from collections.abc import Sequence
 
 from matplotlib import style
@@ -14,7 +15,7 @@ from matplotlib.patheffects import withStroke
 
 from megatron_pp.draw.columns import thinned
 from megatron_pp.draw.merged import pieces
-from megatron_pp.draw.palette import MEMORY, NAMES, OPERATIONS, WAIT, block_colour, ink_on
+from megatron_pp.draw.palette import MEMORY, NAMES, OPERATIONS, WAIT, block_colour, block_name, ink_on
 from megatron_pp.draw.ticks import size_label
 from megatron_pp.draw.timeline import Lane, Timeline
 
@@ -64,16 +65,13 @@ def _draw(axes: Axes, timeline: Timeline, end: float, pixels: float, dark: bool)
 def _draw_blocks(axes: Axes, timeline: Timeline, lane: Lane, k: int, scale: float) -> None:
     bars: list[tuple[float, float]] = []
     colours: list[str] = []
-    thin: dict[str, tuple[list[float], list[float], list[float]]] = {}
-    names_chunks = timeline.names_chunks(scale, _LETTER)
+    thin: dict[str, list[tuple[float, float, float]]] = defaultdict(list)  # by operation: left, bottom, height
+    named_chunks = timeline.named_chunks(scale, _LETTER)
     for piece in pieces(lane.compute, scale):
         if piece.event is None:
             bottom = k + 0.12
             for op, share in piece.shares:
-                lefts, bottoms, heights = thin.setdefault(op, ([], [], []))
-                lefts.append(piece.left / scale)
-                bottoms.append(bottom)
-                heights.append(-0.5 * share)
+                thin[op].append((piece.left / scale, bottom, -0.5 * share))
                 bottom -= 0.5 * share
             continue
         at = piece.event.instruction
@@ -81,12 +79,13 @@ def _draw_blocks(axes: Axes, timeline: Timeline, lane: Lane, k: int, scale: floa
         width = piece.right - piece.left
         bars.append((piece.left / scale, max(width - 0.8, 0.6) / scale))
         colours.append(colour.hex)
-        label = str(at) if names_chunks else f"{at.op}{at.mb}"
+        label = block_name(at, named_chunks)
         if _LETTER * len(label) + 2 < width:
             middle = (piece.left + width / 2) / scale
             axes.text(middle, k - 0.13, label, ha="center", va="center", fontsize=8, color=ink_on(colour).hex)
     axes.broken_barh(bars, (k - 0.38, 0.5), facecolors=colours)
-    for op, (lefts, bottoms, heights) in thin.items():
+    for op, bits in thin.items():
+        lefts, bottoms, heights = zip(*bits, strict=True)
         axes.bar(lefts, heights, width=1 / scale, bottom=bottoms, align="edge", color=OPERATIONS[op].hex, linewidth=0)
 
 
@@ -103,7 +102,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, lane: Lane, k: int) -> None:
 
 
 def _keys(timeline: Timeline) -> list[Patch]:
-    keys = [Patch(color=OPERATIONS[op].hex, label=NAMES[op]) for op in OPERATIONS if op in timeline.ops]
+    keys = [Patch(color=OPERATIONS[op].hex, label=NAMES[op]) for op in timeline.ops]
     if timeline.num_chunks > 1:
         keys.append(Patch(color="none", label="lighter: later chunks"))
     if timeline.has_waits:

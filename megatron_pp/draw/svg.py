@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from itertools import pairwise
 
+from megatron_pp.draw import palette
 from megatron_pp.draw.columns import thinned
 from megatron_pp.draw.merged import Piece, pieces
-from megatron_pp.draw.palette import ACTIVATION, GRADIENT, MEMORY, NAMES, OPERATIONS, WAIT, block_colour, ink_on
+from megatron_pp.draw.palette import NAMES, OPERATIONS, block_colour, block_name, ink_on
 from megatron_pp.draw.ticks import size_label, tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.plan.sim.simulation import Event, Transfer
@@ -39,33 +41,32 @@ class _Picture:
         self.timeline = timeline
         self.width = width
         self.scale = (width - _MARGIN - _RIGHT) / (timeline.end or 1.0)
-        self.names_chunks = timeline.names_chunks(self.scale, _LETTER)
+        self.named_chunks = timeline.named_chunks(self.scale, _LETTER)
         self.sent = timeline.sent()
-        self.has_transfers = any(s for pair in self.sent for s in pair)
+        self.has_transfers = timeline.has_transfers
         self.most_memory = timeline.most_memory
         strips = 2 * _STRIP + 3 if self.has_transfers else 0
         self.lane_height = _BLOCK + strips + (_MEMORY + 4 if self.most_memory else 0) + _GAP
         self.height = _TOP + self.lane_height * len(timeline.lanes) + 6
 
     def render(self) -> str:
-        size, title = f"{self.width} {self.height}", escape(self.timeline.title, quote=True)
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{self.height}" '
-            f'viewBox="0 0 {size}" role="img" aria-label="{title}">'
+            f'viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(self.timeline.title)}">'
         )
-        return "\n".join(
-            [head, f"<style>{_STYLE}</style>", *self._heading(), *self._axis(), *self._lanes(), "</svg>", ""]
-        )
+        body = [f"<style>{_STYLE}</style>", *self._heading(), *self._axis(), *self._lanes()]
+        return "\n".join([head, *body, "</svg>", ""])
 
     def _heading(self) -> Iterator[str]:
         yield f'<text class="title" x="8" y="20">{escape(self.timeline.title)}</text>'
-        keys = [(NAMES[op], OPERATIONS[op].hex, 12) for op in OPERATIONS if op in self.timeline.ops]
+        keys = [(NAMES[op], OPERATIONS[op].hex, 12) for op in self.timeline.ops]
         if self.timeline.has_waits:
-            keys.append(("waiting", WAIT.hex, 4))
+            keys.append(("waiting", palette.WAIT.hex, 4))
         if self.has_transfers:
-            keys += [("activation on its way", ACTIVATION.hex, 4), ("gradient on its way", GRADIENT.hex, 4)]
+            keys.append(("activation on its way", palette.ACTIVATION.hex, 4))
+            keys.append(("gradient on its way", palette.GRADIENT.hex, 4))
         if self.most_memory:
-            keys.append(("memory", MEMORY.hex, 2))
+            keys.append(("memory", palette.MEMORY.hex, 2))
         x = 8.0
         for name, colour, thick in keys:
             yield f'<rect x="{x:.0f}" y="{38 - thick / 2:.0f}" width="20" height="{thick}" fill="{colour}"/>'
@@ -94,12 +95,12 @@ class _Picture:
             yield f'<text x="8" y="{y + _BLOCK / 2 + 4}">{escape(lane.name)}</text>'
             whole = self.timeline.end * self.scale
             yield f'<rect x="{_MARGIN}" y="{y}" width="{whole:.1f}" height="{_BLOCK}" fill="var(--idle)"/>'
-            yield from self._strip(lane.waits, y + _BLOCK / 2 - 2, WAIT.hex)
+            yield from self._strip(lane.waits, y + _BLOCK / 2 - 2, palette.WAIT.hex)
             for piece in pieces(lane.compute, self.scale):
                 yield from self._piece(piece, y)
             if self.has_transfers:
-                yield from self._strip(self.sent[k][0], y + _BLOCK + 2, ACTIVATION.hex)
-                yield from self._strip(self.sent[k][1], y + _BLOCK + 3 + _STRIP, GRADIENT.hex)
+                yield from self._strip(self.sent[k][0], y + _BLOCK + 2, palette.ACTIVATION.hex)
+                yield from self._strip(self.sent[k][1], y + _BLOCK + 3 + _STRIP, palette.GRADIENT.hex)
             if lane.memory:
                 yield from self._memory(lane, y + self.lane_height - _GAP - _MEMORY)
 
@@ -120,36 +121,31 @@ class _Picture:
             f'<rect x="{x:.1f}" y="{y}" width="{drawn:.1f}" height="{_BLOCK}" fill="{colour.hex}">'
             f"<title>{escape(title)}</title></rect>"
         )
-        label = str(at) if self.names_chunks else f"{at.op}{at.mb}"
+        label = block_name(at, self.named_chunks)
         if _LETTER * len(label) + 2 < width:
             middle, ink = x + width / 2, f"fill:{ink_on(colour).hex};pointer-events:none"
             yield f'<text class="label" x="{middle:.1f}" y="{y + _BLOCK / 2 + 4}" style="{ink}">{label}</text>'
 
     def _strip(self, things: list[Event] | list[Transfer], y: float, colour: str) -> Iterator[str]:
         """Thin bars; those that touch are drawn as one."""
-        left = right = -1.0
+        bars: list[tuple[float, float]] = []
         for thing in things:
-            start, end = self._x(thing.start), max(self._x(thing.start) + 0.7, self._x(thing.end))
-            if start <= right + 0.3:
-                right = max(right, end)
-                continue
-            yield from _bar(left, right, y, colour)
-            left, right = start, end
-        yield from _bar(left, right, y, colour)
+            start = self._x(thing.start)
+            end = max(start + 0.7, self._x(thing.end))
+            if bars and start <= bars[-1][1] + 0.3:
+                bars[-1] = (bars[-1][0], max(bars[-1][1], end))
+            else:
+                bars.append((start, end))
+        for left, right in bars:
+            yield f'<rect x="{left:.1f}" y="{y:.1f}" width="{right - left:.1f}" height="{_STRIP}" fill="{colour}"/>'
 
     def _memory(self, lane: Lane, y: float) -> Iterator[str]:
         steps = thinned(lane.memory, 2 * self.width)
         points = [f"M{self._x(0):.1f} {y + _MEMORY}"]
-        for k, (time, value) in enumerate(steps):
-            until = steps[k + 1][0] if k + 1 < len(steps) else self.timeline.end
+        for (time, value), (until, _) in pairwise([*steps, (self.timeline.end, 0.0)]):
             height = y + _MEMORY * (1 - value / self.most_memory)
             points.append(f"L{self._x(time):.1f} {height:.1f}H{self._x(until):.1f}")
-        points.append(f"V{y + _MEMORY}Z")
-        yield f'<path d="{"".join(points)}" fill="{MEMORY.hex}" fill-opacity="0.25" stroke="{MEMORY.hex}"/>'
+        outline, colour = "".join([*points, f"V{y + _MEMORY}Z"]), palette.MEMORY.hex
+        yield f'<path d="{outline}" fill="{colour}" fill-opacity="0.25" stroke="{colour}"/>'
         peak = f"peak {size_label(lane.peak)}"
         yield f'<text class="soft end halo" x="{self.width - _RIGHT - 4}" y="{y + 8}">{peak}</text>'
-
-
-def _bar(left: float, right: float, y: float, colour: str) -> Iterator[str]:
-    if right > left:
-        yield f'<rect x="{left:.1f}" y="{y:.1f}" width="{right - left:.1f}" height="{_STRIP}" fill="{colour}"/>'

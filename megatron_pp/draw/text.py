@@ -8,8 +8,10 @@ Rows between ranks show transfers: ``v`` towards the higher rank, ``^`` towards 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rich.text import Text
 
@@ -34,14 +36,24 @@ class Scale:
     width: int
 
     def column(self, time: float) -> int:
+        """The column whose edge is nearest."""
         return min(self.columns, round(time / self.per_column))
+
+    def within(self, time: float) -> int:
+        """The column that ``time`` falls into."""
+        return min(self.columns - 1, int(time / self.per_column))
 
 
 def render_text(timeline: Timeline, width: int = 80, max_panels: int = _MAX_PANELS) -> list[Text]:
     """The lines of the drawing, none wider than ``width`` columns."""
     margin = max(len(lane.name) for lane in timeline.lanes) + 1
     scale = choose_scale(timeline, max(10, width - margin), max_panels)
-    rows = _rows(timeline, scale)
+    transfers = _transfer_rows(timeline, scale)
+    rows: list[tuple[str, Text]] = []
+    for rank, lane in enumerate(timeline.lanes):
+        rows.append((lane.name, _lane_row(lane, timeline, scale)))
+        if rank in transfers:
+            rows.append(("", Text(transfers[rank], style="dim")))
     lines: list[Text] = []
     for start in range(0, scale.columns, scale.width):
         stop = min(start + scale.width, scale.columns)
@@ -68,37 +80,21 @@ def choose_scale(timeline: Timeline, width: int, max_panels: int) -> Scale:
 
 def _short_duration(durations: list[float]) -> float:
     """The shortest, without shorter ones that add up to less than a twentieth of the time."""
-    left = sum(durations) / 20
-    for duration in sorted(durations):
-        left -= duration
-        if left <= 0:
-            return duration
-    return max(durations)
+    ordered = sorted(durations)
+    little = sum(ordered) / 20
+    return next(duration for duration, total in zip(ordered, accumulate(ordered), strict=True) if total >= little)
 
 
 def legend(timeline: Timeline) -> Text:
     """One line that explains the letters and marks."""
-    ops = timeline.ops
     text = Text()
-    for op, name in NAMES.items():
-        if op in ops:
-            text.append(f"{op}{_FILL[op]}", style=block_style(op, 0, 1))
-            text.append(f" {name}  ")
+    for op in timeline.ops:
+        text.append(f"{op}{_FILL[op]}", style=block_style(op, 0, 1))
+        text.append(f" {NAMES[op]}  ")
     text.append(f"{_IDLE} idle")
-    if any(t.end > t.start for t in timeline.transfers):
+    if timeline.has_transfers:
         text.append("  v ^ x transfers down, up, both")
     return text
-
-
-def _rows(timeline: Timeline, scale: Scale) -> list[tuple[str, Text]]:
-    """(name, whole row) of every rank, and below it of its transfers that take time."""
-    transfers = _transfer_rows(timeline, scale)
-    rows: list[tuple[str, Text]] = []
-    for rank, lane in enumerate(timeline.lanes):
-        rows.append((lane.name, _lane_row(lane, timeline, scale)))
-        if rank in transfers:
-            rows.append(("", Text(transfers[rank], style="dim")))
-    return rows
 
 
 def _lane_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
@@ -116,32 +112,27 @@ def _lane_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
 
 def _crowded_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
     """Every column shows the operation that fills most of it."""
-    filled: list[dict[Event | None, float]] = [{} for _ in range(scale.columns)]
-    totals: list[dict[str, float]] = [{} for _ in range(scale.columns)]
+    columns: list[dict[str, list[tuple[float, Event]]]] = [defaultdict(list) for _ in range(scale.columns)]
     for event in lane.compute:
-        first = min(scale.columns - 1, int(event.start / scale.per_column))
-        last = min(scale.columns - 1, int(event.end / scale.per_column))
-        for column in range(first, last + 1):
+        for column in range(scale.within(event.start), scale.within(event.end) + 1):
             start, stop = column * scale.per_column, (column + 1) * scale.per_column
             part = min(stop, event.end) - max(start, event.start)
-            totals[column][event.instruction.op] = totals[column].get(event.instruction.op, 0.0) + part
-            filled[column][event] = part
+            columns[column][event.instruction.op].append((part, event))
     row = Text()
-    for parts, events in zip(totals, filled, strict=True):
-        op = max(parts, key=lambda o: parts[o], default=None)
-        if op is None or 2 * sum(parts.values()) < scale.per_column:
+    for parts in columns:
+        totals = {op: sum(part for part, _ in events) for op, events in parts.items()}
+        if not totals or 2 * sum(totals.values()) < scale.per_column:
             row.append(_IDLE, style="dim")
         else:
-            longest = max((e for e in events if e and e.instruction.op == op), key=lambda e: events[e])
+            op = max(totals, key=lambda o: totals[o])
+            _, longest = max(parts[op], key=lambda one: one[0])
             row.append(op, style=_style(longest, timeline))
     return row
 
 
 def _block(event: Event, timeline: Timeline, width: int) -> str:
-    op = event.instruction.op
-    label = block_name(event.instruction, timeline.num_chunks)
-    shown = label if len(label) <= width else op
-    return shown.ljust(width, _FILL[op])
+    op, label = event.instruction.op, block_name(event.instruction, timeline.num_chunks)
+    return (label if len(label) <= width else op).ljust(width, _FILL[op])
 
 
 def _style(event: Event, timeline: Timeline) -> str:
@@ -158,7 +149,7 @@ def _transfer_rows(timeline: Timeline, scale: Scale) -> dict[int, str]:
         low, high = sorted((t.source, t.target))
         under, up = (low, t.source > t.target) if high == low + 1 else (ranks - 1, t.source < t.target)
         row = marks.setdefault(under, [[False, False] for _ in range(scale.columns)])
-        first = min(scale.columns - 1, int(t.start / scale.per_column))
+        first = scale.within(t.start)
         for column in range(first, max(first + 1, scale.column(t.end))):
             row[column][up] = True
     return {rank: "".join(_MARKS.get((c[0], c[1]), " ") for c in row) for rank, row in marks.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from megatron_pp.draw.palette import OPERATIONS
 from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, POST_OF
 from megatron_pp.plan.sim.memory import ModelShape, rank_memory
 from megatron_pp.plan.sim.simulation import Event, Simulation, Transfer
@@ -65,25 +66,31 @@ class Timeline:
         lengths = sorted(e.end - e.start for lane in self.lanes for e in lane.compute)
         return lengths[len(lengths) // 10] if lengths else 0.0
 
-    def names_chunks(self, scale: float, letter: float) -> bool:
-        """Whether all labels name chunk and microbatch (``F1.3``), at ``scale`` pixels a unit and ``letter`` pixels a
-        letter.
+    def named_chunks(self, scale: float, letter: float) -> int:
+        """The number of chunks that labels distinguish (as in block_name): all, or 1 where ``F1.3`` does not fit at
+        ``scale`` pixels a unit and ``letter`` pixels a letter.
         """
         longest = len(f"F{self.num_chunks - 1}.{self.num_microbatches - 1}")
-        return self.num_chunks > 1 and letter * longest + 2 < self.short_block * scale
+        return self.num_chunks if letter * longest + 2 < self.short_block * scale else 1
 
     @property
     def num_blocks(self) -> int:
         return sum(len(lane.compute) for lane in self.lanes)
 
     @property
-    def ops(self) -> set[str]:
-        """The compute operations that occur."""
-        return {e.instruction.op for lane in self.lanes for e in lane.compute}
+    def ops(self) -> list[str]:
+        """The compute operations that occur, in the order of OPERATIONS."""
+        found = {e.instruction.op for lane in self.lanes for e in lane.compute}
+        return [op for op in OPERATIONS if op in found]
 
     @property
     def has_waits(self) -> bool:
         return any(lane.waits for lane in self.lanes)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether any transfer takes time."""
+        return any(t.end > t.start for t in self.transfers)
 
     @property
     def most_memory(self) -> float:
@@ -103,7 +110,7 @@ def simulated_timeline(
     simulation: Simulation, unit: str = "slots", shape: ModelShape | None = None, title: str | None = None
 ) -> Timeline:
     """The timeline of a simulated step; with a model shape also the memory of every rank."""
-    plan = simulation.plan
+    plan, spec = simulation.plan, simulation.plan.spec
     lanes = []
     for rank in range(len(plan.programs)):
         lane = _lane(f"rank {rank}", simulation.events(rank))
@@ -111,14 +118,8 @@ def simulated_timeline(
             memory = rank_memory(plan, rank, shape)
             lane.memory = _steps(simulation.ends[rank], memory.after, memory.static)
         lanes.append(lane)
-    return Timeline(
-        title or plan.spec.describe(),
-        unit,
-        lanes,
-        plan.placement.stages,
-        simulation.transfers,
-        plan.spec.num_microbatches,
-    )
+    title = title or spec.describe()
+    return Timeline(title, unit, lanes, plan.placement.stages, simulation.transfers, spec.num_microbatches)
 
 
 def _lane(name: str, events: Iterable[Event]) -> Lane:

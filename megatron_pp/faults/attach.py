@@ -17,7 +17,7 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.faults import nccl_settings
-from megatron_pp.faults.agreement import RECEIVES, SENDS
+from megatron_pp.faults.consistency import RECEIVES, SENDS
 from megatron_pp.faults.diagnosis import Source
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.plan.spec import PlanSpec
@@ -26,13 +26,15 @@ logger = logging.getLogger("megatron_pp")
 
 # What each rank decides for itself, or what follows from the rest.
 _PRIVATE_FIELDS = frozenset({"release_after", "lookahead", "grad_sync", "param_sync", "split_backward"})
-
-
-class NoGuard:
-    """Used instead where there is nothing to guard: one rank, or ranks without a store."""
-
-    def phase(self, text: str) -> None:
-        """See FaultGuard."""
+_SHOWN_AS = {
+    "pipeline_size": "pipeline size (P)",
+    "num_chunks": "model chunks per rank (V)",
+    "num_microbatches": "num_microbatches (M)",
+    "group_size": "microbatch_group_size_per_vp_stage",
+    "policy": "policy (overlap_p2p_comm, batch_p2p_comm)",
+    "channels": "p2p_channels",
+    "variable_shapes": "variable_seq_lengths",
+}
 
 
 @contextmanager
@@ -43,12 +45,12 @@ def guarded(
     key: Hashable,
     describe: Callable[[], Mapping[str, str]],
     number: int | None = None,
-) -> Iterator[FaultGuard | NoGuard]:
-    """One step of ``communicator`` under its guard; see ``FaultGuard.step``. Within it the guard keeps time for all
-    transfers."""
-    guard = guard_of(communicator.transport, settings)
-    if isinstance(guard, NoGuard):
-        yield guard
+) -> Iterator[FaultGuard | None]:
+    """One step of ``communicator`` under its guard, which keeps time for all transfers; see ``FaultGuard.step``. None
+    where there is nothing to guard."""
+    guard = _guard_of(communicator.transport, settings)
+    if guard is None:
+        yield None
         return
     with guard.step(source, key, describe, number):
         communicator.transport.use_agreement(guard.agreement)
@@ -61,20 +63,8 @@ def guarded(
 
 def watched(communicator: P2PCore, config: Any, what: str) -> AbstractContextManager[Any]:
     """``FaultGuard.watch`` of the communicator's guard; a context that does nothing where there is none."""
-    guard = guard_of(communicator.transport, StepSettings.from_config(config))
-    return nullcontext() if isinstance(guard, NoGuard) else guard.watch(what)
-
-
-def guard_of(transport: Transport, settings: StepSettings) -> FaultGuard | NoGuard:
-    """The guard of the transport, which communicators may share."""
-    if transport.size == 1 or transport.store is None:
-        return NoGuard()
-    guard: FaultGuard | None = transport.guard
-    if guard is None:
-        guard = transport.guard = _make_guard(transport, settings.p2p_timeout)
-    guard.timeout = settings.p2p_timeout
-    guard.patience = settings.patience
-    return guard
+    guard = _guard_of(communicator.transport, StepSettings.from_config(config))
+    return nullcontext() if guard is None else guard.watch(what)
 
 
 def close_guard(communicator: P2PCore) -> None:
@@ -85,17 +75,20 @@ def close_guard(communicator: P2PCore) -> None:
 
 def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
     """What the ranks of a pipeline have to agree on, by the names that a user knows."""
-    names = {
-        "pipeline_size": "pipeline size (P)",
-        "num_chunks": "model chunks per rank (V)",
-        "num_microbatches": "num_microbatches (M)",
-        "group_size": "microbatch_group_size_per_vp_stage",
-        "policy": "policy (overlap_p2p_comm, batch_p2p_comm)",
-        "channels": "p2p_channels",
-        "variable_shapes": "variable_seq_lengths",
-    }
-    described = {names.get(k, k): str(v) for k, v in asdict(spec).items() if k not in _PRIVATE_FIELDS}
+    described = {_SHOWN_AS.get(k, k): str(v) for k, v in asdict(spec).items() if k not in _PRIVATE_FIELDS}
     return {**described, "pipeline_dtype": str(dtype), SENDS: str(shapes.send), RECEIVES: str(shapes.receive)}
+
+
+def _guard_of(transport: Transport, settings: StepSettings) -> FaultGuard | None:
+    """The guard of the transport, which communicators may share; None for one rank, or ranks without a store."""
+    if transport.size == 1 or transport.store is None:
+        return None
+    guard: FaultGuard | None = transport.guard
+    if guard is None:
+        guard = transport.guard = _make_guard(transport, settings.p2p_timeout)
+    guard.timeout = settings.p2p_timeout
+    guard.patience = settings.patience
+    return guard
 
 
 def _make_guard(transport: Transport, timeout: float) -> FaultGuard:

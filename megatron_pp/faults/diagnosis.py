@@ -1,5 +1,4 @@
-"""What an error reports: what each rank waits for, where it was last, its instructions around that; and the error that
-a rank raises for a failure."""
+"""What an error reports: what each rank waits for, its last position and the instructions around that."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _BEFORE, _AFTER = 6, 3
 
 
 class Source(Protocol):
-    """What a step is observed through: the engine's ``PlanExecutor`` is one. ``position`` is the index of the current
+    """What is being executed, such as the engine's ``PlanExecutor``: ``position`` is the index of the current
     instruction; ``plan`` is None for work outside any plan."""
 
     @property
@@ -27,7 +26,7 @@ class Source(Protocol):
 
 
 def waits_on(at: Instruction) -> tuple[int, ...]:
-    """Pipeline ranks whose part in a transfer ``at`` may have to wait for; empty for compute."""
+    """Pipeline ranks that ``at`` may have to wait for: the peers of a transfer; empty for compute."""
     return tuple(sorted({one.peer for one in at.members or (at,) if one.peer != NONE}))
 
 
@@ -63,10 +62,11 @@ def progress_line(plan: Plan | None, rank: int, progress: Progress | None, idle:
     if progress is None:
         return "has not reported since this rank began to poll it"
     ago = "" if idle is None else f" {max(idle, 0.0):.1f} s ago"
+    when = ago and f",{ago}"
     if progress.state == DONE:
-        return f"finished step {progress.step}{ago and ',' + ago}"
+        return f"finished step {progress.step}{when}"
     if progress.state == ENTERING:
-        return f"entered step {progress.step}{ago and ',' + ago}; compares plans with the others"
+        return f"entered step {progress.step}{when}; compares plans with the others"
     at = _reported_at(plan, rank, progress)
     if plan is None or at is None:
         return f"step {progress.step}, {progress.text or 'no instruction'}; last moved{ago}"
@@ -81,14 +81,9 @@ def busy_ranks(plan: Plan, positions: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def working_ranks(plan: Plan | None, where: Mapping[int, Progress]) -> tuple[int, ...]:
-    """Ranks that compute or run user code, rather than a transfer: in the plan, or in what follows it within the
-    step."""
-    found = []
-    for rank, progress in sorted(where.items()):
-        at = _reported_at(plan, rank, progress)
-        if progress.state == IN_STEP and (at is None or not waits_on(at)):
-            found.append(rank)
-    return tuple(found)
+    """Ranks that compute or run user code, in the plan or after it, rather than a transfer."""
+    at = {rank: _reported_at(plan, rank, progress) for rank, progress in sorted(where.items())}
+    return tuple(r for r, one in at.items() if where[r].state == IN_STEP and (one is None or not waits_on(one)))
 
 
 def around_positions(plan: Plan, positions: Mapping[int, int]) -> str:
@@ -148,10 +143,10 @@ def error_of(failure: Failure, pipeline: str, rank: int, here: str) -> PipelineE
     elsewhere = "" if failure.pipeline == pipeline else f" of pipeline {failure.pipeline}"
     values = {int(r): value for r, value in failure.values.items() if r.isdigit()}
     if failure.kind == STALL:
-        detected = (
-            f"\n(detected by rank {failure.rank}{elsewhere}; {here})" if elsewhere or failure.rank != rank else ""
-        )
-        return PipelineStallError(failure.message + detected, suspects=failure.suspects, progress=values)
+        text = failure.message
+        if elsewhere or failure.rank != rank:
+            text += f"\n(detected by rank {failure.rank}{elsewhere}; {here})"
+        return PipelineStallError(text, suspects=failure.suspects, progress=values)
     if failure.kind == MISMATCH:
         return PipelineMismatchError(failure.message, field=failure.field, values=values)
     at = failure.where + (f" ({failure.instruction})" if failure.instruction else "")

@@ -1,5 +1,5 @@
-"""The type, text and origin of an exception. Exceptions of user code may raise when they are inspected: nothing here
-lets them, and their text decides nothing."""
+"""The type, text and origin of an exception. Exceptions of user code may raise when they are inspected; such errors are
+caught here, and no decision rests on the text of a user's exception."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ def is_raised_by_python(error: BaseException) -> bool:
 
 def type_name(error: BaseException) -> str:
     """The exception's class as a traceback shows it."""
-
-    def qualified() -> str:
-        kind = type(error)
-        module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
-        return module + kind.__qualname__
-
-    return _safely(qualified, "an exception")
+    kind = type(error)
+    inner = ("builtins", "__main__")
+    return _safely(
+        lambda: kind.__qualname__ if kind.__module__ in inner else f"{kind.__module__}.{kind.__qualname__}",
+        "an exception",
+    )
 
 
 def text_of(error: BaseException) -> str:
@@ -60,11 +59,10 @@ def text_of(error: BaseException) -> str:
 
 def tail_of(error: BaseException) -> str:
     """The last lines of the exception's traceback."""
-
-    def tail() -> str:
-        return "\n".join("".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:])
-
-    return _safely(tail, "(its traceback cannot be formatted)")
+    return _safely(
+        lambda: "\n".join("".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]),
+        "(its traceback cannot be formatted)",
+    )
 
 
 def _safely(read: Callable[[], str], otherwise: str) -> str:

@@ -1,14 +1,12 @@
 """The fault guard that a pipeline step runs under: a failure of one rank becomes an error on all, instead of a hang.
 
-``with guard.step(executor): ...`` costs a few assignments. While the step runs, two threads sleep most of the time: the
-heartbeat publishes to the store once a second where this rank is and reads failures of others, the watchdog detects
-stalls. When a rank raises, it publishes a record; the others read it within half a second and abort their
-communicators, so that whatever they wait for fails, and the guard replaces that error by one that reports the rank, the
-place and the cause.
+``with guard.step(executor): ...`` costs a few assignments. Two threads sleep most of the time: the heartbeat publishes
+this rank's position to the store and reads failures of others, the watchdog detects stalls. A rank that raises
+publishes a record; the others read it within half a second and abort their communicators, so that their transfers
+fail, and the guard replaces that error by one that reports the rank, the place and the cause.
 
 A rank that has finished its step before another one fails is not disturbed until it enters its next step. After a
-failure the guard and its communicator are closed; a program that continues makes new ones (the process groups of an
-aborted communicator have to be made anew as well: ``destroy_process_group``, ``init_process_group``).
+failure the guard and its communicator are closed; a program that continues makes new ones, and new process groups.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from typing import Any
 
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
 from megatron_pp.faults import consistency, diagnosis
-from megatron_pp.faults.agreement import Agreements, last_change
 from megatron_pp.faults.exceptions import is_consequence, is_raised_by_python, tail_of, text_of, type_name
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
@@ -49,11 +46,11 @@ class FaultGuard:
     store        any torch Store that all ranks of the pipeline share; see ``FaultStore``
     pipeline     name of the pipeline group; rank, size: within it
     timeout      seconds (``config.p2p_timeout``) without a heartbeat of a rank, or without any rank moving, after which
-                 the step is given up. If what does not move is a rank's own work, and its process is alive, that rank
-                 then logs where it is, and the step is given up after ``patience`` (``config.compute_timeout``)
+                 the step is given up; where a live rank computes all that time, it logs its stack then, and the step
+                 is given up after ``patience`` (``config.compute_timeout``)
     abort        makes blocked and later transfers of this rank's communicator fail; called from another thread
-    escalate     called if that did not bring this rank out of its step: aborts all else it may be blocked in
-                 (tensor- or data-parallel groups)
+    escalate     called if this rank does not leave its step after that: aborts all other groups (tensor- or
+                 data-parallel) that it may be blocked in
     global_rank, world_size, members   in the whole job; ``members``: the global ranks of the pipeline. By default the
                  pipeline is the job
 
@@ -74,7 +71,6 @@ class FaultGuard:
         global_rank: int | None = None,
         world_size: int | None = None,
         members: Iterable[int] = (),
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pipeline = pipeline
         self.rank = rank
@@ -82,23 +78,19 @@ class FaultGuard:
         self.timeout = timeout
         self.patience = timeout
         self._abort = abort
-        self._clock = clock
         self._global_rank = rank if global_rank is None else global_rank
-        self._tracker = Tracker(rank, size, clock)
+        self._tracker = Tracker(rank, size)
         keys = FaultStore(store, pipeline, rank, size, self._global_rank, members)
-        self._heartbeat = Heartbeat(keys, Pace.of(timeout, world_size or size), self._tracker, clock)
+        self._heartbeat = Heartbeat(keys, Pace.of(timeout, world_size or size), self._tracker)
         self._watchdog = Watchdog(self._tracker, self._heartbeat, self._act, escalate, self._show_stack)
         self._raised: BaseException | None = None  # by this rank, and handled
         self._main = 0
         self._warned_of: tuple[int, int, str] | None = None
-        self._forget()
-
-    def _forget(self) -> None:
         self.failure: Failure | None = None
         self.agreement = 0
         self._over: str | None = None
         self._entered_with: Hashable = None
-        self._agreements = Agreements(self.size)
+        self._agreements = consistency.Agreements(self.size)
         self._number = consistency.StepNumber()
 
     @contextmanager
@@ -111,9 +103,9 @@ class FaultGuard:
         phase: str = "",
     ) -> Iterator[FaultGuard]:
         """Around one step; ``source`` has its position. If ``key`` is new, ``describe()`` (field name -> value) is
-        compared among all ranks before the step begins; if it changed to one that was agreed on before, the ranks check
-        during the step whether all have changed to the same. How the program's ``number`` of the step differs from the
-        last one is part of the key.
+        compared among all ranks before the step begins; if it was agreed on before, but not for the last step, the
+        ranks check during the step that all have changed to the same. How the program's ``number`` of the step differs
+        from the last one is part of the key.
 
         Raises, entering or leaving: PipelinePeerError, PipelineStallError, PipelineMismatchError,
         CommunicatorClosedError after a failure. An error of this rank's own is raised as it is.
@@ -132,12 +124,12 @@ class FaultGuard:
             self._leave(None)
 
     def watch(self, what: str) -> AbstractContextManager[FaultGuard]:
-        """Around ``what`` a program does between steps together with other ranks, such as an optimizer step with its
-        collectives, or around that and steps: failures enter and leave it as they do a step."""
+        """Around ``what`` a program does with other ranks between steps, such as an optimizer step, or around that and
+        steps: failures are handled as in a step."""
         return self.step(Outside(), phase=what)
 
     def phase(self, text: str) -> None:
-        """What this rank does after the plan, within the step; "" inside the plan."""
+        """Name what this rank does after the plan, within the step."""
         self._tracker.phase = text
 
     def close(self) -> None:
@@ -146,12 +138,6 @@ class FaultGuard:
         self._tracker.end()
         self._watchdog.close()
         self._heartbeat.close()
-
-    def reset(self) -> None:
-        """After a failure, with a communicator that works again: begin anew. Every rank of the job has to."""
-        self._forget()
-        self._tracker.reset()
-        self._heartbeat.reset()
 
     def _enter(
         self, source: diagnosis.Source, key: Hashable, describe: Describe | None, number: int | None, phase: str
@@ -170,11 +156,8 @@ class FaultGuard:
         if known:
             self._heartbeat.asked_from = self._tracker.step
         else:
-            description = {
-                consistency.MOVE: move,
-                consistency.NUMBER: shown,
-                **describe(),
-            }  # first: ranks in different steps differ in more
+            # The number first: ranks in different steps differ in more.
+            description = {consistency.MOVE: move, consistency.NUMBER: shown, **describe()}
             known = self._agreements.add(key, self._check_entry(description))
             self._tracker.agreed(known)
         self.agreement = known
@@ -209,8 +192,7 @@ class FaultGuard:
         return consistency.find_mismatch(self.rank, entries, progress, step, self._agreements)
 
     def _mismatch_failure(self, found: consistency.Mismatch) -> Failure:
-        values = {str(rank): value for rank, value in found.values.items()}
-        return self._new_failure(MISMATCH, str(found), field=found.field, values=values)
+        return self._new_failure(MISMATCH, str(found), field=found.field, values=_by_text(found.values))
 
     def _progress_of_others(self) -> dict[int, Progress]:
         return {rank: seen.progress for rank, seen in self._heartbeat.peers.seen.items()}
@@ -223,24 +205,24 @@ class FaultGuard:
                     raise self._error()
             elif error is self._raised:
                 pass  # handled where it was raised, inside
-            elif is_consequence(error) or (self.failure is not None and _may_be_of_an_aborted_group(error)):
+            elif is_consequence(error) or (
+                # Perhaps of a group that was aborted.
+                self.failure is not None and type(error) is RuntimeError and not is_raised_by_python(error)
+            ):
                 raise self._cause_of(error) from error
-            else:
+            else:  # this rank is the cause
                 self._raised = error
-                self._conclude(self._own_failure(error), True)
+                text, tail = text_of(error), tail_of(error)
+                own = self._new_failure(EXCEPTION, text, exception_type=type_name(error), traceback_tail=tail)
+                self._conclude(own, True)
         finally:
             if error is not None or self.failure is not None:
                 self._over = self._over or diagnosis.first_line(self.failure)
             self._tracker.end()
 
-    def _own_failure(self, error: BaseException) -> Failure:
-        """This rank is the cause."""
-        text, tail = text_of(error), tail_of(error)
-        return self._new_failure(EXCEPTION, text, exception_type=type_name(error), traceback_tail=tail)
-
     def _cause_of(self, error: BaseException) -> PipelineError:
-        """Why a transfer failed: another rank's record, a process that is gone, a rank without a heartbeat; or the
-        connection alone."""
+        """Why a transfer failed: another rank's record, a process that is gone, a rank without a heartbeat; or, found
+        within some seconds, none of these."""
         reason = text_of(error).partition("\n")[0]
         failed = f"a transfer of rank {self.rank} failed ({type_name(error)}: {reason})"
         self._tracker.failed = failed
@@ -256,21 +238,18 @@ class FaultGuard:
         return self._error()
 
     def _act(self) -> bool:
-        """Called by the watchdog, often: if there is a failure to act on, make every transfer here fail; whether it
-        did."""
-        failure, is_news = self.failure or self._heartbeat.peers.failure, False
+        """For the watchdog: if there is a failure, make every transfer here fail. Returns whether there is one."""
+        known = self.failure or self._heartbeat.peers.failure
         here = self._tracker.observe()
         if here is None:
             return False
-        if failure is None:
-            failure, is_news = self._find_late_mismatch(here) or self._find_stall(here), True
-        if failure is None:
-            return False
-        self._conclude(failure, is_news)
-        return True
+        failure = known or self._find_late_mismatch(here) or self._find_stall(here)
+        if failure is not None:
+            self._conclude(failure, known is None)
+        return failure is not None
 
     def _find_late_mismatch(self, here: Progress) -> Failure | None:
-        """The ranks came back to different plans. Once all are seen to have changed alike, polling for it ends."""
+        """The ranks came back to different plans. Once all are seen to have changed to the same, polling ends."""
         heartbeat = self._heartbeat
         if not heartbeat.peers.seen:
             return None
@@ -279,7 +258,7 @@ class FaultGuard:
         found = consistency.find_late_mismatch(self.rank, here, others, self._agreements)
         if found is not None:
             return self._mismatch_failure(found)
-        since = last_change(here.history)
+        since = consistency.last_change(here.history)
         if len(others) == self.size - 1 and all(p.history and p.history[0] >= since for p in others.values()):
             heartbeat.settled_to = since
         return None
@@ -292,7 +271,7 @@ class FaultGuard:
                 working = diagnosis.working_ranks(self._plan(), {**self._progress_of_others(), self.rank: here})
             waits_on, failed = tracker.waits_on(), tracker.failed
             own = OwnState(self.rank, self.size, here.step, here.idle, waits_on, failed, working)
-            found = find_stall(peers, own, self.timeout, self._clock(), state_of, self.patience)
+            found = find_stall(peers, own, self.timeout, time.monotonic(), state_of, self.patience)
         if found is None and self.rank in working:
             self._warn_that_it_takes_long(here)
         return None if found is None else self._stall_failure(here, found.why, found.suspects)
@@ -302,10 +281,11 @@ class FaultGuard:
         return None if source is None else source.plan
 
     def _warn_that_it_takes_long(self, here: Progress) -> None:
-        """Once per operation, and on the rank that is in it, which knows where in the user's code that is."""
-        if self._warned_of == (here.step, here.position, here.text):
+        """Once per operation, on the rank that is in it, with the place in the user's code."""
+        operation = (here.step, here.position, here.text)
+        if self._warned_of == operation:
             return
-        self._warned_of = (here.step, here.position, here.text)
+        self._warned_of = operation
         logger.warning(
             "pipeline rank %d has been in %s for %.0f s (config.p2p_timeout); the others wait, "
             "and give up after %.0f s (config.compute_timeout). Its stack:\n%s",
@@ -325,7 +305,7 @@ class FaultGuard:
         self._abort()
 
     def _show_stack(self) -> None:
-        """This rank does not leave its step at all: it hangs in code that cannot be interrupted. Log where."""
+        """For the watchdog: this rank hangs in code that cannot be interrupted. Log where."""
         logger.error(
             "pipeline rank %d has to leave its step (%s) but is still in %s:\n%s",
             self.rank, diagnosis.first_line(self.failure), self._tracker.place()[1], self._stack(),
@@ -348,7 +328,7 @@ class FaultGuard:
         return Failure(kind, *who, instruction, where, message=message, **content)
 
     def _stall_failure(self, here: Progress, why: str, suspects: tuple[int, ...]) -> Failure:
-        now = self._clock()
+        now = time.monotonic()
         seen = {rank: (peer.progress, now - peer.moved_at) for rank, peer in self._heartbeat.peers.seen.items()}
         plan = self._plan()
         if plan is not None and not suspects:
@@ -358,9 +338,9 @@ class FaultGuard:
                 why += f"; held up by rank {', '.join(map(str, suspects))}, which waits for no other rank"
         text = diagnosis.stall_text(self.rank, plan, here, seen, self.size, why)
         lines = diagnosis.progress_lines(self.rank, plan, here, seen, self.size)
-        values = {str(rank): line for rank, line in lines.items()}
-        return self._new_failure(STALL, text, suspects=suspects, values=values)
+        return self._new_failure(STALL, text, suspects=suspects, values=_by_text(lines))
 
 
-def _may_be_of_an_aborted_group(error: BaseException) -> bool:
-    return type(error) is RuntimeError and not is_raised_by_python(error)
+def _by_text(by_rank: Mapping[int, str]) -> dict[str, str]:
+    """With the keys of a JSON object."""
+    return {str(rank): value for rank, value in by_rank.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_pp.comm.at_exit import call_at_exit
@@ -17,7 +16,9 @@ from megatron_pp.faults.records import DONE, Entry, Failure, Progress, RecordErr
 from megatron_pp.faults.store import FaultStore
 from megatron_pp.faults.tracker import Tracker
 
+# Seconds.
 _FAST_POLL = 0.02
+_JOIN = 2.0
 _AFTER_ERROR = 1.0  # torch's client writes a page of warnings for each call on a connection that is gone
 
 
@@ -39,19 +40,16 @@ class Pace:
 class Heartbeat:
     """Owns the store: only this thread calls it. ``lock`` guards ``peers`` and everything that is handed over."""
 
-    def __init__(
-        self, store: FaultStore, pace: Pace, tracker: Tracker, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, store: FaultStore, pace: Pace, tracker: Tracker) -> None:
         self.store = store
         self.pace = pace
         self.peers = Peers()
         self.lock = threading.Condition()
-        # Set by others: peers are read, although this rank moves, until they have all come to step ``asked_from``;
-        # ``settled_to`` is the step to which they have.
+        # Set by the guard: peers are read, although this rank moves, until ``settled_to``, the step in which all have
+        # been seen, is ``asked_from``.
         self.asked_from = 0
         self.settled_to = 0
         self._tracker = tracker
-        self._clock = clock
         self._outbox: deque[Entry | Failure] = deque()
         self._thread: threading.Thread | None = None
         self._parked = False
@@ -63,15 +61,15 @@ class Heartbeat:
         self._published_at = 0.0
 
     def wake(self) -> None:
-        """Called at the start of a step: costs an attribute lookup while the thread is awake."""
+        """At the start of a step: costs an attribute lookup while the thread is awake."""
         if self._parked or self._thread is None:
             with self.lock:
                 self._start()
                 self.lock.notify_all()
 
     def publish(self, record: Entry | Failure, seconds: float) -> bool:
-        """Hand over a record; whether it was in the store within ``seconds``. After a failure ``peers`` then contains
-        what failed before it."""
+        """Hand over a record; whether it was in the store within ``seconds``. After a failure, ``peers.failure`` then
+        is what the store had."""
         with self.lock:
             self._outbox.append(record)
             self._entering = isinstance(record, Entry)
@@ -81,29 +79,20 @@ class Heartbeat:
             return self.lock.wait_for(lambda: self._closed or record not in self._outbox, seconds)
 
     def poll_fast(self, on: bool) -> None:
-        """Read everything often: the main thread waits for it."""
+        """Read all records often, while the main thread waits for one."""
         with self.lock:
             self._fast = on
             self._entering = self._entering and on
             self.lock.notify_all()
 
-    def reset(self) -> None:
-        """Begin a new epoch."""
-        with self.lock:
-            self.peers = Peers()
-            self._outbox.clear()
-            self._published = None
-            self.asked_from = self.settled_to = 0
-            self.store.begin_epoch()
-
-    def close(self, seconds: float = 2.0) -> None:
+    def close(self) -> None:
         """End the thread; one that is stuck in a call on the store stays until that ends, or the process does."""
         with self.lock:
             self._closed = True
             self.lock.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(seconds)
+            thread.join(_JOIN)
 
     def _start(self) -> None:
         if self._thread is None and not self._closed:
@@ -111,8 +100,6 @@ class Heartbeat:
             self._thread = threading.Thread(target=self._run, daemon=True, name=name)
             self._thread.start()
             call_at_exit(self.close)
-
-    # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -136,7 +123,7 @@ class Heartbeat:
     def _exchange(self, here: Progress | None) -> bool:
         """One round with the store; whether it answered."""
         with self.lock:
-            self.peers.asked_at = self._clock()
+            self.peers.asked_at = time.monotonic()
         try:
             self._send_outbox()
             if here is not None or self._published is not None:
@@ -150,11 +137,8 @@ class Heartbeat:
             error = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
         with self.lock:
             self.peers.asked_at = None
-            if error is None:
-                self.peers.broken_since, self.peers.broken = None, ""
-            else:
-                self.peers.broken_since = self.peers.broken_since or self._clock()
-                self.peers.broken = error
+            self.peers.broken_since = None if error is None else self.peers.broken_since or time.monotonic()
+            self.peers.broken = error or ""
         return error is None
 
     def _send_outbox(self) -> None:
@@ -180,10 +164,8 @@ class Heartbeat:
 
     def _publish_progress(self, here: Progress | None) -> None:
         """A heartbeat when one is due, and at once if the rank's state changed."""
-        now = self._clock()
-        last = self._published
-        if here is None:
-            here = self._tracker.finished()
+        now, last = time.monotonic(), self._published
+        here = here or self._tracker.finished()
         changed = last is None or (last.step, last.state) != (here.step, here.state)
         if not changed and now - self._published_at < self.pace.beat:
             return
@@ -204,6 +186,6 @@ class Heartbeat:
                 peers.stop_reading()
             else:
                 progress.pop(self.store.rank, None)
-                peers.note_progress(progress, self._clock())
+                peers.note_progress(progress, time.monotonic())
             if entries is not None:
                 peers.entries = entries

@@ -15,7 +15,6 @@ UNKNOWN = "unknown"  # another machine, or no /proc
 
 
 def this_process() -> Process:
-    """The identity of the running process."""
     return process_of(os.getpid())
 
 

@@ -30,8 +30,7 @@ class Peer:
         self.reads_since = 0
 
     def silent_for(self, now: float) -> float:
-        """Seconds without a heartbeat; 0 until several reads have found none: a reader that was itself stopped has
-        missed them."""
+        """Seconds without a heartbeat; 0 until several reads found none, as this rank may itself have been stopped."""
         return now - self.beat_at if self.reads_since >= _READS_TO_BE_SURE else 0.0
 
 

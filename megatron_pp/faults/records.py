@@ -1,7 +1,4 @@
-"""What ranks publish in the store: where they are, what they entered a step with, and what failed.
-
-Records are small JSON objects. What is not a record of the expected form raises RecordError; nothing is evaluated.
-"""
+"""What ranks publish in the store, as JSON: where they are, what they entered a step with, and what failed."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class Progress:
     idle: float = 0.0  # seconds since its position changed, at the time of writing and by its own clock
     beat: int = 0  # grows with every record: shows readers that the writer is alive
     process: Process = dataclasses.field(default_factory=Process)
-    history: tuple[int, ...] = ()  # the agreements between the ranks that it used, by step; see ``agreement.py``
+    history: tuple[int, ...] = ()  # the agreements between the ranks that it used, by step; see ``consistency.py``
     number: str = ""  # the program's number of the step; see ``consistency.py``
 
 
@@ -123,7 +120,7 @@ def _checked(kind: Any, name: str, declared: str, value: object) -> object:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int  # no bool
 
 
 _FITS: dict[str, Callable[[Any], bool]] = {

@@ -1,9 +1,8 @@
-"""Whether the pipeline has stalled, and because of whom: pure functions of what is known, so each rule can be tested.
+"""Whether the pipeline has stalled, and which ranks are the cause: pure functions, so that each rule can be tested.
 
-A slow rank is not at fault: while any rank moves, or none has moved for less than ``timeout`` seconds, and each one's
-heartbeat arrives, there is nothing to report. When no rank has moved for longer, it is a stall if all wait for each
-other, or if one has not even entered the step. A rank that computes may take longer, while its process is alive, until
-``patience`` is over: a long operation cannot be distinguished from one that never ends.
+While every heartbeat arrives and any rank has moved within ``timeout`` seconds, there is no stall. When none has, it is
+a stall if all wait for each other, or if one has not entered the step. A rank that computes has until ``patience``, as
+a long operation cannot be distinguished from one that never ends.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ def find_stall(
     peers: Peers, own: OwnState, timeout: float, now: float, state_of: StateOf, patience: float | None = None
 ) -> Stall | None:
     """The first of: a process that is gone; a store that does not answer; ranks without a heartbeat; no rank moving.
-    None while all is well. ``state_of``: see ``liveness``; ``patience`` (by default ``timeout``) is for ranks that
-    compute. Times in seconds."""
+    ``state_of``: see ``liveness``; ``patience``: for ranks that compute, by default ``timeout``. Times in seconds."""
     return (
         _dead(peers, own, state_of)
         or _store_gone(peers, own, timeout, now)
@@ -64,13 +62,12 @@ def find_stall(
 
 
 def _dead(peers: Peers, own: OwnState, state_of: StateOf) -> Stall | None:
-    """A rank that has finished may exit, and may do so before it has published that it finished; so only ranks that
-    are waited for count."""
+    """Only of ranks that are waited for: others may have finished and exited before they published it."""
     if peers.reading_since is None and peers.broken_since is None:
         return None  # the rank would be known, but not its position
-    asked = own.others if own.failed else own.waits_on if own.idle >= _WAIT_BEFORE_LOOKING else ()
+    awaited = own.others if own.failed else own.waits_on if own.idle >= _WAIT_BEFORE_LOOKING else ()
     gone = {}
-    for r in asked:
+    for r in awaited:
         seen, process = peers.seen.get(r), peers.process_of(r)
         finished = seen is not None and seen.progress.step >= own.step and seen.progress.state == DONE
         if not finished and process is not None and state_of(process) == DEAD:
@@ -79,7 +76,7 @@ def _dead(peers: Peers, own: OwnState, state_of: StateOf) -> Stall | None:
 
 
 def _store_gone(peers: Peers, own: OwnState, timeout: float, now: float) -> Stall | None:
-    """A rank that does not move needs the store: without it the failure that it waits for cannot reach it."""
+    """Only of a rank that does not move: another rank's failure would not reach it."""
     patience = min(timeout, _STORE_PATIENCE)
     broken = 0.0 if peers.broken_since is None else now - peers.broken_since
     if broken >= patience and (own.failed or own.idle >= patience):

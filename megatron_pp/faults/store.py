@@ -1,9 +1,8 @@
 """The keys in the job's store under which the ranks publish where they are and what failed.
 
-Any object with torch's Store methods ``set``, ``get``, ``check``, ``add`` and ``compare_set`` will do (TCPStore,
-PrefixStore, HashStore, FileStore). A call on a TCPStore blocks while another thread's ``get`` or ``wait`` on the same
-client does, so this is a client of its own; it never reads a key before ``check`` has found it, since ``get`` on a
-missing key waits for it.
+Needed are torch's Store methods ``set``, ``get``, ``check``, ``add`` and ``compare_set``. A call on a TCPStore blocks
+while another thread's ``get`` or ``wait`` on the same client does, so this is a client of its own; it reads only keys
+that ``check`` has found, since ``get`` waits for a missing key.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ _CALL_TIMEOUT = timedelta(seconds=30)
 
 
 class FaultStore:
-    """One rank's access. All methods call the store and may block as long as its network does: call them from the
-    heartbeat thread.
+    """One rank's access. All methods may block as long as the network does: call them from the heartbeat thread.
 
     pipeline      name of the pipeline group, the same on its members and different from other groups', also from those
                   over the same ranks
@@ -28,10 +26,9 @@ class FaultStore:
     global_rank   this rank in the whole job
     members       the pipeline's ranks, as global ranks
 
-    Failures are visible in the whole job, not only in the pipeline: tensor- and data-parallel peers of a failed
-    pipeline would hang as well. The epoch hides what is left in the store from before a re-initialisation. It counts
-    how many of these objects were made over these ranks, not how many a rank has made: a rank may be in more pipelines
-    than its peers, one after the other. Ranks that run several pipelines over the same ranks in threads may make theirs
+    Failures are visible in the whole job: tensor- and data-parallel peers of a failed pipeline would hang as well. The
+    epoch hides keys from before a re-initialisation. It counts the objects made over these ranks, as a rank may be in
+    more pipelines than its peers, one after the other. Threads may make those of several pipelines over the same ranks
     in different orders, so the first member to make one sets its epoch.
     """
 
@@ -45,10 +42,6 @@ class FaultStore:
         self.global_rank = global_rank
         self.members = tuple(members)
         self._batched = bool(getattr(self.store, "has_extended_api", bool)())
-        self.begin_epoch()
-
-    def begin_epoch(self) -> None:
-        """Forget what was published before. Every rank of the job has to."""
         ranks = "-".join(map(str, self.members)) or self.pipeline
         made = self.store.add(f"{_ROOT}/made over {ranks}/{self.global_rank}", 1)
         nth = self.store.add(f"{_ROOT}/made {self.pipeline}/{self.global_rank}", 1)

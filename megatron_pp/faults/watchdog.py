@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -11,14 +12,14 @@ from megatron_pp.faults.heartbeat import Heartbeat
 from megatron_pp.faults.tracker import Tracker
 
 # Seconds.
-_BEFORE_ESCALATION = 2.0  # that a rank is given to leave its step after its communicator was aborted
-_BEFORE_SHOWING_STACK = 5.0
-_BEFORE_LEFT_BEHIND = 5.0  # longer than it takes to report a failure and to abort the communicator
+_BEFORE_ESCALATION = 2.0  # after the communicator was aborted
+_BEFORE_SHOWING_STACK = 5.0  # after that
+_JOIN = 5.0  # longer than it takes to report a failure and to abort the communicator
 
 
 class Watchdog:
-    """Sleeps outside steps; never calls the store. Calls ``act`` often, which acts on a failure, if there is one, and
-    returns whether it did; then ``escalate`` and at last ``show_stack``, while this rank does not leave its step."""
+    """Polls ``act``, which acts on a failure and returns whether there is one; while this rank does not leave its step
+    after that, ``escalate`` and then ``show_stack``. Sleeps outside steps; never calls the store."""
 
     def __init__(
         self,
@@ -48,13 +49,12 @@ class Watchdog:
             self._wake.set()
 
     def close(self) -> None:
-        """End the thread."""
         self._closed = True
         self._wake.set()
         with self._heartbeat.lock:
             self._heartbeat.lock.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_BEFORE_LEFT_BEHIND)
+            self._thread.join(_JOIN)
 
     def _run(self) -> None:
         lock = self._heartbeat.lock
@@ -75,11 +75,9 @@ class Watchdog:
             return
         if self._escalate is not None:
             self._escalate()
-        if self._left_within(_BEFORE_SHOWING_STACK):
-            return
-        self._show_stack()
-        while not self._closed and self._tracker.source is not None:
-            time.sleep(0.1)
+        if not self._left_within(_BEFORE_SHOWING_STACK):
+            self._show_stack()
+            self._left_within(math.inf)
 
     def _left_within(self, seconds: float) -> bool:
         until = time.monotonic() + seconds

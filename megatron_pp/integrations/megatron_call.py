@@ -18,10 +18,9 @@ from megatron_pp.runtime.step import StepCall
 
 
 class MegatronSteps:
-    """Runs a microbatch through a chunk with the `forward_step` and `backward_step` of the installed Megatron-core.
-
-    So MoE's auxiliary loss scale, multi-token prediction, context-parallel loss factors and CUDA graph flags are those
-    of that release. `record` holds the reports of the loss function and this rank's number of tokens.
+    """Runs a microbatch through a chunk with the `forward_step` and `backward_step` of the installed Megatron-core, so
+    that MoE's auxiliary loss scale, multi-token prediction, context-parallel loss factors and CUDA graph flags are that
+    release's. `record` holds the reports of the loss function and this rank's number of tokens.
     """
 
     def __init__(self, megatron: Megatron, call: MegatronCall, options: StepOptions) -> None:
@@ -83,12 +82,7 @@ class MegatronSteps:
 
 
 class MegatronCall(StepCall):
-    """One call of a schedule of Megatron-core's.
-
-    alone     without a pipeline
-    chunked   with a list of model chunks
-    The other arguments are those of Megatron's schedules. Raises ScheduleInputError before any communication.
-    """
+    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, the others are those of StepCall."""
 
     def __init__(self, megatron: Megatron, *, alone: bool, chunked: bool, **arguments: Any) -> None:
         self.megatron = megatron
@@ -99,7 +93,12 @@ class MegatronCall(StepCall):
             groups = megatron.default_groups()
         super().__init__(alone=alone, chunked=chunked, pg_collection=groups, **arguments)
         self.embedding: Any = None
-        self._check_placement()
+        placement = find_family(self.spec.schedule).placement
+        if placement != LOOP and self.communicator.size > 1:  # chunk c of rank r has the layers of stage c * P + r
+            raise ScheduleInputError(
+                f"config.pipeline_schedule {self.spec.schedule!r} places stages in a {placement}, and Megatron-core's "
+                "models are built for a loop; choose a schedule that places them in a loop"
+            )
 
     @property
     def finalizes(self) -> bool:
@@ -124,23 +123,14 @@ class MegatronCall(StepCall):
 
     def finish(self, steps: MegatronSteps) -> None:
         """The calls of Megatron's schedules after the last backward, in their order."""
-        config, megatron, forward_only = self.config, self.megatron, self.inputs.forward_only
+        megatron, forward_only = self.megatron, self.inputs.forward_only
         if self.finalizes:
             self._finalize(steps.record.num_tokens)
-        megatron.reset_offload(config, forward_only, self.inputs.pg_collection)
+        megatron.reset_offload(self.config, forward_only, self.inputs.pg_collection)
         if self.alone and forward_only:
             megatron.resynchronise_fsdp(self.inputs.chunks)
         self.stop_timer()
-        megatron.create_graphs(config)
-
-    def _check_placement(self) -> None:
-        """Megatron-core builds chunk c of rank r with the layers of stage c * P + r: no other placement is possible."""
-        placement = find_family(self.spec.schedule).placement
-        if placement != LOOP and self.communicator.size > 1:
-            raise ScheduleInputError(
-                f"config.pipeline_schedule {self.spec.schedule!r} places stages in a {placement}, and Megatron-core's "
-                "models are built for a loop; choose a schedule that places them in a loop"
-            )
+        megatron.create_graphs(self.config)
 
     def _finalize(self, num_tokens: torch.Tensor) -> None:
         config, row = self.config, self.megatron.row

@@ -20,8 +20,7 @@ from typing import Any
 
 from megatron_pp.errors import NotServedError, UnknownMegatronError
 from megatron_pp.integrations.megatron_call import MegatronCall
-from megatron_pp.integrations.megatron_release import Megatron, load_megatron
-from megatron_pp.integrations.megatron_scope import reason_not_served
+from megatron_pp.integrations.megatron_release import Megatron, load_megatron, reason_not_served
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
@@ -41,12 +40,12 @@ class Schedule:
 
         Raises ScheduleInputError before any communication for arguments or a config that cannot be run.
         """
-        reason = reason_not_served(self.selector.megatron, arguments)
+        name, reason = self.theirs.__name__, reason_not_served(self.selector.megatron, arguments)
         if reason is not None:
             self.selector.log_once(reason)
             return self.theirs(**arguments)
-        alone = self.theirs.__name__ == "forward_backward_no_pipelining"
-        chunked = self.theirs.__name__ == "forward_backward_pipelining_with_interleaving"
+        alone = name == "forward_backward_no_pipelining"
+        chunked = name == "forward_backward_pipelining_with_interleaving"
         return MegatronCall(self.selector.megatron, alone=alone, chunked=chunked, **arguments).run()
 
 
@@ -77,12 +76,8 @@ class ScheduleSelector:
 
 
 def install(strict: bool = False) -> None:
-    """Make Megatron-core's training loop use this engine, in this process. A second call only sets `strict`.
-
-    strict   raise NotServedError where Megatron's own schedule would run
-
-    Raises UnknownMegatronError where megatron-core is missing, too old, or has an unknown signature; nothing
-    is changed then.
+    """Make Megatron-core's training loop use this engine, in this process. A second call only sets `strict`. Raises
+    UnknownMegatronError where megatron-core is missing, too old, or has an unknown signature; nothing is changed then.
     """
     current = _current()
     if current is not None:
@@ -109,7 +104,7 @@ def is_installed() -> bool:
 def installed(strict: bool = False) -> Iterator[None]:
     """`install()` for a `with` block; restores the state before it."""
     before = _current()
-    strict_before = before.strict if before is not None else False
+    strict_before = before is not None and before.strict
     install(strict)
     try:
         yield
@@ -131,7 +126,6 @@ def _replace(old: Any, new: Any) -> None:
     """Replace `old` by `new` in all imported modules: Megatron's own, and scripts that have imported the name."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict):
-            continue
-        for name in [name for name, value in list(names.items()) if value is old]:
-            setattr(module, name, new)
+        for name, value in list(names.items()) if isinstance(names, dict) else []:
+            if value is old:
+                setattr(module, name, new)

@@ -1,9 +1,12 @@
-"""The installed Megatron-core: modules, its row in the table of releases, and calls that differ between releases."""
+"""The installed Megatron-core: modules, its row in the table of releases, calls that differ between releases, and what
+the engine does not serve of it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -13,7 +16,7 @@ import torch
 
 from megatron_pp.errors import ScheduleInputError, UnknownMegatronError
 from megatron_pp.integrations import megatron_versions as versions
-from megatron_pp.integrations.megatron_versions import Row
+from megatron_pp.module_attributes import wrapped_attribute
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Megatron:
     """Megatron-core as it is installed. `version` is as Megatron prints it; `row` is its row of the table."""
 
     version: str
-    row: Row
+    row: versions.Row
     schedules: ModuleType
     parallel_state: ModuleType
 
@@ -69,13 +72,12 @@ class Megatron:
         when = self.row.offload_reset
         if when == versions.NEVER or (when == versions.AFTER_TRAINING and forward_only):
             return
-        if not getattr(config, "fine_grained_activation_offloading", False):
-            return
-        reset = getattr(self.schedules, "_reset_activation_offload", None)
-        if reset is not None:
-            reset(groups)
-        else:
-            self.schedules.off_interface.reset()
+        if getattr(config, "fine_grained_activation_offloading", False):
+            reset = getattr(self.schedules, "_reset_activation_offload", None)
+            if reset is not None:
+                reset(groups)
+            else:
+                self.schedules.off_interface.reset()
 
     def reset_paged_stash(self, config: Any, forward_only: bool) -> None:
         """Reset the paged stash of MoE activations, where this release has it."""
@@ -85,9 +87,7 @@ class Megatron:
 
     def resynchronise_fsdp(self, chunks: list[Any]) -> None:
         """Synchronise Megatron-FSDP's parameter gathering after evaluation without a pipeline, if this release does."""
-        if not self.row.fsdp_resync:
-            return
-        for chunk in chunks:
+        for chunk in chunks if self.row.fsdp_resync else ():
             ddp = getattr(chunk, "ddp_config", None)
             if ddp is not None and ddp.use_megatron_fsdp and ddp.overlap_param_gather:
                 chunk.synchronize_param_gather()
@@ -114,9 +114,34 @@ def load_megatron() -> Megatron:
         ) from error
     row = versions.row_of(core.__version__)
     versions.check_signatures(schedules, row, core.__version__)
-    return Megatron(
-        version=core.__version__,
-        row=row,
-        schedules=schedules,
-        parallel_state=importlib.import_module("megatron.core.parallel_state"),
-    )
+    return Megatron(core.__version__, row, schedules, importlib.import_module("megatron.core.parallel_state"))
+
+
+def reason_not_served(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:
+    """Why Megatron's own schedule runs a call with these keyword ``arguments``, as the object of "does not serve ...";
+    None where the engine runs it.
+    """
+    groups, communicator = arguments.get(megatron.row.groups_keyword), arguments.get("p2p_communicator")
+    given = {type(groups).__name__, type(communicator).__name__}
+    if given & {"MultiModuleProcessGroupCollection", "MultiModulePipelineCommunicator"}:
+        return "pipelines of several modules (a multi-module process group collection or communicator was given)"
+    model = arguments.get("model")
+    config = wrapped_attribute(model[0] if isinstance(model, (list, tuple)) and model else model, "config")
+    if getattr(config, "overlap_moe_expert_parallel_comm", False) and not arguments.get("forward_only", False):
+        return "the combined 1F1B that hides MoE's all-to-all (config.overlap_moe_expert_parallel_comm)"
+    if getattr(config, "hybrid_context_parallel", False):
+        return "hybrid context parallelism (config.hybrid_context_parallel)"
+    if _captures_whole_step(config):
+        return "CUDA graphs of a whole iteration (config.cuda_graph_impl, config.cuda_graph_scope)"
+    return None
+
+
+def _captures_whole_step(config: Any) -> bool:
+    """Releases ask for it in three ways: a field of its own; a scope (a string, an enum, or a list of them); a kind."""
+    kind, scope = getattr(config, "cuda_graph_impl", None), getattr(config, "cuda_graph_scope", None)
+    if kind == "full_iteration":
+        return True
+    if kind != "local" and not getattr(config, "enable_cuda_graph", False):
+        return False
+    scopes = scope if isinstance(scope, (list, tuple, set)) else [scope]
+    return any(getattr(s, "name", s) == "full_iteration" for s in scopes)

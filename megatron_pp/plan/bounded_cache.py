@@ -33,11 +33,6 @@ class BoundedCache(Generic[Key, Value]):
             self.entries.move_to_end(key)
             return self.entries[key]
 
-    def values(self) -> list[Value]:
-        """All entries, oldest first."""
-        with self._lock:
-            return list(self.entries.values())
-
     def put(self, key: Key, value: Value, size: int) -> Value:
         """Keep ``value`` of ``size`` bytes; returns what is kept, which is another thread's where that was first."""
         with self._lock:

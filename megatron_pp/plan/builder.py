@@ -5,17 +5,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
 from megatron_pp.errors import ExchangeError, PlanError
 from megatron_pp.plan.bounded_cache import BoundedCache
-from megatron_pp.plan.family import Announce, Family, Order, Shape
-from megatron_pp.plan.instruction import each
+from megatron_pp.plan.family import Announce, Family
+from megatron_pp.plan.instruction import (
+    BACKWARD,
+    BACKWARD_OPS,
+    ENABLE_GRAD_SYNC,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Instruction,
+    each,
+)
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import Verdict, verify
-from megatron_pp.plan.whole_backwards import with_whole_backwards
 
 _PLANS: BoundedCache[PlanSpec, tuple[Plan, Verdict]] = BoundedCache(256 << 20, least=2)  # training and evaluation
 _BUILDING = threading.RLock()  # ranks that are threads of one process build a plan once
@@ -59,22 +67,35 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
         return with_whole_backwards(lowered_plan(replace(spec, split_backward=True), announce))
     family = family_of(spec)
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
-    shape = Shape(spec.pipeline_size, spec.num_chunks, spec.num_microbatches, spec.effective_group_size)
-    orders = family.orders(shape) if family.search is None else family.search(spec, announce)
+    orders = family.orders(spec.shape) if family.search is None else family.search(spec, announce)
+    remark = family.remark(spec.shape)
     programs = family.programs(spec) if family.programs is not None else None
-    if programs is None:
-        return _lowered(family, spec, placement, orders, family.remark(shape))
-    placed = tuple(placement.place(rank, order) for rank, order in enumerate(orders))
-    return Plan(spec, placement, programs, placed, family.remark(shape))
-
-
-def _lowered(family: Family, spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str) -> Plan:
+    if programs is not None:
+        return Plan(spec, placement, programs, tuple(map(placement.place, count(), orders)), remark)
     try:
         return lowered(spec, placement, orders, remark)
     except PlanError as error:
         if not family.digest:
             raise
         raise ExchangeError(f"{family.name}: {error}") from error
+
+
+def with_whole_backwards(plan: Plan) -> Plan:
+    """``plan`` for a model that does all of each backward in one: B in place of I, no W, no syncs that wait for one.
+
+    Communication stays as it is, so that ranks with and without W can run one schedule together.
+    """
+    programs, orders = (tuple(map(_whole, lines)) for lines in (plan.programs, plan.orders))
+    return replace(plan, spec=replace(plan.spec, split_backward=False), programs=programs, orders=orders)
+
+
+def _whole(program: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    last = {at.chunk: k for k, entry in enumerate(program) for at in entry.members or (entry,) if at.op in BACKWARD_OPS}
+    return tuple(
+        at._replace(op=BACKWARD) if at.op == INPUT_GRAD else at
+        for k, at in enumerate(program)
+        if at.op != WEIGHT_GRAD and not (at.op == ENABLE_GRAD_SYNC and k > last.get(at.chunk, k))
+    )
 
 
 def family_of(spec: PlanSpec) -> Family:

@@ -13,22 +13,22 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.dataflow import RESULT_OF, source_of
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.dataflow import RESULT_OF, Result, source_of
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.placement import Placement
 
-_Result = tuple[str, int, int]  # FORWARD or BACKWARD, stage, microbatch
+Ends = dict[Result, dict[int, int]]  # result -> microbatch -> slot
 
 
 class Clocked(NamedTuple):
     """Orders on the clock. ``ends[rank][i]``: the slot in which ``orders[rank][i]`` ends (the first slot ends at 1).
 
-    ``result_ends``: when the output or input gradient of (FORWARD or BACKWARD, stage, microbatch) is there.
+    ``result_ends``: when an output or input gradient is there.
     """
 
     orders: list[list[Instruction]]
     ends: list[list[int]]
-    result_ends: dict[_Result, int]
+    result_ends: Ends
 
 
 def run_clock(orders: Sequence[Sequence[Instruction]], placement: Placement) -> Clocked:
@@ -48,8 +48,8 @@ class _Clock:
         self.placement = placement
         self.num_stages = placement.num_stages
         self.ends: list[list[int]] = [[] for _ in orders]
-        self.result_ends: dict[_Result, int] = {}
-        self.waiters: dict[_Result, int] = {}  # result that a rank waits for -> that rank
+        self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in range(self.num_stages)}
+        self.waiters: dict[tuple[Result, int], int] = {}  # result and microbatch that a rank waits for -> that rank
 
     def run(self) -> Clocked:
         ready = list(range(len(self.orders)))
@@ -71,24 +71,30 @@ class _Clock:
             for at in together:
                 needed = self._needed(at)
                 if needed is not None:
-                    end = self.result_ends.get(needed)
+                    end = self.result_ends[needed].get(at.mb)
                     if end is None:
-                        self.waiters[needed] = rank
+                        self.waiters[(needed, at.mb)] = rank
                         return
                     now = max(now, end)
             now += len(together)
             ends.append(now)
             for at in together:
                 if at.op in RESULT_OF:
-                    result = (RESULT_OF[at.op], at.stage, at.mb)
-                    self.result_ends[result] = now
-                    if result in self.waiters:
-                        ready.append(self.waiters.pop(result))
+                    result = (RESULT_OF[at.op], at.stage)
+                    self.result_ends[result][at.mb] = now
+                    waiter = self.waiters.pop((result, at.mb), None)
+                    if waiter is not None:
+                        ready.append(waiter)
 
-    def _needed(self, at: Instruction) -> _Result | None:
+    def _needed(self, at: Instruction) -> Result | None:
         """The result of another stage that ``at`` needs."""
         source = source_of(at.op, at.stage, self.num_stages)
-        return None if source is None else (RESULT_OF[at.op], source, at.mb)
+        return None if source is None else (RESULT_OF[at.op], source)
+
+    def _lacks(self, at: Instruction) -> Result | None:
+        """The same, where it is not there yet."""
+        needed = self._needed(at)
+        return None if needed is None or at.mb in self.result_ends[needed] else needed
 
     def _take_apart_pairs(self) -> list[int]:
         """All ranks wait or are done: take apart the pairs whose forward could run by itself; returns their ranks."""
@@ -97,24 +103,20 @@ class _Clock:
             at = order[len(self.ends[rank])] if len(self.ends[rank]) < len(order) else None
             if at is None or not at.members:
                 continue
-            needed = self._needed(at.members[0])
-            if needed is None or needed in self.result_ends:
+            if self._lacks(at.members[0]) is None:
                 order[len(self.ends[rank]) : len(self.ends[rank]) + 1] = at.members
                 freed.append(rank)
         return freed
 
     def _why_stuck(self, rank: int) -> str:
         entry = self.orders[rank][len(self.ends[rank])]
-        blocked, needed = next(
-            (at, needed)
-            for at in entry.members or (entry,)
-            if (needed := self._needed(at)) is not None and needed not in self.result_ends
+        blocked, (kind, source) = next(
+            (at, needed) for at in entry.members or (entry,) if (needed := self._lacks(at)) is not None
         )
-        kind, source, mb = needed
         peer, chunk = self.placement.homes[source]
         done = len(self.ends[peer])
         peer_at = self.orders[peer][done].name if done < len(self.orders[peer]) else "the end of its order"
         return (
-            f"rank {rank} cannot run {blocked} ({blocked.name}): it needs {kind}{chunk}.{mb} of rank {peer}, which is "
-            f"stuck before it, at {peer_at}"
+            f"rank {rank} cannot run {blocked} ({blocked.name}): it needs {kind}{chunk}.{blocked.mb} of rank {peer}, "
+            f"which is stuck before it, at {peer_at}"
         )

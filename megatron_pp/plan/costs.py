@@ -78,6 +78,16 @@ class StageCosts:
         whole = [b + w for b, w in zip(backward_input, weight, strict=False)] if backward is None else backward
         return cls(tuple(forward), tuple(whole), tuple(backward_input), tuple(weight))
 
+    def regrouped(self, count: int) -> StageCosts:
+        """The costs of ``count`` equal stages of the same model, added up or divided evenly. Raises PlanError where
+        neither is possible.
+        """
+        n = self.num_stages
+        if n % count and count % n:
+            raise PlanError(f"times of {n} stages cannot be regrouped into {count}; give a multiple or a divisor of it")
+        lists = (self.forward, self.backward, self.backward_input, self.weight)
+        return StageCosts(*(_regrouped(times, count) for times in lists))
+
     def of(self, op: str, stage: int) -> float:
         """Time of a single compute operation of ``stage``."""
         return self._by_op[op][stage]
@@ -90,6 +100,14 @@ class StageCosts:
             INPUT_GRAD: self.backward_input,
             WEIGHT_GRAD: self.weight,
         }
+
+
+def _regrouped(times: tuple[float, ...], count: int) -> tuple[float, ...]:
+    if len(times) >= count:
+        size = len(times) // count
+        return tuple(sum(times[i * size : (i + 1) * size]) for i in range(count))
+    size = count // len(times)
+    return tuple(time / size for time in times for _ in range(size))
 
 
 @dataclass(frozen=True)

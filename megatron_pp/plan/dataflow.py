@@ -7,23 +7,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_pp.plan.instruction import (
-    BACKWARD,
-    FORWARD,
-    FREE_B,
-    FREE_F,
-    HAND_B,
-    HAND_F,
-    INPUT_GRAD,
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
-    WAIT_B,
-    WAIT_F,
-    WEIGHT_GRAD,
-    Instruction,
-)
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
 
 Result = tuple[str, int]  # what an operation leaves, FORWARD (an output) or BACKWARD (an input gradient), and its stage
 
@@ -45,12 +30,13 @@ class Moves(NamedTuple):
 
 
 MOVES = {
-    FORWARD: Moves(RECV_F, WAIT_F, HAND_F, SEND_F, FREE_F),
-    BACKWARD: Moves(RECV_B, WAIT_B, HAND_B, SEND_B, FREE_B),
+    FORWARD: Moves(ins.RECV_F, ins.WAIT_F, ins.HAND_F, ins.SEND_F, ins.FREE_F),
+    BACKWARD: Moves(ins.RECV_B, ins.WAIT_B, ins.HAND_B, ins.SEND_B, ins.FREE_B),
 }
 KIND_OF = {op: kind for kind, moves in MOVES.items() for op in moves}
 """FORWARD for what moves an activation, BACKWARD for what moves a gradient."""
-_AT_RECEIVER = frozenset({RECV_F, WAIT_F, HAND_F, RECV_B, WAIT_B, HAND_B})
+_AT_RECEIVER = frozenset({*MOVES[FORWARD][:3], *MOVES[BACKWARD][:3]})  # what the receiving stage runs
+_TO_RECEIVER = {op: 0 if op in _AT_RECEIVER else TOWARDS[kind] for op, kind in KIND_OF.items()}
 
 
 @lru_cache(maxsize=1 << 16)
@@ -107,9 +93,9 @@ class Channel(NamedTuple):
 
 def message_of(at: Instruction) -> Message:
     """The message that a send, receive, WAIT, FREE or hand-off is about."""
-    kind = KIND_OF[at.op]
-    stage = at.stage if at.op in _AT_RECEIVER else at.stage + TOWARDS[kind]
-    return Message(kind, stage, at.mb, at.slice, at.tensor)
+    op = at.op
+    fields = (KIND_OF[op], at.stage + _TO_RECEIVER[op], at.mb, at.slice, at.tensor)
+    return tuple.__new__(Message, fields)  # in a third of the time of Message(...), and it is asked for all the time
 
 
 def channel_of(at: Instruction, rank: int) -> Channel:
@@ -120,5 +106,4 @@ def channel_of(at: Instruction, rank: int) -> Channel:
 
 def neighbour_of(op: str, stage: int) -> int:
     """The stage at the other end of a send, receive, WAIT, FREE or hand-off of ``stage``; it may not exist."""
-    towards = TOWARDS[KIND_OF[op]]
-    return stage - towards if op in _AT_RECEIVER else stage + towards
+    return stage + (_TO_RECEIVER[op] or -TOWARDS[KIND_OF[op]])

@@ -6,26 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
 from megatron_pp.plan.placement import LOOP
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.spec import PlanSpec, Shape
 
 Order = list[Instruction]
 Announce = Callable[[str], None]  # takes a sentence for the log
 
 
-@dataclass(frozen=True)
-class Shape:
-    """P ranks, V chunks a rank, M microbatches in groups of G (1 <= G <= M)."""
-
-    pipeline_size: int
-    num_chunks: int
-    num_microbatches: int
-    group_size: int
-
-
-def _no_remark(shape: Shape) -> str:
+def no_remark(shape: Shape) -> str:
     return ""
 
 
@@ -55,22 +46,10 @@ class Family:
     chunks: int | None = None
     splits_weight: bool = False
     search: Callable[[PlanSpec, Announce | None], list[Order]] | None = None
-    remark: Callable[[Shape], str] = _no_remark
+    remark: Callable[[Shape], str] = no_remark
     programs: Callable[[PlanSpec], tuple[tuple[Instruction, ...], ...] | None] | None = None
     digest: str = ""
 
 
-def f(chunk: int, mb: int) -> Instruction:
-    return instruction(FORWARD, chunk, mb)
-
-
-def b(chunk: int, mb: int) -> Instruction:
-    return instruction(BACKWARD, chunk, mb)
-
-
-def i(chunk: int, mb: int) -> Instruction:
-    return instruction(INPUT_GRAD, chunk, mb)
-
-
-def w(chunk: int, mb: int) -> Instruction:
-    return instruction(WEIGHT_GRAD, chunk, mb)
+f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))
+"""An operation of (chunk, microbatch)."""

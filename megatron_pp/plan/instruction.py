@@ -116,22 +116,18 @@ class Instruction(NamedTuple):
         return ", ".join(words)
 
 
+_VERBS = {"RECV": "receive of", "WAIT": "wait for", "SEND": "send of", "FREE": "release of", "HAND": "hand-off of"}
 OP_NAMES = {
     FORWARD: "forward",
     BACKWARD: "backward",
     INPUT_GRAD: "input gradient",
     WEIGHT_GRAD: "weight gradient",
     PAIR: "overlapped pair",
-    RECV_F: "receive of the activation",
-    WAIT_F: "wait for the activation",
-    SEND_F: "send of the activation",
-    FREE_F: "release of the activation",
-    HAND_F: "hand-off of the activation",
-    RECV_B: "receive of the gradient",
-    WAIT_B: "wait for the gradient",
-    SEND_B: "send of the gradient",
-    FREE_B: "release of the gradient",
-    HAND_B: "hand-off of the gradient",
+    **{
+        f"{verb}_{kind}": f"{words} the {what}"
+        for kind, what in (("F", "activation"), ("B", "gradient"))
+        for verb, words in _VERBS.items()
+    },
     PARAM_SYNC: "parameter sync",
     ENABLE_GRAD_SYNC: "start of gradient sync in the backward",
     GRAD_SYNC: "gradient sync",
@@ -170,22 +166,29 @@ def may_pair(first: Instruction, second: Instruction) -> bool:
     return first.op == FORWARD and second.op == BACKWARD and first.mb != second.mb
 
 
-def without_pairs(program: Iterable[Instruction]) -> Iterator[Instruction]:
-    """The program with the two halves of each pair in its place."""
-    for at in program:
-        if at.op == PAIR:
-            yield from at.members
+def pair_up(order: Iterable[Instruction]) -> list[Instruction]:
+    """The order with every forward that stands right before a full backward of another microbatch joined to it, to run
+    as one (``overlapped_forward_backward``): the all-to-alls of one half hide behind the other's compute.
+
+    Backwards that leave their weight gradient for later are short already and stay alone.
+    """
+    paired: list[Instruction] = []
+    for at in order:
+        if paired and may_pair(paired[-1], at):
+            paired[-1] = pair(paired[-1], at)
         else:
-            yield at
+            paired.append(at)
+    return paired
 
 
 def each(program: Iterable[Instruction]) -> Iterator[Instruction]:
     """The program with the members of each group in its place."""
-    for at in program:
-        if at.members:
-            yield from at.members
-        else:
-            yield at
+    return (one for at in program for one in at.members or (at,))
+
+
+def without_pairs(program: Iterable[Instruction]) -> Iterator[Instruction]:
+    """The program with the two halves of each pair in its place."""
+    return (one for at in program for one in (at.members if at.op == PAIR else (at,)))
 
 
 def parse_instruction(text: str) -> Instruction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
@@ -14,8 +14,7 @@ from megatron_pp.plan.spec import Plan
 from megatron_pp.plan.sync_marks import check_syncs
 
 
-@dataclass
-class Memory:
+class Memory(NamedTuple):
     """Live pipeline tensors of one rank, in tensors (one per message, whatever its size).
 
     outputs        stage outputs that still hold their data
@@ -24,9 +23,12 @@ class Memory:
     output_grads   received (or handed) gradients kept for the backward
     input_grads    input gradients that still hold their data
     grad_buffers   posted receives of gradients that were not waited yet
+
+    Views on them, not more of them:
+
     pending_sends  sends posted and not released (their tensors are among outputs and input_grads)
     in_flight      (chunk, microbatch) pairs between their forward and their backward: what autograd keeps
-    weight_backlog pairs between an input-gradient backward and its WEIGHT
+    weight_backlog pairs between an input-gradient backward and its W
     """
 
     outputs: int = 0
@@ -41,21 +43,25 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        """Pipeline tensors alive together; ``pending_sends``, ``in_flight`` and ``weight_backlog`` are views on them,
-        not more of them.
-        """
-        return self.outputs + self.inputs + self.act_buffers + self.output_grads + self.input_grads + self.grad_buffers
-
-    def grow_to(self, other: Memory) -> None:
-        """Field by field maximum, in place."""
-        most = self.__dict__
-        for name, value in other.__dict__.items():
-            if value > most[name]:
-                most[name] = value
+        """Pipeline tensors alive together."""
+        return sum(self[:6])
 
 
-@dataclass
-class RankPeaks:
+_CHANGES = {
+    ins.RECV_F: Memory(act_buffers=1),
+    ins.WAIT_F: Memory(act_buffers=-1, inputs=1),
+    ins.RECV_B: Memory(grad_buffers=1),
+    ins.WAIT_B: Memory(grad_buffers=-1, output_grads=1),
+    ins.HAND_B: Memory(input_grads=-1, output_grads=1),
+    ins.SEND_F: Memory(pending_sends=1),
+    ins.SEND_B: Memory(pending_sends=1),
+    ins.FREE_B: Memory(pending_sends=-1, input_grads=-1),
+    ins.WEIGHT_GRAD: Memory(weight_backlog=-1),
+}
+"""What the operations add to the memory that do so whatever the stage; ``_Walk._change`` knows the others."""
+
+
+class RankPeaks(NamedTuple):
     """Peaks over one rank's program: of each kind for itself (``each``), and of all tensors together (``tensors``)."""
 
     each: Memory
@@ -69,20 +75,28 @@ def check_rank(plan: Plan, rank: int, deallocate: bool = True) -> RankPeaks:
     ``deallocate`` says whether FREE_F gives the output's data back (config.deallocate_pipeline_outputs) or it
     stays until the backward.
     """
-    peaks, together = Memory(), 0
-    for _, now in _Walk(plan, rank, deallocate).steps():
-        together = max(together, now.tensors)
-        peaks.grow_to(now)
+    walk = _Walk(plan, rank, deallocate)
+    together = max(walk.tensors(), default=0)
     check_syncs(plan, rank)
-    return RankPeaks(peaks, together)
+    return RankPeaks(Memory(*walk.peaks), together)
 
 
 def tensors_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:
     """Pipeline tensors alive together right after each instruction of ``plan.timed(rank)``. Raises PlanError as
     check_rank does.
     """
-    for _, now in _Walk(plan, rank, deallocate).steps():
-        yield now.tensors
+    return _Walk(plan, rank, deallocate).tensors()
+
+
+class _Step(NamedTuple):
+    """What an op of one chunk needs and does; ``changes`` are (index in Memory, difference)."""
+
+    stage: int
+    peer: int
+    needs: int
+    adds: int
+    changes: tuple[tuple[int, int], ...]
+    tensors: int
 
 
 class _Walk:
@@ -93,65 +107,108 @@ class _Walk:
         self.forward_only = spec.forward_only
         self.optional = W_LEFT | W_RAN if spec.split_backward and not spec.forward_only else 0
         self.microbatches = spec.num_microbatches
-        self.chunks = spec.num_chunks
+        self.placement = plan.placement
         self.last_stage = plan.placement.num_stages - 1
         self.stages = plan.placement.stages[rank]
         self.facts = {(stage, mb): 0 for stage in self.stages for mb in range(self.microbatches)}
-        self.next_forward = [0] * self.chunks
+        self.next_forward = [0] * spec.num_chunks
         self.required = {s: facts_at_end(plan.placement, s, self.forward_only) for s in self.stages}
-        self.placement = plan.placement
-        self.sites: dict[tuple[str, int], tuple[int, int]] = {}  # (op, chunk) -> (stage, peer)
+        self.known: dict[tuple[str, int], _Step] = {}  # by op and chunk
         self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
-        self.memory = Memory()
+        self.peaks = [0] * len(Memory._fields)
 
-    def steps(self) -> Iterator[tuple[Instruction, Memory]]:
-        """Run the program; after each instruction, the memory (one object, updated in place)."""
+    def tensors(self) -> Iterator[int]:
+        """Run the program; after each instruction, the tensors alive together."""
+        now, peaks, alive = [0] * len(self.peaks), self.peaks, 0
         for at in self.program:
             for one in at.members or (at,):
-                self._check_site(one)
-                if one.op not in ins.SYNC_OPS:
-                    self._check(one)
-                    self._account(one)
-            yield at, self.memory
+                step = self.known.get((one.op, one.chunk))
+                if step is None or one.stage != step.stage or one.peer != step.peer:
+                    step = self._step(one)
+                if one.op in ins.SYNC_OPS:
+                    continue
+                if self._advance(one, step):
+                    now[0] -= 1
+                    alive -= 1
+                for kind, difference in step.changes:
+                    now[kind] += difference
+                    if now[kind] > peaks[kind]:
+                        peaks[kind] = now[kind]
+                alive += step.tensors
+            yield alive
         self._check_end()
 
-    def _check(self, at: Instruction) -> None:
+    def _advance(self, at: Instruction, step: _Step) -> bool:
+        """Check ``at`` and note what it makes true. Returns whether an output that FREE_F left its data loses it."""
         cell = at[1:3]
-        rule = RULES.get(at.op)
-        facts = self.facts.get(cell)
-        if rule is None or facts is None:
-            raise self._error(
-                at,
-                f"there is no such stage and microbatch on this rank: stages are {', '.join(map(str, self.stages))}, "
-                f"microbatches 0..{self.microbatches - 1}",
-            )
-        needs, adds, _ = rule
-        required = self.required[at.stage]
-        if adds & ~(required | self.optional):
-            raise self._error(at, f"stage {at.stage} has no such step in this plan")
-        missing = needs & (required | B_RAN | W_LEFT) & ~facts
+        before = self.facts.get(cell)
+        if before is None:
+            raise self._no_such_cell(at)
+        missing, twice = step.needs & ~before, step.adds & before
         if missing:
             raise self._error(at, "it comes before " + " and before ".join(words_of(missing)))
-        if facts & adds:
-            raise self._error(at, " and ".join(words_of(facts & adds)) + " already: it stands twice")
+        if twice:
+            raise self._error(at, " and ".join(words_of(twice)) + " already: it stands twice")
         if at.op in ins.HAND_OPS:
             self._check_hand(at)
         elif at.op == ins.FORWARD:
             self._check_forward(at)
-        self.facts[cell] = facts | adds
+        after = self.facts[cell] = before | step.adds
+        both = F_FREED | B_RAN
+        return not self.gives_back and after & both == both and before & both != both
 
-    def _check_site(self, at: Instruction) -> None:
-        """Stage, chunk and peer must be those of the placement."""
-        key = (at.op, at.chunk)
-        site = self.sites.get(key)
-        if site is None:
-            site = self.sites[key] = self.placement.site(self.rank, *key)
-        if (at.stage, at.peer) != site:
+    def _step(self, at: Instruction) -> _Step:
+        """What all instructions of this op and chunk have in common. Raises PlanError where ``at`` is none of them."""
+        stage, peer = self.placement.site(self.rank, at.op, at.chunk)
+        if (at.stage, at.peer) != (stage, peer):
             raise self._error(
                 at,
-                f"it has stage {at.stage} and peer {at.peer}; on this rank and chunk they are {site[0]} and {site[1]} "
+                f"it has stage {at.stage} and peer {at.peer}; on this rank and chunk they are {stage} and {peer} "
                 f"({NONE}: none)",
             )
+        if at.op in ins.SYNC_OPS:
+            needs, adds = 0, 0
+        elif at.op not in RULES or at[1:3] not in self.facts:
+            raise self._no_such_cell(at)
+        else:
+            needs, adds, _ = RULES[at.op]
+            if adds & ~(self.required[stage] | self.optional):
+                raise self._error(at, f"stage {stage} has no such step in this plan")
+            needs &= self.required[stage] | B_RAN | W_LEFT
+        change = self._change(at.op, stage)
+        changes = tuple((kind, difference) for kind, difference in enumerate(change) if difference)
+        step = self.known[(at.op, at.chunk)] = _Step(stage, peer, needs, adds, changes, change.tensors)
+        return step
+
+    def _change(self, op: str, stage: int) -> Memory:
+        """What an operation of ``stage`` adds to the memory."""
+        first, last = stage == 0, stage == self.last_stage
+        if op == ins.FORWARD:
+            used = self.forward_only and not first
+            return Memory(outputs=not last, inputs=-used, in_flight=not self.forward_only)
+        if op == ins.HAND_F:
+            # Given back, the output's storage becomes the input's; else it stays the output's until its backward.
+            return Memory(outputs=-1, inputs=1) if self.gives_back else Memory()
+        if op == ins.FREE_F:
+            return Memory(pending_sends=-1, outputs=-self.gives_back)
+        if op in ins.BACKWARD_OPS:
+            handed_in, handed_on = stage - 1 in self.required, stage + 1 in self.required
+            return Memory(
+                in_flight=-1,
+                inputs=-(not first and (self.gives_back or not handed_in)),
+                outputs=-(handed_on and not self.gives_back),
+                output_grads=-(not last),
+                input_grads=not first,
+                weight_backlog=op == ins.INPUT_GRAD,
+            )
+        return _CHANGES.get(op, Memory())
+
+    def _no_such_cell(self, at: Instruction) -> PlanError:
+        return self._error(
+            at,
+            f"there is no such stage and microbatch on this rank: stages are {', '.join(map(str, self.stages))}, "
+            f"microbatches 0..{self.microbatches - 1}",
+        )
 
     def _check_forward(self, at: Instruction) -> None:
         """Every chunk draws its data from an iterator, and its losses are reported in the order of its forwards."""
@@ -170,58 +227,6 @@ class _Walk:
         fact = F_RAN if at.op == ins.HAND_F else B_RAN
         if not self.facts.get((source, at.mb), 0) & fact:
             raise self._error(at, f"stage {source} has not produced it yet on this rank")
-
-    def _account(self, at: Instruction) -> None:
-        now, op = self.memory, at.op
-        first, last = at.stage == 0, at.stage == self.last_stage
-        if op == ins.RECV_F:
-            now.act_buffers += 1
-        elif op == ins.WAIT_F:
-            now.act_buffers -= 1
-            now.inputs += 1
-        elif op == ins.HAND_F:
-            # Given back, the output's storage becomes the input's; else it stays the output's until its backward.
-            if self.gives_back:
-                now.outputs -= 1
-                now.inputs += 1
-        elif op == ins.FORWARD:
-            now.outputs += not last
-            now.inputs -= self.forward_only and not first
-            now.in_flight += not self.forward_only
-        elif op in ins.SEND_OPS:
-            now.pending_sends += 1
-        elif op == ins.FREE_F:
-            now.pending_sends -= 1
-            kept = not (self.gives_back or self.facts[(at.stage, at.mb)] & B_RAN)
-            now.outputs -= not kept
-        elif op == ins.RECV_B:
-            now.grad_buffers += 1
-        elif op == ins.WAIT_B:
-            now.grad_buffers -= 1
-            now.output_grads += 1
-        elif op == ins.HAND_B:
-            now.input_grads -= 1
-            now.output_grads += 1
-        elif op in ins.BACKWARD_OPS:
-            self._account_backward(at, first, last)
-        elif op == ins.FREE_B:
-            now.pending_sends -= 1
-            now.input_grads -= 1
-        elif op == ins.WEIGHT_GRAD:
-            now.weight_backlog -= 1
-
-    def _account_backward(self, at: Instruction, first: bool, last: bool) -> None:
-        now = self.memory
-        now.in_flight -= 1
-        handed_in = at.stage - 1 in self.required
-        handed_on = at.stage + 1 in self.required
-        now.inputs -= not first and (self.gives_back or not handed_in)
-        now.outputs -= handed_on and not self.gives_back
-        now.output_grads -= not last
-        now.input_grads += not first
-        released = self.facts[(at.stage, at.mb)] & F_FREED
-        now.outputs -= bool(released and not self.gives_back)
-        now.weight_backlog += at.op == ins.INPUT_GRAD
 
     def _check_end(self) -> None:
         for (stage, mb), facts in self.facts.items():

@@ -41,9 +41,9 @@ from megatron_pp.plan.instruction import (
     SEND_OPS,
     Instruction,
     batch,
+    pair_up,
 )
 from megatron_pp.plan.order_check import check_orders
-from megatron_pp.plan.pairs import pair_up
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import BATCHED, ONE_WAY, OVERLAP, Plan, PlanSpec
 from megatron_pp.plan.sync_marks import syncs_of
@@ -126,7 +126,7 @@ class _RankLowering:
         if self.placement.homes[source][0] == self.rank:
             self.inputs[i].append(Instruction(moves.hand, at.stage, at.mb, NONE, at.chunk))
         else:
-            due = self.result_ends[(result, source, at.mb)]
+            due = self.result_ends[(result, source)][at.mb]
             receives.append(self._post(due, at, source, at.stage, moves.recv, moves.wait, i))
 
     def _post(self, due: int, at: Instruction, peer_stage: int, to: int, post: str, finish: str, use: int) -> _Post:

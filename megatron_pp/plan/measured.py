@@ -58,18 +58,15 @@ class Measured:
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise PlanError(f"measured values {', '.join(unknown)} are not known; they are {', '.join(known)}")
-        given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        return cls(**given)
+        return cls(**values)
 
     def costs(self, num_stages: int) -> StageCosts:
         """Times per stage."""
-        backward = None if self.backward is None else _per("backward", self.backward, num_stages, "stages")
-        return StageCosts.per_stage(
-            _per("forward", self.forward, num_stages, "stages"),
-            _per("backward_input", self.backward_input, num_stages, "stages"),
-            _per("weight", self.weight, num_stages, "stages"),
-            backward,
+        backward = None if self.backward is None else self._each("backward", num_stages)
+        forward, backward_input, weight = (
+            self._each(name, num_stages) for name in ("forward", "backward_input", "weight")
         )
+        return StageCosts.per_stage(forward, backward_input, weight, backward)
 
     def network(self) -> Network:
         """Every link takes ``transfer``, and any number of transfers at a time."""
@@ -77,12 +74,20 @@ class Measured:
 
     def memory(self, placement: Placement) -> MemoryModel:
         """Memory per stage, and the limit per rank."""
-        limit = math.inf if self.memory_limit is None else self.memory_limit
-        activation = _per("activation", self.activation, placement.num_stages, "stages")
-        kept = tuple(WEIGHT_SHARE * value for value in activation)
-        if self.weight_activation is not None:
-            kept = _per("weight_activation", self.weight_activation, placement.num_stages, "stages")
-        return MemoryModel(_per("memory_limit", limit, placement.pipeline_size, "ranks"), activation, kept)
+        stages, ranks = placement.num_stages, placement.pipeline_size
+        limits = (math.inf,) * ranks if self.memory_limit is None else self._each("memory_limit", ranks, "ranks")
+        activation = self._each("activation", stages)
+        if self.weight_activation is None:
+            return MemoryModel(limits, activation, tuple(WEIGHT_SHARE * value for value in activation))
+        return MemoryModel(limits, activation, self._each("weight_activation", stages))
+
+    def _each(self, name: str, count: int, what: str = "stages") -> tuple[float, ...]:
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return (value,) * count
+        if len(value) != count:
+            raise PlanError(f"measured {name} is given for {len(value)} {what}; there are {count}")
+        return value
 
 
 def measured_values(given: Measured | Mapping[str, Any] | str | None) -> Measured | None:
@@ -118,11 +123,3 @@ def _check_number(name: str, value: Any, may_be_none: bool) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
         shown = "beyond all floats" if isinstance(value, int) and value > sys.float_info.max else repr(value)
         raise PlanError(f"measured {name} is {shown}; it must be a finite number of at least 0, or a list of them")
-
-
-def _per(name: str, value: float | tuple[float, ...], count: int, what: str) -> tuple[float, ...]:
-    if not isinstance(value, tuple):
-        return (value,) * count
-    if len(value) != count:
-        raise PlanError(f"measured {name} is given for {len(value)} {what}; there are {count}")
-    return value

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import (
     BACKWARD,
     FORWARD,
     INPUT_GRAD,
-    SINGLE_COMPUTE_OPS,
     WEIGHT_GRAD,
     Instruction,
     instruction,
@@ -20,7 +20,6 @@ from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import Plan
 
 _AFTER = {BACKWARD: FORWARD, INPUT_GRAD: FORWARD, WEIGHT_GRAD: INPUT_GRAD}
-_Operation = tuple[str, int, int]  # op, chunk, microbatch
 
 
 def check_orders(
@@ -37,34 +36,34 @@ def check_orders(
 
 
 def _check_order(rank: int, order: Sequence[Instruction], chunks: int, microbatches: int, trains: bool) -> None:
-    seen: set[_Operation] = set()
+    ran = {(chunk, mb): "" for chunk in range(chunks) for mb in range(microbatches)}  # the ops of each, in order
     for at in without_pairs(order):
-        if at.op not in SINGLE_COMPUTE_OPS:
+        if at.op not in ins.SINGLE_COMPUTE_OPS:
             raise _error(rank, at, "an order holds compute alone: F, B, I and W")
-        if not (0 <= at.chunk < chunks and 0 <= at.mb < microbatches):
+        cell = (at.chunk, at.mb)
+        ops = ran.get(cell)
+        if ops is None:
             raise _error(rank, at, f"chunks are 0..{chunks - 1}, microbatches 0..{microbatches - 1}")
-        if (at.op, at.chunk, at.mb) in seen:
+        if at.op in ops:
             raise _error(rank, at, "it stands twice in the order")
         before = _AFTER.get(at.op)
-        if before is not None and (before, at.chunk, at.mb) not in seen:
+        if before is not None and before not in ops:
             raise _error(rank, at, f"{before}{at.chunk}.{at.mb} has to come before it")
-        seen.add((at.op, at.chunk, at.mb))
-    for chunk in range(chunks):
-        for mb in range(microbatches):
-            _check_cell(rank, {op for op in SINGLE_COMPUTE_OPS if (op, chunk, mb) in seen}, chunk, mb, trains)
+        ran[cell] = ops + at.op
+    for (chunk, mb), ops in ran.items():
+        if ops not in (("FB", "FIW") if trains else ("F",)):
+            raise _incomplete(rank, ops, chunk, mb, trains)
 
 
-def _check_cell(rank: int, ops: set[str], chunk: int, mb: int, trains: bool) -> None:
-    """What an order has of one (chunk, microbatch)."""
-    split = INPUT_GRAD in ops
-    if split and BACKWARD in ops:
-        raise _error(
+def _incomplete(rank: int, ops: str, chunk: int, mb: int, trains: bool) -> PlanError:
+    """What is wrong with an order that runs ``ops`` of (chunk, mb)."""
+    if INPUT_GRAD in ops and BACKWARD in ops:
+        return _error(
             rank, instruction(BACKWARD, chunk, mb), f"I{chunk}.{mb} is there too: a backward is whole or split"
         )
-    needed = (FORWARD, *((INPUT_GRAD, WEIGHT_GRAD) if split else (BACKWARD,))) if trains else (FORWARD,)
-    missing = next((op for op in needed if op not in ops), None)
-    if missing is not None:
-        raise _error(rank, instruction(missing, chunk, mb), "the order lacks it")
+    backward = (INPUT_GRAD, WEIGHT_GRAD) if INPUT_GRAD in ops else (BACKWARD,)
+    missing = next(op for op in (FORWARD, *(backward if trains else ())) if op not in ops)
+    return _error(rank, instruction(missing, chunk, mb), "the order lacks it")
 
 
 def check_programs(plan: Plan) -> None:
@@ -75,7 +74,7 @@ def check_programs(plan: Plan) -> None:
     check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only)
     for rank, (order, program) in enumerate(zip(plan.orders, plan.programs, strict=True)):
         wanted = [at for at in without_pairs(order) if at.op == FORWARD or not spec.forward_only]
-        found = [at for at in without_pairs(program) if at.op in SINGLE_COMPUTE_OPS]
+        found = [at for at in without_pairs(program) if at.op in ins.SINGLE_COMPUTE_OPS]
         if wanted != found:
             one, other = next((a, b) for a, b in zip_longest(wanted, found, fillvalue="nothing more") if a != b)
             raise PlanError(f"rank {rank}: the plan's order has {one} where its program runs {other}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.dataflow import Message, channel_of, message_of
+from megatron_pp.plan.dataflow import channel_of, message_of
 from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.spec import ONE_WAY, Plan
 
@@ -51,19 +51,16 @@ class Entry:
 class End:
     """One end of one message; ``part`` is DATA or SHAPE."""
 
-    __slots__ = ("at", "direction", "done", "entry", "is_send", "part")
+    __slots__ = ("at", "direction", "done", "entry", "is_send", "message", "part")
 
     def __init__(self, at: Instruction, direction: Direction, part: str, entry: Entry) -> None:
         self.at = at
         self.direction = direction
         self.part = part
+        self.message = message_of(at)
         self.entry = entry
         self.is_send = at.op in ins.SEND_OPS
         self.done = False
-
-    @property
-    def message(self) -> Message:
-        return message_of(self.at)
 
     @property
     def peer(self) -> int:
@@ -113,6 +110,7 @@ class QueueMachine:
         if entry.left:
             return False
         entry.queue.popleft()
+        entry.ends = []  # they hold the entry
         if entry.queue:
             self.activate(entry.queue[0], now)
         return True

@@ -86,7 +86,10 @@ class _Run:
             if not shape.is_done:
                 return shape
             data = self._once(rank, shape.at, DATA)
-        return None if data.is_done else data
+        if not data.is_done:
+            return data
+        del self.posted[rank][(post, of, DATA)]  # nothing asks for it again
+        return None
 
     def _once(self, rank: int, at: Instruction, part: str) -> Entry:
         """The entry of ``at``, posted now unless it was before the rank had to wait."""

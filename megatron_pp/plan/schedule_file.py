@@ -89,12 +89,6 @@ class _FilePlan:
 
     def programs(self, spec: PlanSpec) -> tuple[tuple[Instruction, ...], ...] | None:
         """The file's own programs, where they were lowered for ``spec``."""
-        mine = replace(
-            self.plan.spec,
-            schedule=spec.schedule,
-            measured=spec.measured,
-            digest=spec.digest,
-            group_size=spec.group_size,
-            split_backward=spec.split_backward,
-        )
+        of_the_run = ("schedule", "measured", "digest", "group_size", "split_backward")
+        mine = replace(self.plan.spec, **{name: getattr(spec, name) for name in of_the_run})
         return self.plan.programs if mine == spec else None

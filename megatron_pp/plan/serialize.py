@@ -14,26 +14,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from megatron_pp.errors import ExchangeError, InstructionError, PlanError
+from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.files import read_text
-from megatron_pp.plan.instruction import (
-    ALL_OPS,
-    BATCH,
-    GROUP_OPS,
-    NONE,
-    SINGLE_COMPUTE_OPS,
-    SYNC_OPS,
-    TRANSFER_OPS,
-    Instruction,
-    batch,
-    pair,
-    parse_instruction,
-    without_pairs,
-)
+from megatron_pp.plan.instruction import NONE, Instruction, batch, pair, parse_instruction, without_pairs
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import OLD_NAMES
 from megatron_pp.plan.placement import PLACEMENTS, Placement
@@ -86,7 +74,7 @@ def parse_plan(text: str, **lowering: Any) -> Plan:
 
 def compute_of(programs: Sequence[Sequence[Instruction]]) -> _Programs:
     """The compute order of lowered programs, the halves of a pair by themselves."""
-    return tuple(tuple(at for at in without_pairs(program) if at.op in SINGLE_COMPUTE_OPS) for program in programs)
+    return tuple(tuple(at for at in without_pairs(program) if at.op in ins.SINGLE_COMPUTE_OPS) for program in programs)
 
 
 def _to_json(plan: Plan) -> str:
@@ -144,9 +132,8 @@ def _from_json(text: str) -> Plan:
     if kind not in PLACEMENTS:
         raise ExchangeError(f"placement {kind!r} is not known; it is one of {', '.join(PLACEMENTS)}")
     placement = Placement(kind, spec.pipeline_size, spec.num_chunks)
-    read = _lines_of_version_1(spec, placement) if version == 1 else _nodes
-    programs = _ranks(content.get("programs"), "programs", spec, read)
-    orders = _ranks(content["orders"], "orders", spec, read) if "orders" in content else compute_of(programs)
+    programs = _ranks(content, "programs", spec, placement)
+    orders = _ranks(content, "orders", spec, placement) if "orders" in content else compute_of(programs)
     cells = spec.num_chunks * spec.num_microbatches
     for rank, program in enumerate(programs):
         if len(program) < cells:
@@ -157,10 +144,8 @@ def _from_json(text: str) -> Plan:
     return Plan(spec, placement, programs, orders, str(content.get("remark", "")))
 
 
-_ReadRank = Callable[[Any, int], tuple[Instruction, ...]]
-
-
-def _ranks(listed: Any, what: str, spec: PlanSpec, read: _ReadRank) -> _Programs:
+def _ranks(content: dict[str, Any], what: str, spec: PlanSpec, placement: Placement) -> _Programs:
+    listed = content.get(what)
     if not isinstance(listed, list):
         raise ExchangeError(f"'{what}' is missing or no list with an entry per rank")
     if len(listed) != spec.pipeline_size:
@@ -168,38 +153,34 @@ def _ranks(listed: Any, what: str, spec: PlanSpec, read: _ReadRank) -> _Programs
     programs = []
     for rank, entry in enumerate(listed):
         try:
-            programs.append(read(entry, rank))
+            if content["version"] == 1:
+                programs.append(_line_of_version_1(entry, rank, spec, placement))
+            elif not isinstance(entry, list):
+                raise InstructionError("a program is a list of instructions")
+            else:
+                programs.append(tuple(_instruction(node, position) for position, node in enumerate(entry)))
         except InstructionError as error:
             raise ExchangeError(f"{what}, rank {rank}: {error}") from error
     return tuple(programs)
 
 
-def _lines_of_version_1(spec: PlanSpec, placement: Placement) -> _ReadRank:
-    def read(line: Any, rank: int) -> tuple[Instruction, ...]:
-        if not isinstance(line, str):
-            raise InstructionError("a program of version 1 is a string")
-        return placement.place(rank, parse_version_1(line, spec.overlap_pairs))
-
-    return read
-
-
-def _nodes(entries: Any, rank: int) -> tuple[Instruction, ...]:
-    if not isinstance(entries, list):
-        raise InstructionError("a program is a list of instructions")
-    return tuple(_instruction(entry, position) for position, entry in enumerate(entries))
+def _line_of_version_1(line: Any, rank: int, spec: PlanSpec, placement: Placement) -> tuple[Instruction, ...]:
+    if not isinstance(line, str):
+        raise InstructionError("a program of version 1 is a string")
+    return placement.place(rank, parse_version_1(line, spec.overlap_pairs))
 
 
 def _instruction(node: Any, position: int) -> Instruction:
     where = f"instruction {position}"
-    if not isinstance(node, dict) or not isinstance(node.get("op"), str) or node["op"] not in ALL_OPS:
+    if not isinstance(node, dict) or not isinstance(node.get("op"), str) or node["op"] not in ins.ALL_OPS:
         raise InstructionError(f"{where}: {str(node)[:60]} is no object with a known 'op'")
     op = node["op"]
-    if op in GROUP_OPS:
+    if op in ins.GROUP_OPS:
         members = node.get("members")
-        if not isinstance(members, list) or any(isinstance(m, dict) and m.get("op") in GROUP_OPS for m in members):
+        if not isinstance(members, list) or any(isinstance(m, dict) and m.get("op") in ins.GROUP_OPS for m in members):
             raise InstructionError(f"{where}: the 'members' of a {op} are a list of single instructions")
         inside = [_instruction(member, position) for member in members]
-        if op == BATCH:
+        if op == ins.BATCH:
             return batch(inside)
         if len(inside) != 2:
             raise InstructionError(f"{where}: a PAIR has two members, not {len(inside)}")
@@ -210,8 +191,8 @@ def _instruction(node: Any, position: int) -> Instruction:
     at = Instruction(
         op,
         _number(node, "stage", where),
-        NONE if op in SYNC_OPS else _number(node, "mb", where),
-        _number(node, "peer", where) if op in TRANSFER_OPS else NONE,
+        NONE if op in ins.SYNC_OPS else _number(node, "mb", where),
+        _number(node, "peer", where) if op in ins.TRANSFER_OPS else NONE,
         _number(node, "chunk", where),
         _number(node, "slice", where) if "slice" in node else NONE,
         tensor,

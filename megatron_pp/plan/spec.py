@@ -23,6 +23,16 @@ EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as M
 
 
 @dataclass(frozen=True)
+class Shape:
+    """P ranks, V chunks a rank, M microbatches in groups of G (1 <= G <= M)."""
+
+    pipeline_size: int
+    num_chunks: int
+    num_microbatches: int
+    group_size: int
+
+
+@dataclass(frozen=True)
 class PlanSpec:
     """Everything a plan depends on; hashable, the key of the cache.
 
@@ -45,7 +55,6 @@ class PlanSpec:
     overlap_pairs     a forward right before a full backward of another microbatch is a pair, to be run as one
     digest            of the schedule file's content; empty for a named family
     split_backward    whether the model can put weight gradients off; where not, the plan has no W
-    (``whole_backwards.py``)
     """
 
     schedule: str
@@ -85,6 +94,10 @@ class PlanSpec:
     def effective_group_size(self) -> int:
         """Microbatches per group: P when unset, never more than M."""
         return min(self.group_size or self.pipeline_size, self.num_microbatches)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.pipeline_size, self.num_chunks, self.num_microbatches, self.effective_group_size)
 
     def describe(self) -> str:
         """One line, as error messages and drawings head it."""

@@ -8,23 +8,11 @@ behind rank 0 in the forward direction and ahead in the backward one (Megatron's
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.instruction import (
-    BACKWARD_OPS,
-    COMPUTE_OPS,
-    ENABLE_GRAD_SYNC,
-    FORWARD,
-    GRAD_SYNC,
-    GRADIENT_OPS,
-    NONE,
-    PAIR,
-    PARAM_SYNC,
-    SYNC_OPS,
-    WEIGHT_GRAD,
-    Instruction,
-)
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, GRADIENT_OPS, NONE, SYNC_OPS, WEIGHT_GRAD, Instruction
 from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 
 Syncs = dict[int, list[Instruction]]  # index of an entry of a compute order -> syncs next to it
@@ -41,9 +29,9 @@ def syncs_of(spec: PlanSpec, rank: int, order: Sequence[Instruction]) -> tuple[S
     return before, after
 
 
-def _singles(order: Sequence[Instruction]) -> list[tuple[int, Instruction]]:
+def _singles(order: Sequence[Instruction]) -> Iterator[tuple[int, Instruction]]:
     """(index of its entry, operation) of every operation, those of pairs included."""
-    return [(i, at) for i, entry in enumerate(order) for at in entry.members or (entry,)]
+    return ((i, at) for i, entry in enumerate(order) for at in entry.members or (entry,))
 
 
 def _param_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before: Syncs) -> None:
@@ -57,11 +45,11 @@ def _param_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before
     stages = {at.chunk: at.stage for _, at in forwards}
     for chunk in range(spec.num_chunks):
         entry = 0 if chunk < 2 else forwards[max(0, first[chunk - 1] - rank)][0]
-        before[entry].append(_sync(PARAM_SYNC, chunk, stages))
+        before[entry].append(_sync(ins.PARAM_SYNC, chunk, stages))
 
 
 def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before: Syncs, after: Syncs) -> None:
-    singles = _singles(order)
+    singles = list(_singles(order))
     stages = {at.chunk: at.stage for _, at in singles}
     completing = [(i, at) for i, at in singles if at.op in GRADIENT_OPS]
     last = {at.chunk: k for k, (_, at) in enumerate(completing)}  # chunk -> ordinal of the one that completes it
@@ -72,12 +60,12 @@ def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before:
         last_backward = {at.chunk: i for i, at in singles if at.op in BACKWARD_OPS}
         for chunk, k in last.items():
             for entry in sorted({completing[k][0], last_backward[chunk]}):
-                before[_enable_at(spec, order, entry)].append(_sync(ENABLE_GRAD_SYNC, chunk, stages))
+                before[_enable_at(spec, order, entry)].append(_sync(ins.ENABLE_GRAD_SYNC, chunk, stages))
         return
     for chunk, k in sorted(last.items()):
         late = k + rank >= len(completing) or (spec.num_chunks == 1 and rank > 0)
         entry = len(order) - 1 if late else completing[k + rank][0]
-        after[entry].append(_sync(GRAD_SYNC, chunk, stages))
+        after[entry].append(_sync(ins.GRAD_SYNC, chunk, stages))
 
 
 def _sync(op: str, chunk: int, stages: dict[int, int]) -> Instruction:
@@ -102,10 +90,10 @@ def prepares_in_forward(plan: Plan, rank: int) -> bool:
         return False
     following = None
     for at in reversed(plan.programs[rank]):
-        if at.op in COMPUTE_OPS:
+        if at.op in ins.COMPUTE_OPS:
             following = at.op
-        elif at.op == ENABLE_GRAD_SYNC and following != WEIGHT_GRAD:
-            return following in (FORWARD, PAIR)
+        elif at.op == ins.ENABLE_GRAD_SYNC and following != WEIGHT_GRAD:
+            return following in (FORWARD, ins.PAIR)
     return True
 
 
@@ -128,11 +116,12 @@ class _Check:
         for k, at in _singles(self.program):
             if at.op == FORWARD:
                 self.first.setdefault(at.chunk, k)
-            elif at.op in BACKWARD_OPS or at.op == WEIGHT_GRAD:
+            elif at.op in BACKWARD_OPS:
+                self.last_backward[at.chunk] = self.last[at.chunk] = k
+                self.backwards.append(k)
+            elif at.op == WEIGHT_GRAD:
                 self.last[at.chunk] = k
                 self.backwards.append(k)
-                if at.op in BACKWARD_OPS:
-                    self.last_backward[at.chunk] = k
 
     def run(self) -> None:
         seen: dict[str, set[int]] = {op: set() for op in SYNC_OPS}
@@ -145,14 +134,16 @@ class _Check:
                 raise self._error(at, "it stands twice, or names no chunk of this rank")
             done.add(at.chunk)
             self._check_place(k, at)
-        self._check_kinds(seen[ENABLE_GRAD_SYNC], seen[GRAD_SYNC], early)
-        synced = seen[ENABLE_GRAD_SYNC] | seen[GRAD_SYNC]
-        if not self.spec.forward_only and synced != set(range(self.spec.num_chunks)):
-            lost = sorted(set(range(self.spec.num_chunks)) - synced)
-            raise PlanError(f"rank {self.rank}: the gradients of chunk(s) {lost} are never synchronised")
-        if self.spec.param_sync and self.spec.num_chunks > 1 and seen[PARAM_SYNC] != set(range(self.spec.num_chunks)):
-            lost = sorted(set(range(self.spec.num_chunks)) - seen[PARAM_SYNC])
-            raise PlanError(f"rank {self.rank}: the parameters of chunk(s) {lost} are never synchronised")
+        self._check_kinds(seen[ins.ENABLE_GRAD_SYNC], seen[ins.GRAD_SYNC], early)
+        if not self.spec.forward_only:
+            self._check_all("gradients", seen[ins.ENABLE_GRAD_SYNC] | seen[ins.GRAD_SYNC])
+        if self.spec.param_sync and self.spec.num_chunks > 1:
+            self._check_all("parameters", seen[ins.PARAM_SYNC])
+
+    def _check_all(self, what: str, synced: set[int]) -> None:
+        lost = sorted(set(range(self.spec.num_chunks)) - synced)
+        if lost:
+            raise PlanError(f"rank {self.rank}: the {what} of chunk(s) {lost} are never synchronised")
 
     def _check_kinds(self, enabled: set[int], explicit: set[int], early: set[int]) -> None:
         """One kind of gradient sync a rank, and hooks in both places where gradients become complete."""
@@ -176,17 +167,17 @@ class _Check:
     def _is_early(self, k: int, at: Instruction) -> bool:
         """Whether ``at`` enables the sync for a last backward that leaves weight gradients for later."""
         backward = self.last_backward.get(at.chunk)
-        return at.op == ENABLE_GRAD_SYNC and backward != self.last.get(at.chunk) and self._following(k) == backward
+        return at.op == ins.ENABLE_GRAD_SYNC and backward != self.last.get(at.chunk) and self._following(k) == backward
 
     def _check_place(self, k: int, at: Instruction) -> None:
-        if at.op == PARAM_SYNC:
+        if at.op == ins.PARAM_SYNC:
             if k > self.first.get(at.chunk, k):
                 raise self._error(at, "it comes after the chunk's first forward")
             return
         if self.spec.forward_only:
             raise self._error(at, "a forward-only plan has no gradients")
         done = self.last.get(at.chunk, len(self.program))
-        if at.op == GRAD_SYNC:
+        if at.op == ins.GRAD_SYNC:
             if self.spec.grad_sync != EXPLICIT or k < done:
                 raise self._error(
                     at, "it comes before the chunk's last gradient, or this plan has no explicit gradient sync"

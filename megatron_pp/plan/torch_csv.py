@@ -17,26 +17,13 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_pp.errors import ExchangeError, InstructionError
+from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.clock import run_clock
 from megatron_pp.plan.dataflow import KIND_OF, MOVES, RESULT_OF, source_of
-from megatron_pp.plan.instruction import (
-    BACKWARD_OPS,
-    COMPUTE_OPS,
-    FORWARD,
-    FREE_F,
-    PAIR,
-    POST_OPS,
-    SEND_OPS,
-    SINGLE_COMPUTE_OPS,
-    Instruction,
-    each,
-    instruction,
-    pair,
-)
+from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, PAIR, POST_OPS, Instruction, each, instruction, pair
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.order_check import check_orders
 from megatron_pp.plan.placement import PLACEMENTS, Placement
@@ -47,24 +34,7 @@ IMPORTED = "imported"  # the schedule name of a plan that came from someone else
 _ACTION = re.compile(r"(\d{1,9})(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,9})\Z")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B\Z")
 _FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*\Z")  # lowering sets syncs of its own
-
-
-@dataclass(frozen=True)
-class _Action:
-    """One cell: an operation of a stage, or a pair of them."""
-
-    stage: int
-    op: str
-    mb: int
-    members: tuple[_Action, ...] = ()
-
-    def __str__(self) -> str:
-        if self.members:
-            return f"({';'.join(map(str, self.members))})OVERLAP_F_B"
-        return f"{self.stage}{self.op}{self.mb}"
-
-
-_Row = list[_Action]
+_Row = list[Instruction]  # with stages and microbatches; chunks are not known yet
 
 
 def read_torch_csv(text: str, **lowering: Any) -> Plan:
@@ -77,15 +47,14 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
     placement = _placement(rows)
     rows = [_renumbered(row) for row in rows]
     num_microbatches = _check_complete(rows, placement)
-    programs = [[_instruction(action, placement, rank) for action in row] for rank, row in enumerate(rows)]
-    orders = [[at for at in program if at.op not in POST_OPS] for program in programs]
+    programs = [placement.place(rank, [_on_rank(at, placement, rank) for at in row]) for rank, row in enumerate(rows)]
+    orders = tuple(tuple(at for at in program if at.op not in POST_OPS) for program in programs)
     lowering.setdefault("forward_only", all(at.op == FORWARD for order in orders for at in order))
     spec = PlanSpec(IMPORTED, placement.pipeline_size, placement.num_chunks, num_microbatches, **lowering)
     if all(len(order) == len(program) for order, program in zip(orders, programs, strict=True)):
         return lowered(spec, placement, orders)
-    placed = [placement.place(rank, program) for rank, program in enumerate(programs)]
-    completed = tuple(tuple(_completed(spec, placement, rank, program)) for rank, program in enumerate(placed))
-    return Plan(spec, placement, completed, tuple(placement.place(r, order) for r, order in enumerate(orders)))
+    completed = tuple(tuple(_completed(spec, placement, rank, program)) for rank, program in enumerate(programs))
+    return Plan(spec, placement, completed, orders)
 
 
 def write_torch_csv(plan: Plan, comms: bool = False) -> str:
@@ -100,12 +69,12 @@ def write_torch_csv(plan: Plan, comms: bool = False) -> str:
 
 
 def _comms_row(program: Sequence[Instruction]) -> list[str]:
-    flat = (one for at in program for one in ((at,) if at.op == PAIR else at.members or (at,)))
-    return [_cell(at) for at in flat if at.op == PAIR or at.op in SINGLE_COMPUTE_OPS or at.op in POST_OPS]
+    flat = (one for at in program for one in (at.members if at.op == ins.BATCH else (at,)))
+    return [_cell(at) for at in flat if at.op in ins.COMPUTE_OPS or at.op in POST_OPS]
 
 
 def _compute_rows(plan: Plan) -> list[list[str]]:
-    orders = [[at for at in program if at.op in COMPUTE_OPS] for program in plan.programs]
+    orders = [[at for at in program if at.op in ins.COMPUTE_OPS] for program in plan.programs]
     clocked = run_clock(orders, plan.placement)
     slots = max((ends[-1] for ends in clocked.ends if ends), default=0)
     rows = []
@@ -118,7 +87,9 @@ def _compute_rows(plan: Plan) -> list[list[str]]:
 
 
 def _cell(at: Instruction) -> str:
-    return str(_Action(at.stage, at.op, at.mb, tuple(_Action(m.stage, m.op, m.mb) for m in at.members)))
+    if at.members:
+        return f"({';'.join(map(_cell, at.members))})OVERLAP_F_B"
+    return f"{at.stage}{at.op}{at.mb}"
 
 
 def _completed(spec: PlanSpec, placement: Placement, rank: int, program: Sequence[Instruction]) -> list[Instruction]:
@@ -136,10 +107,10 @@ def _completed(spec: PlanSpec, placement: Placement, rank: int, program: Sequenc
     for at in program:
         if at.op in POST_OPS:
             completed.append(at)
-            if at.op in SEND_OPS:
+            if at.op in ins.SEND_OPS:
                 free = at._replace(op=MOVES[KIND_OF[at.op]].free)
                 due = min(index + spec.release_after, len(compute))
-                due = min(due, max(index, backwards.get((at.stage, at.mb), due))) if free.op == FREE_F else due
+                due = min(due, max(index, backwards.get((at.stage, at.mb), due))) if free.op == ins.FREE_F else due
                 releases[due].append(free)
             continue
         completed += releases.pop(index, [])
@@ -158,9 +129,8 @@ def _inputs(placement: Placement, rank: int, at: Instruction) -> list[Instructio
     source = source_of(at.op, at.stage, placement.num_stages)
     if source is None:
         return []
-    moves = MOVES[RESULT_OF[at.op]]
-    op = moves.hand if placement.homes[source][0] == rank else moves.wait
-    return list(placement.place(rank, [instruction(op, at.chunk, at.mb)]))
+    moves, sender = MOVES[RESULT_OF[at.op]], placement.homes[source][0]
+    return [at._replace(op=moves.hand) if sender == rank else at._replace(op=moves.wait, peer=sender)]
 
 
 def _actions(text: str) -> list[_Row]:
@@ -169,7 +139,7 @@ def _actions(text: str) -> list[_Row]:
     except csv.Error as error:
         raise ExchangeError(f"not a CSV file: {error}") from error
     rows = [
-        [action for column, cell in enumerate(row) for action in _parse(cell.strip(), rank, column)]
+        [at for column, cell in enumerate(row) for at in _parse(cell.strip(), rank, column)]
         for rank, row in enumerate(cells)
     ]
     while rows and not rows[-1]:
@@ -182,31 +152,27 @@ def _actions(text: str) -> list[_Row]:
     return rows
 
 
-def _parse(cell: str, rank: int, column: int) -> list[_Action]:
+def _parse(cell: str, rank: int, column: int) -> list[Instruction]:
     if not cell or _FSDP.match(cell):
         return []
     group = _OVERLAP.match(cell)
     if group:
-        members = [action for part in group.group(1).split(";") for action in _parse(part.strip(), rank, column)]
-        return [_Action(-1, PAIR, -1, tuple(members))]
+        members = [at for part in group.group(1).split(";") for at in _parse(part.strip(), rank, column)]
+        return [Instruction(PAIR, members=tuple(members))]
     found = _ACTION.match(cell)
     if found:
-        return [_Action(int(found.group(1)), found.group(2), int(found.group(3)))]
+        return [Instruction(found.group(2), int(found.group(1)), int(found.group(3)))]
     where = f"row {rank + 1}, cell {column + 1}"
     raise ExchangeError(f"{where}: {cell[:40]!r} is no action; it would look like 0F3, 0B3, 0I3, 0W3 or 0SEND_F3")
 
 
-def _singles(row: _Row) -> list[_Action]:
-    return [one for action in row for one in action.members or (action,)]
-
-
-def _compute(row: _Row) -> list[_Action]:
-    return [action for action in _singles(row) if action.op in SINGLE_COMPUTE_OPS]
+def _compute(row: _Row) -> list[Instruction]:
+    return [at for at in each(row) if at.op in ins.SINGLE_COMPUTE_OPS]
 
 
 def _placement(rows: list[_Row]) -> Placement:
     """The placement whose stages are the ones that the rows compute."""
-    held = [sorted({action.stage for action in _compute(row)}) for row in rows]
+    held = [sorted({at.stage for at in _compute(row)}) for row in rows]
     chunks = len(held[0])
     for kind in PLACEMENTS if chunks else ():
         placement = Placement(kind, len(rows), chunks)
@@ -224,11 +190,11 @@ def _renumbered(row: _Row) -> _Row:
 
     PyTorch's own table of 1F1B (2.13) counts them from 1 on the last stage, while its backwards count from 0.
     """
-    forwards: dict[int, list[int]] = {}
-    for action in _compute(row):
-        if action.op == FORWARD:
-            forwards.setdefault(action.stage, []).append(action.mb)
-    backwards = {(action.stage, action.mb) for action in _compute(row) if action.op in BACKWARD_OPS}
+    forwards: dict[int, list[int]] = defaultdict(list)
+    for at in _compute(row):
+        if at.op == FORWARD:
+            forwards[at.stage].append(at.mb)
+    backwards = {(at.stage, at.mb) for at in _compute(row) if at.op in BACKWARD_OPS}
     shifted = {
         stage
         for stage, mbs in forwards.items()
@@ -242,52 +208,45 @@ def _renumbered(row: _Row) -> _Row:
         )
     if not shifted:
         return row
-    return [_Action(a.stage, a.op, a.mb - (a.op == FORWARD and a.stage in shifted), a.members) for a in row]
+    return [at._replace(mb=at.mb - 1) if at.op == FORWARD and at.stage in shifted else at for at in row]
 
 
 def _check_complete(rows: list[_Row], placement: Placement) -> int:
     """Every stage must run every microbatch forward once, and backward once, whole or in halves; how many there are."""
-    seen: dict[str, set[tuple[int, int]]] = {op: set() for op in ("F", "I", "B", "W")}
+    seen: dict[str, set[tuple[int, int]]] = {op: set() for op in ins.SINGLE_COMPUTE_OPS}
     for rank, row in enumerate(rows):
-        for action in _compute(row):
-            if (action.stage, action.mb) in seen[action.op]:
-                raise ExchangeError(f"row {rank + 1}: {action} stands twice")
-            seen[action.op].add((action.stage, action.mb))
-    forwards = seen["F"]
-    stages = placement.num_stages
-    count, left = divmod(len(forwards), stages)
-    expected = {(s, m) for s in range(stages) for m in range(count + bool(left))}
-    _same(forwards, expected, "F", "the forward")
-    if not (seen["I"] or seen["B"] or seen["W"]):
-        return count
-    both = seen["I"] & seen["B"]
-    if both:
-        stage, mb = min(both)
+        for at in _compute(row):
+            if (at.stage, at.mb) in seen[at.op]:
+                raise ExchangeError(f"row {rank + 1}: {_cell(at)} stands twice")
+            seen[at.op].add((at.stage, at.mb))
+    forwards, whole, halves, weights = (seen[op] for op in "FBIW")
+    if whole & halves:
+        stage, mb = min(whole & halves)
         raise ExchangeError(f"{stage}I{mb} and {stage}B{mb} are both there: a backward is whole or in halves")
-    _same(seen["I"] | seen["B"], expected, "B", "the backward")
-    _same(seen["W"], seen["I"], "W", "the weight gradients, or the I,")
+    count, left = divmod(len(forwards), placement.num_stages)
+    expected = {(stage, mb) for stage in range(placement.num_stages) for mb in range(count + bool(left))}
+    for letter, what, found, wanted in (
+        ("F", "the forward", forwards, expected),
+        ("B", "the backward", whole | halves, expected if whole | halves | weights else set()),
+        ("W", "the weight gradients, or the I,", weights, halves),
+    ):
+        if found != wanted:
+            stage, mb = min(found ^ wanted)
+            name = f"{stage}{letter}{mb}"
+            raise ExchangeError(f"{what} of stage {stage}, microbatch {mb} ({name}) is missing or has no counterpart")
     return count
 
 
-def _same(found: set[tuple[int, int]], expected: set[tuple[int, int]], letter: str, what: str) -> None:
-    different = found ^ expected
-    if different:
-        stage, mb = min(different)
-        name = f"{stage}{letter}{mb}"
-        raise ExchangeError(f"{what} of stage {stage}, microbatch {mb} ({name}) is missing or has no counterpart")
-
-
-def _instruction(action: _Action, placement: Placement, rank: int) -> Instruction:
-    if action.members:
-        if len(action.members) != 2:
-            raise ExchangeError(f"row {rank + 1}: {action}: a pair is of two actions, a forward and a backward")
-        forward, backward = sorted(
-            (_instruction(member, placement, rank) for member in action.members), key=lambda at: at.op != FORWARD
-        )
+def _on_rank(at: Instruction, placement: Placement, rank: int) -> Instruction:
+    """``at`` of a row, by its chunk. Raises ExchangeError where ``rank`` does not hold its stage."""
+    if at.members:
+        if len(at.members) != 2:
+            raise ExchangeError(f"row {rank + 1}: {_cell(at)}: a pair is of two actions, a forward and a backward")
+        members = (_on_rank(member, placement, rank) for member in at.members)
         try:
-            return pair(forward, backward)
+            return pair(*sorted(members, key=lambda member: member.op != FORWARD))
         except InstructionError as error:
-            raise ExchangeError(f"row {rank + 1}: {action}: {error}") from error
-    if not 0 <= action.stage < placement.num_stages or placement.homes[action.stage][0] != rank:
-        raise ExchangeError(f"row {rank + 1}: {action}: stage {action.stage} is not on rank {rank}")
-    return instruction(action.op, placement.homes[action.stage][1], action.mb)
+            raise ExchangeError(f"row {rank + 1}: {_cell(at)}: {error}") from error
+    if not 0 <= at.stage < placement.num_stages or placement.homes[at.stage][0] != rank:
+        raise ExchangeError(f"row {rank + 1}: {_cell(at)}: stage {at.stage} is not on rank {rank}")
+    return instruction(at.op, placement.homes[at.stage][1], at.mb)

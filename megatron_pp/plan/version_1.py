@@ -7,8 +7,7 @@ from __future__ import annotations
 import re
 
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import Instruction, parse_program
-from megatron_pp.plan.pairs import pair_up
+from megatron_pp.plan.instruction import Instruction, pair_up, parse_program
 
 _NEW_NAMES = {
     "RA": ins.RECV_F,

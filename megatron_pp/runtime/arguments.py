@@ -32,8 +32,8 @@ def check_keywords(function: str, arguments: Mapping[str, Any], known: Collectio
 
 @dataclass
 class StepInputs:
-    """The arguments of ``get_forward_backward_func``. ``model`` and ``data_iterator`` are one, or with chunks a list;
-    ``chunks`` and ``data_iterators`` are lists in either case. ``config`` is the one found on the model.
+    """The arguments of ``get_forward_backward_func``, with lists ``chunks`` and ``data_iterators`` of ``model`` and
+    ``data_iterator``, and the ``config`` found on the model.
 
     ``chunked``: the schedule takes lists of model chunks and data iterators. Raises ScheduleInputError for a missing
     list, chunks and iterators that differ in number, a microbatch count below 1, or training where gradients are
@@ -66,8 +66,12 @@ class StepInputs:
                 f"model chunk {type(self.chunks[0]).__name__} has no attribute config; set it to a TransformerConfig"
             )
         self.num_microbatches = whole_argument("num_microbatches", self.num_microbatches)
-        if not self.forward_only:
-            _check_grad_mode()
+        if not self.forward_only and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
+            mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+            raise ScheduleInputError(
+                f"a training step was called under {mode}, where no gradient is computed; call it outside of that, or "
+                "with forward_only=True"
+            )
         if not callable(self.forward_step_func):
             raise ScheduleInputError(
                 f"forward_step_func is a {type(self.forward_step_func).__name__}; it must be callable"
@@ -95,12 +99,3 @@ class StepInputs:
                 f"{iterators} data iterators were given for {chunks} model chunks; give one per chunk (None where a "
                 "chunk needs no data)"
             )
-
-
-def _check_grad_mode() -> None:
-    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
-        mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
-        raise ScheduleInputError(
-            f"a training step was called under {mode}, where no gradient is computed; call it outside of that, or with "
-            "forward_only=True"
-        )

@@ -1,22 +1,22 @@
 """The communicator of a pipeline group, kept from step to step.
 
 Megatron makes a communicator per call of a schedule. Ours owns NCCL communicators for its one-way channels, so one is
-made per group and config and found again; it goes when the group does.
+kept per group and config, until the group is destroyed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from megatron_pp.comm import process_groups as parallel_state
+from megatron_pp.comm import process_groups
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.comm.transport import SoloTransport
+from megatron_pp.comm.transport import SoloTransport, Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, ScheduleInputError
 from megatron_pp.faults.attach import close_guard
@@ -35,10 +35,9 @@ _built_from = attrgetter(
     "pipeline_schedule",
 )
 
-# Process groups are process-wide, and so is what hangs on them. A communicator holds its group, so that weak keys
-# alone would not let go of a destroyed one.
+# Process-wide, as process groups are. A communicator holds its group, so weak keys alone would keep a destroyed one.
 _KEPT: WeakKeyDictionary[Any, dict[tuple[Any, ...], P2PCommunicator]] = WeakKeyDictionary()
-# Threads may run a pipeline each. Never held while a communicator is made: that may wait for other ranks, whose threads
+# Threads may run a pipeline each. Not held while a communicator is made: that may wait for other ranks, whose threads
 # come in another order.
 _LOCK = threading.Lock()
 
@@ -46,7 +45,7 @@ _LOCK = threading.Lock()
 def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
     """The communicator of ``pp_group`` for the communication fields of ``config``; made on first use, which on NCCL is
     collective. Threads may call it at once, each for a group of its own."""
-    _forget_destroyed_groups()
+    _close(lambda transport: transport.is_gone())
     with _LOCK:
         kept = _KEPT.setdefault(pp_group, {})
     settings = StepSettings.from_config(config)
@@ -55,8 +54,7 @@ def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
     if any(c.closed for c in kept.values()):
         raise CommunicatorClosedError(
             "the pipeline's process group was aborted after a failure; to go on, call "
-            "torch.distributed.destroy_process_group "
-            "and make the groups anew"
+            "torch.distributed.destroy_process_group and make the groups anew"
         )
     if found is None:
         same = (c.transport for c in kept.values() if c.settings.p2p_channels == settings.p2p_channels)
@@ -68,23 +66,15 @@ def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
 def close_communicators() -> None:
     """End the threads of all communicators, and forget them. For the end of a program, or before process groups are
     destroyed."""
+    _close(lambda transport: True)
+
+
+def _close(unneeded: Callable[[Transport], bool]) -> None:
+    """Close and forget the communicators of every group with an ``unneeded`` transport."""
     with _LOCK:
-        all_kept = list(_KEPT.values())
-        _KEPT.clear()
-    for kept in all_kept:
-        _close(kept.values())
-
-
-def _forget_destroyed_groups() -> None:
-    with _LOCK:
-        gone = [group for group, kept in _KEPT.items() if any(c.group_is_gone() for c in list(kept.values()))]
-        forgotten = [_KEPT.pop(group) for group in gone]
-    for kept in forgotten:
-        _close(kept.values())
-
-
-def _close(communicators: Iterable[P2PCommunicator]) -> None:
-    for communicator in communicators:
+        groups = [group for group, kept in _KEPT.items() if any(unneeded(c.transport) for c in list(kept.values()))]
+        closing = [communicator for group in groups for communicator in _KEPT.pop(group).values()]
+    for communicator in closing:
         close_guard(communicator)
         communicator.transport.close()
 
@@ -96,22 +86,18 @@ def lone_communicator(config: Any, model: torch.nn.Module) -> P2PCommunicator:
 
 
 def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
-    """The pipeline group of the caller's communicator or collection, or the default one; None for a rank alone."""
+    """The pipeline group of the caller's communicator or collection, or that of ``parallel_state``; None for a rank
+    alone. Raises ScheduleInputError where there is none."""
     given = inputs.p2p_communicator
     if isinstance(given, P2PCommunicator):
         return given.pp_group
     group = getattr(given, "pp_group", None) or getattr(inputs.pg_collection, "pp", None)
-    if group is None and alone and not parallel_state.model_parallel_is_initialized():
-        return None
-    return group or _default_group()
-
-
-def _default_group() -> Any:
-    """The pipeline group of ``parallel_state``. Raises ScheduleInputError where it is not initialised."""
-    if not parallel_state.model_parallel_is_initialized():
+    if group is not None or process_groups.model_parallel_is_initialized():
+        return group or process_groups.group_of("pp")
+    if not alone:
         raise ScheduleInputError(
             "neither p2p_communicator nor pg_collection.pp was given and megatron_pp.parallel_state is not "
             "initialised; call parallel_state.initialize_model_parallel(pipeline_model_parallel_size=...) after "
             "torch.distributed.init_process_group"
         )
-    return parallel_state.get_pipeline_model_parallel_group()
+    return None

@@ -1,13 +1,12 @@
 """One microbatch through one model chunk: forward with its loss, and backward. Megatron's semantics and signatures.
 
-The engine calls a ``Steps`` object; ``ModelSteps`` is ours, and the Megatron-core plug-in brings one that calls
-Megatron's own functions.
+The engine calls a ``Steps`` object: ``ModelSteps``, or under the Megatron-core plug-in one that calls Megatron's own
+functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,14 +15,14 @@ from torch.autograd.graph import GradientEdge
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.module_attributes import wrapped_attribute, wrapped_attributes
+from megatron_pp.module_attributes import wrapped_attributes
 from megatron_pp.runtime.deallocate import accumulate, backward_root, run_backward
 
 Activation = Any  # a tensor, a list of tensors, or None at an end of the pipeline
 
 
 class Steps(Protocol):
-    """What the engine asks of the model; a chunk is its index on this rank, ``mb`` the microbatch."""
+    """What the engine calls; ``chunk`` is the chunk's index on this rank, ``mb`` the microbatch."""
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         """Run the chunk; on the last stage return the scaled loss."""
@@ -44,7 +43,7 @@ class Steps(Protocol):
 
 @dataclass
 class LossRecord:
-    """What the forwards of one step leave behind.
+    """Results of the forwards of one step.
 
     data        what the loss function reported, in the order of the forwards (last stage only)
     num_tokens  tokens counted by 3-tuple loss functions: 0, or an integer tensor
@@ -52,13 +51,6 @@ class LossRecord:
 
     data: list[Any] = field(default_factory=list)
     num_tokens: Any = 0
-
-
-def autocast_context(settings: StepSettings, device_type: str) -> AbstractContextManager[Any]:
-    """Megatron's ``enable_autocast`` / ``autocast_dtype``."""
-    if not settings.enable_autocast:
-        return nullcontext()
-    return torch.autocast(device_type, dtype=settings.autocast_dtype or settings.pipeline_dtype)
 
 
 def scaled_loss(
@@ -94,9 +86,8 @@ def scaled_loss(
         tokens = outputs[1]
         record.num_tokens = record.num_tokens + tokens
         if not settings.calculate_per_token_loss:
-            loss = (
-                loss / (tokens.clamp(min=1) if isinstance(tokens, torch.Tensor) else max(tokens, 1)) / num_microbatches
-            )
+            at_least_1 = tokens.clamp(min=1) if isinstance(tokens, torch.Tensor) else max(tokens, 1)
+            loss = loss / at_least_1 / num_microbatches
     else:
         loss = (loss * cp_size if cp_size != 1 else loss) / num_microbatches
     record.data.append(report)
@@ -113,26 +104,20 @@ def backward_through(
     no gradient are skipped, and all where ``output`` is None; an input that received none gives None.
     """
     lists = isinstance(input_tensor, (list, tuple)) or isinstance(output_grad, (list, tuple))
-    if isinstance(output, (GradientEdge, torch.Tensor)) and not lists:  # the usual case, on the hot path
-        _backward_through_one(output, output_grad, grad_scale_func)
+    usual = isinstance(output, (GradientEdge, torch.Tensor)) and not lists
+    if usual:  # the hot path
+        if output_grad is None:
+            loss = output if grad_scale_func is None else grad_scale_func(output)
+            if loss.requires_grad:
+                run_backward((loss,), (None,))
+        elif isinstance(output, GradientEdge) or output.requires_grad:
+            accumulate((output,), (output_grad,))
         return None if input_tensor is None else input_tensor.grad
     if output is not None:
         _backward_through_several(output, output_grad, grad_scale_func)
     if isinstance(input_tensor, (list, tuple)):
         return [None if x is None else x.grad for x in input_tensor]
     return None if input_tensor is None else input_tensor.grad
-
-
-def _backward_through_one(
-    output: Any, output_grad: torch.Tensor | None, grad_scale_func: Callable[[Any], Any] | None
-) -> None:
-    if output_grad is not None:
-        if type(output) is GradientEdge or output.requires_grad:
-            accumulate((output,), (output_grad,))
-        return
-    loss = output if grad_scale_func is None else grad_scale_func(output)
-    if loss.requires_grad:
-        run_backward((loss,), (None,))
 
 
 def _backward_through_several(
@@ -142,18 +127,18 @@ def _backward_through_several(
     grads = list(output_grad) if isinstance(output_grad, (list, tuple)) else [output_grad] * len(outputs)
     if grads[0] is None and grad_scale_func is not None:
         outputs[0] = grad_scale_func(outputs[0])
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if _needs_gradient(o)]
+    pairs = [
+        (o, g)
+        for o, g in zip(outputs, grads, strict=True)
+        if isinstance(o, GradientEdge) or (isinstance(o, torch.Tensor) and o.requires_grad)
+    ]
     if pairs:
         run_backward([o for o, _ in pairs], [g for _, g in pairs])
 
 
-def _needs_gradient(output: Any) -> bool:
-    return output.requires_grad if isinstance(output, torch.Tensor) else isinstance(output, GradientEdge)
-
-
 @dataclass
 class StepOptions:
-    """What ``ModelSteps`` needs to know beside the model: see the schedules' arguments of the same names.
+    """Of one step, for ``ModelSteps``; see the schedules' arguments of the same names.
 
     is_last_stage     per chunk of this rank
     checkpoint_flags  per (chunk, microbatch): Megatron's third argument of forward_step_func; None where it takes two
@@ -199,19 +184,22 @@ class ModelSteps:
         self._mark_microbatch = [one[2] for one in found]
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
+        options = self.options
         if self.timers is not None:
             self.timers("forward-compute", log_level=2).start()
-        if mb == 0 and self._mark_first[chunk] is not None and self._first_microbatch_counts():
+        # Megatron's rule: while validating, FP8 weights are refreshed on the first validation step only.
+        refreshes = mb == 0 and (not options.forward_only or options.first_val_step in (None, True))
+        if refreshes and self._mark_first[chunk] is not None:
             self._mark_first[chunk]()
         if self._mark_microbatch[chunk] is not None:
             self._mark_microbatch[chunk](mb)
         self._set_input[chunk](input_tensor if isinstance(input_tensor, list) else [input_tensor])
         if self.settings.enable_autocast:
-            with autocast_context(self.settings, self.options.device_type):
+            dtype = self.settings.autocast_dtype or self.settings.pipeline_dtype
+            with torch.autocast(options.device_type, dtype=dtype):
                 output, loss_func = self._call(chunk, mb)
         else:
             output, loss_func = self._call(chunk, mb)
-        options = self.options
         if options.is_last_stage[chunk]:
             output = scaled_loss(
                 output,
@@ -252,91 +240,11 @@ class ModelSteps:
             )
         return returned[0], returned[1]
 
-    def _first_microbatch_counts(self) -> bool:
-        """Megatron's rule: while validating, FP8 weights are refreshed on the first validation step only."""
-        if self.options.forward_only and self.options.first_val_step is not None:
-            return self.options.first_val_step
-        return True
-
 
 def _checked_setter(setter: Any, chunk: Any) -> Callable[[list[Any]], None]:
     if setter is None:
         raise ScheduleInputError(
             f"model chunk {type(chunk).__name__} has no set_input_tensor(tensors), by which a stage is given what "
-            "the stage before it sent; "
-            "wrap a plain module as megatron_pp.PipelineStage(module, config)"
+            "the stage before it sent; wrap a plain module as megatron_pp.PipelineStage(module, config)"
         )
     return setter
-
-
-def forward_step(
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
-    model: Any,
-    num_microbatches: int,
-    input_tensor: Activation,
-    forward_data_store: list[Any],
-    config: Any,
-    cp_group_size: int = 1,
-    collect_non_loss_data: bool = False,
-    checkpoint_activations_microbatch: bool | None = None,
-    is_first_microbatch: bool = False,
-    current_microbatch: int | None = None,
-    vp_stage: int | None = None,
-    is_last_stage: bool = True,
-) -> tuple[Activation, Any]:
-    """Megatron's function of this name: one microbatch through one chunk. Returns (output or scaled loss, number of
-    tokens).
-
-    ``input_tensor`` is a tensor, None, or a list of them (then a list is returned).
-    """
-    expected = getattr(model, "vp_stage", None)
-    if vp_stage is not None and expected is not None and vp_stage != expected:
-        raise ScheduleInputError(
-            f"chunk {vp_stage} was given the model whose vp_stage is {expected}; pass the chunks in order"
-        )
-    mb, flag = current_microbatch or 0, checkpoint_activations_microbatch
-    options = StepOptions(
-        num_microbatches,
-        [is_last_stage],
-        device_type=_device_type(input_tensor, model),
-        cp_size=cp_group_size,
-        collect_non_loss_data=collect_non_loss_data,
-        checkpoint_flags=None if flag is None else {(0, mb): flag},
-        forward_only=True,  # with first_val_step False, the first-microbatch mark is left to the caller: here
-        first_val_step=False,
-    )
-    mark_first = wrapped_attribute(model, "set_is_first_microbatch")
-    if is_first_microbatch and mark_first is not None:
-        mark_first()
-    steps = ModelSteps(forward_step_func, [data_iterator], [model], StepSettings.from_config(config), options)
-    steps.record.data = forward_data_store
-    output = steps.forward(0, mb, input_tensor)
-    return ([output] if isinstance(input_tensor, list) else output), steps.record.num_tokens
-
-
-def backward_step(
-    input_tensor: Activation,
-    output_tensor: Activation,
-    output_tensor_grad: Activation,
-    model_type: Any = None,
-    config: Any = None,
-) -> Activation:
-    """Megatron's function of this name, called with ``(..., config)`` or, as up to 0.16, ``(..., model_type, config)``.
-
-    Returns the gradient of ``input_tensor``: None where it has none, a list for a list.
-    """
-    config = model_type if config is None else config
-    for x in input_tensor if isinstance(input_tensor, (list, tuple)) else [input_tensor]:
-        if x is not None and x.requires_grad:
-            x.retain_grad()
-    scale = StepSettings.from_config(config).grad_scale_func
-    return backward_through(input_tensor, output_tensor, output_tensor_grad, scale)
-
-
-def _device_type(input_tensor: Activation, model: Any) -> str:
-    first = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-    if isinstance(first, torch.Tensor):
-        return first.device.type
-    parameter = next(iter(model.parameters()), None) if hasattr(model, "parameters") else None
-    return "cpu" if parameter is None else parameter.device.type

@@ -1,9 +1,9 @@
 """Giving an output's memory back while its graph is still needed, and running backward through what is left of it.
 
 Once a stage's output has been sent, only its place in the graph is of use. The engine keeps that (``backward_root``)
-and drops the tensor. Its data goes with it, unless something else needs it: an operation of the same graph that saved
-it, a hook that reads it, the user. To swap the data under the tensor, as Megatron-LM's deallocate_pipeline_outputs
-does, takes it away from those as well, and the gradients are silently wrong.
+and drops the tensor. Its data goes with it, unless an operation of the same graph saved it, a hook reads it, or the
+user holds it. Megatron-LM's deallocate_pipeline_outputs swaps the data under the tensor, which takes it away from those
+as well: gradients are silently wrong.
 
 Freeing an output while a send still reads it is the race of Megatron-LM#4047; the engine releases only after it has
 waited on the send's handle, and the handle owns the bytes besides.
@@ -25,10 +25,12 @@ _CustomFunction = torch._C._FunctionBase
 
 def backward_root(output: Any) -> Any:
     """Where the backward of ``output`` starts, without its data: a GradientEdge, None where it needs no gradient, a
-    list for a list. Of what it gave itself: the same. Gradients must be enabled.
+    list for a list; a GradientEdge is returned as it is. Gradients must be enabled.
     """
     if not isinstance(output, torch.Tensor):
-        return _root_of_no_tensor(output)
+        if isinstance(output, GradientEdge):  # which is a tuple, too
+            return output
+        return [backward_root(item) for item in output] if isinstance(output, (list, tuple)) else None
     if not output.requires_grad:
         return None
     node: Any = output.grad_fn
@@ -36,12 +38,6 @@ def backward_root(output: Any) -> Any:
         # Of a leaf and of a custom Function, the Python object does not keep the graph alive; a view's node does.
         return GradientEdge(output.view_as(output).grad_fn, 0)  # type: ignore[arg-type]
     return GradientEdge(node, output.output_nr)
-
-
-def _root_of_no_tensor(output: Any) -> Any:
-    if isinstance(output, GradientEdge):  # which is a tuple, too
-        return output
-    return [backward_root(item) for item in output] if isinstance(output, (list, tuple)) else None
 
 
 def freed_alias(output: Any) -> Any:
@@ -62,9 +58,8 @@ def freed_alias(output: Any) -> Any:
 def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
     """Replace the data of ``out`` by a single element of the same dtype on the same device, keeping its graph.
 
-    ``out`` is a tensor of any shape and dtype, a list, tuple or dict of such (each is deallocated), or None (nothing
-    happens). Views are accepted. Nothing happens unless ``deallocate_pipeline_outputs``. Raises TypeError for
-    anything else.
+    ``out`` is a tensor of any shape and dtype, views included, a list, tuple or dict of such, or None (nothing
+    happens). Nothing happens unless ``deallocate_pipeline_outputs``. Raises TypeError for anything else.
 
     Megatron-LM's function, for callers who know that nothing else holds ``out``: an operation that saved it, or a hook
     that reads it, finds the one element. The engine uses ``backward_root`` instead.
@@ -73,11 +68,8 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
         return
     if isinstance(out, torch.Tensor):
         out.data = _one_element(out.dtype, out.device)
-    elif isinstance(out, (list, tuple)):
-        for item in out:
-            deallocate_output_tensor(item, True)
-    elif isinstance(out, dict):
-        for item in out.values():
+    elif isinstance(out, (list, tuple, dict)):
+        for item in out.values() if isinstance(out, dict) else out:
             deallocate_output_tensor(item, True)
     else:
         raise TypeError(
@@ -87,12 +79,12 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
 
 @lru_cache(maxsize=64)
 def _one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What stands in for deallocated data; never read, so all outputs of a kind may share it."""
+    """What stands in for deallocated data; never read, so all outputs of a kind share it."""
     return torch.empty((1,), device=device, dtype=dtype)
 
 
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
-    """Backward through one output that may have been deallocated: see ``run_backward``.
+    """Megatron's function of this name: ``run_backward`` of one output, which may have been deallocated.
 
     ``grad_output`` has the shape that ``output`` had; None stands for 1 and needs an output of one element.
     """
@@ -100,12 +92,7 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
 
 
 def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor | None]) -> None:
-    """Backward from ``roots`` (outputs, deallocated or not, or edges) with ``grads``, accumulating into leaves.
-
-    Calls the autograd engine itself: ``torch.autograd.backward`` insists that an output and its gradient have one
-    shape, which a deallocated output has not. Raises ValueError where a gradient is None and the output is not known
-    to have one element.
-    """
+    """As ``accumulate``. Raises ValueError where a gradient is None and the output is not known to have one element."""
     filled = []
     for root, grad in zip(roots, grads, strict=True):
         if grad is None:
@@ -118,7 +105,11 @@ def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor | None]) ->
 
 
 def accumulate(roots: tuple[Root, ...], grads: tuple[torch.Tensor, ...]) -> None:
-    """As ``run_backward``, where every root has a gradient."""
+    """Backward from ``roots`` (outputs, deallocated or not, or edges) with ``grads``, accumulating into leaves.
+
+    Calls the autograd engine itself: ``torch.autograd.backward`` insists that an output and its gradient have one
+    shape, which a deallocated output has not.
+    """
     Variable._execution_engine.run_backward(
         roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
     )

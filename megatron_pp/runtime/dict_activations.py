@@ -1,8 +1,7 @@
-"""Stages that give each other several tensors by name, as a dict.
+"""Stages that give each other several tensors by name, as a dict (Megatron-LM#4265).
 
-What travels between two stages is then one message per tensor, in the order of the names. The names come, with the
-shapes, from ``adjust_tensor_shapes_fn``: it returns dicts of name -> shape instead of lists of shapes
-(Megatron-LM#4265 is about models with such outputs).
+One message per tensor travels between two stages, in the order of the names, which ``adjust_tensor_shapes_fn`` gives:
+it returns dicts of name -> shape instead of lists of shapes.
 """
 
 from __future__ import annotations
@@ -16,21 +15,11 @@ from megatron_pp.runtime.compute import Activation, Steps
 Names = tuple[str, ...] | None
 
 
-def names_of(shapes: Any) -> Names:
-    """The names that ``adjust_tensor_shapes_fn`` gave to what travels; None where it gave a list of shapes."""
-    return tuple(shapes) if isinstance(shapes, Mapping) else None
-
-
-def shapes_of(shapes: Any) -> list[Any]:
-    """The shapes alone, in the order of the names."""
-    return list(shapes.values()) if isinstance(shapes, Mapping) else list(shapes)
-
-
 class NamedSteps:
-    """Steps of a model whose stages take and give dicts; towards the engine the same tensors are lists.
+    """Steps of a model whose stages take and give dicts; the engine sees lists of the same tensors.
 
-    received   names of what this stage is given, sent: of what it gives
-    last       per chunk, whether it is the last stage, whose output is no activation
+    received, sent  names of the tensors that this stage receives and sends
+    last            per chunk, whether it is the last stage, whose output is no activation
     """
 
     def __init__(self, steps: Steps, received: Names, sent: Names, last: Sequence[bool]) -> None:
@@ -43,7 +32,8 @@ class NamedSteps:
         """Run the chunk; ``set_input_tensor`` gets a list with one dict. Raises ScheduleInputError for other names."""
         given = input_tensor
         if self.received is not None and input_tensor is not None:
-            given = [dict(zip(self.received, _listed(input_tensor), strict=True))]
+            tensors = input_tensor if isinstance(input_tensor, (list, tuple)) else [input_tensor]
+            given = [dict(zip(self.received, tensors, strict=True))]
         output = self.steps.forward(chunk, mb, given)
         if self.sent is None or self.last[chunk]:
             return _single(output) if given is not input_tensor else output
@@ -69,10 +59,6 @@ class NamedSteps:
         return tensors if len(tensors) > 1 else tensors[0]
 
 
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 def _single(output: Any) -> Any:
-    """What a model gave for an input in a list: Megatron's forward_step gives a list back for a list."""
+    """The output of a model, without the list that Megatron's forward_step returns for an input in a list."""
     return output[0] if isinstance(output, list) and len(output) == 1 else output

@@ -1,7 +1,7 @@
-"""The engine: walks one rank's plan, one dispatch per instruction.
+"""The engine: executes one rank's plan, one dispatch per instruction.
 
-All state of a step is in dictionaries keyed (stage, microbatch), with nothing left in them at the end. The engine
-knows no schedule: order, communication and releases stand in the plan, which was verified before.
+The state of a step is in dictionaries keyed (stage, microbatch), which are empty at the end. The engine knows no
+schedule: order, communication and releases are in the plan, which was verified before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan
 from megatron_pp.runtime.compute import Activation, Steps
 from megatron_pp.runtime.gradient_hooks import SyncHooks
-from megatron_pp.runtime.log_once import say_once
+from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.pairs import PairRunner
 from megatron_pp.weight_grad.store import WeightGradStore
@@ -33,9 +33,7 @@ Handler = Callable[[Instruction], None]
 
 
 class PlanExecutor:
-    """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction at any
-    time.
-    """
+    """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction."""
 
     def __init__(
         self,
@@ -58,9 +56,10 @@ class PlanExecutor:
         self.steps = steps
         self.hooks = hooks
         self.shapes = shapes
-        sent = [shapes.send] if is_single_shape(shapes.send) else shapes.send or []
-        self._sent_shapes = [] if communicator.shapes_vary or communicator.size == 1 else [list(s) for s in sent]
-        self._sent_shape = tuple(self._sent_shapes[0]) if len(self._sent_shapes) == 1 else None
+        alone = communicator.size == 1
+        self._checks_shapes = not alone and not communicator.shapes_vary and shapes.send not in (None, [])
+        # Compared with each output; None where several tensors are sent.
+        self._sent_shape = tuple(shapes.send) if self._checks_shapes and is_single_shape(shapes.send) else None
         self.deallocate = deallocate
         self.weights = weights
         self.pair_runner = pair_runner
@@ -80,7 +79,7 @@ class PlanExecutor:
         self._sync_open = False
 
     def run(self) -> None:
-        """Execute every instruction. Afterwards no tensor, handle or gradient of the step is left here."""
+        """Execute every instruction. Afterwards this object holds no tensor or handle of the step."""
         handlers = self._handlers()
         if not self.forward_only:
             self.hooks.disable_grad_sync()
@@ -121,10 +120,15 @@ class PlanExecutor:
             ins.BATCH: self._batch,
         }
         if self.observer is not None:
-            handlers = {op: _Observed(handler, self.observer) for op, handler in handlers.items()}
+            handlers = {op: partial(self._observed, handler) for op, handler in handlers.items()}
         return {**handlers, ins.PAIR: partial(self._pair, handlers)}
 
-    # -- compute ---------------------------------------------------------------------------------------------
+    def _observed(self, handler: Handler, at: Instruction) -> None:
+        self.observer.begin(at)
+        try:
+            handler(at)
+        finally:
+            self.observer.end(at)
 
     def _forward(self, at: Instruction) -> None:
         key = at[1:3]
@@ -134,29 +138,28 @@ class PlanExecutor:
             if not self.forward_only:
                 self.outputs[key] = output
             return
-        single = isinstance(output, torch.Tensor)
-        unusual = self._sent_shapes and not (single and output.shape == self._sent_shape)
-        if unusual and self.placement.crosses_ranks(at.stage):
+        if self._checks_shapes and not (isinstance(output, torch.Tensor) and output.shape == self._sent_shape):
             self._check_shapes(at, output)
         self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
 
     def _check_shapes(self, at: Instruction, output: Activation) -> None:
-        """The receiver has buffers of the agreed shapes: where more comes, gloo ends its process, and where less comes
-        nobody notices.
+        """The receiver has buffers of the agreed shapes: on gloo a larger message ends its process, and a smaller one
+        passes unnoticed.
         """
         tensors = output if isinstance(output, (list, tuple)) else (output,)
-        if not all(isinstance(t, torch.Tensor) for t in tensors):
-            return  # refused in words of its own when it is to be sent
-        shapes = [list(t.shape) for t in tensors]
-        if shapes != self._sent_shapes:
+        if not self.placement.crosses_ranks(at.stage) or not all(isinstance(t, torch.Tensor) for t in tensors):
+            return  # nothing is sent; or it is refused when it is sent
+        expected = [self.shapes.send] if self._sent_shape is not None else self.shapes.send
+        found, wanted = [list(t.shape) for t in tensors], [list(shape) for shape in expected]
+        if found != wanted:
             raise P2PShapeError(
-                f"the output of chunk {at.chunk} for microbatch {at.mb} has shape {_shown(shapes)}, but the next stage "
-                f"expects {_shown(self._sent_shapes)}, from seq_length, micro_batch_size and hidden_size; where shapes "
+                f"the output of chunk {at.chunk} for microbatch {at.mb} has shape {_shown(found)}, but the next stage "
+                f"expects {_shown(wanted)}, from seq_length, micro_batch_size and hidden_size; where shapes "
                 "vary, set variable_seq_lengths"
             )
 
     def _backward(self, at: Instruction) -> None:
-        """A whole backward, or, with weight gradients left for later, an input gradient."""
+        """A full backward, or an input gradient, which leaves the weight gradients for later."""
         key = at[1:3]
         given, output = self.inputs.pop(key, None), self.outputs.pop(key)
         output_grad = self.output_grads.pop(key, None)
@@ -168,23 +171,25 @@ class PlanExecutor:
             with self.weights.backward(at.chunk, at.mb, split=at.op == ins.INPUT_GRAD):
                 grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
         if given is not None:
-            self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else self._to_give(grad, given, at)
+            self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else self._filled(grad, given, at)
         if self._sync_open:
             self._close_sync()
 
-    def _to_give(self, grad: Activation, given: Activation, at: Instruction) -> Activation:
+    def _filled(self, grad: Activation, given: Activation, at: Instruction) -> Activation:
         """Input gradients of which some are None. This rank's chunks pass None on, as in one process; another rank has
         posted a receive, and gets zeros.
         """
         if not self.placement.crosses_ranks(at.stage - 1):
             return grad
         if not _is_any_there(grad):
-            say_once(
+            warn_once(
                 f"stage {at.stage} makes no use of its input: the rank of the stage before gets gradients of zero, "
                 "where one process would leave them None, so that its optimizer may still decay weights or move by "
                 "momentum"
             )
-        return _filled(grad, given)
+        if isinstance(given, (list, tuple)):
+            return [torch.zeros_like(x) if g is None else g for g, x in zip(grad, given, strict=True)]
+        return torch.zeros_like(given) if grad is None else grad
 
     def _weight_grad(self, at: Instruction) -> None:
         if self.weights is not None:  # else the backward did all of it
@@ -193,7 +198,7 @@ class PlanExecutor:
             self._close_sync()
 
     def _weight_step(self) -> AbstractContextManager[None]:
-        """The store's step; it needs to know which microbatch completes the gradients of each chunk."""
+        """The step of the weight-gradient store, with the microbatch that completes the gradients of each chunk."""
         if self.weights is None or self.forward_only:
             return nullcontext()
         completing = (at for at in ins.each(self.program) if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
@@ -201,14 +206,11 @@ class PlanExecutor:
 
     def _pair(self, handlers: dict[str, Handler], pair: Instruction) -> None:
         """Both halves as the user's function runs them; one after the other where there is none."""
-        runner = self.pair_runner
-        if runner is None:
+        if self.pair_runner is not None:
+            self.pair_runner.run(pair, handlers)
+        else:
             for at in pair.members:
                 handlers[at.op](at)
-        else:
-            runner.run(*(runner.half(at.chunk, at.mb, partial(handlers[at.op], at)) for at in pair.members))
-
-    # -- communication: each pair posts and finishes ---------------------------------------------------------
 
     def _recv_f(self, at: Instruction) -> None:
         handle = self.communicator.post_recv(self.shapes.receive, at.peer, ACT, not self.forward_only)
@@ -250,7 +252,7 @@ class PlanExecutor:
         return Receive(self.shapes.send, at.peer, GRAD, False)
 
     def _free(self, at: Instruction) -> None:
-        """Finish a send now, or, where the transport knows that it is still on its way, a little later."""
+        """Finish a send now, or a few sends later where the transport can report that it is still on its way."""
         handle = self.sends[ins.POST_OF[at.op]].pop(at[1:3])
         if self.max_deferred and not handle.is_completed():
             self.deferred.append((handle, at))
@@ -260,7 +262,7 @@ class PlanExecutor:
             self._settle(self.max_deferred)
 
     def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
-        """The one place where what was sent is given back: once its send is done, not before (Megatron-LM#4047)."""
+        """The one place that gives memory back after a send: once the send is done, not before (Megatron-LM#4047)."""
         handle.wait()
         if at.op == ins.FREE_B:
             del self.input_grads[at[1:3]]
@@ -268,7 +270,7 @@ class PlanExecutor:
             self._drop_data(at[1:3])
 
     def _drop_data(self, key: Key) -> None:
-        """Keep of an output what its backward needs. Its data stays only where something else needs it."""
+        """Keep of an output what its backward needs."""
         if self.forward_only:
             del self.outputs[key]
         elif self.deallocate and key in self.outputs:  # the backward may have used the output up already
@@ -279,16 +281,14 @@ class PlanExecutor:
         while self.deferred and (len(self.deferred) > most or self.deferred[0][0].is_completed()):
             self._wait_then_free(*self.deferred.popleft())
 
-    # -- hand-offs between two chunks of this rank -----------------------------------------------------------
-
     def _hand_f(self, at: Instruction) -> None:
         source = (at.stage - 1, at.mb)
-        self.inputs[at[1:3]] = _map(self._fresh_leaf, self.outputs[source])
+        output, training = self.outputs[source], not self.forward_only
+        if isinstance(output, (list, tuple)):
+            self.inputs[at[1:3]] = [tensor.detach().requires_grad_(training) for tensor in output]
+        else:
+            self.inputs[at[1:3]] = output.detach().requires_grad_(training)
         self._drop_data(source)
-
-    def _fresh_leaf(self, output: torch.Tensor) -> torch.Tensor:
-        leaf = output.detach()
-        return leaf if self.forward_only else leaf.requires_grad_()
 
     def _hand_b(self, at: Instruction) -> None:
         key = at[1:3]
@@ -300,8 +300,6 @@ class PlanExecutor:
             self.outputs[key], self.output_grads[key] = map(list, zip(*used, strict=True))
         else:
             self.output_grads[key] = None
-
-    # -- data-parallel hooks ---------------------------------------------------------------------------------
 
     def _param_sync(self, at: Instruction) -> None:
         self.hooks.param_sync(at.chunk)
@@ -332,33 +330,6 @@ class PlanExecutor:
             raise AssertionError(
                 f"rank {self.rank}: the plan ended with tensors or handles left: {left}; this is a fault of the engine"
             )
-
-
-class _Observed:
-    """A handler with the observer's ``begin`` and ``end`` around it."""
-
-    def __init__(self, handler: Handler, observer: Any) -> None:
-        self.handler = handler
-        self.observer = observer
-
-    def __call__(self, at: Instruction) -> None:
-        self.observer.begin(at)
-        try:
-            self.handler(at)
-        finally:
-            self.observer.end(at)
-
-
-def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Activation) -> Activation:
-    """``function`` of a tensor, or of each tensor of a list."""
-    return [function(v) for v in value] if isinstance(value, (list, tuple)) else function(value)
-
-
-def _filled(grad: Activation, given: Activation) -> Activation:
-    """Gradients for the previous stage, which waits for them: zeros where the input had no part in the output."""
-    if isinstance(given, (list, tuple)):
-        return [torch.zeros_like(x) if g is None else g for g, x in zip(grad, given, strict=True)]
-    return torch.zeros_like(given) if grad is None else grad
 
 
 def _is_any_there(grad: Activation) -> bool:

@@ -40,8 +40,8 @@ class Footprint:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Records every storage that operations allocate while it is active, without keeping it alive, and counts those
-    that are still alive. Workspace of kernels is not recorded.
+    """Counts the storages that operations have allocated while it was active and that are still alive. Workspace of
+    kernels is not recorded.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class LiveStorages(TorchDispatchMode):
         self._seen.setdefault(StorageWeakRef(storage), storage.nbytes())
 
     def bytes_besides(self, others: Iterable[Tensor]) -> int:
-        """Bytes of what lives, without the storages of ``others``."""
+        """Bytes of the storages that are alive, without those of ``others``."""
         left_out = {tensor.untyped_storage()._cdata for tensor in others}
         alive = {ref.cdata: size for ref, size in self._seen.items() if not ref.expired()}
         return sum(size for cdata, size in alive.items() if cdata not in left_out)
@@ -77,7 +77,7 @@ class LiveStorages(TorchDispatchMode):
 def measure_footprint(
     store: WeightGradStore, chunks: Sequence[nn.Module], chunk: int, forward: Callable[[], tuple[Any, Tensor]]
 ) -> Footprint:
-    """Run forward, release of the output, input-gradient backward and W of one microbatch of ``chunks[chunk]``; measure
+    """Run one microbatch of ``chunks[chunk]``: forward, release of the output, input-gradient backward and W. Measure
     the memory after each but the last.
 
     ``store`` is what ``split_weight_grad(chunks)`` returned. ``forward()`` runs the chunk and returns (its input, its

@@ -1,15 +1,19 @@
-"""Megatron's data-parallel hooks, as the config names them: no_sync, param_sync, grad_sync."""
+"""Megatron's data-parallel hooks, as the config names them: no_sync, param_sync, grad_sync and finalize_model_grads."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.module_attributes import wrapped_attribute
 
 
 class SyncHooks:
@@ -19,7 +23,7 @@ class SyncHooks:
     ``no_sync`` of chunks that are torch DistributedDataParallel is used. ``grad_sync_func`` and ``param_sync_func``
     take a chunk's parameters: one function or one per chunk.
 
-    ``pipelined`` says that forwards and backwards do not simply alternate. Raises ScheduleInputError then for a
+    ``pipelined``: forwards and backwards do not simply alternate. Raises ScheduleInputError then for a
     DistributedDataParallel that looks for unused parameters or assumes a static graph: both watch the forward before
     each backward, which in a pipeline is another microbatch's.
     """
@@ -27,8 +31,9 @@ class SyncHooks:
     def __init__(self, settings: StepSettings, chunks: Sequence[Any], pipelined: bool = True) -> None:
         self._chunks = chunks
         self._unprepared = dict(enumerate(chunks)) if pipelined else {}
-        if pipelined:
-            _check_wrappers(chunks)
+        for number, chunk in self._unprepared.items():
+            if isinstance(chunk, DistributedDataParallel):
+                _check_follows_pipelines(number, chunk)
         self._no_sync = _no_sync_functions(settings.no_sync_func, chunks)
         self._grad_sync = _per_chunk(settings.grad_sync_func, chunks)
         self._param_sync = _per_chunk(settings.param_sync_func, chunks)
@@ -47,17 +52,10 @@ class SyncHooks:
         if self._closed is not None:
             closed, self._closed = self._closed, None
             closed.__exit__(None, None, None)
-        if chunk is not None:
-            self._prepare(chunk)
-
-    def _prepare(self, chunk: int) -> None:
-        """Tell torch's DistributedDataParallel, once a step, that the gradients to reduce come now.
-
-        By itself it expects them after the last forward outside of no_sync, and ignores them else: the gradients of a
-        pipeline would stay local.
-        """
-        wrapper = self._unprepared.pop(chunk, None)
+        wrapper = None if chunk is None else self._unprepared.pop(chunk, None)
         if isinstance(wrapper, DistributedDataParallel):
+            # torch expects the gradients to reduce after the last forward outside of no_sync, and ignores others: those
+            # of a pipeline would stay local.
             wrapper.reducer.prepare_for_backward([])
 
     def grad_sync(self, chunk: int) -> None:
@@ -71,26 +69,70 @@ class SyncHooks:
             self._param_sync[chunk](self._chunks[chunk].parameters())
 
 
-def _check_wrappers(chunks: Sequence[Any]) -> None:
-    for number, chunk in enumerate(chunks):
-        if not isinstance(chunk, DistributedDataParallel):
-            continue
-        for option in ("find_unused_parameters", "static_graph"):
-            if getattr(chunk, option, False):
-                raise ScheduleInputError(
-                    f"model chunk {number} is wrapped as DistributedDataParallel({option}=True), which cannot follow "
-                    f"a pipeline; wrap it with {option}=False"
-                )
+def finalize_gradients(
+    settings: StepSettings,
+    chunks: Sequence[Any],
+    num_tokens: Any,
+    device: torch.device,
+    pg_collection: Any,
+    force_all_reduce: bool,
+) -> None:
+    """After the last instruction: finish the embedding's deferred weight gradients, then call
+    ``config.finalize_model_grads_func`` with the keywords that it takes (Megatron's order, Megatron-LM#1012).
+    """
+    if settings.defer_embedding_wgrad_compute:
+        _finish_embedding(chunks)
+    finalize = settings.finalize_model_grads_func
+    if finalize is None:
+        return
+    tokens = None
+    if settings.calculate_per_token_loss:
+        tokens = torch.as_tensor(num_tokens, dtype=torch.int, device=device)
+    known = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
+    accepted = _keywords_of(finalize)
+    finalize(list(chunks), tokens, **{k: v for k, v in known.items() if accepted is None or k in accepted})
+
+
+def _check_follows_pipelines(number: int, chunk: DistributedDataParallel) -> None:
+    for option in ("find_unused_parameters", "static_graph"):
+        if getattr(chunk, option, False):
+            raise ScheduleInputError(
+                f"model chunk {number} is wrapped as DistributedDataParallel({option}=True), which cannot follow "
+                f"a pipeline; wrap it with {option}=False"
+            )
 
 
 def _no_sync_functions(given: Any, chunks: Sequence[Any]) -> list[Callable[[], AbstractContextManager[Any]]]:
     if given is None:
         return [c.no_sync for c in chunks if isinstance(c, DistributedDataParallel)]
-    functions = list(given) if isinstance(given, (list, tuple)) else [given]
+    functions = given if isinstance(given, (list, tuple)) else [given]
     return [f for f in functions if f is not nullcontext]
 
 
-def _per_chunk(given: Any, chunks: Sequence[Any]) -> list[Callable[[Any], None]] | None:
-    if given is None:
+def _per_chunk(given: Any, chunks: Sequence[Any]) -> Sequence[Callable[[Any], None]] | None:
+    return given if given is None or isinstance(given, (list, tuple)) else [given] * len(chunks)
+
+
+def _finish_embedding(chunks: Sequence[Any]) -> None:
+    for chunk in chunks:
+        finish = wrapped_attribute(chunk, "finish_embedding_wgrad_compute")
+        if finish is not None:
+            finish()
+            return
+    if any(wrapped_attribute(chunk, "post_process", False) for chunk in chunks):
+        raise ScheduleInputError(
+            "config.defer_embedding_wgrad_compute is set, but no model chunk of the last stage has "
+            "finish_embedding_wgrad_compute(); unset the field"
+        )
+
+
+@lru_cache(maxsize=32)
+def _keywords_of(function: Any) -> frozenset[str] | None:
+    """The keyword names that ``function`` takes; None for any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    return list(given) if isinstance(given, (list, tuple)) else [given] * len(chunks)
+    return frozenset(p.name for p in parameters)

@@ -10,12 +10,12 @@ logger = logging.getLogger("megatron_pp")
 _LOCK = threading.Lock()
 
 
-def say_once(sentence: str) -> None:
-    """A warning in the log of ``megatron_pp``, once per process."""
+def warn_once(message: str) -> None:
+    """Log ``message`` as a warning of ``megatron_pp``, once per process."""
     with _LOCK:  # ranks may be threads of one process
-        _warn(sentence)
+        _warn(message)
 
 
 @lru_cache(maxsize=128)
-def _warn(sentence: str) -> None:
-    logger.warning(sentence)
+def _warn(message: str) -> None:
+    logger.warning(message)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megatron_pp.comm import process_groups as parallel_state
+from megatron_pp.comm import process_groups
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.runtime.arguments import StepInputs, whole_argument
-from megatron_pp.runtime.dict_activations import Names, names_of, shapes_of
+from megatron_pp.runtime.dict_activations import Names
 
 
 class Shapes(NamedTuple):
@@ -29,8 +30,7 @@ def messages(inputs: StepInputs, settings: StepSettings, pipeline_size: int, tp_
     """Raises ScheduleInputError where shapes are needed and an argument is missing."""
     receive: Any = [None]
     adjust = inputs.adjust_tensor_shapes_fn
-    needed = pipeline_size > 1 and not settings.shapes_vary
-    if needed or (adjust is not None and inputs.seq_length is not None):
+    if (pipeline_size > 1 and not settings.shapes_vary) or (adjust is not None and inputs.seq_length is not None):
         receive = tensor_shapes(
             seq_length=inputs.seq_length,
             micro_batch_size=inputs.micro_batch_size,
@@ -42,9 +42,14 @@ def messages(inputs: StepInputs, settings: StepSettings, pipeline_size: int, tp_
     send = list(receive)
     if adjust is not None:
         receive, send = adjust(receive, send)
-    listed = [shapes_of(shapes) for shapes in (receive, send)]
-    shapes = Shapes(*(shapes[0] if len(shapes) == 1 else shapes for shapes in listed))
-    return Messages(shapes, names_of(receive), names_of(send))
+    (received, sent), shapes = zip(*map(_names_and_shapes, (receive, send)), strict=True)
+    return Messages(Shapes(*shapes), received, sent)
+
+
+def _names_and_shapes(given: Any) -> tuple[Names, Any]:
+    """The names (None for a list) and the shapes (one, or a list of several) of what travels."""
+    shapes = list(given.values() if isinstance(given, Mapping) else given)
+    return tuple(given) if isinstance(given, Mapping) else None, shapes[0] if len(shapes) == 1 else shapes
 
 
 def tensor_shapes(
@@ -57,11 +62,10 @@ def tensor_shapes(
     cp_size: int,
 ) -> list[tuple[int, int, int]]:
     """Shapes of the activations between stages: [(sequence / cp [/ tp under sequence parallelism], microbatch,
-    hidden)]. Raises ScheduleInputError where one of the three is not known.
+    hidden)]. Raises ScheduleInputError where one of them is unknown.
     """
-    name, given = (
-        ("seq_length", seq_length) if decoder_seq_length is None else ("decoder_seq_length", decoder_seq_length)
-    )
+    name = "seq_length" if decoder_seq_length is None else "decoder_seq_length"
+    given = seq_length if decoder_seq_length is None else decoder_seq_length
     why = "tensors between stages are [seq_length, micro_batch_size, hidden_size] unless config.variable_seq_lengths"
     length = whole_argument(name, given, hint=why) // cp_size
     settings = StepSettings.from_config(config)
@@ -77,9 +81,9 @@ def group_sizes(pg_collection: Any, settings: StepSettings) -> tuple[int, int]:
     else from the config.
     """
     tp, cp = getattr(pg_collection, "tp", None), getattr(pg_collection, "cp", None)
-    if parallel_state.model_parallel_is_initialized():
-        tp_default = parallel_state.get_tensor_model_parallel_world_size()
-        cp_default = parallel_state.get_context_parallel_world_size()
+    if process_groups.model_parallel_is_initialized():
+        tp_default = process_groups.size_of("tp")
+        cp_default = process_groups.size_of("cp")
     else:
         tp_default, cp_default = settings.tensor_model_parallel_size, settings.context_parallel_size
     return (tp_default if tp is None else tp.size()), (cp_default if cp is None else cp.size())

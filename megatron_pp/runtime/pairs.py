@@ -1,20 +1,21 @@
 """Overlapped slots: what runs the forward of one microbatch together with the backward of another.
 
 Set ``config.overlapped_forward_backward`` to ``in_turn``, ``on_two_streams`` or a function of your own: plans then
-have pairs (``plan/pairs.py``), and the engine calls the function with both halves of each. A function of your own may
-look at the halves (chunk, microbatch, model) and interleave them as its model allows, as DualPipeV does with the all-
-to-alls of experts.
+have pairs (``pair_up`` in ``plan/instruction.py``), and the engine calls the function with both halves of each. A
+function of your own may interleave the halves as its model allows, as DualPipeV does with the all-to-alls of experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.plan.instruction import Instruction
 
 
 @dataclass
@@ -45,14 +46,13 @@ OverlappedForwardBackward = Callable[[HalfCall, HalfCall], Any]
 
 
 def in_turn(forward_call: HalfCall, backward_call: HalfCall) -> None:
-    """The forward, then the backward: what happens without pairs, and the model for functions of your own."""
+    """The forward, then the backward, as without pairs."""
     forward_call()
     backward_call()
 
 
 def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
-    """The backward on the current CUDA stream, the forward on another one next to it; in turn where there is no CUDA
-    device.
+    """The backward on the current CUDA stream, the forward on another one beside it; in turn without a CUDA device.
 
     Both streams wait for each other before and after, so that memory can go from one to the other.
     """
@@ -60,7 +60,7 @@ def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
         in_turn(forward_call, backward_call)
         return
     current = torch.cuda.current_stream()
-    side = _side_stream(current.device)
+    side = torch.cuda.Stream(current.device)  # one of torch's pool: cheap
     side.wait_stream(current)
     with torch.cuda.stream(side):
         forward_call()
@@ -68,23 +68,18 @@ def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
     current.wait_stream(side)
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One of torch's pooled streams: making one costs nothing."""
-    return torch.cuda.Stream(device)
-
-
 class PairRunner:
-    """Runs pairs by the user's function, for the chunks of one rank."""
+    """Runs pairs by the user's function; ``models`` are the chunks of one rank."""
 
     def __init__(self, function: OverlappedForwardBackward, models: Sequence[Any]) -> None:
         self.function = function
         self.models = models
 
-    def half(self, chunk: int, mb: int, run: Callable[[], None]) -> HalfCall:
-        return HalfCall(chunk, mb, self.models[chunk], run)
-
-    def run(self, forward_call: HalfCall, backward_call: HalfCall) -> None:
+    def run(self, pair: Instruction, handlers: Mapping[str, Callable[[Instruction], None]]) -> None:
         """Raises ScheduleInputError where the function left one of the halves out."""
+        forward_call, backward_call = (
+            HalfCall(at.chunk, at.mb, self.models[at.chunk], partial(handlers[at.op], at)) for at in pair.members
+        )
         self.function(forward_call, backward_call)
         left_out = [name for name, call in (("forward", forward_call), ("backward", backward_call)) if not call.called]
         if left_out:

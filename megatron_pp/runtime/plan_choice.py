@@ -1,4 +1,4 @@
-"""The plan that a step's settings and arguments ask for, and what is said of it in the log."""
+"""The plan that a step's settings and arguments ask for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config import rules
-from megatron_pp.config.microbatch_counts import MicrobatchCount, check_group_size, explain_microbatch_count
+from megatron_pp.config.microbatch_counts import check_group_size, explain_microbatch_count
 from megatron_pp.config.settings import StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
@@ -16,13 +16,12 @@ from megatron_pp.plan.orders import INTERLEAVED, Family
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.log_once import say_once
+from megatron_pp.runtime.log_once import warn_once
 
 
 def spec_fields(inputs: StepInputs, settings: StepSettings, pipeline_size: int, is_converted: bool) -> dict[str, Any]:
-    """The fields of the PlanSpec that are known before there is a communicator, whose making is communication.
-
-    ``is_converted``: the chunks put weight gradients off. Raises ScheduleInputError for contradictions.
+    """The fields of the PlanSpec that do not depend on the communicator, so that contradictions raise
+    ScheduleInputError before any communication. ``is_converted``: ``split_weight_grad`` has converted the chunks.
     """
     num_chunks, training = len(inputs.chunks), not inputs.forward_only
     _check_chunks(settings, pipeline_size, num_chunks, inputs.chunked)
@@ -104,27 +103,23 @@ def checkpoint_flags(
     return {(op.chunk, op.mb): k % window >= partial for k, op in enumerate(forwards)}
 
 
-def say_if_slow(spec: PlanSpec) -> None:
-    """Microbatch counts that leave a bubble are supported; say so, once each."""
-    if not spec.forward_only:
+def warn_of_limits(plan: Plan, is_converted: bool) -> None:
+    """Warn, once each, of a microbatch count that leaves a bubble, and of what keeps the plan from being its schedule's
+    own."""
+    spec = plan.spec
+    if spec.pipeline_size > 1:
         grouped = spec.num_chunks if spec.schedule == INTERLEAVED else 1
-        verdict = _verdict(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size)
-        if not verdict.full_speed:
-            say_once(verdict.sentence)
-
-
-@lru_cache(maxsize=128)
-def _verdict(num_microbatches: int, pipeline_size: int, num_chunks: int, group_size: int) -> MicrobatchCount:
-    return explain_microbatch_count(num_microbatches, pipeline_size, num_chunks, group_size or None)
-
-
-def say_what_is_off(plan: Plan, is_converted: bool) -> None:
-    """Say, once each, where the plan is not quite what its schedule's name promises."""
+        count = _explained(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size or None)
+        if not count.full_speed:
+            warn_once(count.sentence)
     if plan.remark:
-        say_once(plan.remark)
-    family = find_family(plan.spec.schedule)
+        warn_once(plan.remark)
+    family = find_family(spec.schedule)
     if not is_converted and family.splits_weight:
-        say_once(
+        warn_once(
             f"schedule {family.name} splits backwards, but the model does all of each at once: convert its chunks with "
             "megatron_pp.weight_grad.split_weight_grad"
         )
+
+
+_explained = lru_cache(maxsize=128)(explain_microbatch_count)

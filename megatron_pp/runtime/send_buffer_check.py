@@ -1,17 +1,17 @@
 """Debug mode (``config.p2p_debug``, env MEGATRON_PP_P2P_DEBUG): watches the memory of pending sends.
 
-A send's bytes are summed when it is posted and again when it is done; after every instruction in between it is looked
-up whether the schedule has freed, swapped or written to them. Memory that a FREE gives back is filled with NaN, so
-that whoever still reads it reads that. What is wrong raises SendBufferError with the rank, chunk, microbatch and both
-instructions.
+A send's bytes are summed when it is posted and again when it is done; after every instruction in between it is checked
+whether the schedule has freed, swapped or written to them. Memory that a FREE gives back is filled with NaN, which any
+late reader then reads. A fault raises SendBufferError with the rank, chunk, microbatch and both instructions.
 
-It is an engine of its own, chosen when a step is set up: the engine used otherwise has no trace of it. On CUDA nothing
-here waits for the device before the end of the step: a debug mode that synchronises would hide what it looks for.
+This is a subclass of the engine, chosen when a step is set up, so the engine itself has no debug code. On CUDA nothing
+here waits for the device before the end of the step: a debug mode that synchronises would hide the faults.
 """
 
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,34 +22,47 @@ from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.errors import SendBufferError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
-from megatron_pp.runtime.compute import Activation
-from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.executor import Handler, Key, PlanExecutor
 
 _WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
-    """The engine that goes with the communicator: with a watch on memory where that one checks what it receives
-    (``config.p2p_debug`` when it was made), so that both look or none."""
+    """The engine for a communicator: with a watch on memory where ``config.p2p_debug`` was set when it was made."""
     return PlanExecutor if communicator.wire is None else WatchedExecutor
 
 
 class WatchedExecutor(PlanExecutor):
-    """The engine, with a watch on the memory of its pending sends. Raises SendBufferError."""
+    """The engine, with a watch on the memory of its pending sends; it holds no tensor that it watches, which would hide
+    an early release. Raises SendBufferError.
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.watch = SendWatch(self)
+        self.pending: list[_PendingSend] = []
+        self.returned: list[torch.Tensor] = []  # done with, about to be given back by the current instruction
+        self.sums: list[tuple[_PendingSend, Instruction, torch.Tensor]] = []  # whether first and second sum agree
 
     def run(self) -> None:
         super().run()
-        self.watch.check_sums()
+        self._check_sums()
 
     def _handlers(self) -> dict[str, Handler]:
-        return {op: _Watched(handler, self) for op, handler in super()._handlers().items()}
+        return {op: partial(self._watched, handler) for op, handler in super()._handlers().items()}
+
+    def _watched(self, handler: Handler, at: Instruction) -> None:
+        """Check the memory of all pending sends after each instruction, and poison what it has given back."""
+        handler(at)
+        self._check(self.pending, at)
+        for tensor in self.returned:
+            _poison_if_free(tensor)
+        self.returned.clear()
 
     def _backward(self, at: Instruction) -> None:
-        self.watch.consumed(at)
+        # The output is used up; the gradient that has come back shows that its send is done.
+        done = [s for s in self.pending if s.at.op == ins.SEND_F and s.at[1:3] == at[1:3]]
+        self._check(done, at)
+        self._compare(done, at)
         super()._backward(at)
 
     def _send_f(self, at: Instruction) -> None:
@@ -71,74 +84,25 @@ class WatchedExecutor(PlanExecutor):
 
     def _noted(self, at: Instruction) -> list[_PendingSend]:
         """What ``at`` is about to send."""
-        return self.watch.note((self.outputs if at.op == ins.SEND_F else self.input_grads)[at[1:3]], at)
+        value = (self.outputs if at.op == ins.SEND_F else self.input_grads)[at[1:3]]
+        return [_PendingSend(tensor, at) for tensor in (value if isinstance(value, (list, tuple)) else [value])]
 
     def _watch_posted(self, at: Instruction, sends: list[_PendingSend]) -> None:
-        handles = self.sends[at.op]
-        handles[at[1:3]] = self.watch.posted(handles[at[1:3]], sends)
-
-
-class _Watched:
-    """A handler, and a look at all pending sends after it."""
-
-    def __init__(self, handler: Handler, executor: WatchedExecutor) -> None:
-        self.handler = handler
-        self.executor = executor
-
-    def __call__(self, at: Instruction) -> None:
-        self.handler(at)
-        self.executor.watch.look(at)
-
-
-class SendWatch:
-    """The pending sends of one rank's step. Holds no tensor that it watches: that would hide an early release."""
-
-    def __init__(self, executor: PlanExecutor) -> None:
-        self.executor = executor
-        self.pending: list[_PendingSend] = []
-        self.returned: list[torch.Tensor] = []  # done with, about to be given back by the current instruction
-        self.sums: list[tuple[_PendingSend, Instruction, torch.Tensor]] = []  # whether first and second sum agree
-
-    def note(self, value: Activation, at: Instruction) -> list[_PendingSend]:
-        """What ``at`` is about to post: a tensor or a list of them."""
-        tensors = value if isinstance(value, (list, tuple)) else [value]
-        return [_PendingSend(tensor, at) for tensor in tensors]
-
-    def posted(self, handle: WaitHandle, sends: list[_PendingSend]) -> Any:
-        """``sends`` are on their way from now on. Returns the handle to use for them."""
+        handles: dict[Key, Any] = self.sends[at.op]
+        handles[at[1:3]] = _WatchedHandle(handles[at[1:3]], sends, self)
         self.pending += sends
-        return _WatchedHandle(handle, sends, self)
-
-    def look(self, now: Instruction) -> None:
-        """After instruction ``now``: is the memory of all pending sends as it was? Poison what was given back."""
-        for send in self.pending:
-            broken = send.broken()
-            if broken:
-                raise self._error(send, now, broken)
-        for tensor in self.returned:
-            _poison_if_free(tensor)
-        self.returned.clear()
 
     def about_to_finish(self, sends: list[_PendingSend]) -> None:
-        """A FREE begins to wait for these sends: their memory must still be there, unless a backward has used it up."""
-        self._check(sends, self.executor.instruction)
-
-    def consumed(self, at: Instruction) -> None:
-        """The backward ``at`` begins and uses its output up: the gradient that came back shows that its send is
-        done.
-        """
-        done = [s for s in self.pending if s.at.op == ins.SEND_F and s.at[1:3] == at[1:3]]
-        self._check(done, at)
-        self._compare(done, at)
+        """A FREE begins to wait for these sends: their memory must be intact, unless a backward has used it up."""
+        self._check([send for send in sends if send in self.pending], self.instruction)
 
     def finished(self, sends: list[_PendingSend]) -> None:
         """These sends are done; their memory has not been given back yet."""
-        self.returned += self._compare([send for send in sends if send in self.pending], self.executor.instruction)
+        self.returned += self._compare([send for send in sends if send in self.pending], self.instruction)
 
     def _check(self, sends: list[_PendingSend], now: Instruction) -> None:
         for send in sends:
-            broken = send.broken() if send in self.pending else ""
-            if broken:
+            if broken := send.broken():
                 raise self._error(send, now, broken)
 
     def _compare(self, sends: list[_PendingSend], now: Instruction) -> list[torch.Tensor]:
@@ -151,11 +115,11 @@ class SendWatch:
                 raise self._error(send, now, "freed")
             aliases.append(there)
             self.sums.append((send, now, checksum(there) == send.sum))
-        if self.executor.communicator.device.type != "cuda":
-            self.check_sums()
+        if self.communicator.device.type != "cuda":
+            self._check_sums()
         return aliases
 
-    def check_sums(self) -> None:
+    def _check_sums(self) -> None:
         """Raise for the first send whose bytes were not the same when it was done. On CUDA, waits for the device."""
         sums, self.sums = self.sums, []
         for send, now, agree in sums:
@@ -163,14 +127,14 @@ class SendWatch:
                 raise self._error(send, now, "written to")
 
     def _error(self, send: _PendingSend, now: Instruction, what: str) -> SendBufferError:
-        at, rank = send.at, self.executor.rank
+        at = send.at
         of = "output" if at.op == ins.SEND_F else "input gradient"
         when = "between them" if what == "written to" else "while the send was pending"
         return SendBufferError(
-            f"pipeline rank {rank}: the memory of the {of} of chunk {at.chunk}, microbatch {at.mb}, which {at} posted "
-            f"for sending, was {what} {when}; found at {now} ({now.name}, instruction {self.executor.position} of the "
+            f"pipeline rank {self.rank}: the memory of the {of} of chunk {at.chunk}, microbatch {at.mb}, which {at} "
+            f"posted for sending, was {what} {when}; found at {now} ({now.name}, instruction {self.position} of the "
             "plan)",
-            rank=rank,
+            rank=self.rank,
             chunk=at.chunk,
             microbatch=at.mb,
             posted_by=str(at),
@@ -191,7 +155,7 @@ class _PendingSend:
         self._version = tensor._version
 
     def broken(self) -> str:
-        """What was done to the memory, as a participle; empty where nothing was."""
+        """What was done to the memory, as a participle; empty if nothing was."""
         tensor = self._tensor()
         if tensor is None or self._storage.expired():
             return "freed"
@@ -202,26 +166,24 @@ class _PendingSend:
     def bytes(self) -> torch.Tensor | None:
         """An alias of what was sent; None where the memory is gone."""
         storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        return (
-            None
-            if storage is None
-            else torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._place)
-        )
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._place)
 
 
 class _WatchedHandle:
     """A WaitHandle whose ``wait`` is watched from both sides."""
 
-    def __init__(self, handle: WaitHandle, sends: list[_PendingSend], watch: SendWatch) -> None:
+    def __init__(self, handle: WaitHandle, sends: list[_PendingSend], executor: WatchedExecutor) -> None:
         self.handle = handle
         self._sends = sends
-        self._watch = watch
+        self._executor = executor
 
     def wait(self) -> None:
         sends, self._sends = self._sends, []
-        self._watch.about_to_finish(sends)
+        self._executor.about_to_finish(sends)
         self.handle.wait()
-        self._watch.finished(sends)
+        self._executor.finished(sends)
 
     def is_completed(self) -> bool:
         return self.handle.is_completed()

@@ -24,8 +24,7 @@ class PipelineStage(torch.nn.Module):
     def set_input_tensor(self, tensors: Any) -> None:
         """What the previous stage sent: a list with one tensor, several, or [None] on the first stage."""
         single = isinstance(tensors, (list, tuple)) and len(tensors) == 1
-        # Not through nn.Module's __setattr__: it asks whether this is a parameter, a module or a buffer, which takes
-        # microseconds, twice for each microbatch.
+        # Past nn.Module's __setattr__, which looks for parameters, modules and buffers: microseconds per microbatch.
         self.__dict__["received"] = tensors[0] if single else tensors
 
     def forward(self, batch: Any = None) -> Any:

@@ -16,12 +16,11 @@ from megatron_pp.runtime.communicators import communicator_for, lone_communicato
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.dict_activations import NamedSteps
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.finalize import finalize_gradients
-from megatron_pp.runtime.gradient_hooks import SyncHooks
-from megatron_pp.runtime.log_once import say_once
+from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
+from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import group_sizes, messages
 from megatron_pp.runtime.pairs import PairRunner
-from megatron_pp.runtime.plan_choice import checkpoint_flags, plan_spec, say_if_slow, say_what_is_off, spec_fields
+from megatron_pp.runtime.plan_choice import checkpoint_flags, plan_spec, spec_fields, warn_of_limits
 from megatron_pp.runtime.send_buffer_check import executor_for
 from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
 from megatron_pp.tracing.recorder import Observer, message_bytes, observers, step_recording, traced_steps
@@ -33,7 +32,7 @@ class StepCall:
 
     ``arguments`` are those of ``get_forward_backward_func``; ``chunked``: lists of model chunks and data iterators;
     ``alone``: without a pipeline. Raises ScheduleInputError before any communication. A plug-in for another training
-    stack overrides ``begin``, ``make_steps`` and ``finish``: what runs around and within the plan, never the plan.
+    stack overrides ``begin``, ``make_steps`` and ``finish``.
     """
 
     def __init__(self, *, chunked: bool, alone: bool, **arguments: Any) -> None:
@@ -58,8 +57,6 @@ class StepCall:
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
         self.spec = plan_spec(fields, settings, self.communicator)
-        if size > 1:
-            say_if_slow(self.spec)
 
     def run(self) -> list[Any]:
         """The whole step. Returns what the loss function reported."""
@@ -67,9 +64,11 @@ class StepCall:
         communicator, shapes = self.communicator, self.messages.shapes
         plan = build_plan(self.spec, self._announce)
         if not self.spec.forward_only:
-            say_what_is_off(plan, self.weights is not None)
+            warn_of_limits(plan, self.weights is not None)
         steps = self.make_steps(plan)
-        sent, received = (message_bytes(shape, communicator.dtype) for shape in (shapes.send, shapes.receive))
+        sent = received = message_bytes(shapes.send, communicator.dtype)
+        if shapes.receive != shapes.send:
+            received = message_bytes(shapes.receive, communicator.dtype)
         recording = step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
         executor = self._executor(plan, steps, recording)
         # Traced steps begin with messages that all ranks have to take part in.
@@ -81,17 +80,17 @@ class StepCall:
             executor.run()
             if recording is not None:
                 recording.finish()
-            guard.phase("the work after the plan (gradient synchronisation and finalisation)")
+            if guard is not None:
+                guard.phase("the work after the plan (gradient synchronisation and finalisation)")
             self.finish(steps)
         return steps.record.data
 
     def describe(self) -> dict[str, str]:
         """What all ranks of the pipeline have to agree on, as text; compared when it changes."""
-        described = describe_step(self.spec, self.messages.shapes, self.communicator.dtype)
         traced = traced_steps(self.settings)
         return {
             "p2p_debug": str(self.communicator.wire is not None),
-            **described,
+            **describe_step(self.spec, self.messages.shapes, self.communicator.dtype),
             "tracing (trace_dir, trace_steps)": f"steps {traced}" if traced else "off",
         }
 
@@ -106,22 +105,16 @@ class StepCall:
             timers("forward-backward", log_level=1).start(barrier=self.settings.barrier_with_L1_time)
 
     def make_steps(self, plan: Plan) -> Any:
-        """What runs a microbatch through a chunk. A subclass may bring its own."""
+        """What runs a microbatch through a chunk: a ``Steps`` with the ``record`` of a ModelSteps."""
         inputs, options = self.inputs, self.step_options(plan)
         return ModelSteps(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, self.settings, options)
 
     def finish(self, steps: Any) -> None:
         """After the last instruction: gradients are finalised, the timer stops."""
-        inputs = self.inputs
+        inputs, tokens, device = self.inputs, steps.record.num_tokens, self.communicator.device
         if not inputs.forward_only:
-            finalize_gradients(
-                self.settings,
-                inputs.chunks,
-                steps.record.num_tokens,
-                self.communicator.device,
-                inputs.pg_collection,
-                inputs.force_all_reduce,
-            )
+            more = inputs.pg_collection, inputs.force_all_reduce
+            finalize_gradients(self.settings, inputs.chunks, tokens, device, *more)
         self.stop_timer()
 
     def stop_timer(self) -> None:
@@ -178,7 +171,7 @@ class StepCall:
         rank = self.communicator.rank
         return [plan.placement.is_last_stage(rank, chunk) for chunk in range(len(self.inputs.chunks))]
 
-    def _announce(self, sentence: str) -> None:
-        """For the log, once per job."""
+    def _announce(self, message: str) -> None:
+        """Log ``message`` once per job."""
         if self.communicator.transport.global_rank(self.communicator.rank) == 0:
-            say_once(sentence)
+            warn_once(message)

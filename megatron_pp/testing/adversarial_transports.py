@@ -147,9 +147,8 @@ class HostileNetwork(MemoryNetwork):
 
     def meet(self, one: End, other: End) -> None:
         send, receive = (one, other) if one.is_send else (other, one)
-        pair = Pair(send, receive)
-        self._in_flight.append(pair)
-        self.when_met(pair)
+        self._in_flight.append(Pair(send, receive))
+        self.when_met(self._in_flight[-1])
 
     def _move(self, pair: Pair) -> None:
         """Transfer one pair."""

@@ -8,9 +8,10 @@ for batches; a batch leaves its queue as a whole. What passes here passes on NCC
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -39,14 +40,14 @@ class MemoryWork:
         return self.left == 0
 
 
+@dataclass(eq=False)
 class End:
-    """One end of a transfer."""
+    """One end of a transfer. ``direction``: source, target and channel."""
 
-    def __init__(self, tensor: torch.Tensor, direction: tuple[int, int, str], is_send: bool) -> None:
-        self.tensor = tensor
-        self.direction = direction
-        self.is_send = is_send
-        self.work: MemoryWork | None = None
+    tensor: torch.Tensor
+    direction: tuple[int, int, str]
+    is_send: bool
+    work: MemoryWork | None = None
 
 
 class MemoryNetwork:
@@ -62,7 +63,7 @@ class MemoryNetwork:
         self.changed = threading.Condition()
         self.failure: str | None = None
         self._queues: dict[Queue, deque[MemoryWork]] = {}
-        self._open: dict[tuple[bool, tuple[int, int, str]], deque[End]] = {}
+        self._open: dict[tuple[bool, tuple[int, int, str]], deque[End]] = defaultdict(deque)
 
     def transport(self, rank: int) -> MemoryTransport:
         return MemoryTransport(self, rank)
@@ -107,11 +108,11 @@ class MemoryNetwork:
 
     def _activate(self, work: MemoryWork) -> None:
         for end in work.ends:
-            partners = self._open.setdefault((not end.is_send, end.direction), deque())
+            partners = self._open[(not end.is_send, end.direction)]
             if partners:
                 self.meet(end, partners.popleft())
             else:
-                self._open.setdefault((end.is_send, end.direction), deque()).append(end)
+                self._open[(end.is_send, end.direction)].append(end)
 
     def meet(self, one: End, other: End) -> None:
         """Both ends of a transfer are posted and at the head of their queues."""
@@ -142,7 +143,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport(Transport):
-    """One rank's side of a MemoryNetwork. ``aborted`` stays False: the network knows, and says so."""
+    """One rank's side of a MemoryNetwork. ``aborted`` stays False: the network holds the failure."""
 
     name = "threads"
 
@@ -157,16 +158,13 @@ class MemoryTransport(Transport):
         return self.network.store
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> MemoryWork:
-        return self._post_one(End(tensor, (self.rank, peer, self._channel(channel)), True))
+        return self._post_one(self._end(tensor, peer, self._channel(channel), True))
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> MemoryWork:
-        return self._post_one(End(tensor, (peer, self.rank, self._channel(channel)), False))
+        return self._post_one(self._end(tensor, peer, self._channel(channel), False))
 
     def batch(self, requests: Sequence[P2PRequest]) -> list[MemoryWork]:
-        ends = [
-            End(r.tensor, (self.rank, r.peer, "batch") if r.is_send else (r.peer, self.rank, "batch"), r.is_send)
-            for r in requests
-        ]
+        ends = [self._end(r.tensor, r.peer, "batch", r.is_send) for r in requests]
         return [self.network.post(self.rank, (self.rank, "batch"), ends)]
 
     def abort(self) -> None:
@@ -175,10 +173,11 @@ class MemoryTransport(Transport):
     def _channel(self, channel: str) -> str:
         return channel if self.network.one_way else "shared"
 
+    def _end(self, tensor: torch.Tensor, peer: int, channel: str, is_send: bool) -> End:
+        source, target = (self.rank, peer) if is_send else (peer, self.rank)
+        return End(tensor, (source, target, channel), is_send)
+
     def _post_one(self, end: End) -> MemoryWork:
         source, target, channel = end.direction
-        if self.network.one_way:
-            queue: Queue = (self.rank, source, target, channel)
-        else:
-            queue = (self.rank, min(source, target), max(source, target))
-        return self.network.post(self.rank, queue, [end])
+        pair = (source, target, channel) if self.network.one_way else (min(source, target), max(source, target))
+        return self.network.post(self.rank, (self.rank, *pair), [end])

@@ -80,9 +80,8 @@ def run_rank(
     if prepare is not None:
         prepare(chunks)
     reports = toy_step(chunks, data, communicator, forward_only=forward_only)
-    return ToyResult(
-        [float(r["loss"]) for r in reports], gradients_of(dict(zip(placement.stages[rank], chunks, strict=True)))
-    )
+    stages = dict(zip(placement.stages[rank], chunks, strict=True))
+    return ToyResult([float(r["loss"]) for r in reports], gradients_of(stages))
 
 
 def run_in_threads(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class ThreadGroup:
     """The pipeline group of ranks that are threads."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank = rank
-        self._size = size
+    _rank: int
+    _size: int
 
     def rank(self) -> int:
         return self._rank
@@ -32,13 +33,13 @@ def run_ranks(
     TimeoutError where ranks are still running after ``timeout`` seconds.
     """
     results: list[Any] = [None] * size
-    errors: list[tuple[int, BaseException]] = []
+    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
             results[rank] = rank_main(rank)
         except BaseException as error:  # raised below
-            errors.append((rank, error))
+            errors.append(error)
             if on_failure is not None:
                 on_failure(f"rank {rank}: {type(error).__name__}: {error}")
 
@@ -48,7 +49,7 @@ def run_ranks(
     for thread in threads:
         thread.join(timeout)
     if errors:
-        raise errors[0][1]
+        raise errors[0]
     running = [thread.name for thread in threads if thread.is_alive()]
     if running:
         if on_failure is not None:

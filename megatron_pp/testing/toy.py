@@ -84,18 +84,8 @@ class ToyResult:
 
 
 def toy_config(**fields: Any) -> SimpleNamespace:
-    """A config with Megatron's field names and nothing else."""
-    base: dict[str, Any] = {
-        "pipeline_dtype": torch.float32,
-        "hidden_size": HIDDEN,
-        "virtual_pipeline_model_parallel_size": None,
-        "deallocate_pipeline_outputs": True,
-        "overlap_p2p_comm": False,
-        "batch_p2p_comm": False,
-        "variable_seq_lengths": False,
-        "p2p_timeout": 30.0,
-    }
-    return SimpleNamespace(**{**base, **fields})
+    """A config with Megatron's field names; those that are not given have the engine's defaults."""
+    return SimpleNamespace(**{"pipeline_dtype": torch.float32, "hidden_size": HIDDEN, "p2p_timeout": 30.0, **fields})
 
 
 def reference_run(

@@ -60,8 +60,8 @@ def analyse(run: TracedRun, step: int | None = None) -> Findings:
     chosen = [step] if step is not None else [s for s in run.steps if run.plan(s) == run.plan(run.steps[-1])]
     steps = {s: run.measured(s) for s in chosen}
     shown = sorted(steps, key=lambda s: steps[s].makespan)[(len(steps) - 1) // 2]
-    costs = _measured_costs(list(steps.values()))
-    network = _measured_network(list(steps.values()), gloo=run.is_gloo)
+    measured = list(steps.values())
+    costs, network = _measured_costs(measured), _measured_network(measured, on_cpu=run.ranks[0].header.device == "cpu")
     predicted = simulate(steps[shown].plan, costs, network)
     return Findings(shown, len(steps), steps[shown], predicted, costs, network)
 
@@ -89,19 +89,17 @@ def _measured_costs(steps: Sequence[Simulation]) -> StageCosts:
     return StageCosts(tuple(median(FORWARD)), tuple(whole), tuple(halves), tuple(weight))
 
 
-def _measured_network(steps: Sequence[Simulation], gloo: bool) -> Network:
-    """Per link, the median time of its transfers, during which they occupy it; for a link without any, the median over
-    all links. ``gloo``: as in Network."""
+def _measured_network(steps: Sequence[Simulation], on_cpu: bool) -> Network:
+    """Per link, the median time of its transfers; for a link without any, the median over all links."""
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in steps:
         for t in step.transfers:
             times[(t.source, t.target)].append(t.end - t.start)
     size = next((t.size for t in steps[0].transfers if t.size), 1.0)
     usual = {link: statistics.median(taken) for link, taken in times.items()}
-    links = {link: _link(size, time) for link, time in usual.items()}
-    other = _link(size, statistics.median(usual.values()) if usual else 0.0)
-    return Network(size, link=other, links=links, gloo=gloo)
 
+    def link_of(time: float) -> Link:
+        return Link(bandwidth=size / time) if time > 0 else Link()
 
-def _link(size: float, time: float) -> Link:
-    return Link(bandwidth=size / time) if time > 0 else Link()
+    other = link_of(statistics.median(usual.values()) if usual else 0.0)
+    return Network(size, link=other, links={link: link_of(time) for link, time in usual.items()}, gloo=on_cpu)

@@ -29,6 +29,7 @@ from megatron_pp.plan.version_1 import parse_version_1
 _FORMAT = "megatron_pp.trace"
 _VERSION = 2
 _READ = (1, _VERSION)
+_NOT_A_LINE = (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,7 @@ def sync_line(time: int, ahead: int) -> str:
 
 
 def step_line(step: StepRecord) -> str:
-    starts, ends = list(step.starts), list(step.ends)
-    return _line("step", step=step.step, plan=step.plan, base=step.base, starts=starts, ends=ends)
+    return _line("step", **{**vars(step), "starts": list(step.starts), "ends": list(step.ends)})
 
 
 def _line(kind: str, **content: Any) -> str:
@@ -124,33 +124,25 @@ def read_rank_trace(path: str | Path) -> RankTrace:
                 trace = RankTrace(str(path), _header(content), content["version"])
             else:
                 _add(trace, content)
+        except (PlanError, InstructionError) as error:
+            raise ExchangeError(f"{path}, line {number}: {error}") from error
         except _NOT_A_LINE as error:
-            raise ExchangeError(f"{path}, line {number}: {_why(error)}") from error
+            why = error.msg if isinstance(error, json.JSONDecodeError) else f"{type(error).__name__}: {error}"
+            raise ExchangeError(f"{path}, line {number}: not a line of a trace ({why})") from error
     if trace is None:
         raise ExchangeError(f"{path}: the file is cut off in its first line")
     return trace
-
-
-_NOT_A_LINE = (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError)
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, (PlanError, InstructionError)):
-        return str(error)
-    why = error.msg if isinstance(error, json.JSONDecodeError) else f"{type(error).__name__}: {error}"
-    return f"not a line of a trace ({why})"
 
 
 def _header(content: dict[str, Any]) -> RunHeader:
     version = content.get("version")
     if content.get("format") != _FORMAT or type(version) is not int or version not in _READ:
         raise ExchangeError(f"not a trace of this format in a version that is read: {' or '.join(map(str, _READ))}")
-    pipeline = tuple(int(r) for r in content["pipeline"])
-    run, rank, device, host = str(content["run"]), int(content["rank"]), str(content["device"]), str(content["host"])
-    header = RunHeader(run, rank, pipeline, device, host)
-    if not 0 <= header.rank < len(header.pipeline):
-        raise ExchangeError(f"rank {header.rank} is not in a pipeline of {len(header.pipeline)} ranks")
-    return header
+    run, device, host = (str(content[name]) for name in ("run", "device", "host"))
+    rank, pipeline = int(content["rank"]), tuple(map(int, content["pipeline"]))
+    if not 0 <= rank < len(pipeline):
+        raise ExchangeError(f"rank {rank} is not in a pipeline of {len(pipeline)} ranks")
+    return RunHeader(run, rank, pipeline, device, host)
 
 
 def _add(trace: RankTrace, content: dict[str, Any]) -> None:

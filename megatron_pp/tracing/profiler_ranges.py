@@ -7,6 +7,9 @@ Ranges are opened only while a profiler runs: ``torch.profiler.profile`` (also o
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -14,34 +17,24 @@ from megatron_pp.plan.instruction import Instruction
 
 
 class ProfilerRanges:
-    """An observer of the engine that opens a ``record_function`` range around each instruction."""
+    """An observer of the engine that opens ``range_of(name)`` around each instruction."""
 
-    def __init__(self) -> None:
-        self._open: list[torch.autograd.profiler.record_function] = []
+    def __init__(self, range_of: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._range_of = range_of
+        self._open: list[AbstractContextManager[Any]] = []
 
     def begin(self, at: Instruction) -> None:
-        opened = torch.autograd.profiler.record_function(str(at))
-        opened.__enter__()
-        self._open.append(opened)
+        self._open.append(self._range_of(str(at)))
+        self._open[-1].__enter__()
 
     def end(self, at: Instruction) -> None:
         self._open.pop().__exit__(None, None, None)
 
 
-class NvtxRanges:
-    """The same as NVTX ranges, for a profiler outside torch."""
-
-    def begin(self, at: Instruction) -> None:
-        torch.cuda.nvtx.range_push(str(at))
-
-    def end(self, at: Instruction) -> None:
-        torch.cuda.nvtx.range_pop()
-
-
-def ranges_if_profiling() -> ProfilerRanges | NvtxRanges | None:
+def ranges_if_profiling() -> ProfilerRanges | None:
     """The observer of the step that starts now; None where no profiler runs. Called once a step."""
     if torch.autograd._profiler_enabled():
-        return ProfilerRanges()
+        return ProfilerRanges(torch.autograd.profiler.record_function)
     if os.environ.get("MEGATRON_PP_NVTX") == "1" and torch.cuda.is_available():
-        return NvtxRanges()
+        return ProfilerRanges(torch.cuda.nvtx.range)
     return None

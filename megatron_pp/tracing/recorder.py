@@ -1,10 +1,8 @@
 """Recording of real steps: when every instruction began and ended, on every rank.
 
-Off unless ``config.trace_dir`` (or the environment variable MEGATRON_PP_TRACE_DIR) names a folder; the setting must be
-the same on all ranks of a pipeline. Each rank then writes its own file there; ``megatron-pp report`` merges them.
-``config.trace_steps`` (MEGATRON_PP_TRACE_STEPS) lists the training steps to record, as in "3,10-12"; by default 2 to
-21, so that a forgotten setting does not fill a disk. Steps count from 1 in this process, or from
-``config.trace_first_step`` if the config has it, as after a resume.
+Off unless ``config.trace_dir`` names a folder; the setting must be the same on all ranks of a pipeline. Each rank then
+writes its own file there; ``megatron-pp report`` merges them. ``config.trace_steps`` lists the training steps to
+record, by default 2 to 21, so that a forgotten setting does not fill a disk.
 
 On CPUs times are the monotonic clock's. On GPUs they are those of CUDA events on the current stream: what the stream
 did and what it waited for. They are read when the next recorded step begins, or at exit; nothing is synchronised
@@ -18,8 +16,8 @@ import atexit
 import itertools
 import logging
 import math
-import os
 import re
+import secrets
 import socket
 import time
 import weakref
@@ -98,21 +96,21 @@ def step_recording(
 def observers(*candidates: Observer | None) -> Observer | None:
     """One observer for all that are not None; None if all are."""
     found = [one for one in candidates if one is not None]
-    return _Several(found) if len(found) > 1 else next(iter(found), None)
+    return _Nested(found) if len(found) > 1 else next(iter(found), None)
 
 
-class _Several:
-    """Observers, the later ones nested within the earlier ones."""
+class _Nested:
+    """Observers, the later ones within the earlier ones."""
 
-    def __init__(self, inside: Sequence[Observer]) -> None:
-        self.inside = inside
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
 
     def begin(self, at: Instruction) -> None:
-        for one in self.inside:
+        for one in self.observers:
             one.begin(at)
 
     def end(self, at: Instruction) -> None:
-        for one in reversed(self.inside):
+        for one in reversed(self.observers):
             one.end(at)
 
 
@@ -138,7 +136,7 @@ class Tracer:
         self.step += 1
         if not any(self.step in chosen for chosen in self.steps):
             return None
-        kind = _CudaRecording if self.transport.device.type == "cuda" else _CpuRecording
+        kind = _CudaRecording if self.transport.device.type == "cuda" else Recording
         return kind(self, plan, self.step, size)
 
     def before(self, plan: Plan, size: float) -> int:
@@ -158,16 +156,16 @@ class Tracer:
         self.pending.clear()
 
     def _compare_clocks(self) -> None:
-        agreed = agree_on_clocks(self.transport, self.clock, self._run_number() if self.transport.rank == 0 else 0)
+        run = self._run_number() if self.transport.rank == 0 else 0
+        agreed = agree_on_clocks(self.transport, self.clock, run)
         if self.path is None:
-            ranks = tuple(self.transport.global_rank(r) for r in range(self.transport.size))
-            run = f"{agreed.run:x}"
-            header = RunHeader(run, self.transport.rank, ranks, self.transport.device.type, socket.gethostname())
-            self._make_file(header)
+            self._make_file(f"{agreed.run:x}")
         self.write(sync_line(self.clock(), agreed.ahead))
 
-    def _make_file(self, header: RunHeader) -> None:
-        self.path = Path(self.folder) / header.file_name
+    def _make_file(self, run: str) -> None:
+        ranks = tuple(map(self.transport.global_rank, range(self.transport.size)))
+        header = RunHeader(run, self.transport.rank, ranks, self.transport.device.type, socket.gethostname())
+        self.path = Path(self.folder, header.file_name)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)  # of the same job's attempt before a restart
@@ -192,11 +190,9 @@ class Tracer:
     def _run_number(self) -> int:
         """Microseconds since 1970 and 12 random bits: sorted by time, and different for runs that start together. The
         same for all pipelines of one job: its store keeps the first one that is made for the model."""
-        mine = time.time_ns() // 1000 << 12 | int.from_bytes(os.urandom(2), "big") >> 4
+        mine = time.time_ns() // 1000 << 12 | secrets.randbits(12)
         store = self.transport.store
-        if store is None:
-            return mine
-        return int(store.compare_set(f"megatron_pp/trace/run/{self.number}", "", str(mine)))
+        return mine if store is None else int(store.compare_set(f"megatron_pp/trace/run/{self.number}", "", str(mine)))
 
 
 def message_bytes(shapes: Any, dtype: torch.dtype | None) -> float:
@@ -210,51 +206,42 @@ def message_bytes(shapes: Any, dtype: torch.dtype | None) -> float:
     return sum(message_bytes(shape, dtype) for shape in shapes)
 
 
-class _Recording:
-    """One step that is being recorded: ``start`` right before its first instruction, with all ranks' channels prepared
-    (collective over the pipeline), ``finish`` after the last one."""
+class Recording:
+    """One step that is being recorded, by the monotonic clock. ``start`` is called right before its first instruction,
+    with all ranks' channels prepared (collective over the pipeline), ``finish`` after the last one."""
 
     def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
         self.tracer = tracer
         self.plan = plan
         self.step = step
         self.size = size
+        self.clock = tracer.clock
         self.number = 0  # of the plan, in the file
+        self.begun: list[Any] = []
+        self.ended: list[Any] = []
 
     def start(self) -> None:
         self.number = self.tracer.before(self.plan, self.size)
 
-
-class _CpuRecording(_Recording):
-    """Times of the monotonic clock."""
-
-    def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
-        super().__init__(tracer, plan, step, size)
-        self.clock = tracer.clock
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-
     def begin(self, at: Instruction) -> None:
-        self.starts.append(self.clock())
+        self.begun.append(self.clock())
 
     def end(self, at: Instruction) -> None:
-        self.ends.append(self.clock())
+        self.ended.append(self.clock())
 
     def finish(self) -> None:
-        base = self.starts[0] if self.starts else self.clock()
-        starts, ends = [t - base for t in self.starts], [t - base for t in self.ends]
+        base = self.begun[0] if self.begun else self.clock()
+        starts, ends = [t - base for t in self.begun], [t - base for t in self.ended]
         self.tracer.write(step_line(StepRecord(self.step, self.number, base, starts, ends)))
 
 
-class _CudaRecording(_Recording):
+class _CudaRecording(Recording):
     """CUDA events on the current stream, read after the step."""
 
     def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
         super().__init__(tracer, plan, step, size)
-        self.begun: list[torch.cuda.Event] = []
-        self.ended: list[torch.cuda.Event] = []
         self.origin = torch.cuda.Event(enable_timing=True)
-        self.base = 0
+        self.base = 0  # the host's time at ``origin``
 
     def start(self) -> None:
         super().start()
@@ -263,7 +250,7 @@ class _CudaRecording(_Recording):
         self.tracer.resolve_pending()
         self.origin.record()
         self.origin.synchronize()
-        self.base = self.tracer.clock()
+        self.base = self.clock()
 
     def begin(self, at: Instruction) -> None:
         self.begun.append(_recorded_event())
@@ -282,9 +269,6 @@ class _CudaRecording(_Recording):
             self.ended[-1].synchronize()
         starts, ends = ([round(self.origin.elapsed_time(e) * 1e6) for e in es] for es in (self.begun, self.ended))
         return StepRecord(self.step, self.number, self.base, starts, ends)
-
-
-Recording = _CpuRecording | _CudaRecording
 
 
 def _recorded_event() -> torch.cuda.Event:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from array import array
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,11 +33,6 @@ class TracedRun:
     def name(self) -> str:
         return self.ranks[0].header.run
 
-    @property
-    def is_gloo(self) -> bool:
-        """Whether gloo carried the tensors: on CPUs it does."""
-        return self.ranks[0].header.device == "cpu"
-
     def plan(self, step: int) -> Plan:
         """The plan that ``step`` executed. Raises ExchangeError where the ranks disagree."""
         records = [trace.plans[trace.steps[step].plan] for trace in self.ranks]
@@ -49,11 +45,6 @@ class TracedRun:
         placement = Placement(first.placement, first.spec.pipeline_size, first.spec.num_chunks)
         programs = tuple(record.program for record in records)
         return Plan(spec, placement, programs, compute_of(programs))
-
-    def message_bytes(self, step: int) -> float:
-        """Size of one activation between stages; 0 if it was not known."""
-        trace = self.ranks[0]
-        return trace.plans[trace.steps[step].plan].message_bytes
 
     def began(self, step: int) -> float:
         """When the first rank began ``step``, relative to the first recorded step."""
@@ -114,13 +105,15 @@ class _Merge:
 
     def __init__(self, run: TracedRun, step: int) -> None:
         self.plan = run.plan(step)
-        self.size = run.message_bytes(step)
-        records = [trace.steps[step] for trace in run.ranks]
-        bases = _bases(run, step)
+        first = run.ranks[0]
+        self.size = first.plans[first.steps[step].plan].message_bytes
         zero = _first_start(run, step)
-        self.starts = [_milliseconds(r.starts, base - zero) for r, base in zip(records, bases, strict=True)]
-        self.ends = [_milliseconds(r.ends, base - zero) for r, base in zip(records, bases, strict=True)]
-        self.waited: dict[Message, tuple[int, float, float]] = {}  # receiving rank, start and end of its WAIT
+        self.starts, self.ends = [], []
+        for trace, base in zip(run.ranks, _bases(run, step), strict=True):
+            self.starts.append(_milliseconds(trace.steps[step].starts, base - zero))
+            self.ends.append(_milliseconds(trace.steps[step].ends, base - zero))
+        # Of messages that were received: their link, and start and end of the WAIT.
+        self.waited: dict[Message, tuple[tuple[int, int], float, float]] = {}
         self.posted: dict[tuple[str, Message], float] = {}  # ("S" or "R", message) -> when
         self.batches: dict[tuple[int, Message], list[Message]] = {}  # (rank, message) -> all that its BATCH posted
         self._collect()
@@ -131,14 +124,18 @@ class _Merge:
         for t in sorted(transfers.values(), key=lambda t: t.start):
             log.append(t)
         ranks = range(len(self.starts))
-        waits, busy = tuple(self._waits(r, transfers) for r in ranks), tuple(self._busy(r) for r in ranks)
+        waits = tuple(self._waits(r, transfers) for r in ranks)
+        busy = tuple(sum(end - start for at, start, end in self._timed(r) if at.op in ins.COMPUTE_OPS) for r in ranks)
         return Simulation(self.plan, self.starts, self.ends, log, waits, busy)
+
+    def _timed(self, rank: int) -> Iterator[tuple[ins.Instruction, float, float]]:
+        """Instructions of ``rank`` with their start and end."""
+        return zip(self.plan.timed(rank), self.starts[rank], self.ends[rank], strict=True)
 
     def _collect(self) -> None:
         late = self.plan.spec.variable_shapes
         for rank in range(len(self.plan.programs)):
-            for i, at in enumerate(self.plan.timed(rank)):
-                start, end = self.starts[rank][i], self.ends[rank][i]
+            for at, start, end in self._timed(rank):
                 together = [message_of(one) for one in at.members]
                 self.batches.update(((rank, message), together) for message in together)
                 for one in at.members or (at,):
@@ -147,7 +144,8 @@ class _Merge:
                     elif one.op in ins.RECV_OPS and not (late and one is at):
                         self.posted[("R", message_of(one))] = start
                     elif one.op in ins.WAIT_OPS:
-                        self.waited[message_of(one)] = (rank, start, end)
+                        link = (self._source(message_of(one)), rank)
+                        self.waited[message_of(one)] = (link, start, end)
                         self.posted.setdefault(("R", message_of(one)), start)
 
     def _transfers(self) -> dict[Message, Transfer]:
@@ -157,39 +155,36 @@ class _Merge:
         usual = self._usual_times(ready)
         transfers = {}
         for message, since in ready.items():
-            kind, stage, mb = message[:3]
-            target, wait_start, wait_end = self.waited[message]
-            source = self._source(message)
-            held_up = since > wait_start and since == self._whole_ready(target, message, ready)
-            end = wait_end if held_up else min(wait_end, since + usual.get((source, target), 0.0))
+            link, wait_start, wait_end = self.waited[message]
+            held_up = since > wait_start and self._completes_batch(message, ready)
+            end = wait_end if held_up else min(wait_end, since + usual.get(link, 0.0))
             times = (self.posted[("S", message)], self.posted[("R", message)], since, since, max(since, end))
-            transfers[message] = Transfer(source, target, kind, stage, mb, self.size, *times)
+            transfers[message] = Transfer(*link, message.kind, message.stage, message.mb, self.size, *times)
         return transfers
 
     def _usual_times(self, ready: dict[Message, float]) -> dict[tuple[int, int], float]:
         """Per link, the median of the transfers that a rank waited for from beginning to end; without any, the shortest
         upper bound."""
-        seen: dict[tuple[int, int], list[float]] = {}
-        bounds: dict[tuple[int, int], list[float]] = {}
+        seen: dict[tuple[int, int], list[float]] = defaultdict(list)
+        bounds: dict[tuple[int, int], list[float]] = defaultdict(list)
         for message, since in ready.items():
-            target, wait_start, wait_end = self.waited[message]
-            link = (self._source(message), target)
-            held_up = since >= wait_start and since == self._whole_ready(target, message, ready)
-            (seen if held_up else bounds).setdefault(link, []).append(wait_end - since)
-        links = {*seen, *bounds}
-        return {link: statistics.median(seen[link]) if link in seen else min(bounds[link]) for link in links}
+            link, wait_start, wait_end = self.waited[message]
+            held_up = since >= wait_start and self._completes_batch(message, ready)
+            (seen if held_up else bounds)[link].append(wait_end - since)
+        shortest = {link: min(times) for link, times in bounds.items()}
+        return shortest | {link: statistics.median(times) for link, times in seen.items()}
 
-    def _whole_ready(self, rank: int, message: Message, ready: dict[Message, float]) -> float:
-        """When the last message that ``rank`` posted together with this one was ready: a batch completes as a whole."""
-        together = self.batches.get((rank, message), (message,))
-        return max(ready.get(m, 0.0) for m in together)
+    def _completes_batch(self, message: Message, ready: dict[Message, float]) -> bool:
+        """Whether it was ready last of those that its receiver posted together: a batch completes as a whole."""
+        together = self.batches.get((self.waited[message][0][1], message), (message,))
+        return ready[message] == max(ready.get(m, 0.0) for m in together)
 
     def _source(self, message: Message) -> int:
         return self.plan.placement.homes[neighbour_of(MOVES[message.kind].recv, message.stage)][0]
 
     def _waits(self, rank: int, transfers: dict[Message, Transfer]) -> Waits:
         waits = Waits()
-        for at, start, end in zip(self.plan.timed(rank), self.starts[rank], self.ends[rank], strict=True):
+        for at, start, end in self._timed(rank):
             if at.op in ins.FREE_OPS:
                 waits.release += end - start
             elif at.op in ins.WAIT_OPS:
@@ -198,10 +193,6 @@ class _Merge:
                 if together:
                     waits.add_receive(start, end, max(together, key=lambda t: t.ready))
         return waits
-
-    def _busy(self, rank: int) -> float:
-        timed = zip(self.plan.timed(rank), self.starts[rank], self.ends[rank], strict=True)
-        return sum(end - start for at, start, end in timed if at.op in ins.COMPUTE_OPS)
 
 
 def _bases(run: TracedRun, step: int) -> list[float]:

@@ -17,16 +17,9 @@ from megatron_pp.weight_grad.fused import fused_kernels
 from megatron_pp.weight_grad.store import SplitReport, WeightGradStore
 
 __all__ = [
-    "SplitReport",
-    "WeightGradError",
-    "WeightGradSplitError",
-    "WeightGradStore",
-    "check_wrappers",
-    "fused_kernels",
-    "split_weight_grad",
-    "store_of",
-    "unsplit_weight_grad",
-]
+    "SplitReport", "WeightGradError", "WeightGradSplitError", "WeightGradStore", "check_wrappers", "fused_kernels",
+    "split_weight_grad", "store_of", "unsplit_weight_grad",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -11,16 +11,14 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class SplitLayer:
-    """A layer with a deferred weight gradient. ``store`` is its ``WeightGradStore``."""
+    """A layer with deferred weight gradients."""
 
-    store: Any
+    store: Any  # its WeightGradStore
     name: str
     weight: Tensor
-
-    @property
-    def trained(self) -> tuple[Tensor, ...]:
-        """The parameters with a deferred gradient."""
-        return (self.weight,)
+    bias: Tensor | None  # where it is trained
+    fusion: bool  # add weight gradients into ``main_grad`` by one kernel (Megatron's gradient_accumulation_fusion)
+    kernels: Any  # apex's kernels, or None
 
 
 @dataclass(slots=True)
@@ -33,7 +31,8 @@ class Deferred:
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        return self.layer.trained
+        weight, bias = self.layer.weight, self.layer.bias
+        return (weight,) if bias is None else (weight, bias)
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
@@ -43,11 +42,19 @@ class Deferred:
     def name(self) -> str:
         return self.layer.name
 
-    def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """(parameter, gradient) for each; None where the gradient went into ``main_grad`` directly. Gradients are fresh
-        tensors.
-        """
+    def compute(self, fused: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(parameter, gradient) for each, in fresh tensors; None where, with ``fused``, it went into ``main_grad``."""
         raise NotImplementedError
+
+    def leave_or_compute(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of weight and bias that the layer's backward returns: none where the store queues them."""
+        store = self.layer.store
+        current = store.running()
+        if current is not None and current.puts_off(self.layer.weight):
+            store.leave(self)
+            return None, None
+        grads = [grad for _, grad in self.compute(fused=current is not None)]
+        return grads[0], grads[1] if len(grads) == 2 else None
 
 
 class Ready(NamedTuple):
@@ -67,14 +74,16 @@ class Waiting(NamedTuple):
     """
 
     task: int
-    deferred: Deferred | Ready
+    deferred: Any  # a Deferred, or what stands for one
     versions: int
     frozen: tuple[int, ...] = ()
 
 
-def versions(deferred: Deferred | Ready) -> int:
+def versions(deferred: Any) -> int:
     """Grows with every in-place change of what ``deferred`` keeps."""
-    total = 0
-    for tensor in deferred.kept:
-        total += tensor._version
-    return total
+    return sum([tensor._version for tensor in deferred.kept])
+
+
+def frozen(deferred: Any) -> tuple[int, ...]:
+    """The ids of its parameters that are frozen now."""
+    return tuple([id(parameter) for parameter in deferred.parameters if not parameter.requires_grad])

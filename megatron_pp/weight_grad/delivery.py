@@ -42,19 +42,14 @@ def add_and_fire(parameter: Tensor, grad: Tensor | None) -> None:
         add_silently(parameter, grad)
     if frozen:
         return
-    if has_main_grad:
-        _fire_for_main_grad(parameter)
-    elif grad is None:
-        _fire_with_zeros(parameter)
-    else:
+    if grad is not None and not has_main_grad:
         torch.autograd.backward([parameter], [grad.to(parameter.dtype)])
-
-
-def _fire_for_main_grad(parameter: Tensor) -> None:
+        return
     had_grad = parameter.grad is not None
-    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if has_main_grad:
+        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     _fire_with_zeros(parameter)
-    if not had_grad:
+    if has_main_grad and not had_grad:
         parameter.grad = None
 
 

@@ -5,86 +5,55 @@ bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_pp.weight_grad.deferred import Deferred, SplitLayer
 from megatron_pp.weight_grad.fused import add_weight_grad
-
-
-@dataclass(slots=True)
-class LinearParameters(SplitLayer):
-    """Weight [out, in] of a linear layer, and its bias [out] where that is trained.
-
-    fusion   add weight gradients into ``main_grad`` by one kernel (Megatron's gradient_accumulation_fusion)
-    kernels  apex's kernels, or None
-    """
-
-    bias: Tensor | None
-    fusion: bool = False
-    kernels: Any = None
-    trained: tuple[Tensor, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.trained = (self.weight,) if self.bias is None else (self.weight, self.bias)
-
-
-class LinearForm(NamedTuple):
-    """The layouts by which autograd chooses its calls for a linear layer's gradients.
-
-    weight_in_rows  the weight's rows are contiguous (it is not transposed)
-    flat            the bias was added to [tokens, out], not to an output of more dimensions
-    widen           each call's gradient is cast to the parameter's dtype before it is added to others
-    """
-
-    weight_in_rows: bool
-    flat: bool
-    widen: bool = False
+from megatron_pp.weight_grad.parameter_leaf import assignments
 
 
 @dataclass(slots=True)
 class DeferredLinear(Deferred):
-    """Of a linear layer: its input is [tokens, in], its output's gradient [tokens, out] or, where the form is not flat,
-    [..., out].
+    """Of a linear layer with weight [out, in] and bias [out]; its input is [tokens, in], its output's gradient
+    [tokens, out] or, where it is not ``flat``, [..., out].
     """
 
-    layer: LinearParameters
-    form: LinearForm
+    weight_in_rows: bool = True  # the weight's rows are contiguous (it is not transposed)
+    flat: bool = True  # the bias was added to [tokens, out], not to an output of more dimensions
+    widen: bool = False  # each call's gradient is cast to the parameter's dtype before it is added to others
+    group: Any = None  # the input is this rank's part of the tokens, which are split over this process group
 
-    def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def compute(self, fused: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
         layer, grad_output = self.layer, self.grad_output
-        weight, bias = layer.weight, layer.bias
-        flat_grad = grad_output if self.form.flat else grad_output.flatten(0, -2)
-        main_grad = getattr(weight, "main_grad", None) if layer.fusion else None
+        layer_input = self.layer_input if self.group is None else gathered(self.layer_input, self.group)
+        flat_grad = grad_output if self.flat else grad_output.flatten(0, -2)
+        main_grad = getattr(layer.weight, "main_grad", None) if fused and layer.fusion else None
         if main_grad is not None:
-            add_weight_grad(layer.kernels, self.layer_input, flat_grad, main_grad)
-            yield weight, None
+            add_weight_grad(layer.kernels, layer_input, flat_grad, main_grad)
+            yield layer.weight, None
+        elif self.weight_in_rows:
+            yield layer.weight, self._widened(flat_grad.t().mm(layer_input), layer.weight)
         else:
-            yield weight, self._cast(self._weight_grad(flat_grad), weight)
-        if bias is not None:
-            grad = flat_grad.sum(0) if self.form.flat else grad_output.sum(tuple(range(grad_output.dim() - 1)))
-            yield bias, self._cast(grad, bias)
+            yield layer.weight, self._widened(layer_input.t().mm(flat_grad).t(), layer.weight)
+        if layer.bias is not None:
+            grad = flat_grad.sum(0) if self.flat else grad_output.sum(tuple(range(grad_output.dim() - 1)))
+            yield layer.bias, self._widened(grad, layer.bias)
 
-    def _weight_grad(self, flat_grad: Tensor) -> Tensor:
-        """Autograd's own calls, to the same bits."""
-        if self.form.weight_in_rows:
-            return flat_grad.t().mm(self.layer_input)
-        return self.layer_input.t().mm(flat_grad).t()
-
-    def _cast(self, grad: Tensor, parameter: Tensor) -> Tensor:
-        return grad.to(parameter.dtype) if self.form.widen else grad
+    def _widened(self, grad: Tensor, parameter: Tensor) -> Tensor:
+        return grad.to(parameter.dtype) if self.widen else grad
 
 
-def gradients_now(deferred: DeferredLinear, fused: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias gradient for autograd; ``fused``: the weight's may go into ``main_grad`` instead."""
-    if not fused:
-        deferred = replace(deferred, layer=replace(deferred.layer, fusion=False))
-    grads = [grad for _, grad in deferred.compute()]
-    return grads[0], grads[1] if len(grads) == 2 else None
+def gathered(part: Tensor, group: Any) -> Tensor:
+    """The whole of what is split over ``group`` along the first dimension."""
+    whole = part.new_empty((part.shape[0] * dist.get_world_size(group), *part.shape[1:]))
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -94,16 +63,10 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        layer_input: Tensor,
-        anchor: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        layer: LinearParameters,
-        widen: bool,
+        ctx: Any, layer_input: Tensor, _: Tensor, weight: Tensor, bias: Tensor | None, layer: SplitLayer, widen: bool
     ) -> Tensor:
         flat = layer_input.dim() == 2 or layer_input.is_contiguous()
-        ctx.layer, ctx.form = layer, LinearForm(weight.stride() == (weight.shape[1], 1), flat, widen)
+        ctx.layer, ctx.form = layer, (weight.stride() == (weight.shape[1], 1), flat, widen)
         ctx.set_materialize_grads(False)
         # As autograd: where no input gradient needs the weight, it may be changed in place or assigned other data.
         saved = (weight, weight.detach()) if ctx.needs_input_grad[0] else (None, None)
@@ -115,7 +78,7 @@ class _SplitLinear(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 6
         layer_input, weight, weight_data = ctx.saved_tensors
-        layer, shape = ctx.layer, layer_input.shape
+        layer, shape, flat = ctx.layer, layer_input.shape, ctx.form[1]
         if torch.is_grad_enabled():
             layer.store.keep_whole(layer, "its gradient is differentiated again")
         else:  # undetached, the input's graph would keep the stage's input and its gradient until W
@@ -123,12 +86,8 @@ class _SplitLinear(torch.autograd.Function):
         flat_input, flat_grad, grad_input = layer_input.flatten(0, -2), grad_output.flatten(0, -2), None
         if weight is not None:
             grad_input = _input_grad(flat_input, flat_grad, weight).reshape(shape)
-        deferred = DeferredLinear(layer, flat_input, flat_grad if ctx.form.flat else grad_output, ctx.form)
-        current = layer.store.running()
-        if current is None or not current.puts_off(layer.weight):
-            return grad_input, None, *gradients_now(deferred, fused=current is not None), None, None
-        layer.store.leave(deferred)
-        return grad_input, None, None, None, None, None
+        deferred = DeferredLinear(layer, flat_input, flat_grad if flat else grad_output, *ctx.form)
+        return grad_input, None, *deferred.leave_or_compute(), None, None
 
 
 _apply_linear: Any = super(torch.autograd.Function, _SplitLinear).apply  # less a wrapper for torch.func's transforms
@@ -141,7 +100,7 @@ def _input_grad(flat_input: Tensor, flat_grad: Tensor, weight: Tensor) -> Tensor
     return flat_grad.mm(weight)
 
 
-def split_linear(layer_input: Tensor, layer: LinearParameters, weight: Tensor, bias: Tensor | None) -> Tensor:
+def split_linear(layer_input: Tensor, layer: SplitLayer, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` of an input of at least two dimensions [..., in], under autocast too. ``weight`` and ``bias`` are
     the leaves of the layer's parameters, or parameters without a gradient.
     """
@@ -156,57 +115,61 @@ def split_linear(layer_input: Tensor, layer: LinearParameters, weight: Tensor, b
     return result
 
 
+class Casts:
+    """Casts as autocast does: float64 stays, and all users of a leaf that requires a gradient share one cast, so that
+    their gradients are added in the lower precision. Cleared at each backward; graphs hold what they need.
+    """
+
+    def __init__(self) -> None:
+        # A cast keeps its leaf alive, and so the leaf's id. With it, the state of the leaf when it was made.
+        self._shared: dict[tuple[int, torch.dtype], tuple[Tensor, tuple[int, int]]] = {}
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if tensor.dtype is dtype or tensor.dtype is torch.float64 or not tensor.is_floating_point():
+            return tensor
+        if not (tensor.requires_grad and tensor.is_leaf and torch.is_autocast_cache_enabled()):
+            return tensor.to(dtype)
+        key, state = (id(tensor), dtype), (tensor._version, assignments(tensor))
+        found = self._shared.get(key)
+        if found is None or found[1] != state:
+            found = self._shared[key] = tensor.to(dtype), state
+        return found[0]
+
+    def clear(self) -> None:
+        self._shared.clear()
+
+
 @dataclass(slots=True)
-class EmbeddingParameters(SplitLayer):
-    """Weight [rows, width] of an embedding, and options of its gradient."""
+class DeferredEmbedding(Deferred):
+    """Of one look-up in a weight [rows, width]; its input is the indices, the options are those of the look-up."""
 
     padding_idx: int | None
     scale_grad_by_freq: bool
 
-
-class DeferredEmbedding(Deferred):
-    """Of one look-up; its input is the indices."""
-
-    __slots__ = ()
-    layer: EmbeddingParameters
-
-    def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        layer = self.layer
-        padding = -1 if layer.padding_idx is None else layer.padding_idx
-        rows = layer.weight.shape[0]
-        grad = torch.ops.aten.embedding_dense_backward(
-            self.grad_output, self.layer_input, rows, padding, layer.scale_grad_by_freq
-        )
-        yield layer.weight, grad
+    def compute(self, fused: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
+        weight, padding = self.layer.weight, -1 if self.padding_idx is None else self.padding_idx
+        backward = torch.ops.aten.embedding_dense_backward
+        yield weight, backward(self.grad_output, self.layer_input, weight.shape[0], padding, self.scale_grad_by_freq)
 
 
-class _SplitEmbedding(torch.autograd.Function):
-    """Embedding: without an input gradient, so that its whole backward is a weight gradient."""
+class SplitEmbedding(torch.autograd.Function):
+    """``F.embedding`` without max_norm or sparse gradients; its whole backward is a weight gradient. ``weight`` is the
+    leaf of the layer's, ``options`` are padding_idx and scale_grad_by_freq.
+    """
 
     @staticmethod
-    def forward(ctx: Any, indices: Tensor, anchor: Tensor, weight: Tensor, layer: EmbeddingParameters) -> Tensor:
-        ctx.layer = layer
+    def forward(ctx: Any, indices: Tensor, _: Tensor, weight: Tensor, layer: SplitLayer, *options: Any) -> Tensor:
+        ctx.layer, ctx.options = layer, options
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
-        return F.embedding(indices, weight, layer.padding_idx)
+        return F.embedding(indices, weight, options[0])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad_output is None:
-            return (None,) * 4
-        (indices,) = ctx.saved_tensors
-        layer, store = ctx.layer, ctx.layer.store
-        if torch.is_grad_enabled():
-            store.keep_whole(layer, "its gradient is differentiated again")
-        deferred, current = DeferredEmbedding(layer, indices, grad_output), store.running()
-        if current is None or not current.puts_off(layer.weight):
-            ((_, grad),) = deferred.compute()
-            return None, None, grad, None
-        store.leave(deferred)
-        return None, None, None, None
-
-
-def split_embedding(indices: Tensor, layer: EmbeddingParameters, weight: Tensor) -> Tensor:
-    """``F.embedding`` without max_norm or sparse gradients; ``weight`` is the leaf of the layer's."""
-    result: Tensor = _SplitEmbedding.apply(indices, layer.store.anchor, weight, layer)
-    return result
+        weight_grad = None
+        if grad_output is not None:
+            (indices,), layer = ctx.saved_tensors, ctx.layer
+            if torch.is_grad_enabled():
+                layer.store.keep_whole(layer, "its gradient is differentiated again")
+            weight_grad, _ = DeferredEmbedding(layer, indices, grad_output, *ctx.options).leave_or_compute()
+        return None, None, weight_grad, None, None, None

@@ -7,7 +7,7 @@ parameter's gradients in the leaf as it does in the parameter.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from typing import Any
 
 import torch
@@ -20,13 +20,13 @@ _BEHIND = "_leaf_parameter"
 _ASSIGNED = "_leaf_assignments"
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
-gradient_of: Callable[[Tensor], Tensor | None] = _GRAD.__get__  # what autograd has accumulated in a leaf
 
 
 def new_leaf(parameter: Tensor, arrived: Callable[[Tensor, Tensor], None]) -> Tensor:
     """A leaf of ``parameter``; calls ``arrived(parameter, leaf)`` when a backward has finished the leaf's gradient."""
     leaf: Tensor
-    if isinstance(parameter, nn.Parameter) and _is_plain(type(parameter)):
+    plain = type(parameter).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if isinstance(parameter, nn.Parameter) and plain:
         leaf = torch.Tensor._make_subclass(_leaf_class(type(parameter)), parameter, True)
         leaf.__dict__ = parameter.__dict__
     else:  # a subclass with its own dispatch: only its detach() can copy it
@@ -57,9 +57,12 @@ def parameter_behind(tensor: Tensor) -> Tensor:
     return getattr(tensor, _BEHIND, tensor)
 
 
-def clear_gradient(leaf: Tensor) -> None:
-    """Drop what autograd has accumulated in the leaf."""
-    _GRAD.__set__(leaf, None)
+def take_gradient(leaf: Tensor) -> Tensor | None:
+    """What autograd has accumulated in the leaf; it is gone from there afterwards."""
+    grad: Tensor | None = _GRAD.__get__(leaf)
+    if grad is not None:
+        _GRAD.__set__(leaf, None)
+    return grad
 
 
 def follow(leaf: Tensor, parameter: Tensor) -> None:
@@ -73,28 +76,22 @@ def assignments(tensor: Tensor) -> int:
     return getattr(tensor, _ASSIGNED, 0)
 
 
-def _is_plain(kind: type) -> bool:
-    """Whether operations on a class of parameters are torch's own."""
-    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
-
-
 @cache
 def _leaf_class(original: Any) -> Any:
     """Forwards these attributes to the parameter."""
+    methods = ("__deepcopy__", "__reduce_ex__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook")
     attributes = {
         "__slots__": (_BEHIND, _ASSIGNED),
         "__module__": original.__module__,
-        "__deepcopy__": lambda leaf, memo: parameter_behind(leaf).__deepcopy__(memo),
-        "__reduce_ex__": lambda leaf, protocol: parameter_behind(leaf).__reduce_ex__(protocol),
         "data": property(lambda leaf: parameter_behind(leaf).data, _assign_data),
         "grad": property(lambda leaf: parameter_behind(leaf).grad, _assign_grad),
-        "requires_grad_": lambda leaf, requires_grad=True: parameter_behind(leaf).requires_grad_(requires_grad),
-        "register_hook": lambda leaf, hook: parameter_behind(leaf).register_hook(hook),
-        "register_post_accumulate_grad_hook": lambda leaf, hook: parameter_behind(
-            leaf
-        ).register_post_accumulate_grad_hook(hook),
+        **{name: partialmethod(_call_behind, name) for name in methods},
     }
     return type(original)(original.__name__, (original,), attributes)
+
+
+def _call_behind(leaf: Tensor, method: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(parameter_behind(leaf), method)(*args, **kwargs)
 
 
 def _assign_data(leaf: Tensor, data: Tensor) -> None:

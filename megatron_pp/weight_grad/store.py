@@ -1,9 +1,8 @@
 """The store of deferred weight gradients, and the delivery of all gradients of a pipeline step.
 
-During a step *parameter leaves* (``parameter_leaf.py``) replace the parameters of converted layers in autograd's graph.
-Split layers queue their weight gradients here; all other gradients arrive through the leaves. The store adds up the
-gradients of one backward per parameter in autograd's order, passes the sum to the parameter's tensor hooks, and fires
-accumulation hooks once, with the last gradient.
+Split layers queue their weight gradients here; all other gradients arrive through *parameter leaves*
+(``parameter_leaf.py``). The store adds up the gradients of one backward per parameter in autograd's order, passes the
+sum to the parameter's tensor hooks, and fires accumulation hooks once, with the last gradient.
 """
 
 from __future__ import annotations
@@ -19,29 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pp.errors import WeightGradError
-from megatron_pp.weight_grad.casts import Casts
-from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waiting, versions
+from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waiting, frozen, versions
 from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
-from megatron_pp.weight_grad.parameter_leaf import accumulates, clear_gradient, follow, gradient_of, new_leaf
-from megatron_pp.weight_grad.transformer_engine import DelayedLayer
+from megatron_pp.weight_grad.linear import Casts
+from megatron_pp.weight_grad.parameter_leaf import accumulates, follow, new_leaf, take_gradient
+from megatron_pp.weight_grad.transformer_engine import DelayedRun, hooked_names
 
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int]  # (chunk, microbatch)
+_NEVER = -1  # the chunk, never complete, of parameters whose layer fires their hooks itself
 
 
 @dataclass(frozen=True)
 class SplitReport:
-    """Counts of layers with parameters.
+    """Counts of layers with parameters."""
 
-    split        defer their weight gradients until W (linear layers and embeddings)
-    delayed      do so themselves (Transformer Engine's delay_wgrad_compute)
-    whole        compute all gradients in the backward
-    """
-
-    split: int = 0
-    delayed: int = 0
-    whole: int = 0
+    split: int = 0  # defer their weight gradients until W (linear layers and embeddings)
+    delayed: int = 0  # do so themselves (Transformer Engine's delay_wgrad_compute)
+    whole: int = 0  # compute all gradients in the backward
 
     def __str__(self) -> str:
         return (
@@ -77,44 +72,33 @@ class WeightGradStore:
     """
 
     def __init__(self) -> None:
-        self.armed = False
         self.anchor = torch.zeros((), requires_grad=True)  # so that outputs have a graph where no input has one
         self.report = SplitReport()
         self.timers: Callable[..., Any] | None = None  # Megatron's timers: "weight-compute" runs around every W
-        self.casts = Casts()
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self._whole: dict[int, Tensor] = {}
         self._logged: set[tuple[str, str]] = set()
-        self._leaves: dict[int, Tensor] = {}  # by the parameter's id
         self._layers: list[tuple[nn.Module, int]] = []
-        self._chunks_of: dict[Tensor, set[int]] = {}
-        self._externals: list[DelayedLayer] = []
-        self._queues: dict[Key, deque[Waiting]] = {}
-        self._external_runs: dict[Key, list[tuple[DelayedLayer, int]]] = {}
-        self._last: dict[int, int] = {}
-        self._complete: set[int] = set()
-        self._touched: dict[Tensor, None] = {}  # in the order of the first gradient
-        self._fired: set[Tensor] = set()
-        self._current: _Backward | None = None
+        self._delayed: list[tuple[nn.Module, int]] = []
+        self.abort_step()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Copies and pickles of a converted model are not converted: they carry no store."""
-        return _no_store, ()
+        return type(None), ()
 
     # -- called by the conversion ----------------------------------------------------------------------------------
 
-    def own(self, layer: nn.Module, chunk: int) -> None:
-        """Register a layer of ``chunk``."""
+    def own(self, layer: nn.Module, chunk: int, delays: bool) -> None:
+        """Register a layer of ``chunk``; ``delays``: it has a queue of its own."""
         self._layers.append((layer, chunk))
-
-    def own_external(self, layer: DelayedLayer) -> None:
-        self._externals.append(layer)
+        if delays:
+            self._delayed.append((layer, chunk))
 
     # -- called by the engine --------------------------------------------------------------------------------------
 
     @contextmanager
     def step(self, last: Mapping[int, int]) -> Iterator[None]:
-        """``begin_step`` and ``end_step`` around a step; ``abort_step`` when it raises."""
+        """``begin_step``, ``end_step``, and ``abort_step`` when the step raises."""
         self.begin_step(last)
         try:
             yield
@@ -127,15 +111,15 @@ class WeightGradStore:
         """Start a step. ``last`` names, per chunk, the microbatch whose W (or unsplit B) completes the chunk's
         gradients.
         """
-        self._reset()
-        self._last = dict(last)
+        self.abort_step()
+        self._last.update(last)
         self._look_up_parameters()
         self.armed = True
 
     def end_step(self) -> None:
         """End a step. Raises WeightGradError where a backward is without its W."""
         left = self.waiting()
-        self._reset()
+        self.abort_step()
         if left:
             raise WeightGradError(
                 f"weight gradients of (chunk, microbatch) {left} were left behind: each B that is split needs its W"
@@ -143,11 +127,20 @@ class WeightGradStore:
 
     def waiting(self) -> list[Key]:
         """The (chunk, microbatch) pairs whose B has run and whose W has not, sorted."""
-        return sorted({*self._queues, *self._external_runs})
+        return sorted(self._queues)
 
     def abort_step(self) -> None:
-        """Drop everything of a step that failed."""
-        self._reset()
+        """Drop everything of a step."""
+        self.armed = False
+        self.casts = Casts()
+        self._current: _Backward | None = None
+        self._last: dict[int, int] = {}
+        self._chunks_of: dict[Tensor, set[int]] = {}
+        self._leaves: dict[int, Tensor] = {}  # by the parameter's id
+        self._queues: dict[Key, deque[Waiting]] = {}
+        self._complete: set[int] = set()
+        self._touched: dict[Tensor, None] = {}  # in the order of the first gradient
+        self._fired: set[Tensor] = set()
 
     @contextmanager
     def backward(self, chunk: int, mb: int, split: bool = True) -> Iterator[None]:
@@ -157,9 +150,9 @@ class WeightGradStore:
             raise WeightGradError(
                 f"backward of chunk {chunk}, microbatch {mb} outside of a step: call begin_step first"
             )
-        if key in self._queues or key in self._external_runs:
+        if key in self._queues:
             raise WeightGradError(f"backward of chunk {chunk}, microbatch {mb} ran twice")
-        before = [layer.waiting() if layer.chunk == chunk else 0 for layer in self._externals]
+        delayed = [DelayedRun(layer) for layer, its_chunk in self._delayed if its_chunk == chunk]
         self._queues[key] = deque()
         self.casts.clear()
         self._current = _Backward(key, split, self._last.get(chunk) == mb, self._whole)
@@ -168,11 +161,9 @@ class WeightGradStore:
         finally:
             self._current = None
             self.casts.clear()
-        self._external_runs[key] = [
-            (layer, layer.waiting() - count)
-            for layer, count in zip(self._externals, before, strict=True)
-            if layer.chunk == chunk and layer.waiting() > count
-        ]
+            for run in delayed:
+                run.end_backward()
+        self._queues[key].extend(Waiting(-1, run, 0, frozen(run)) for run in delayed)
         if not split:
             self.run(chunk, mb)
 
@@ -191,8 +182,6 @@ class WeightGradStore:
             self.timers("weight-compute", log_level=2).start()
         with torch.no_grad():
             self._work_off(queue)
-            for layer, entries in self._external_runs.pop(key, ()):
-                self._run_external(layer, entries)
             if final:
                 self._fire_the_rest()
         if self.timers is not None:
@@ -236,23 +225,21 @@ class WeightGradStore:
 
     def leave(self, deferred: Deferred) -> None:
         """Queue ``deferred``; for a layer's backward where ``running()`` puts it off."""
-        current, parameters = self._current, deferred.parameters
+        current = self._current
         assert current is not None
-        current.left.update(map(id, parameters))
-        frozen = tuple([id(parameter) for parameter in parameters if not parameter.requires_grad])
-        self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen))
+        current.left.update(map(id, deferred.parameters))
+        self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen(deferred)))
 
     def arrive(self, parameter: Tensor, leaf: Tensor) -> None:
         """Called when autograd has finished a leaf's gradient; there is none where layers queued it, or added it to
         ``main_grad`` themselves.
         """
-        current, grad = self._current, gradient_of(leaf)
+        current, grad = self._current, take_gradient(leaf)
         if grad is None:
             left = current is not None and id(parameter) in current.left
             if not left and getattr(parameter, "main_grad", None) is not None:
                 self._touched[parameter] = None
             return
-        clear_gradient(leaf)
         if current is None:
             raise WeightGradError("a converted layer's backward ran outside of store.backward(chunk, mb)")
         if not parameter.requires_grad:  # frozen after its forward: autograd drops its gradient
@@ -272,14 +259,14 @@ class WeightGradStore:
         left = [id(parameter) for waiting in queue for parameter in waiting.deferred.parameters]
         sums = _Sums(queue) if len(set(left)) < len(left) else None
         while queue:
-            task, deferred, then, frozen = queue.popleft()
+            task, deferred, then, frozen_then = queue.popleft()
             if versions(deferred) != then:
                 raise WeightGradError(
                     f"the input of layer {deferred.name}, or the gradient of its output, was changed in place between "
                     "its B and its W, which still needs it"
                 )
             for parameter, grad in deferred.compute():
-                if id(parameter) in frozen:
+                if id(parameter) in frozen_then:
                     grad = None
                 if sums is not None:
                     grad, complete = sums.add(task, parameter, grad)
@@ -297,12 +284,6 @@ class WeightGradStore:
         elif grad is not None:
             add_silently(parameter, grad)
 
-    def _run_external(self, layer: DelayedLayer, entries: int) -> None:
-        fires_itself = layer.run(entries)
-        self._touched.update(dict.fromkeys(layer.parameters))
-        if fires_itself:
-            self._fired.update(layer.parameters)
-
     def _fire_the_rest(self) -> None:
         """Fire the hooks of parameters without a gradient in the chunk's last microbatch."""
         for parameter in reversed(list(self._touched)):
@@ -312,26 +293,14 @@ class WeightGradStore:
 
     def _look_up_parameters(self) -> None:
         """The chunks and the leaf of each parameter; for each step, since parameters may be replaced."""
-        self._chunks_of.clear()
-        self._leaves.clear()
         for layer, chunk in self._layers:
-            for parameter in layer._parameters.values():
+            hooked = hooked_names(layer)
+            for name, parameter in layer._parameters.items():
                 if parameter is not None:
-                    self._chunks_of.setdefault(parameter, set()).add(chunk)
+                    chunks = (chunk, _NEVER) if name in hooked else (chunk,)
+                    self._chunks_of.setdefault(parameter, set()).update(chunks)
         self._whole = {key: weight for key, weight in self._whole.items() if weight in self._chunks_of}
         self._leaves.update((id(p), new_leaf(p, self.arrive)) for p in self._chunks_of if p.requires_grad)
-
-    def _reset(self) -> None:
-        self.armed = False
-        self._queues.clear()
-        self._external_runs.clear()
-        self._last = {}
-        self._complete.clear()
-        self._touched.clear()
-        self._fired.clear()
-        self._leaves.clear()
-        self.casts.clear()
-        self._current = None
 
 
 class _Sums:
@@ -355,7 +324,3 @@ class _Sums:
             part = part.to(parameter.dtype)
             total = part if total is None else total + part
         return total, True
-
-
-def _no_store() -> None:
-    return None

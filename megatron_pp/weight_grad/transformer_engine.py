@@ -1,65 +1,78 @@
 """Layers that defer their weight gradients themselves: Transformer Engine's, built with ``delay_wgrad_compute=True``.
 
 Such a layer queues its weight gradient in backward and computes it in ``backward_dw()``, first in, first out over all
-microbatches, so that the store only counts entries.
+microbatches. That adds to ``main_grad`` where ``layer.fuse_wgrad_accumulation``; else it assigns ``.grad``, for a bias
+only if there is none. So each microbatch runs as if it were the only one, and the store adds up what it leaves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
 def delays_weight_grad(layer: nn.Module) -> bool:
     """Whether ``layer`` is one that queues its weight gradients."""
     store = getattr(layer, "wgrad_store", None)
-    if store is None or not callable(getattr(layer, "backward_dw", None)):
-        return False
-    asked = getattr(store, "delay_wgrad_compute", None)
-    return bool(asked()) if callable(asked) else bool(getattr(store, "enabled", False))
+    return store is not None and bool(store.delay_wgrad_compute())
 
 
-class DelayedLayer:
-    """One such layer, as the store drives it."""
+def delayed_names(layer: nn.Module) -> list[str]:
+    """Parameters whose gradients are left to ``backward_dw()``: all but a norm's, which have theirs from autograd."""
+    return [name for name in layer._parameters if delays_weight_grad(layer) and not name.startswith("layer_norm")]
 
-    def __init__(self, layer: Any, chunk: int) -> None:
+
+def hooked_names(layer: nn.Module) -> list[str]:
+    """Those of them whose hooks ``backward_dw()`` calls, each time, as under Megatron's DistributedDataParallel."""
+    return delayed_names(layer) if getattr(layer, "wgrad_accumulation_and_reduce_hooks", None) else []
+
+
+class DelayedRun:
+    """What one backward leaves to a layer's ``backward_dw()``, in the place of a ``Deferred``. Made before the
+    backward, which ``end_backward`` ends.
+    """
+
+    kept: tuple[Tensor, ...] = ()  # the layer has them
+
+    def __init__(self, layer: Any) -> None:
         self.layer = layer
-        self.chunk = chunk
+        parameters = (layer._parameters[name] for name in delayed_names(layer))
+        self.parameters: list[Tensor] = [parameter for parameter in parameters if parameter is not None]
+        self._entries = -self._queued()
+        self._grads = _exchange(self.parameters, [None] * len(self.parameters))
 
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return tuple(p for p in self.layer._parameters.values() if p is not None and p.requires_grad)
+    def end_backward(self) -> None:
+        self._entries += self._queued()
+        self._grads = _exchange(self.parameters, self._grads)
+        if not self._entries and all(grad is None for grad in self._grads):
+            self.parameters = []
 
-    def waiting(self) -> int:
+    def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(parameter, gradient) for each; None where the layer added it to ``main_grad``, or its hooks took it."""
+        fused, grads, sums = bool(self.layer.fuse_wgrad_accumulation), self._grads, dict[Tensor, Tensor]()
+        left = self._queued() - self._entries
+        while (waiting := self._queued()) > left:  # more than once where the layer is used several times
+            aside = _exchange(self.parameters, grads)
+            self.layer.backward_dw()
+            if self._queued() >= waiting:
+                raise RuntimeError(f"{type(self.layer).__name__}.backward_dw() left its queue as it was")
+            for parameter, grad in zip(self.parameters, _exchange(self.parameters, aside), strict=True):
+                if grad is not None and not (fused and parameter.dim() > 1):  # else it is autograd's dummy
+                    sums[parameter] = sums[parameter].add_(grad) if parameter in sums else grad
+            grads = [None if grad is None else torch.zeros_like(grad) for grad in grads]
+        return ((parameter, sums.get(parameter)) for parameter in self.parameters)
+
+    def _queued(self) -> int:
         return int(self.layer.wgrad_store.context.qsize())
 
-    def run(self, entries: int) -> bool:
-        """Run ``entries`` of the layer's queue; a layer of two matrices takes two at a time. Returns whether the layer
-        fires hooks itself.
 
-        Without fused accumulation the layer assigns ``.grad`` instead of adding to it, so the old value is kept aside.
-        """
-        left = self.waiting() - entries
-        unfused = [p for p in self.parameters if getattr(p, "main_grad", None) is None]
-        before: dict[Tensor, Tensor] = {p: p.grad for p in unfused if p.grad is not None}
-        for parameter in unfused:
-            parameter.grad = None
-        while self.waiting() > left:
-            self._run_one(before)
-        for parameter, grad in before.items():
-            if parameter.grad is None:
-                parameter.grad = grad
-        return bool(getattr(self.layer, "wgrad_accumulation_and_reduce_hooks", None))
-
-    def _run_one(self, before: dict[Tensor, Tensor]) -> None:
-        waiting = self.waiting()
-        self.layer.backward_dw()
-        if self.waiting() >= waiting:
-            raise RuntimeError(f"{type(self.layer).__name__}.backward_dw() left its queue as it was")
-        for parameter in self.parameters:
-            if getattr(parameter, "main_grad", None) is not None or parameter.grad is None:
-                continue
-            grad, parameter.grad = parameter.grad, None
-            so_far = before.get(parameter)
-            before[parameter] = grad if so_far is None else so_far.add_(grad)
+def _exchange(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Set ``.grad`` of each parameter; returns what it was."""
+    before = []
+    for parameter, grad in zip(parameters, grads, strict=True):
+        before.append(parameter.grad)
+        parameter.grad = grad
+    return before

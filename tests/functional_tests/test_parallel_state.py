@@ -104,7 +104,7 @@ def check_place(place, rank, grid):
     ends = sorted({pipeline[0], pipeline[-1]})
     assert place["embedding"] == (ends if rank in ends else None)
     assert place["ranks"] == tuple(grid.coordinates(rank).values())
-    assert place["sizes"] == grid.sizes
+    assert place["sizes"] == grid
     assert place["neighbours"] == (pipeline[at - 1], pipeline[(at + 1) % len(pipeline)])
     assert place["ends"] == (at == 0, at == len(pipeline) - 1)
     assert place["device"] == ("gloo", torch.device("cpu"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.group_name import name_of
+from megatron_pp.comm.channels import pipeline_name
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from megatron_pp.testing.pipeline import run_rank
@@ -90,9 +90,9 @@ def names(rank: int, size: int) -> tuple[str, str, str]:
     ``split_group`` leaves it."""
     cpu = torch.device("cpu")
     groups = [dist.new_group(list(range(size))) for _ in range(2)]
-    first, second = (name_of(group, "gloo", cpu) for group in groups)
+    first, second = (pipeline_name(group, "gloo", cpu) for group in groups)
     groups[0]._set_group_name(f"hash of what rank {rank} is in")
-    return first, second, name_of(groups[0], "nccl", cpu)
+    return first, second, pipeline_name(groups[0], "nccl", cpu)
 
 
 def test_a_group_has_one_name() -> None:

@@ -310,11 +310,13 @@ def triton_stand_in() -> Iterator[None]:
                 raise AttributeError(name)
             return _kernel
 
-    names = ("triton", "triton.language")
+    names = ("triton", "triton.language", "triton.language.core", "triton.language.standard")
     for name in names:
         sys.modules[name] = StandIn(name)
         sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
-    sys.modules["triton"].language = sys.modules["triton.language"]  # type: ignore[attr-defined]
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, sys.modules[name])
     sys.modules["triton"].__version__ = "0.0.0"  # type: ignore[attr-defined]
     try:
         yield

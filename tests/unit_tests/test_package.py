@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import pkgutil
 import subprocess
 import sys
@@ -71,12 +72,45 @@ def test_errors_keep_their_builtin_base(error: type[Exception], base: type[Excep
     assert issubclass(error, base)
 
 
+@pytest.mark.parametrize(
+    ("error", "values"),
+    [
+        (errors.PipelinePeerError("gone", rank=2, instruction="F0.3", message="boom"), {"rank": 2, "message": "boom"}),
+        (errors.PipelineStallError("gone", suspects=(1,), progress={0: "F0.1"}), {"progress": {0: "F0.1"}}),
+        (errors.WireMismatchError("gone", field="dtype", values={0: "a"}), {"field": "dtype", "values": {0: "a"}}),
+        (errors.SendBufferError("gone", chunk=1), {"rank": -1, "chunk": 1}),
+        (errors.P2PTimeoutError("gone"), {}),
+    ],
+)
+def test_errors_survive_pickling_with_what_they_hold(error: errors.PipelineError, values: dict[str, object]):
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.args, vars(again)) == (type(error), "gone", ("gone",), vars(error))
+    assert {name: getattr(again, name) for name in values} == values
+
+
+def test_an_error_of_the_user_with_a_signature_of_its_own_keeps_its_text():
+    class OwnError(errors.P2PError):
+        def __init__(self, rank: int, text: str) -> None:
+            super().__init__(f"rank {rank}: {text}")
+
+    assert str(OwnError(3, "gone")) == "rank 3: gone"
+
+
 def test_the_names_at_the_top_are_there():
     assert set(megatron_pp.__all__) <= set(dir(megatron_pp))
     for name in megatron_pp.__all__:
         assert getattr(megatron_pp, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
         megatron_pp.no_such_name  # noqa: B018
+
+
+def test_every_module_at_the_top_is_an_attribute():
+    """Also in a program that has imported nothing but the package."""
+    names = [module.name for module in pkgutil.iter_modules(megatron_pp.__path__) if module.name != "__main__"]
+    assert {"parallel_state", "schedules", "p2p_communication", "plan", "testing"} <= set(names)
+    program = f"import megatron_pp; print(*(getattr(megatron_pp, name).__name__ for name in {names}))"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == [f"megatron_pp.{name}" for name in names]
 
 
 def test_a_plan_is_built_verified_and_simulated_from_the_top():

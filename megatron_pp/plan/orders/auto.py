@@ -23,14 +23,13 @@ class AutoOrders:
     placement: str
 
     def result(self, spec: PlanSpec, announce: Announce | None = None) -> SearchResult:
-        """What was found, next to the named families. Raises PlanError where nothing keeps to the memory limit."""
         return search(spec, self.families, self.placement, announce)
 
     def of_spec(self, spec: PlanSpec, announce: Announce | None = None) -> list[Order]:
         return [list(order) for order in self.result(spec, announce).best.plan.orders]
 
     def of_shape(self, shape: Shape) -> list[Order]:
-        """With equal times, free transfers, and 1F1B's memory as the limit."""
+        """Without measured values."""
         return self.of_spec(
             PlanSpec(self.name, shape.pipeline_size, shape.num_chunks, shape.num_microbatches, shape.group_size)
         )
@@ -41,10 +40,10 @@ def searching_family(name: str, families: Sequence[Family], placement: str, chun
     return Family(
         name,
         orders.of_shape,
-        source="greedy search in the manner of arXiv 2401.10241, section 3.1",
-        summary=f"the best that a search finds for measured times and a memory limit; {placement} placement",
-        placement=placement,
-        chunks=chunks,
+        "greedy search in the manner of arXiv 2401.10241, section 3.1",
+        f"the best that a search finds for measured times and a memory limit; {placement} placement",
+        placement,
+        chunks,
         splits_weight=True,
         search=orders.of_spec,
     )

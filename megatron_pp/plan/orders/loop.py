@@ -1,37 +1,30 @@
-"""Families on the loop placement whose backwards stay whole: GPipe, 1F1B, eager 1F1B, interleaved 1F1B, breadth-first.
+"""Families on the loop placement.
 
-Backwards run in the order of the forwards of their chunk in all of them, so that gradients are added up in one order
-and are equal to the last bit from family to family.
+GPipe, 1F1B, eager 1F1B, interleaved 1F1B and breadth-first keep backwards whole, and run them in the order of the
+forwards of their chunk, so that gradients are added up in one order and are equal to the last bit from family to
+family. Zero-bubble families (arXiv 2401.10241, section 2) take the weight gradients out of the backwards and put them
+where the bubble was.
 """
 
 from __future__ import annotations
 
-from megatron_pp.plan.family import Family, Order, Shape, b, f
-from megatron_pp.plan.orders.overtake import let_backwards_overtake
+from megatron_pp.plan.dataflow import RESULT_OF, inputs_of
+from megatron_pp.plan.family import Family, Order, Shape, b, f, i, w
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.placement import LOOP, Placement
 
-GPIPE = "gpipe"
 ONE_F_ONE_B = "1f1b"
-EAGER_1F1B = "eager_1f1b"
 INTERLEAVED = "interleaved_1f1b"
-BREADTH_FIRST = "breadth_first"
-
-
-def gpipe(shape: Shape) -> list[Order]:
-    """All forwards, then all backwards: the simplest order and the largest memory, M microbatches. The paper's figure
-    runs backwards in reverse.
-    """
-    return breadth_first(shape)
 
 
 def breadth_first(shape: Shape) -> list[Order]:
     """Every chunk runs all its microbatches before the next chunk starts, backwards likewise in reverse. Largest memory
     (V M chunks), but each chunk's parameters and gradients are touched in one stretch, which suits sharded data
-    parallelism.
+    parallelism. With one chunk it is GPipe, whose paper's figure runs backwards in reverse.
     """
     chunks, mbs = range(shape.num_chunks), range(shape.num_microbatches)
     order = [f(c, m) for c in chunks for m in mbs] + [b(c, m) for c in reversed(chunks) for m in mbs]
-    return [list(order) for _ in range(shape.pipeline_size)]
+    return [order] * shape.pipeline_size
 
 
 def one_f_one_b(shape: Shape) -> list[Order]:
@@ -83,6 +76,52 @@ def interleaved(shape: Shape) -> list[Order]:
     return let_backwards_overtake(strict, Placement(LOOP, shape.pipeline_size, shape.num_chunks))
 
 
+def let_backwards_overtake(orders: list[Order], placement: Placement) -> list[Order]:
+    """Run ``orders`` slot by slot; where a rank's next operation is a forward without its input and its next backward
+    could run, run that. It never costs memory, and the order among backwards stays as it was.
+
+    With a last group shorter than P, a strict alternation can wait in a circle: a rank holds back its next backward for
+    a forward whose input is behind that very backward on another rank.
+    """
+    return _SlotBySlot(orders, placement).run()
+
+
+class _SlotBySlot:
+    def __init__(self, orders: list[Order], placement: Placement) -> None:
+        self.stages = placement.stages
+        self.num_stages = placement.num_stages
+        self.todo = [list(reversed(order)) for order in orders]  # next operation last
+        self.done: set[tuple[str, int, int]] = set()  # FORWARD or BACKWARD, stage, microbatch
+        self.result: list[Order] = [[] for _ in orders]
+
+    def run(self) -> list[Order]:
+        while any(self.todo):
+            chosen = {rank: self._choose(rank) for rank in range(len(self.todo))}
+            ran = [(rank, self.todo[rank].pop(at)) for rank, at in chosen.items() if at is not None]
+            if not ran:  # the circle is not of this kind: hand on what is left; the clock names what is wrong
+                return [done + todo[::-1] for done, todo in zip(self.result, self.todo, strict=True)]
+            for rank, at in ran:
+                self.result[rank].append(at)
+                self.done.add((RESULT_OF[at.op], self.stages[rank][at.chunk], at.mb))
+        return self.result
+
+    def _choose(self, rank: int) -> int | None:
+        """Where in ``todo[rank]`` the operation of this slot stands; None where the rank has to idle."""
+        todo = self.todo[rank]
+        if not todo:
+            return None
+        if self._ready(rank, todo[-1]):
+            return -1
+        if todo[-1].op != FORWARD:
+            return None
+        backward = next((i for i in range(-1, -len(todo) - 1, -1) if todo[i].op == BACKWARD), None)
+        return backward if backward is not None and self._ready(rank, todo[backward]) else None
+
+    def _ready(self, rank: int, at: Instruction) -> bool:
+        needed = inputs_of(at.op, self.stages[rank][at.chunk], self.num_stages)
+        return all((kind, stage, at.mb) in self.done for kind, stage in needed)
+
+
 def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
     """(microbatch, chunk) for each virtual microbatch: group by group, within a group chunk by chunk. The last group
     may be short.
@@ -109,38 +148,119 @@ def has_short_group(shape: Shape) -> bool:
     return shape.num_chunks > 1 and last < shape.pipeline_size
 
 
+def zb_h1(shape: Shape) -> list[Order]:
+    """1F1B with the weight gradients split off: rank r runs that of microbatch k - r right after the backward of k, and
+    the last r at the end, where 1F1B has its bubble.
+
+    Backwards reach the next rank earlier by one W: the bubble is (P-1)(F+B-W). Every rank holds P microbatches, what
+    1F1B's first rank holds.
+    """
+    return [delay_weights(order, delay=rank) for rank, order in enumerate(one_f_one_b(shape))]
+
+
+def interleaved_zb(shape: Shape) -> list[Order]:
+    """ZB-H1's idea on the interleaved order: rank r runs each weight gradient r backwards late, on virtual
+    microbatches. Bubble (P-1)(f+b-w) of one chunk's times, for interleaved 1F1B's memory.
+    """
+    return [delay_weights(order, delay=rank) for rank, order in enumerate(interleaved(shape))]
+
+
+def delay_weights(order: Order, delay: int) -> Order:
+    """Split every backward of ``order``: each weight gradient runs right after the backward ``delay`` places later,
+    the last ones at the end.
+    """
+    result: Order = []
+    waiting: Order = []
+    for at in order:
+        if at.op != BACKWARD:
+            result.append(at)
+            continue
+        result.append(i(at.chunk, at.mb))
+        waiting.append(w(at.chunk, at.mb))
+        if len(waiting) > delay:
+            result.append(waiting.pop(0))
+    return result + waiting
+
+
+def zb_h2(shape: Shape) -> list[Order]:
+    """No bubble within a rank's own span, for about twice the memory of 1F1B.
+
+    Rank r warms up with 2 (P-r) - 1 forwards, so that it has work until the first gradient comes back, and keeps 2 r
+    weight gradients for the end, so that it has work until the last rank is done. At most 2 P - 1 microbatches in
+    memory, on every rank; the first P-1 forwards' delay remains in the makespan.
+    """
+    return [_zb_h2_order(shape.pipeline_size, shape.num_microbatches, rank) for rank in range(shape.pipeline_size)]
+
+
+def _zb_h2_order(size: int, microbatches: int, rank: int) -> Order:
+    forwards = [f(0, m) for m in range(microbatches)]
+    weights = [w(0, m) for m in range(microbatches)]
+    warmup = min(2 * (size - rank) - 1, microbatches)
+    order, forwards = forwards[:warmup], forwards[warmup:]
+    for done in range(microbatches):
+        order.append(i(0, done))
+        if done >= 2 * rank:
+            order.append(weights.pop(0))
+        if forwards:
+            order.append(forwards.pop(0))
+    return order + weights
+
+
 FAMILIES = (
     Family(
-        GPIPE,
-        gpipe,
-        source="arXiv 1811.06965, section 2.3",
-        summary="all forwards, then all backwards; M microbatches in memory",
+        "gpipe",
+        breadth_first,
+        "arXiv 1811.06965, section 2.3",
+        "all forwards, then all backwards; M microbatches in memory",
         chunks=1,
     ),
     Family(
         ONE_F_ONE_B,
         one_f_one_b,
-        source="arXiv 2104.04473, section 2.2.1",
-        summary="P-1-r warm-up forwards, then one forward, one backward; P-r microbatches in memory",
+        "arXiv 2104.04473, section 2.2.1",
+        "P-1-r warm-up forwards, then one forward, one backward; P-r microbatches in memory",
         chunks=1,
     ),
     Family(
-        EAGER_1F1B,
+        "eager_1f1b",
         eager_1f1b,
-        source="arXiv 2211.05322, section 5",
-        summary="1F1B with twice the warm-up: hides transfers that 1F1B waits for; 2 (P-r) - 1 microbatches in memory",
+        "arXiv 2211.05322, section 5",
+        "1F1B with twice the warm-up: hides transfers that 1F1B waits for; 2 (P-r) - 1 microbatches in memory",
         chunks=1,
     ),
     Family(
         INTERLEAVED,
         interleaved,
-        source="arXiv 2104.04473, section 2.2.2",
-        summary="V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
+        "arXiv 2104.04473, section 2.2.2",
+        "V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
     ),
     Family(
-        BREADTH_FIRST,
+        "breadth_first",
         breadth_first,
-        source="arXiv 2211.05953, section 4",
-        summary="every chunk runs all its microbatches in one stretch; V M chunks in memory",
+        "arXiv 2211.05953, section 4",
+        "every chunk runs all its microbatches in one stretch; V M chunks in memory",
+    ),
+    Family(
+        "zb_h1",
+        zb_h1,
+        "arXiv 2401.10241, section 2.1",
+        "1F1B with weight gradients in its bubble: (P-1)(F+B-W) is left; P microbatches in memory",
+        chunks=1,
+        splits_weight=True,
+    ),
+    Family(
+        "zb_h2",
+        zb_h2,
+        "arXiv 2401.10241, section 2.2",
+        "no bubble within a rank's span; 2P-1 microbatches in memory",
+        chunks=1,
+        splits_weight=True,
+    ),
+    Family(
+        "interleaved_zb",
+        interleaved_zb,
+        "arXiv 2104.04473, section 2.2.2, with the split of arXiv 2401.10241",
+        "interleaved 1F1B with weight gradients in its bubble, at the same memory",
+        splits_weight=True,
     ),
 )

@@ -1,68 +1,77 @@
-"""Families on the V placement made from a repeating pattern (arXiv 2405.15362, sections 3 and 4; arXiv 2401.10241,
-section 6).
+"""Families on the V placement: two chunks a rank.
 
-All have two chunks a rank and a period of 6 slots, the work of one microbatch on one rank: two forwards, two backwards,
-two weight gradients.
+Some repeat a pattern (arXiv 2405.15362, sections 3 and 4) with a period of 6 slots, the work of one microbatch on one
+rank: two forwards, two backwards, two weight gradients. The others are written down phase by phase.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from megatron_pp.plan.costs import MemoryModel, StageCosts
-from megatron_pp.plan.family import Family, Order, Shape
-from megatron_pp.plan.instruction import BACKWARD, FORWARD
-from megatron_pp.plan.orders.phases import PhaseWriter
+from megatron_pp.plan.dataflow import RESULT_OF
+from megatron_pp.plan.family import Family, Order, Shape, no_remark, w
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, instruction
 from megatron_pp.plan.placement import V_SHAPE, Placement
-from megatron_pp.plan.sim.greedy import Pattern, Rules, Scheduled, in_pattern_order, schedule
+from megatron_pp.plan.sim.greedy import Problem, Rules, schedule
 
-ZB_V = "zb_v"
-V_HALF = "v_half"
-V_MIN = "v_min"
-ONE_F_ONE_B_V = "1f1b_v"
+DUALPIPE_V = "dualpipe_v"
 
 PERIOD = 6
 Offsets = tuple[int, int, int, int]  # slots of the first microbatch: F of chunk 0, F of 1, backward of 1, backward of 0
+OffsetsOf = Callable[[int, int], Offsets]  # of (P, rank)
+_Slots = dict[tuple[str, int, int], float]  # of (FORWARD or BACKWARD, chunk, microbatch)
 
 
-def v_pattern(pipeline_size: int, offsets: Callable[[int, int], Offsets]) -> Pattern:
-    """The pattern with ``offsets(P, rank)``."""
-    return Pattern(PERIOD, tuple(_of_rank(offsets(pipeline_size, rank)) for rank in range(pipeline_size)))
+def pattern_slots(offsets: Offsets, microbatches: int) -> _Slots:
+    """The pattern of one rank, repeated for every microbatch."""
+    kinds = ((FORWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD, 0))
+    first = dict(zip(kinds, offsets, strict=True))
+    return {(*kind, mb): slot + PERIOD * mb for kind, slot in first.items() for mb in range(microbatches)}
 
 
-def _of_rank(offsets: Offsets) -> dict[tuple[str, int], float]:
-    f0, f1, b1, b0 = offsets
-    return {(FORWARD, 0): f0, (FORWARD, 1): f1, (BACKWARD, 1): b1, (BACKWARD, 0): b0}
-
-
-def _squeezed(shape: Shape, offsets: Callable[[int, int], Offsets], split: bool) -> list[Order]:
+def _squeezed(shape: Shape, offsets: OffsetsOf, split: bool) -> list[Order]:
     """The pattern repeated, without its empty slots."""
-    return in_pattern_order(_placement(shape), shape.num_microbatches, v_pattern(shape.pipeline_size, offsets), split)
+    size = shape.pipeline_size
+    return [_rank_squeezed(offsets(size, rank), shape.num_microbatches, split) for rank in range(size)]
 
 
-def _shortest(
-    shape: Shape, offsets: Callable[[int, int], Offsets], chunks_in_memory: int, rules: Iterable[Rules]
-) -> list[Order]:
+def _rank_squeezed(offsets: Offsets, microbatches: int, split: bool) -> Order:
+    """Operations in the order of their slots, weight gradients in the first free slot after their backward."""
+    slots = sorted((slot, *operation) for operation, slot in pattern_slots(offsets, microbatches).items())
+    weights = []
+    if split:
+        busy = {slot % PERIOD for slot in offsets}
+        last = -1.0
+        for slot, op, chunk, mb in slots:
+            if op == BACKWARD:
+                last = max(last, slot) + 1
+                while last % PERIOD in busy:
+                    last += 1
+                weights.append((last, WEIGHT_GRAD, chunk, mb))
+    return [
+        instruction(INPUT_GRAD if split and op == BACKWARD else op, chunk, mb)
+        for _, op, chunk, mb in sorted(slots + weights)
+    ]
+
+
+def _shortest(shape: Shape, offsets: OffsetsOf, chunks_in_memory: int, rules: Iterable[Rules]) -> list[Order]:
     """The shortest of what the greedy scheduler makes of the pattern under ``rules``, in unit times and with at most
     that many chunks in memory.
 
     Warm-up and cool-down, where the pattern leaves slots empty, are so filled; the pattern's own order where every
     rule gets stuck.
     """
-    placement = _placement(shape)
-    pattern = v_pattern(shape.pipeline_size, offsets)
+    size, microbatches = shape.pipeline_size, shape.num_microbatches
+    placement = Placement(V_SHAPE, size, 2)
     memory = MemoryModel.in_chunks(placement, chunks_in_memory)
-    costs = StageCosts.uniform(placement.num_stages)
-    best: Scheduled | None = None
-    for rule in rules:
-        found = schedule(placement, shape.num_microbatches, pattern, memory, costs, rule)
-        if found is not None and (best is None or found.makespan < best.makespan):
-            best = found
-    return best.orders if best is not None else _squeezed(shape, offsets, split=True)
-
-
-def _placement(shape: Shape) -> Placement:
-    return Placement(V_SHAPE, shape.pipeline_size, 2)
+    problem = Problem(placement, microbatches, memory, StageCosts.uniform(placement.num_stages))
+    slots = [pattern_slots(offsets(size, rank), microbatches) for rank in range(size)]
+    found = [result for rule in rules if (result := schedule(problem, slots, rule)) is not None]
+    if not found:
+        return _squeezed(shape, offsets, split=True)
+    return min(found, key=lambda result: result.makespan).orders
 
 
 def v_half_offsets(size: int, rank: int) -> Offsets:
@@ -71,7 +80,7 @@ def v_half_offsets(size: int, rank: int) -> Offsets:
 
 
 def v_half(shape: Shape) -> list[Order]:
-    """Half of 1F1B's memory, half of its bubble (arXiv 2405.15362, section 4 and appendix A).
+    """Half of 1F1B's memory, half of its bubble.
 
     Chunk 0 goes down the ranks at half speed and chunk 1 comes back at full speed, forwards and backwards, so that
     ranks have slack where V-Min has none; floor((P+2)/2) microbatches are in memory. Warm-up and cool-down are filled
@@ -87,7 +96,7 @@ def v_min_offsets(size: int, rank: int) -> Offsets:
 
 
 def v_min(shape: Shape) -> list[Order]:
-    """A third of 1F1B's memory, two thirds of its bubble (arXiv 2405.15362, section 4 and appendix A).
+    """A third of 1F1B's memory, two thirds of its bubble.
 
     Forwards and backwards follow each other without a pause over all 2P stages, the shortest life a microbatch can
     have: floor((P+4)/3) of them are in memory. The pause of two slots at the turn where P is a multiple of 3 keeps the
@@ -108,8 +117,7 @@ def _backward_slot(size: int, k: int) -> int:
 
 
 def one_f_one_b_v(shape: Shape) -> list[Order]:
-    """The V placement without splitting backwards: 1F1B's bubble for two thirds of its memory (arXiv 2405.15362,
-    appendix).
+    """The V placement without splitting backwards: 1F1B's bubble for two thirds of its memory.
 
     A backward takes two slots of the pattern. Forwards pass from stage to stage without a pause; backwards pause for
     three slots after every third stage, which keeps the repeated pattern from colliding with itself. floor((2P+3)/3)
@@ -118,90 +126,120 @@ def one_f_one_b_v(shape: Shape) -> list[Order]:
     return _squeezed(shape, one_f_one_b_v_offsets, split=False)
 
 
-def zb_v(shape: Shape) -> list[Order]:
-    """No bubble within a rank's own span for 1F1B's memory, if F, B and W take the same time (arXiv 2401.10241,
-    section 6).
+def _in_phases(phases: Iterable[tuple[int, str]]) -> Order:
+    """An order as the papers describe it, in phases of (repetitions, operations): "F0" is the forward of the next
+    microbatch of chunk 0, "W" the oldest weight gradient that was left.
+    """
+    order: Order = []
+    done: Counter[tuple[str, int]] = Counter()
+    weights: Order = []
+    for times, operations in phases:
+        for name in operations.split() * times:
+            if name == WEIGHT_GRAD:
+                order.append(weights.pop(0))
+                continue
+            op, chunk = name[0], int(name[1])
+            mb = done[(RESULT_OF[op], chunk)]
+            done[(RESULT_OF[op], chunk)] += 1
+            order.append(instruction(op, chunk, mb))
+            if op == INPUT_GRAD:
+                weights.append(w(chunk, mb))
+    return order
 
-    With M >= 2P, in four phases; 2P chunks, that is P microbatches, are in memory on every rank. With fewer
-    microbatches the phases leave gaps, and the greedy scheduler fills them under the same memory.
+
+def zb_v(shape: Shape) -> list[Order]:
+    """No bubble within a rank's own span for 1F1B's memory, if F, B and W take the same time.
+
+    With M >= 2P, in phases; 2P chunks, that is P microbatches, are in memory on every rank. With fewer microbatches the
+    phases leave gaps, and the greedy scheduler fills them under the same memory.
     """
     size, microbatches = shape.pipeline_size, shape.num_microbatches
     if microbatches >= 2 * size:
-        return [_zb_v_phases(size, microbatches, rank) for rank in range(size)]
+        return [_in_phases(_zb_v_phases(size, microbatches, rank)) for rank in range(size)]
     rules = [Rules(ahead=PERIOD * size * share / 2, reserve=reserve) for share in (1, 2) for reserve in (0, 1)]
     return _shortest(shape, v_half_offsets, 2 * size, rules)
 
 
-def _zb_v_phases(size: int, microbatches: int, rank: int) -> Order:
-    writer = PhaseWriter()
-    _zb_v_warmup(writer, size, rank)
-    while writer.done["F1"] < microbatches:  # steady: one microbatch in, one out
-        if writer.done["F0"] < microbatches:
-            writer.forward(0)
-        _split_and_weight(writer, 0)
-        writer.forward(1)
-        _split_and_weight(writer, 1)
-    for _ in range(rank):  # gradients first: the ranks in front wait for them
-        writer.backward(0, split=True)
-        writer.backward(1, split=True)
-    while writer.done["B0"] < microbatches:
-        writer.backward(0, split=True)
-        writer.weight()
-    writer.all_weights()
-    return writer.order
+def _zb_v_phases(size: int, microbatches: int, rank: int) -> list[tuple[int, str]]:
+    return [
+        (2 * (size - rank) - 1, "F0"),
+        (rank, "F1 F0"),
+        (size - rank, "F1 I1 W"),  # the first activation is back from the turn
+        (microbatches - 2 * size + rank + 1, "F0 I0 W F1 I1 W"),
+        (size - rank - 1, "I0 W F1 I1 W"),
+        (rank, "I0 I1"),  # gradients first: the ranks in front wait for them
+        (size - rank, "I0 W"),
+        (2 * rank, "W"),
+    ]
 
 
-def _zb_v_warmup(writer: PhaseWriter, size: int, rank: int) -> None:
-    """Forwards until the first activation is back from the turn, then the first gradients."""
-    for _ in range(2 * (size - rank) - 1):
-        writer.forward(0)
-    for _ in range(rank):
-        writer.forward(1)
-        writer.forward(0)
-    for _ in range(size - rank):
-        writer.forward(1)
-        _split_and_weight(writer, 1)
+def dualpipe_v(shape: Shape) -> list[Order]:
+    """DeepSeek-V3's DualPipe, folded onto the V placement ("cut-in-half", as its authors call it).
+
+    In the fourth and fifth of its phases a forward stands next to the full backward of another microbatch, made for
+    running the two together (``overlapped_forward_backward``), so that one's communication hides behind the other's
+    compute. Weight gradients are split off only where they fill bubbles. 2P + 1 chunks are in memory. The phases need M
+    >= 2P; below, ZB-V's order stands in.
+    """
+    size, microbatches = shape.pipeline_size, shape.num_microbatches
+    if microbatches < 2 * size:
+        return zb_v(shape)
+    return [_in_phases(_dualpipe_phases(size, microbatches, rank)) for rank in range(size)]
 
 
-def _split_and_weight(writer: PhaseWriter, chunk: int) -> None:
-    writer.backward(chunk, split=True)
-    writer.weight()
+def _dualpipe_phases(size: int, microbatches: int, rank: int) -> list[tuple[int, str]]:
+    behind = size - 1 - rank  # ranks between this one and the turn of the V
+    half, odd = divmod(rank + 1, 2)
+    return [
+        (2 * behind, "F0"),
+        (rank + 1, "F0 F1"),
+        (behind, "I1 W F1"),
+        (microbatches - 2 * size + rank + 1, "F0 B1 F1 B0"),
+        (behind, "B1 F1 B0"),
+        *((half, "B1 B0"), (odd, "B1 I0"), (half, "I1 I0")),  # half of them split, for the waits that follow
+        (behind, "W I0"),
+        (rank + 1, "W"),
+    ]
+
+
+def _dualpipe_remark(shape: Shape) -> str:
+    """Says so where the phases do not fit and another order stands in; empty where they do."""
+    least = 2 * shape.pipeline_size
+    if shape.num_microbatches >= least:
+        return ""
+    return (
+        f"DualPipeV needs at least 2 P = {least} microbatches and there are {shape.num_microbatches}: "
+        "ZB-V's order, on the same placement, is used instead"
+    )
+
+
+def _family(
+    name: str,
+    orders: Callable[[Shape], list[Order]],
+    source: str,
+    summary: str,
+    splits_weight: bool = True,
+    remark: Callable[[Shape], str] = no_remark,
+) -> Family:
+    return Family(name, orders, source, f"{summary}; V placement", V_SHAPE, 2, splits_weight, remark=remark)
 
 
 FAMILIES = (
-    Family(
-        ZB_V,
-        zb_v,
-        source="arXiv 2401.10241, section 6",
-        summary="no bubble within a rank's span for 1F1B's memory; V placement",
-        placement=V_SHAPE,
-        chunks=2,
-        splits_weight=True,
-    ),
-    Family(
-        V_HALF,
-        v_half,
-        source="arXiv 2405.15362, section 4",
-        summary="half of 1F1B's memory and bubble; V placement",
-        placement=V_SHAPE,
-        chunks=2,
-        splits_weight=True,
-    ),
-    Family(
-        V_MIN,
-        v_min,
-        source="arXiv 2405.15362, section 4",
-        summary="a third of 1F1B's memory, two thirds of its bubble; V placement",
-        placement=V_SHAPE,
-        chunks=2,
-        splits_weight=True,
-    ),
-    Family(
-        ONE_F_ONE_B_V,
+    _family("zb_v", zb_v, "arXiv 2401.10241, section 6", "no bubble within a rank's span for 1F1B's memory"),
+    _family("v_half", v_half, "arXiv 2405.15362, section 4", "half of 1F1B's memory and bubble"),
+    _family("v_min", v_min, "arXiv 2405.15362, section 4", "a third of 1F1B's memory, two thirds of its bubble"),
+    _family(
+        "1f1b_v",
         one_f_one_b_v,
-        source="arXiv 2405.15362, appendix",
-        summary="1F1B's bubble for two thirds of its memory, backwards unsplit; V placement",
-        placement=V_SHAPE,
-        chunks=2,
+        "arXiv 2405.15362, appendix",
+        "1F1B's bubble for two thirds of its memory, backwards unsplit",
+        splits_weight=False,
+    ),
+    _family(
+        DUALPIPE_V,
+        dualpipe_v,
+        "arXiv 2412.19437, section 3.2.1",
+        "forwards paired with full backwards, one's communication behind the other's compute",
+        remark=_dualpipe_remark,
     ),
 )

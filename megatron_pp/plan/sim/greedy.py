@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Protocol
 
 from megatron_pp.plan.costs import MemoryModel, StageCosts
 from megatron_pp.plan.dataflow import RESULT_OF, consumer_of, inputs_of
@@ -26,26 +25,20 @@ from megatron_pp.plan.placement import Placement
 UNKNOWN = float("inf")
 ROUNDING = 1e-9  # share of a memory limit by which sums of measured numbers may miss it
 
-
-class Slots(Protocol):
-    """In which order a rank wants its forwards and backwards (FORWARD, BACKWARD; a split one too): ascending slots,
-    ascending with the microbatch.
-    """
-
-    def slot(self, rank: int, op: str, chunk: int, mb: int) -> float: ...
+Slots = Sequence[Mapping[tuple[str, int, int], float]]
+"""``slots[rank][(op, chunk, mb)]`` for FORWARD and BACKWARD (a split one too): in which order a rank wants its forwards
+and backwards, ascending with the microbatch."""
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """Slots of one microbatch. ``offsets[rank][(op, chunk)]`` for FORWARD and BACKWARD; microbatch i is ``i *
-    period`` later.
-    """
+class Problem:
+    """What is to be scheduled; ``transfer`` is the time of one message between two ranks."""
 
-    period: float
-    offsets: tuple[Mapping[tuple[str, int], float], ...]
-
-    def slot(self, rank: int, op: str, chunk: int, mb: int) -> float:
-        return self.offsets[rank][(op, chunk)] + self.period * mb
+    placement: Placement
+    num_microbatches: int
+    memory: MemoryModel
+    costs: StageCosts
+    transfer: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,100 +50,41 @@ class Rules:
     reserve   memory that such a forward must leave free, if it is of a chunk that others follow on the rank
     split     whether backwards are split in two
     patience  a weight gradient is put off for an operation whose input comes within this share of its own time
-    backlog   most weight gradients that may wait; beyond, they go before anything else
     """
 
     ahead: float = 0.0
     reserve: float = 0.0
     split: bool = True
     patience: float = 0.0
-    backlog: int | None = None
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What came out: the orders, when the last operation ends, and the peak of memory per rank."""
+    """What came out: the orders, and when the last operation ends."""
 
     orders: list[Order]
     makespan: float
-    peaks: tuple[float, ...]
 
 
-def schedule(
-    placement: Placement,
-    num_microbatches: int,
-    pattern: Slots,
-    memory: MemoryModel,
-    costs: StageCosts,
-    rules: Rules,
-    transfer: float = 0.0,
-) -> Scheduled | None:
+def schedule(problem: Problem, slots: Slots, rules: Rules) -> Scheduled | None:
     """Run the scheduler; None where it gets stuck because the memory does not suffice."""
-    ranks = [
-        _Rank(rank, placement, num_microbatches, pattern, memory, rules, costs)
-        for rank in range(placement.pipeline_size)
-    ]
-    return _Clock(placement, num_microbatches, ranks, costs, rules, transfer).run()
-
-
-def in_pattern_order(placement: Placement, num_microbatches: int, pattern: Pattern, split: bool) -> list[Order]:
-    """The pattern itself, squeezed: operations in the order of their slots, weight gradients in the first free slot
-    after their backward.
-    """
-    return [
-        _rank_in_pattern_order(rank, placement.num_chunks, num_microbatches, pattern, split)
-        for rank in range(placement.pipeline_size)
-    ]
-
-
-def _rank_in_pattern_order(rank: int, chunks: int, microbatches: int, pattern: Pattern, split: bool) -> Order:
-    slots = [
-        (pattern.slot(rank, op, chunk, mb), op, chunk, mb)
-        for op in (FORWARD, BACKWARD)
-        for chunk in range(chunks)
-        for mb in range(microbatches)
-    ]
-    if split:
-        busy = {slot % pattern.period for slot in pattern.offsets[rank].values()}
-        last = -1.0
-        for slot, _, chunk, mb in sorted(s for s in slots if s[1] == BACKWARD):
-            last = max(last, slot) + 1
-            while last % pattern.period in busy:
-                last += 1
-            slots.append((last, WEIGHT_GRAD, chunk, mb))
-    return [instruction(_op_of(kind, split), chunk, mb) for _, kind, chunk, mb in sorted(slots)]
-
-
-def _op_of(kind: str, split: bool) -> str:
-    """The operation for a forward, backward or weight gradient."""
-    return INPUT_GRAD if split and kind == BACKWARD else kind
+    return _Clock(problem, slots, rules).run()
 
 
 class _Clock:
     """All ranks on one clock. ``arrivals[(op, stage)][mb]``: when the result is where it is needed next."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        num_microbatches: int,
-        ranks: Sequence[_Rank],
-        costs: StageCosts,
-        rules: Rules,
-        transfer: float,
-    ) -> None:
-        self.placement = placement
-        self.ranks = ranks
-        self.costs = costs
-        self.rules = rules
-        self.transfer = transfer
+    def __init__(self, problem: Problem, slots: Slots, rules: Rules) -> None:
+        self.placement = problem.placement
+        self.costs = problem.costs
+        self.transfer = problem.transfer
         self.arrivals = {
-            (op, stage): [UNKNOWN] * num_microbatches
+            (op, stage): [UNKNOWN] * problem.num_microbatches
             for op in (FORWARD, BACKWARD)
-            for stage in range(placement.num_stages)
+            for stage in range(self.placement.num_stages)
         }
-        for rank in ranks:
-            rank.arrivals = self.arrivals
-        self.agenda: list[tuple[float, int]] = [(0.0, rank.number) for rank in ranks]
+        self.ranks = [_Rank(problem, rules, rank, slot, self.arrivals) for rank, slot in enumerate(slots)]
+        self.agenda: list[tuple[float, int]] = [(0.0, rank.number) for rank in self.ranks]
 
     def run(self) -> Scheduled | None:
         makespan = 0.0
@@ -164,9 +98,9 @@ class _Clock:
                 makespan = max(makespan, self._start(rank, now, chosen))
             elif rank.wake_at > now:
                 heappush(self.agenda, (rank.wake_at, number))
-        if any(rank.left for rank in self.ranks):
+        if any(rank.weights or min(rank.next.values()) < rank.microbatches for rank in self.ranks):
             return None
-        return Scheduled([rank.order for rank in self.ranks], makespan, tuple(rank.peak for rank in self.ranks))
+        return Scheduled([rank.order for rank in self.ranks], makespan)
 
     def _start(self, rank: _Rank, now: float, chosen: Instruction) -> float:
         stage = self.placement.stages[rank.number][chosen.chunk]
@@ -190,35 +124,28 @@ class _Rank:
 
     def __init__(
         self,
-        number: int,
-        placement: Placement,
-        num_microbatches: int,
-        pattern: Slots,
-        memory: MemoryModel,
+        problem: Problem,
         rules: Rules,
-        costs: StageCosts,
+        number: int,
+        slots: Mapping[tuple[str, int, int], float],
+        arrivals: Mapping[tuple[str, int], Sequence[float]],
     ) -> None:
+        placement = problem.placement
         self.number = number
-        self.pattern = pattern
+        self.slots = slots
+        self.arrivals = arrivals
         self.rules = rules
-        self.costs = costs
+        self.costs = problem.costs
+        self.memory = problem.memory
+        self.limit = problem.memory.limits[number]
+        self.microbatches = problem.num_microbatches
         self.stages = placement.stages[number]
-        self.needs = {
-            (kind, chunk): inputs_of(kind, stage, placement.num_stages)
-            for kind in (FORWARD, BACKWARD)
-            for chunk, stage in enumerate(self.stages)
-        }
-        self.microbatches = num_microbatches
-        self.memory = memory
-        self.limit = memory.limits[number]
         self.next = {(op, chunk): 0 for op in (FORWARD, BACKWARD) for chunk in range(len(self.stages))}
+        self.needs = {(op, c): inputs_of(op, self.stages[c], placement.num_stages) for op, c in self.next}
         self.weights: deque[tuple[int, int]] = deque()
-        self.arrivals: Mapping[tuple[str, int], Sequence[float]] = {}
         self.forward_ends: dict[tuple[int, int], float] = {}
         self.order: Order = []
-        self.left = (3 if rules.split else 2) * len(self.stages) * num_microbatches
         self.used = 0.0
-        self.peak = 0.0
         self.free_at = 0.0
         self.wake_at = 0.0
 
@@ -226,14 +153,12 @@ class _Rank:
         """The operation to start now; None where the rank has to wait (until ``wake_at``, if it knows)."""
         self.wake_at = 0.0
         heads = sorted(
-            (self.pattern.slot(self.number, op, chunk, mb), op, chunk, mb)
+            (self.slots[(op, chunk, mb)], op, chunk, mb)
             for (op, chunk), mb in self.next.items()
             if mb < self.microbatches
         )
-        if self.rules.backlog is not None and len(self.weights) > self.rules.backlog:
-            return instruction(WEIGHT_GRAD, *self.weights[0])
         for _, kind, chunk, mb in self._eligible(heads, now):
-            return instruction(_op_of(kind, self.rules.split), chunk, mb)
+            return instruction(INPUT_GRAD if self.rules.split and kind == BACKWARD else kind, chunk, mb)
         if not self.weights:
             return None
         if self.rules.patience and self._comes_soon(heads, now):
@@ -252,11 +177,9 @@ class _Rank:
         return backwards or [
             head
             for head in ready
-            if head[0] - first_slot <= self.rules.ahead and self._fits(head[2], self._reserve(head[2]))
+            if head[0] - first_slot <= self.rules.ahead
+            and self._fits(head[2], self.rules.reserve if head[2] < len(self.stages) - 1 else 0.0)
         ]
-
-    def _reserve(self, chunk: int) -> float:
-        return self.rules.reserve if chunk < len(self.stages) - 1 else 0.0
 
     def _fits(self, chunk: int, reserve: float) -> bool:
         return self.used + self.memory.forward[self.stages[chunk]] + reserve <= self.limit * (1 + ROUNDING)
@@ -288,8 +211,7 @@ class _Rank:
     def take(self, chosen: Instruction, end: float) -> None:
         """``chosen`` starts now and ends at ``end``."""
         op, chunk, mb = chosen.op, chosen.chunk, chosen.mb
-        stage = self.stages[chunk]
-        forward, weight = self.memory.forward[stage], self.memory.weight[stage]
+        forward, weight = self.memory.forward[self.stages[chunk]], self.memory.weight[self.stages[chunk]]
         if op == FORWARD:
             self.used += forward
             self.forward_ends[(chunk, mb)] = end
@@ -301,9 +223,7 @@ class _Rank:
         else:
             self.used -= weight
             self.weights.popleft()
-        self.peak = max(self.peak, self.used)
         if op in RESULT_OF:
             self.next[(RESULT_OF[op], chunk)] = mb + 1
         self.order.append(chosen)
-        self.left -= 1
         self.free_at = end

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from megatron_pp.plan.activations import kept_timeline
 from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.spec import Plan
 
@@ -51,21 +51,18 @@ class ModelShape:
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        least = {"num_attention_heads": 0, "vocab_size": 0}
+        sizes = ("num_layers", "hidden_size", "seq_length", "micro_batch_size", "element_bytes")
         for name in (
-            "num_layers",
-            "hidden_size",
-            "seq_length",
-            "micro_batch_size",
+            *sizes,
             "num_attention_heads",
             "vocab_size",
             "tensor_parallel",
             "context_parallel",
             "data_parallel",
-            "element_bytes",
         ):
-            if getattr(self, name) < least.get(name, 1):
-                raise PlanError(f"{name} is {getattr(self, name)}; it must be at least {least.get(name, 1)}")
+            least = 0 if name in ("num_attention_heads", "vocab_size") else 1
+            if getattr(self, name) < least:
+                raise PlanError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.recompute not in RECOMPUTE:
             raise PlanError(f"recompute {self.recompute!r} is not known; it is one of {', '.join(RECOMPUTE)}")
 
@@ -170,20 +167,11 @@ class RankMemory:
 def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = True) -> RankMemory:
     """Bytes of ``rank`` along its program. Raises PlanError where the layers do not divide over the stages."""
     stages, total = plan.placement.stages[rank], plan.placement.num_stages
-    program = plan.timed(rank)
-    kept = [0.0 if plan.spec.forward_only else shape.kept_bytes(s, total) for s in stages]
-    late = [shape.kept_for_weights(s, total) for s in stages]
-    inside = 0.0  # the chunks' own activations
-    after = array("d")
-    for at, tensors in zip(program, tensors_timeline(plan, rank, deallocate), strict=True):
-        if at.op == FORWARD:
-            inside += kept[at.chunk]
-        elif at.op in BACKWARD_OPS:
-            inside -= kept[at.chunk]
-            inside += late[at.chunk] if at.op == INPUT_GRAD else 0.0
-        elif at.op == WEIGHT_GRAD:
-            inside -= late[at.chunk]
-        after.append(inside + tensors * shape.message_bytes)
+    kept = [0.0 if plan.spec.forward_only else shape.kept_bytes(s, total) for s in range(total)]
+    late = [shape.kept_for_weights(s, total) for s in range(total)]
+    inside = kept_timeline(plan.programs[rank], stages, kept, late)  # the chunks' own activations
+    tensors = tensors_timeline(plan, rank, deallocate)
+    after = array("d", (i + t * shape.message_bytes for i, t in zip(inside, tensors, strict=True)))
     return RankMemory(shape.static_bytes(stages, total), after)
 
 

@@ -15,9 +15,14 @@ NAIVE = "naive"
 
 
 def naive_orders(shape: Shape) -> list[Order]:
-    """On every rank: F0 B0 F1 B1 ..."""
-    mbs = range(shape.num_microbatches)
-    return [[op for m in mbs for op in (f(0, m), b(0, m))] for _ in range(shape.pipeline_size)]
+    """Each microbatch goes through all of a rank's chunks, forward and back: with one chunk, F0 B0 F1 B1 ..."""
+    chunks = range(shape.num_chunks)
+    order = [
+        op
+        for m in range(shape.num_microbatches)
+        for op in (*(f(c, m) for c in chunks), *(b(c, m) for c in reversed(chunks)))
+    ]
+    return [order] * shape.pipeline_size
 
 
 def naive_plan(spec: PlanSpec) -> Plan:
@@ -25,5 +30,4 @@ def naive_plan(spec: PlanSpec) -> Plan:
     if spec.num_chunks != 1:
         raise PlanError(f"the naive schedule has 1 model chunk a rank, not {spec.num_chunks}")
     placement = Placement(LOOP, spec.pipeline_size, 1)
-    orders = naive_orders(Shape(spec.pipeline_size, 1, spec.num_microbatches, spec.num_microbatches))
-    return lowered(spec, placement, orders)
+    return lowered(spec, placement, naive_orders(spec.shape))

@@ -18,12 +18,12 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.activations import kept_timeline
 from megatron_pp.plan.costs import MemoryModel
 from megatron_pp.plan.dataflow import RESULT_OF
-from megatron_pp.plan.family import Announce, Family, Order, Shape
-from megatron_pp.plan.instruction import FORWARD
+from megatron_pp.plan.family import Announce, Family, Order
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.sim.greedy import ROUNDING, UNKNOWN, Rules, Scheduled, Slots, schedule
+from megatron_pp.plan.sim.greedy import ROUNDING, UNKNOWN, Problem, Rules, Scheduled, Slots, schedule
+from megatron_pp.plan.sim.naive import naive_orders
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
@@ -61,38 +61,12 @@ class _Trial:
     result: Scheduled
 
 
-class OrderPattern:
-    """A compute order as the pattern of the greedy scheduler: an operation's slot is its place among the forwards and
+def slots_of(orders: Sequence[Order]) -> Slots:
+    """Compute orders as the pattern of the greedy scheduler: an operation's slot is its place among the forwards and
     backwards.
     """
-
-    def __init__(self, orders: Sequence[Order]) -> None:
-        self._slots = [_places(order) for order in orders]
-
-    def slot(self, rank: int, op: str, chunk: int, mb: int) -> float:
-        return self._slots[rank][(op, chunk, mb)]
-
-
-class OneAtATime:
-    """Each microbatch goes through all of a rank's chunks, forward and backward, before the next one begins. Slow, but
-    no order needs less memory: where not even this fits, nothing does.
-    """
-
-    def __init__(self, num_chunks: int) -> None:
-        self._num_chunks = num_chunks
-
-    def slot(self, rank: int, op: str, chunk: int, mb: int) -> float:
-        place = chunk if op == FORWARD else 2 * self._num_chunks - 1 - chunk
-        return float(2 * self._num_chunks * mb + place)
-
-
-def _patterns(orders: dict[str, list[Order]]) -> list[tuple[str, OrderPattern]]:
-    return [(name, OrderPattern(order)) for name, order in orders.items()]
-
-
-def _places(order: Order) -> dict[tuple[str, int, int], float]:
-    compute = [at for at in order if at.op in RESULT_OF]
-    return {(RESULT_OF[at.op], at.chunk, at.mb): float(i) for i, at in enumerate(compute)}
+    computes = ([at for at in order if at.op in RESULT_OF] for order in orders)
+    return [{(RESULT_OF[at.op], at.chunk, at.mb): float(i) for i, at in enumerate(compute)} for compute in computes]
 
 
 def search(
@@ -100,9 +74,9 @@ def search(
 ) -> SearchResult:
     """The best plan for ``spec`` (lowered as it says) among ``families`` and what grows out of them, on one placement.
 
-    ``spec.measured`` holds times and memory; without it F = B = W = 1 and the limit is 1F1B's memory. Raises PlanError
-    where nothing keeps to the memory limit, with the least that any candidate needs. A search of more than 5 s is
-    announced, once.
+    Without ``spec.measured`` F = B = W = 1, transfers are free, and the limit is 1F1B's memory. Raises PlanError where
+    nothing keeps to the memory limit, with the least that any candidate needs. A search of more than 5 s is announced,
+    once.
     """
     placement = Placement(placement_kind, spec.pipeline_size, spec.num_chunks)
     return _Search(spec, placement, families, _Patience(announce, spec)).run()
@@ -130,9 +104,9 @@ class _Patience:
 
     def look(self) -> None:
         """Called between candidates."""
-        spec = self._spec
-        if self._announce is not None and time.monotonic() > self._until:
-            announce, self._announce = self._announce, None
+        spec, announce = self._spec, self._announce
+        if announce is not None and time.monotonic() > self._until:
+            self._announce = None
             announce(
                 f"schedule {spec.schedule}: the search for the best order of P={spec.pipeline_size}, "
                 f"V={spec.num_chunks}, M={spec.num_microbatches} takes more than {_PATIENCE:g} s; every rank "
@@ -145,11 +119,12 @@ class _Search:
         self.spec = spec
         self.placement = placement
         self.patience = patience
-        self.shape = Shape(spec.pipeline_size, spec.num_chunks, spec.num_microbatches, spec.effective_group_size)
+        self.shape = spec.shape
         self.families = [family for family in families if family.chunks in (None, spec.num_chunks)]
         self.measured = spec.measured or default_measured(placement)
         self.costs = self.measured.costs(placement.num_stages)
         self.memory = self.measured.memory(placement)
+        self.problem = Problem(placement, spec.num_microbatches, self.memory, self.costs, self.measured.transfer)
 
     def run(self) -> SearchResult:
         orders = self._named_orders()
@@ -208,43 +183,36 @@ class _Search:
 
     def _grow(self, named: dict[str, list[Order]]) -> list[_Trial]:
         """The best that the greedy scheduler makes of the named orders, shortest first."""
-        patterns = _patterns(self._seeds(named))
+        seeds = self._seeds(named)
         pilot_size = _PILOT * self.spec.pipeline_size
         if self.spec.num_microbatches > pilot_size:
             smaller = replace(self.spec, num_microbatches=pilot_size)
             pilot = _Search(smaller, self.placement, self.families, self.patience)
-            first = _patterns(pilot._seeds(pilot._named_orders()))
-            promising = {(t.seed, t.rules) for t in _shortest(pilot._trials(first, self._rules()))}
+            first = pilot._seeds(pilot._named_orders())
+            promising = {(t.seed, t.rules) for t in _shortest(pilot._trials(first.items(), self._rules()))}
             return _shortest(
                 trial
-                for name, pattern in patterns
-                for trial in self._trials([(name, pattern)], [r for r in self._rules() if (name, r) in promising])
+                for seed in seeds.items()
+                for trial in self._trials([seed], [rule for rule in self._rules() if (seed[0], rule) in promising])
             )
+        patterns: Iterable[tuple[str, Sequence[Order]]] = seeds.items()
         pool: list[_Trial] = []
         for _ in range(_ROUNDS):
             pool = _shortest([*pool, *self._trials(patterns, self._rules())])
-            patterns = [(trial.seed, OrderPattern(trial.result.orders)) for trial in pool]
+            patterns = [(trial.seed, trial.result.orders) for trial in pool]
         return pool
 
     def _one_at_a_time(self) -> list[_Trial]:
-        """For memory in which no pattern of a named family comes through."""
-        pattern = OneAtATime(self.spec.num_chunks)
-        return _shortest(self._trials([("one microbatch at a time", pattern)], self._rules()))
+        """For memory in which no pattern of a named family comes through; no order needs less."""
+        return _shortest(self._trials([("one microbatch at a time", naive_orders(self.shape))], self._rules()))
 
-    def _trials(self, patterns: Sequence[tuple[str, Slots]], rules: Sequence[Rules]) -> Iterator[_Trial]:
+    def _trials(self, patterns: Iterable[tuple[str, Sequence[Order]]], rules: Sequence[Rules]) -> Iterator[_Trial]:
         """Every rule on every pattern; those that get stuck under the memory limit are left out."""
-        for name, pattern in patterns:
+        for name, orders in patterns:
+            slots = slots_of(orders)
             for rule in rules:
                 self.patience.look()
-                result = schedule(
-                    self.placement,
-                    self.spec.num_microbatches,
-                    pattern,
-                    self.memory,
-                    self.costs,
-                    rule,
-                    self.measured.transfer,
-                )
+                result = schedule(self.problem, slots, rule)
                 if result is not None:
                     yield _Trial(name, rule, result)
 

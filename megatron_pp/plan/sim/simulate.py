@@ -148,8 +148,8 @@ class _Run:
 
     def _post(self, rank: _Rank, at: Instruction, now: float) -> None:
         entry = self.queues.send_off(rank.number, at, now)
-        for one in at.members or (at,):
-            rank.posted[message_of(one)] = entry
+        for end in entry.ends:
+            rank.posted[end.message] = entry
         self._plan_network_events()
 
     def _plan_network_events(self) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
-from megatron_pp.plan.activations import Shares, peak_activations
+from megatron_pp.plan.activations import Shares, kept_timeline, peak_activations
 from megatron_pp.plan.costs import WEIGHT_SHARE
-from megatron_pp.plan.instruction import COMPUTE_OPS, FORWARD, GRADIENT_OPS, Instruction, without_pairs
+from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan
 
 
@@ -111,10 +112,6 @@ class Simulation:
         """(instruction, start, end) along ``rank``'s program."""
         return map(Event, self.plan.timed(rank), self.starts[rank], self.ends[rank])
 
-    def compute_events(self, rank: int) -> Iterator[Event]:
-        """Only the forwards, backwards and weight gradients."""
-        return (e for e in self.events(rank) if e.instruction.op in COMPUTE_OPS)
-
     @property
     def makespan(self) -> float:
         """From the first instruction of any rank to the last of any."""
@@ -149,14 +146,7 @@ class Simulation:
         """Per rank, the most (chunk, microbatch) pairs that are past their forward with gradients to come: the papers'
         count, to which a waiting weight gradient is a whole pair.
         """
-        peaks = []
-        for program in self.plan.programs:
-            now = peak = 0
-            for at in without_pairs(program):
-                if at.op == FORWARD:
-                    now += 1
-                    peak = max(peak, now)
-                elif at.op in GRADIENT_OPS:
-                    now -= 1
-            peaks.append(peak)
-        return tuple(peaks)
+        placement = self.plan.placement
+        ones = (1,) * placement.num_stages
+        timelines = map(kept_timeline, self.plan.programs, placement.stages, repeat(ones), repeat(ones))
+        return tuple(int(max(timeline, default=0)) for timeline in timelines)

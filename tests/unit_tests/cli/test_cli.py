@@ -94,6 +94,19 @@ def test_verify_accepts_every_schedule(command, schedule):
     assert "deadlock-free, every send waited before its buffer is released; peak on rank" in out
 
 
+def test_verify_reads_a_plan_file_of_version_1(command, tmp_path):
+    """As release 0.1 wrote it."""
+    spec = {"schedule": "1f1b", "pipeline_size": 2, "num_chunks": 1, "num_microbatches": 1}
+    programs = ["F0.0 SA0.0 RG0.0 DA0.0 WG0.0 GE0 B0.0", "RA0.0 WA0.0 F0.0 GE0 B0.0 SG0.0 DG0.0"]
+    content = {"format": "megatron_pp.plan", "version": 1, "spec": spec, "placement": "loop", "remark": ""}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**content, "programs": programs}))
+    code, out, _ = command("verify", "--import", path)
+    assert (code, "deadlock-free" in out) == (0, True), out
+    path.write_text(json.dumps({**content, "programs": [programs[0].replace("RG0.0 ", ""), programs[1]]}))
+    refused(command("simulate", "--import", path), 1, "refused: rank 0: WAIT_B0.0")
+
+
 def test_verify_says_what_is_wrong_with_a_file_and_where(command, tmp_path):
     path = tmp_path / "plan.json"
     save_plan(without(build_plan(PlanSpec("1f1b", 2, 1, 4)), 0, "FREE_F0.1"), path)

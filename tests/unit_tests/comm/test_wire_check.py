@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,9 +147,9 @@ def test_what_is_expected_follows_the_plan() -> None:
     stamps: dict[bool, list[Any]] = {True: [], False: []}
     for rank, program in enumerate(plan.programs):
         check = WireCheck(rank)
-        for position, at in enumerate(program):
+        for at in program:
             if at.op in (SEND_F, "SEND_B", RECV_F, "RECV_B"):
-                check.source = dataclasses.make_dataclass("Source", ["plan", "rank", "position"])(plan, rank, position)
+                check.source = SimpleNamespace(placement=plan.placement, instruction=at)
                 stamps[at.op in (SEND_F, "SEND_B")].append(check.stamp(torch.float32))
     assert stamps[True]
     assert sorted(stamps[True]) == sorted(stamps[False])

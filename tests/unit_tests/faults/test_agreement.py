@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 from megatron_pp.errors import PipelineMismatchError
-from megatron_pp.faults.agreement import Agreements, Difference, changed, difference, in_force, last_change
-from megatron_pp.faults.consistency import find_late_mismatch, find_mismatch
+from megatron_pp.faults.consistency import (
+    Agreements,
+    Difference,
+    changed,
+    difference,
+    find_late_mismatch,
+    find_mismatch,
+    in_force,
+    last_change,
+)
 from megatron_pp.faults.records import IN_STEP, Entry, Progress
 from tests.harness.guarded_ranks import Call, Outcome, published_entries, run_programs
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_pp.integrations import megatron_versions
-from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.megatron_scope import reason_not_served
+from megatron_pp.integrations.megatron_release import Megatron, reason_not_served
 
 
 class CudaGraphScope(Enum):

@@ -148,12 +148,3 @@ def test_the_row_of_a_version(version: str, release: tuple[int, int]) -> None:
 def test_older_than_the_table(version: str) -> None:
     with pytest.raises(UnknownMegatronError, match=r"oldest supported release is 0\.14"):
         megatron_versions.row_of(version)
-
-
-def test_only_the_parameters_that_a_function_takes_are_passed() -> None:
-    def backward_step(input_tensor: int, config: int) -> None: ...
-
-    assert megatron_versions.arguments(backward_step, {"input_tensor": 1, "model_type": 2, "config": 3}) == {
-        "input_tensor": 1,
-        "config": 3,
-    }

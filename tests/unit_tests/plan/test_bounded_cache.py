@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pp.comm.transport import SoloTransport
-from megatron_pp.faults.agreement import RECEIVES, SENDS, Agreements
+from megatron_pp.faults.consistency import RECEIVES, SENDS, Agreements
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import builder
 from megatron_pp.plan.bounded_cache import BoundedCache
@@ -30,7 +30,7 @@ def test_the_last_used_entries_that_fit_are_kept(calls: list[tuple[int, bool, in
             kept.append((key, size))
             while sum(size for _, size in kept) > 100 and len(kept) > least:
                 kept.pop(0)
-        assert cache.values() == [str(key) for key, _ in kept]
+        assert list(cache.entries.values()) == [str(key) for key, _ in kept]
 
 
 def test_another_threads_value_that_was_first_is_kept() -> None:

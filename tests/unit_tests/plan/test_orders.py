@@ -13,8 +13,9 @@ from megatron_pp.plan.builder import build_plan, lowered_plan
 from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.dataflow import RESULT_OF
 from megatron_pp.plan.family import Family, Order, Shape
+from megatron_pp.plan.instruction import COMPUTE_OPS
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.orders.v import one_f_one_b_v_offsets, v_half_offsets, v_min_offsets, v_pattern
+from megatron_pp.plan.orders.v import one_f_one_b_v_offsets, pattern_slots, v_half_offsets, v_min_offsets
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.plan.spec import CHANNELS, POLICIES, PlanSpec
@@ -141,7 +142,7 @@ def test_bubbles_follow_their_formulas(size: int) -> None:
 def test_zero_bubble_schedules_never_idle_within_a_ranks_span(size: int) -> None:
     for name in ("zb_h2", "zb_v"):
         simulation = unit_simulation(name, size, 3 * size)
-        computed = [list(simulation.compute_events(rank)) for rank in range(size)]
+        computed = [[e for e in simulation.events(rank) if e.instruction.op in COMPUTE_OPS] for rank in range(size)]
         assert [events[-1].end - events[0].start for events in computed] == list(simulation.busy)
 
 
@@ -178,10 +179,11 @@ def test_interleaved_zero_bubble_needs_no_more_memory_than_interleaved() -> None
 @pytest.mark.parametrize("size", range(1, 25))
 def test_repeated_patterns_never_collide_with_themselves(offsets: object, size: int) -> None:
     long_backward = offsets is one_f_one_b_v_offsets
-    for slots in v_pattern(size, offsets).offsets:  # type: ignore[arg-type]
+    for rank in range(size):
+        slots = pattern_slots(offsets(size, rank), microbatches=1)  # type: ignore[operator]
         taken = [slot % 6 for slot in slots.values()]
         if long_backward:
-            taken += [(slot + 1) % 6 for (op, _), slot in slots.items() if op == "B"]
+            taken += [(slot + 1) % 6 for (op, _, _), slot in slots.items() if op == "B"]
         assert len(set(taken)) == len(taken)
 
 

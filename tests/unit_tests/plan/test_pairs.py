@@ -11,9 +11,8 @@ from megatron_pp.plan.builder import build_plan, lowered_plan
 from megatron_pp.plan.clock import run_clock
 from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.dataflow import consumer_of
-from megatron_pp.plan.instruction import PAIR, Instruction, format_program, parse_program
+from megatron_pp.plan.instruction import PAIR, Instruction, format_program, pair_up, parse_program
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.pairs import pair_up
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, PlanSpec

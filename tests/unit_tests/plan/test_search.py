@@ -15,9 +15,9 @@ from megatron_pp.plan.costs import MemoryModel, StageCosts
 from megatron_pp.plan.family import Shape
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.orders.v import v_half_offsets, v_pattern
+from megatron_pp.plan.orders.v import pattern_slots, v_half_offsets
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.sim.greedy import Rules, schedule
+from megatron_pp.plan.sim.greedy import Problem, Rules, schedule
 from megatron_pp.plan.sim.search import SearchResult, peak_memory
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import BATCHED, PlanSpec
@@ -156,9 +156,9 @@ def test_measurements_of_another_pipeline_are_refused() -> None:
 
 def test_the_scheduler_reports_what_can_not_be_done() -> None:
     placement = Placement("v", 2, 2)
-    pattern = v_pattern(2, v_half_offsets)
-    costs = StageCosts.uniform(4)
-    assert schedule(placement, 3, pattern, MemoryModel.in_chunks(placement, 1.0), costs, Rules()) is None
+    slots = [pattern_slots(v_half_offsets(2, rank), microbatches=3) for rank in range(2)]
+    problem = Problem(placement, 3, MemoryModel.in_chunks(placement, 1.0), StageCosts.uniform(4))
+    assert schedule(problem, slots, Rules()) is None
 
 
 def test_patience_keeps_a_weight_gradient_from_holding_up_what_others_wait_for() -> None:
@@ -167,27 +167,14 @@ def test_patience_keeps_a_weight_gradient_from_holding_up_what_others_wait_for()
     """
     placement = Placement("loop", 2, 1)
     costs = StageCosts.per_stage([1, 1], [2, 1], [10, 10])
-    spans = []
-    for patience in (0.0, 1.0):
-        result = schedule(
-            placement,
-            2,
-            _Slots(),
-            MemoryModel.in_chunks(placement, 9.0),
-            costs,
-            Rules(patience=patience),
-            transfer=1.0,
-        )
-        assert result is not None
-        spans.append(result.makespan)
-    assert spans[1] <= spans[0]
-
-
-class _Slots:
-    """1F1B for two ranks."""
-
-    def slot(self, rank: int, op: str, chunk: int, mb: int) -> float:
-        return 3 * mb + (rank if op == "F" else 4 - rank)
+    problem = Problem(placement, 2, MemoryModel.in_chunks(placement, 9.0), costs, transfer=1.0)
+    one_f_one_b = [
+        {(op, 0, mb): 3 * mb + (rank if op == "F" else 4 - rank) for op in "FB" for mb in range(2)} for rank in range(2)
+    ]
+    results = [schedule(problem, one_f_one_b, Rules(patience=patience)) for patience in (0.0, 1.0)]
+    assert results[0] is not None
+    assert results[1] is not None
+    assert results[1].makespan <= results[0].makespan
 
 
 # -- what is said ---
@@ -205,7 +192,7 @@ def test_a_long_search_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_first_rank_of_the_job_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("megatron_pp.runtime.step.say_once", said.append)
+    monkeypatch.setattr("megatron_pp.runtime.step.warn_once", said.append)
     network = MemoryNetwork(3)
     for rank in range(3):
         config = toy_config()

@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.builder import build_plan, with_whole_backwards
 from megatron_pp.plan.instruction import (
     BACKWARD,
     BACKWARD_OPS,
@@ -31,7 +31,6 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.serialize import format_plan, parse_plan
 from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
-from megatron_pp.plan.whole_backwards import with_whole_backwards
 from tests.harness.plan_text import with_programs
 
 EXHAUSTIVE = os.environ.get("MEGATRON_PP_EXHAUSTIVE", "") == "1"

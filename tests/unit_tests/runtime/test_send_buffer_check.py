@@ -202,7 +202,7 @@ def test_released_memory_is_poisoned_before_it_goes() -> None:
     class KeepsAnAlias(WatchedExecutor):
         def _free(self, at: Instruction) -> None:
             super()._free(at)
-            aliases.extend((there, float(there.flatten()[0])) for there in self.watch.returned)
+            aliases.extend((there, float(there.flatten()[0])) for there in self.returned)
 
     network_run = run(SPECS["1f1b"], KeepsAnAlias)
     assert network_run.complaints == []

@@ -378,8 +378,7 @@ def test_group_sizes_come_from_the_groups_then_from_the_config() -> None:
 def test_group_sizes_of_parallel_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Megatron, which asks nobody else when no groups are given."""
     monkeypatch.setattr(process_groups, "model_parallel_is_initialized", lambda: True)
-    monkeypatch.setattr(process_groups, "get_tensor_model_parallel_world_size", lambda: 4)
-    monkeypatch.setattr(process_groups, "get_context_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(process_groups, "size_of", {"tp": 4, "cp": 2}.get)
     assert group_sizes(None, StepSettings.from_config(None)) == (4, 2)
     assert group_sizes(SimpleNamespace(cp=ThreadGroup(0, 1)), StepSettings.from_config(None)) == (4, 1)
 

@@ -71,6 +71,29 @@ def test_a_step_comes_back_as_it_was(tmp_path, schedule, v, options, skew):
         assert found.other(rank) == pytest.approx(0.0, abs=1e-2)
 
 
+# As release 0.1 wrote them, per rank.
+PROGRAMS_OF_VERSION_1 = (
+    "F0.0 SA0.0 F0.1 RG0.0 SA0.1 DA0.0 WG0.0 B0.0 RG0.1 DA0.1 W0.0 WG0.1 GE0 B0.1 GE0 W0.1",
+    "RA0.0 WA0.0 F0.0 RA0.1 B0.0 SG0.0 WA0.1 F0.1 DG0.0 GE0 B0.1 SG0.1 W0.0 DG0.1 GE0 W0.1",
+)
+
+
+def test_traces_of_version_1_are_read(tmp_path):
+    """Short names, no name of its own for a split backward, and no ``split_backward`` in the spec."""
+    step = simulated("zb_h1", 2, 1, 2)
+    write_traces(tmp_path, [step])
+    for path, program in zip(sorted(tmp_path.glob("*.jsonl")), PROGRAMS_OF_VERSION_1, strict=True):
+        header, sync, plan, timed = map(json.loads, path.read_text().splitlines())
+        header["version"] = 1
+        plan["program"] = program
+        del plan["spec"]["split_backward"]
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in (header, sync, plan, timed)))
+    found = analyse(load_run(tmp_path))
+    assert found.measured.plan.programs == step.plan.programs
+    assert found.measured.makespan == pytest.approx(step.makespan, abs=1e-3)
+    assert found.costs.weight == pytest.approx((10.0, 10.0))
+
+
 def test_the_prediction_from_a_run_of_the_simulator_is_that_run(tmp_path):
     """Costs and transfer times are found again, so simulating with them gives the same step."""
     costs = StageCosts.per_stage([10, 11, 12, 13], [9, 10, 11, 12], [8, 8, 9, 9])
@@ -105,7 +128,7 @@ def test_the_median_step_is_shown(tmp_path):
     assert analyse(load_run(tmp_path), 2).measured.makespan == pytest.approx(steps[1].makespan, abs=1e-3)
 
 
-def test_overlap_is_what_nobody_waited_for(tmp_path):
+def test_overlap_is_what_no_rank_waited_for(tmp_path):
     hidden = simulated("gpipe", 2, 1, 16, network=Network(1e6, link=Link(bandwidth=1e6 / 5)))
     write_traces(tmp_path, [hidden])
     much = analyse(load_run(tmp_path)).overlap
@@ -170,7 +193,7 @@ def test_simulate_and_draw_take_measured_values(tmp_path, capsys):
 
 
 def test_a_hidden_transfer_takes_no_more_than_there_was_time(tmp_path):
-    """All that is known of a transfer that nobody waited for is when it was over at the latest."""
+    """All that is known of a transfer that no rank waited for is when it was over at the latest."""
     step = simulated("gpipe", 2, 1, 8, network=Network(1e6, link=Link(bandwidth=1e6 / 9)))
     write_traces(tmp_path, [step])
     for t in load_run(tmp_path).measured(1).transfers:

@@ -194,7 +194,7 @@ def test_a_store_that_is_not_emptied_is_reported_by_the_next_step() -> None:
     model = torch.nn.Linear(2, 2)
     store = split_weight_grad(model)
     store.__class__ = _NotEmptied
-    store._reset = lambda: None  # type: ignore[method-assign]
+    store.abort_step = lambda: None  # type: ignore[method-assign]
     _one_step(model, store)
     with pytest.raises(WeightGradError, match="backward of chunk 0, microbatch 1 ran twice"):
         _one_step(model, store)

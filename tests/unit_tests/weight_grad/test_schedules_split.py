@@ -14,9 +14,8 @@ import torch.utils.checkpoint
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import verified_plan
-from megatron_pp.plan.instruction import PAIR
+from megatron_pp.plan.instruction import PAIR, pair_up
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.pairs import pair_up
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime import log_once
