@@ -37,6 +37,8 @@ class _Matmul(torch.autograd.Function):
         return grad @ weight, flat(grad).t() @ flat(x), None
 
 class _Base(nn.Module):
+    fuse_wgrad_accumulation = False
+
     def _setup(self, delay, params_dtype, device):
         assert params_dtype is torch.float32 and isinstance(device, torch.device)
         self.wgrad_store = _WeightGradStore(delay)
