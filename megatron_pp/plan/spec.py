@@ -18,6 +18,12 @@ ONE_WAY = "one_way"  # every (source, destination, activation or gradient) is a 
 SHARED = "shared"  # everything between two ranks is one FIFO, in the order each of them posted
 CHANNELS = (ONE_WAY, SHARED)
 
+RENDEZVOUS = "rendezvous"  # a send completes when its receive is posted, a channel runs in posting order: always true
+ONE_QUEUE = "one_queue"  # all that a rank issues goes through one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
+DEVICE_SYNC = "device_sync"  # compute may synchronise the device, as Megatron's timers do at log level 2
+STATIC_BUFFERS = "static_buffers"  # graphed layers reuse an input gradient's buffer after the next backward
+DEVICE_RULES = (RENDEZVOUS, ONE_QUEUE, DEVICE_SYNC, STATIC_BUFFERS)
+
 HOOKS = "hooks"  # data-parallel hooks fire in the last backward of a chunk, outside no_sync
 EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as Megatron does
 
@@ -45,7 +51,8 @@ class PlanSpec:
     overlap_pairs     a forward right before a full backward of another microbatch is a pair, to be run as one
     digest            of the schedule file's content; empty for a named family
     split_backward    whether the model can put weight gradients off; where not, the plan has no W
-    (``whole_backwards.py``)
+                      (``whole_backwards.py``)
+    device            which of DEVICE_RULES hold where the plan runs: it is lowered for them and verified under them
     """
 
     schedule: str
@@ -65,11 +72,14 @@ class PlanSpec:
     measured: Measured | None = None
     digest: str = ""
     split_backward: bool = True
+    device: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _one_of("lowering policy", self.policy, POLICIES)
         _one_of("channels", self.channels, CHANNELS)
         _one_of("grad_sync", self.grad_sync, (HOOKS, EXPLICIT))
+        for rule in self.device:
+            _one_of("device rule", rule, DEVICE_RULES)
         for name, value, least in (
             ("pipeline size", self.pipeline_size, 1),
             ("number of model chunks", self.num_chunks, 1),
