@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from megatron_pp.errors import PlanError
@@ -78,8 +79,7 @@ class PlanSpec:
         _one_of("lowering policy", self.policy, POLICIES)
         _one_of("channels", self.channels, CHANNELS)
         _one_of("grad_sync", self.grad_sync, (HOOKS, EXPLICIT))
-        for rule in self.device:
-            _one_of("device rule", rule, DEVICE_RULES)
+        object.__setattr__(self, "device", checked_device(self.device))
         for name, value, least in (
             ("pipeline size", self.pipeline_size, 1),
             ("number of model chunks", self.num_chunks, 1),
@@ -123,6 +123,17 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(f"rank {r}: {format_program(p)}" for r, p in enumerate(self.programs))
+
+
+def checked_device(rules: Collection[str]) -> tuple[str, ...]:
+    """``rules`` in the order of DEVICE_RULES, each once, without RENDEZVOUS, which always holds. Raises PlanError for
+    one that is not known.
+    """
+    if isinstance(rules, str):
+        rules = rules.split(",")
+    for rule in rules:
+        _one_of("device rule", rule, DEVICE_RULES)
+    return tuple(rule for rule in DEVICE_RULES[1:] if rule in rules)
 
 
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
