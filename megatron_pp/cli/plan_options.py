@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.sim.naive import NAIVE, naive_plan
 from megatron_pp.plan.spec import (
     CHANNELS,
+    DEVICE_RULES,
     EXPLICIT,
     HOOKS,
     ONE_WAY,
@@ -25,11 +27,22 @@ from megatron_pp.plan.spec import (
     POLICIES,
     Plan,
     PlanSpec,
+    checked_device,
 )
 from megatron_pp.plan.verifier import verify
 
 _DEFAULT_SCHEDULE = "1f1b"
 _DEFAULT_RANKS = 4
+_LOWERING = (
+    "policy",
+    "channels",
+    "variable_shapes",
+    "release_after",
+    "lookahead",
+    "grad_sync",
+    "param_sync",
+    "device",
+)
 _NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches")
 
 
@@ -55,6 +68,15 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--variable-shapes", action="store_true", help="shapes travel ahead of the tensors")
     group.add_argument("--release-after", type=whole, default=1, metavar="N", help="slots from a send to its release")
     group.add_argument("--lookahead", type=whole, default=1, metavar="N", help="slots that a receive is posted ahead")
+    group.add_argument(
+        "--device",
+        action="extend",
+        type=_rules,
+        default=[],
+        metavar="RULE",
+        help=f"rules that hold where it runs, {', '.join(DEVICE_RULES)} (or a list: a,b,c): the plan is lowered for "
+        "them and verified under them together; default rendezvous, which always holds",
+    )
     group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), default=HOOKS)
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
     group.add_argument(
@@ -70,6 +92,14 @@ def whole(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
+
+
+def _rules(text: str) -> tuple[str, ...]:
+    """Rules of a device with commas between them, for argparse."""
+    try:
+        return checked_device(text.split(","))
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def whole_list(text: str) -> list[int]:
@@ -138,16 +168,13 @@ def _imported(args: argparse.Namespace) -> Plan:
     clash = next((name for name in _NAMING if getattr(args, name) is not None), None)
     if clash is not None:
         raise UsageError(f"--import brings its own {clash.replace('_', ' ')}; leave --{clash.replace('_', '-')} out")
-    lowering = {
-        name: getattr(args, name)
-        for name in ("policy", "channels", "variable_shapes", "release_after", "lookahead", "grad_sync", "param_sync")
-    }
+    lowering = {name: getattr(args, name) for name in _LOWERING}
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         plan = load_plan(args.source, **lowering)
     for note in notes:
         _note(args, str(note.message))
-    return plan
+    return replace(plan, spec=replace(plan.spec, device=tuple(args.device))) if args.device else plan
 
 
 def _one(value: list[int] | int | None) -> int | None:
@@ -172,12 +199,6 @@ def _spec(args: argparse.Namespace, name: str, chunks: int | None, microbatches:
         chunks,
         2 * size if microbatches is None else microbatches,
         group_size=args.group_size,
-        policy=args.policy,
-        channels=args.channels,
         forward_only=args.forward_only,
-        variable_shapes=args.variable_shapes,
-        release_after=args.release_after,
-        lookahead=args.lookahead,
-        grad_sync=args.grad_sync,
-        param_sync=args.param_sync,
+        **{name: getattr(args, name) for name in _LOWERING},
     )

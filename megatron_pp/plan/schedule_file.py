@@ -96,5 +96,6 @@ class _FilePlan:
             digest=spec.digest,
             group_size=spec.group_size,
             split_backward=spec.split_backward,
+            device=spec.device,
         )
         return self.plan.programs if mine == spec else None

@@ -21,7 +21,14 @@ from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.log_once import say_once
 from megatron_pp.runtime.message_shapes import group_sizes, messages
 from megatron_pp.runtime.pairs import PairRunner
-from megatron_pp.runtime.plan_choice import checkpoint_flags, plan_spec, say_if_slow, say_what_is_off, spec_fields
+from megatron_pp.runtime.plan_choice import (
+    advice_on_queues,
+    checkpoint_flags,
+    plan_spec,
+    say_if_slow,
+    say_what_is_off,
+    spec_fields,
+)
 from megatron_pp.runtime.send_buffer_check import executor_for
 from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
 from megatron_pp.tracing.recorder import Observer, message_bytes, observers, step_recording, traced_steps
@@ -68,6 +75,8 @@ class StepCall:
         plan = build_plan(self.spec, self._announce)
         if not self.spec.forward_only:
             say_what_is_off(plan, self.weights is not None)
+        if (advice := advice_on_queues(plan, self.settings, communicator)) is not None:
+            self._announce(advice)
         steps = self.make_steps(plan)
         sent, received = (message_bytes(shape, communicator.dtype) for shape in (shapes.send, shapes.receive))
         recording = step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
