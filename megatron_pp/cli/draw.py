@@ -118,7 +118,8 @@ def _timeline(args: argparse.Namespace) -> Timeline:
     plan = verified_single_plan(args)
     shape = model_shape(args)
     profile = cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
-    result = simulate(plan, profile.stages(plan.placement.num_stages), network(args, shape, plan.spec.pipeline_size))
+    costs = profile.stages(plan.placement.num_stages)
+    result = simulate(plan, costs, network(args, shape, plan.spec.pipeline_size), args.device)
     return simulated_timeline(result, cost_unit(args), shape)
 
 

@@ -23,7 +23,7 @@ def queue_advice(streams: int, needs_one: bool, environ: Mapping[str, str] = os.
     queues = _DEFAULT if not text else int(text) if text.isdecimal() else 0
     advice = f"set it to {1 if needs_one else _MOST}"
     if not 1 <= queues <= _MOST:
-        why, advice = "it is no number of queues", f"it must be a whole number from 1 to {_MOST}"
+        why, advice = "no number of hardware queues", f"it must be a whole number from 1 to {_MOST}"
     elif needs_one and queues > 1:
         why = "before Blackwell, tensor and context parallel layers overlap as intended only in the order of issue"
     elif queues == 1 and not needs_one:
