@@ -1,8 +1,8 @@
 """Lowering: from a compute order to a full plan with communication.
 
 Between two entries of a rank's order lies a *boundary*; boundary i is before entry i. At a boundary stand, in this
-order: posts (sends and receives), releases, gradient syncs, waits and hand-offs for the entry that follows, other
-syncs. Each message has a *round*, the logical slot at whose end it is produced (``clock.py``).
+order: posts (sends and receives), releases, gradient syncs, waits and hand-offs for the entry that follows (in the order
+of rounds), other syncs. Each message has a *round*, the logical slot at whose end it is produced (``clock.py``).
 
 ``overlap``  A send is posted right after its operation and released ``release_after`` entries later. A receive is
              posted when its message is due, or ``lookahead`` slots ahead of its use if that is earlier, and waited
@@ -35,6 +35,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pp.plan.clock import Clocked, run_clock
@@ -105,8 +106,8 @@ class _RankLowering:
         self.lookahead = 0 if DEVICE_SYNC in spec.device else spec.lookahead
         self.posts: dict[int, list[_Post]] = defaultdict(list)
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
-        self.late: dict[int, list[Instruction]] = defaultdict(list)  # receives behind one that is not waited for yet
-        self.inputs: dict[int, list[Instruction]] = defaultdict(list)  # waits, receives behind them, and hand-offs
+        # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
+        self.inputs: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)
 
     def program(self) -> list[Instruction]:
         sends, receives = self._messages()
@@ -116,7 +117,7 @@ class _RankLowering:
             self._place_releases(sends)
         if self.spec.policy == OVERLAP and not self.spec.variable_shapes:
             for receive in receives:
-                self.inputs[receive.use].append(receive.finish)
+                self.inputs[receive.use].append((receive.round, receive.finish))
         if self._looks_ahead:
             self._place_ahead(receives)
         else:
@@ -150,7 +151,7 @@ class _RankLowering:
         result = RESULT_OF[at.op]
         moves = MOVES[result]
         if self.placement.homes[source][0] == self.rank:
-            self.inputs[i].append(Instruction(moves.hand, at.stage, at.mb, NONE, at.chunk))
+            self.inputs[i].append((0, Instruction(moves.hand, at.stage, at.mb, NONE, at.chunk)))
         else:
             due = self.result_ends[(result, source, at.mb)]
             receives.append(self._post(due, at, source, at.stage, moves.recv, moves.wait, i))
@@ -211,12 +212,8 @@ class _RankLowering:
             wanted = min(due, self._ahead(receive.use))
             if before is None or before.use < wanted:
                 self.posts[wanted].append(receive)
-            elif before.use <= due:
-                _insert_behind(before.finish, receive.post, self.inputs[before.use])
-            elif before.post in self.inputs[due]:
-                _insert_behind(before.post, receive.post, self.inputs[due])
             else:
-                self.late[due].append(receive.post)
+                self.inputs[min(before.use, due)].append((before.round, receive.post))
 
     def _emit(self) -> list[Instruction]:
         before, after = syncs_of(self.spec, self.rank, self.order)
@@ -226,10 +223,9 @@ class _RankLowering:
             if posts:
                 self._emit_posts(sorted(posts), program)
             program += self.releases.get(i, ())
-            program += self.late.get(i, ())
             program += after.get(i - 1, ())
             if i < len(self.order):
-                program += self.inputs.get(i, ())
+                program += [at for _, at in sorted(self.inputs.get(i, ()), key=itemgetter(0))]
                 program += before.get(i, ())
                 program.append(self.order[i])
         return program
@@ -282,7 +278,3 @@ def _waits(posts: list[_Post]) -> list[Instruction]:
 
 def _releases(posts: list[_Post]) -> list[Instruction]:
     return [p.finish for p in posts if p.post.op in SEND_OPS]
-
-
-def _insert_behind(placed: Instruction, at: Instruction, into: list[Instruction]) -> None:
-    into.insert(into.index(placed) + 1, at)
