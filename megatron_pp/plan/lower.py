@@ -1,8 +1,8 @@
 """Lowering: from a compute order to a full plan with communication.
 
 Between two entries of a rank's order lies a *boundary*; boundary i is before entry i. At a boundary stand, in this
-order: posts (sends and receives), releases, gradient syncs, waits and hand-offs for the entry that follows (in the order
-of rounds), other syncs. Each message has a *round*, the logical slot at whose end it is produced (``clock.py``).
+order: posts (sends and receives), releases, gradient syncs, waits and hand-offs for the entry that follows (in order of
+rounds), other syncs. Each message has a *round*, the logical slot at whose end it is produced (``clock.py``).
 
 ``overlap``  A send is posted right after its operation and released ``release_after`` entries later. A receive is
              posted when its message is due, or ``lookahead`` slots ahead of its use if that is earlier, and waited
