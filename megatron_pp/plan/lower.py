@@ -182,7 +182,10 @@ class _RankLowering:
                 boundary = min(boundary, backwards.get((send.finish.stage, send.finish.mb), boundary))
             elif STATIC_BUFFERS in self.spec.device and following < len(turns):
                 boundary = min(boundary, turns[following] + 1)
-            self.releases[boundary].append(send.finish)
+            if boundary == send.use + 1 < len(self.order):  # right before its backward: behind the gradient
+                self.inputs[boundary].append((self.ends[boundary], send.finish))
+            else:
+                self.releases[boundary].append(send.finish)
 
     def _ahead(self, use: int) -> int:
         """The boundary ``lookahead`` slots before the entry ``use`` starts.
@@ -203,17 +206,28 @@ class _RankLowering:
 
     def _place_ahead(self, receives: list[_Post]) -> None:
         """Post each receive when it is due, or by look-ahead earlier, but behind the wait of the one before it on its
-        channel; where that comes too late, when it is due.
+        channel; where that comes too late, when it is due or as late as the sender does not have to wait for it.
         """
-        last: dict[tuple[int, str], _Post] = {}
+        lines: dict[tuple[int, str], list[_Post]] = defaultdict(list)
         for receive in receives:
-            before, last[receive.channel] = last.get(receive.channel), receive
-            due = self._due(receive)
-            wanted = min(due, self._ahead(receive.use))
-            if before is None or before.use < wanted:
-                self.posts[wanted].append(receive)
-            else:
-                self.inputs[min(before.use, due)].append((before.round, receive.post))
+            lines[receive.channel].append(receive)
+        for line in lines.values():
+            for before, receive, after in zip([None, *line], line, [*line[1:], None], strict=False):
+                due = self._due(receive)
+                wanted = min(due, self._ahead(receive.use))
+                if before is None or before.use < wanted:
+                    self.posts[wanted].append(receive)
+                elif before.use <= due or (boundary := self._latest(receive, after)) == due:
+                    self.inputs[min(before.use, due)].append((before.round, receive.post))
+                else:
+                    self.posts[boundary].append(receive)
+
+    def _latest(self, receive: _Post, after: _Post | None) -> int:
+        """The last boundary at which its sender cannot be waiting for the receive yet: it is the next operation's end
+        that it stands before, and then comes the release at the earliest, or the channel's next send.
+        """
+        presses = DEVICE_SYNC in self.spec.device or (after is not None and after.round == receive.round + 1)
+        return min(bisect_right(self.ends, receive.round + (not presses)), receive.use)
 
     def _emit(self) -> list[Instruction]:
         before, after = syncs_of(self.spec, self.rank, self.order)
