@@ -13,7 +13,8 @@ rounds), other syncs. Each message has a *round*, the logical slot at whose end 
 
 On a one-way channel the next receive is posted once the one before has been waited for: with one hardware queue it
 would hold back compute until then. Under ``overlap`` a receive that is due while the one before is not used for long
-is posted all the same: what then holds the queue back has an earlier round, so nothing hangs.
+is posted all the same, as late as its sender has no need of it: what then holds the queue back has an earlier round, so
+nothing hangs.
 
 At one boundary receives are posted before sends wherever that is free (one-way channels, and within a batch): gloo
 announces a receive in the data of the other direction, behind a message that is already on its way.
@@ -223,11 +224,12 @@ class _RankLowering:
                     self.posts[boundary].append(receive)
 
     def _latest(self, receive: _Post, after: _Post | None) -> int:
-        """The last boundary at which its sender cannot be waiting for the receive yet: it is the next operation's end
-        that it stands before, and then comes the release at the earliest, or the channel's next send.
+        """The last boundary at which nothing waits for the receive yet: one slot after its round, as its sender runs
+        another operation before the release or the channel's next send; at its round where that operation is the next
+        send's own, or synchronises the device.
         """
-        presses = DEVICE_SYNC in self.spec.device or (after is not None and after.round == receive.round + 1)
-        return min(bisect_right(self.ends, receive.round + (not presses)), receive.use)
+        at_once = DEVICE_SYNC in self.spec.device or (after is not None and after.round == receive.round + 1)
+        return min(bisect_right(self.ends, receive.round + (0 if at_once else 1)), receive.use)
 
     def _emit(self) -> list[Instruction]:
         before, after = syncs_of(self.spec, self.rank, self.order)
