@@ -201,7 +201,7 @@ def test_searched_orders_pass(schedule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", NAMED)
 def test_every_schedule_passes_for_every_number_of_microbatches(schedule: str) -> None:
-    assert check(sweep(schedule, (2, 4, 5), (1, 3), every_m=True)) > 200
+    assert check(sweep(schedule, (2, 4), (3,), every_m=True)) == (8 + 14) * len(RUNS) * 2
 
 
 def random_orders(placement: Placement, microbatches: int, rng: random.Random) -> list[Order]:
