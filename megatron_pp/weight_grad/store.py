@@ -163,7 +163,7 @@ class WeightGradStore:
             self.casts.clear()
             for run in delayed:
                 run.end_backward()
-        self._queues[key].extend(Waiting(-1, run, 0, frozen(run)) for run in delayed)
+        self._queues[key].extend(Waiting(-1, run, 0, frozen(run.parameters)) for run in delayed)
         if not split:
             self.run(chunk, mb)
 
@@ -225,10 +225,10 @@ class WeightGradStore:
 
     def leave(self, deferred: Deferred) -> None:
         """Queue ``deferred``; for a layer's backward where ``running()`` puts it off."""
-        current = self._current
+        current, parameters = self._current, deferred.parameters
         assert current is not None
-        current.left.update(map(id, deferred.parameters))
-        self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen(deferred)))
+        current.left.update(map(id, parameters))
+        self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen(parameters)))
 
     def arrive(self, parameter: Tensor, leaf: Tensor) -> None:
         """Called when autograd has finished a leaf's gradient; there is none where layers queued it, or added it to
