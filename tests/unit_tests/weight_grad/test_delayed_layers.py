@@ -268,18 +268,18 @@ def test_a_layer_that_is_used_twice_in_a_microbatch(te: Any) -> None:
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, parameter.grad, msg=name)
 
 
-def test_frozen_parameters_have_no_gradient(te: Any) -> None:
-    model = new_model(te)
-    frozen = [model[0].bias, model[1].layer_norm_bias]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
+@pytest.mark.parametrize("frozen", [("0.bias", "1.layer_norm_bias"), ("2.fc1_weight", "2.fc2_weight")])
+def test_frozen_parameters_have_no_gradient(te: Any, frozen: tuple[str, ...]) -> None:
+    expected, model = new_model(te, delay=False), new_model(te)
+    for name in frozen:
+        for each in (expected, model):
+            each.get_parameter(name).requires_grad_(False)
+    for mb in range(MICROBATCHES):
+        loss_of(expected, mb).backward()
     split_step(model, (0, 1, 2))
-    expected = whole_gradients(te)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, expected[name], msg=name)
-        else:
-            assert parameter.grad is None
+    for name, grad in gradients(expected).items():
+        torch.testing.assert_close(gradients(model)[name], grad, msg=name)
+    assert all(gradients(model)[name] is None for name in frozen)
 
 
 def test_a_layer_built_without_delay_is_whole(te: Any) -> None:
