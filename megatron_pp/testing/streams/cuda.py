@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -197,6 +198,10 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         return _engine_run_backward(*args, **kwargs)
 
 
+def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    _here().record_stream(tensor, stream.lane)
+
+
 _REPLACED: dict[str, Any] = {
     **{name: _constant(True) for name in ("is_available", "is_initialized")},
     **{name: _nothing for name in ("set_device", "_lazy_init", "init", "empty_cache", "reset_peak_memory_stats")},
@@ -221,26 +226,32 @@ _REPLACED: dict[str, Any] = {
 _REPLACED_NVTX = {"range_push": _range_push, "range_pop": _range_pop, "range": _range, "mark": _nothing}
 
 
+_MISSING = object()
+
+
+@contextmanager
+def replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """(place, name, what it is called meanwhile) each; put back as it was."""
+    before = [vars(place).get(name, _MISSING) for place, name, _ in places]
+    try:
+        for place, name, new in places:
+            setattr(place, name, new)
+        yield
+    finally:
+        for (place, name, _), original in zip(places, before, strict=True):
+            if original is _MISSING:
+                delattr(place, name)
+            else:
+                setattr(place, name, original)
+
+
 @contextmanager
 def virtual_cuda() -> Iterator[None]:
     """``torch.cuda`` is virtual. The engine names its instructions by NVTX ranges (MEGATRON_PP_NVTX), which reports
     quote. One at a time in a process."""
     places = [(torch.cuda, name, new) for name, new in _REPLACED.items()]
-    places.append((torch.autograd, "_engine_run_backward", _run_backward))
     places += [(torch.cuda.nvtx, name, new) for name, new in _REPLACED_NVTX.items()]
+    places += [(torch.autograd, "_engine_run_backward", _run_backward), (torch.Tensor, "record_stream", _record_stream)]
     importlib.import_module("torch._dynamo")  # torch imports it late, and it wants the real torch.cuda then
-    with _OPEN:
-        originals = [(place, name, getattr(place, name)) for place, name, _ in places]
-        nvtx = os.environ.get(_NVTX)
-        os.environ[_NVTX] = "1"
-        try:
-            for place, name, new in places:
-                setattr(place, name, new)
-            yield
-        finally:
-            for place, name, original in originals:
-                setattr(place, name, original)
-            if nvtx is None:
-                del os.environ[_NVTX]
-            else:
-                os.environ[_NVTX] = nvtx
+    with _OPEN, replaced(places), patch.dict(os.environ, {_NVTX: "1"}):
+        yield

@@ -33,7 +33,6 @@ class CudaTensors(TorchFunctionMode):
             "cuda": self._cuda,
             "cpu": self._cpu,
             "pin_memory": self._cpu,
-            "record_stream": self._record_stream,
             "get_device": self._get_device,
             "type": self._type,
         }
@@ -84,9 +83,6 @@ class CudaTensors(TorchFunctionMode):
 
     def _cpu(self, func: Any, tensor: torch.Tensor, *args: Any, **_: Any) -> Any:
         return self._move(tensor, "cpu", False)
-
-    def _record_stream(self, func: Any, tensor: torch.Tensor, stream: Any) -> None:
-        self.device.record_stream(tensor, stream.lane)
 
     def _get_device(self, func: Any, tensor: torch.Tensor) -> int:
         return -1 if self.device.is_host_memory(tensor) else 0

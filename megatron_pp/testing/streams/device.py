@@ -21,7 +21,7 @@ from megatron_pp.testing.streams.cuda_tensors import CudaTensors
 from megatron_pp.testing.streams.memory import FREE, READ, WRITE, Access, Block, StreamRace
 
 if TYPE_CHECKING:
-    from megatron_pp.testing.streams.network import StreamWork
+    from megatron_pp.testing.streams.network import StreamNetwork, StreamWork
 
 _POOLED = 32  # streams that torch makes per priority; then they come round
 
@@ -90,24 +90,20 @@ class Lane(Timeline):
 
 
 class VirtualDevice:
-    """Of rank ``rank``. ``numbers`` gives timelines of all ranks different numbers; ``block(ready, what)`` holds the
-    host up until ``ready()``.
-    """
+    """The device of ``rank``, on ``network``."""
 
-    def __init__(self, rank: int, numbers: Iterator[int], record_streams: bool, block: Callable[..., None]) -> None:
+    def __init__(self, rank: int, network: StreamNetwork) -> None:
         self.rank = rank
-        self.record_streams = record_streams
-        self.block = block
-        self.host = Timeline(next(numbers), "host")
+        self.network = network
+        self.host = Timeline(next(network.timelines), "host")
         self.host_steps = 0
-        self.default = Lane(next(numbers), "default stream", self)
+        self.default = Lane(next(network.timelines), "default stream", self)
         self.nodes = NodeStreams(self.default)
         self.tensors = CudaTensors(self)
         self.allocator = CachingAllocator()
         self.ranges: list[str] = []  # open NVTX ranges: the engine's instruction is one
         self.races: dict[tuple[str, ...], StreamRace] = {}
         self.operations = 0
-        self._numbers = numbers
         self._pools: dict[bool, list[Lane]] = {False: [], True: []}
         self._turns = {False: itertools.count(), True: itertools.count()}
         self._blocks: dict[int, Block] = {}  # by address of the storage
@@ -120,7 +116,7 @@ class VirtualDevice:
         at, pool = next(self._turns[high_priority]) % _POOLED, self._pools[high_priority]
         if at == len(pool):
             name = f"{'high-priority ' if high_priority else ''}stream {at + 1}"
-            pool.append(Lane(next(self._numbers), name, self))
+            pool.append(Lane(next(self.network.timelines), name, self))
         return pool[at]
 
     @property
@@ -131,6 +127,10 @@ class VirtualDevice:
     def stream(self) -> Lane:
         """The current one; within a backward, that on which the node's forward ran."""
         return self.nodes.current()
+
+    def block(self, ready: Callable[[], bool], what: str) -> None:
+        """The host waits until ``ready()``."""
+        self.network.block(self.rank, ready, what)
 
     def stream_step(self) -> Timeline:
         """The host issues an operation to the current stream."""

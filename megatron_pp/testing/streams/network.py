@@ -83,10 +83,9 @@ class StreamNetwork(MemoryNetwork):
         self.rng = random.Random(seed)
         self.haste = _HASTE[(seed or 0) % len(_HASTE)]
         self._turns = None if seed is None else Turns(size, self.rng, _never)
-        numbers = itertools.count()
-        self.devices = [
-            VirtualDevice(rank, numbers, record_streams, self._blocker(rank)) for rank in range(size)
-        ]
+        self.record_streams = record_streams
+        self.timelines = itertools.count()
+        self.devices = [VirtualDevice(rank, self) for rank in range(size)]
         self._lanes: dict[Queue, Lane] = {}
         self._done: dict[Queue, Clock] = {}
         self._unfinished: list[StreamWork] = []
@@ -96,16 +95,16 @@ class StreamNetwork(MemoryNetwork):
     def running(self, rank: int) -> Iterator[None]:
         """This thread is the host of rank ``rank``."""
         device = self.devices[rank]
-        try:
-            with running_on(device), recording(device, checks=not self.run_ahead):
-                if self._turns is None:
+        with running_on(device), recording(device, checks=not self.run_ahead):
+            if self._turns is None:
+                yield
+                return
+            with self._turns.running(rank):
+                try:
                     yield
-                else:
-                    with self._turns.running(rank):
-                        yield
-        except BaseException as error:
-            self.abort(f"rank {rank}: {type(error).__name__}: {error}")
-            raise
+                except BaseException as error:  # else the others would hang
+                    self.abort(f"rank {rank}: {type(error).__name__}: {error}")
+                    raise
 
     def abort(self, why: str) -> None:
         super().abort(why)
@@ -114,11 +113,11 @@ class StreamNetwork(MemoryNetwork):
 
     # -- what a transport calls ------------------------------------------------------------------------------------
 
-    def post(self, rank: int, queue: Queue, ends: list[End]) -> MemoryWork:
+    def post(self, rank: int, queue: Queue, ends: list[End], high_priority: bool = False) -> StreamWork:
         with self.changed, unrecorded():
             device = self.devices[rank]
             if queue not in self._lanes:
-                self._lanes[queue] = device.pooled_stream()
+                self._lanes[queue] = device.pooled_stream(high_priority)
             lane = self._lanes[queue]
             work = StreamWork(self, device, queue, ends, lane)
             for end in ends:
@@ -141,7 +140,7 @@ class StreamNetwork(MemoryNetwork):
         assert isinstance(work, StreamWork)
         device = work.device
         if not self.run_ahead:
-            device.block(lambda: work.left == 0, work.what)
+            device.block(lambda: work.left == 0 or work.finished, work.what)
         if timeout is not None:  # ProcessGroupNCCL polls on the host then
             device.block(lambda: work.finished, work.what)
             device.host_learns(work.end)
@@ -159,6 +158,27 @@ class StreamNetwork(MemoryNetwork):
             return False
         work.device.host_learns(work.end)
         return True
+
+    def abort_communicator(self, name: str, rank: int) -> None:
+        """As ncclCommAbort on ``rank``: the streams go on, and nobody is told that the bytes are not there."""
+        with self.changed:
+            for work in self._unfinished:
+                work.finished = work.finished or work.queue == (name, rank)
+            self.progress()
+
+    def block(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        """The host of ``rank`` waits until ``ready()``. Raises RuntimeError where that cannot be."""
+        if ready():
+            return
+        if self._turns is not None:
+            self._turns.wait_until(rank, ready)
+        else:
+            with self.changed:
+                self.changed.wait_for(lambda: ready() or self.failure is not None)
+        if not ready():
+            raise RuntimeError(
+                f"aborted: {self.failure}" if self.failure else f"the device of rank {rank} hangs at {what}"
+            )
 
     def progress(self) -> None:
         """Finish what can finish on the devices."""
@@ -183,7 +203,7 @@ class StreamNetwork(MemoryNetwork):
     def _record(self, end: End, device: VirtualDevice, lane: Lane) -> None:
         tensor = end.tensor
         device.access(tensor, READ if end.is_send else WRITE, lane, _words(end))
-        if device.record_streams:
+        if self.record_streams:
             device.record_stream(tensor, lane)
         if not end.is_send:
             tensor.data.fill_(poison_of(tensor.dtype))
@@ -224,23 +244,6 @@ class StreamNetwork(MemoryNetwork):
         assert isinstance(work, StreamWork)
         self._done[work.queue] = work.end
         super()._complete(work)
-
-    def _blocker(self, rank: int) -> Callable[[Callable[[], bool], str], None]:
-        def block(ready: Callable[[], bool], what: str) -> None:
-            if ready():
-                return
-            if self._turns is not None:
-                self._turns.wait_until(rank, ready)
-            else:
-                with self.changed:
-                    self.changed.wait_for(lambda: ready() or self.failure is not None)
-            if not ready():
-                raise RuntimeError(
-                    f"aborted: {self.failure}" if self.failure else f"the device of rank {rank} hangs at {what}"
-                )
-
-        return block
-
 
 class StreamTransport(MemoryTransport):
     """One rank's side of a StreamNetwork: to the engine, NCCL on a CUDA device."""
