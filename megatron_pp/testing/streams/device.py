@@ -157,8 +157,11 @@ class VirtualDevice:
             return
         block = self.block_of(tensor.untyped_storage())
         size, first = tensor.element_size(), int(tensor.storage_offset())
-        last = first + sum(int((n - 1) * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        for race in block.use(self._step(kind, what, lane, block), first * size, (last + 1) * size, lane.clock):
+        if tensor.is_contiguous():
+            count = tensor.numel()
+        else:
+            count = 1 + sum(int((n - 1) * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        for race in block.use(self._step(kind, what, lane, block), first * size, (first + count) * size, lane.clock):
             key = (race.kind, race.first.what, race.first.instruction, race.second.what, race.second.instruction)
             self.races.setdefault(key, race)
 
