@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,6 +121,21 @@ def test_pinned_memory_is_the_hosts(non_blocking: bool) -> None:
         return on_device.tolist()
 
     assert kinds(on_one_device(program)) == (["read/write"] if non_blocking else [])
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to("cuda"), lambda m: m.cuda(), lambda m: m.to(torch.device("cuda", 0))])
+def test_a_model_moves_to_the_device_and_back(move: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    def program() -> list[str]:
+        model = torch.nn.Linear(2, 2, device="cpu")
+        kinds = [model.weight.device.type]
+        kinds.append(move(model).weight.device.type)
+        kinds.append(model(torch.ones(1, 2)).device.type)
+        kinds.append(model.cpu().weight.double().device.type)
+        return [*kinds, torch.ones(1).to(model.weight).device.type, torch.ones(1, device="cpu").cuda().device.type]
+
+    report = on_one_device(program)
+    assert not report.races, str(report)
+    assert report.results == [["cpu", "cuda", "cuda", "cpu", "cpu", "cuda"]]
 
 
 def test_a_backward_runs_where_its_forward_ran() -> None:
