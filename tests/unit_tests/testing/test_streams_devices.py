@@ -36,7 +36,7 @@ def test_streams_wait_for_nobody_unless_told(edge_in: bool, edge_out: bool) -> N
     assert kinds(on_one_device(program)) == ["write/read"] * ((not edge_in) + (not edge_out))
 
 
-@pytest.mark.parametrize("synchronize", ["event", "stream", "device", "item", "nothing"])
+@pytest.mark.parametrize("synchronize", ["event", "stream", "device", "item", "query", "nothing"])
 def test_what_the_host_has_waited_for_is_over(synchronize: str) -> None:
     def program() -> torch.Tensor:
         side = torch.cuda.Stream()
@@ -49,6 +49,8 @@ def test_what_the_host_has_waited_for_is_over(synchronize: str) -> None:
             event.synchronize()
         elif synchronize == "stream":
             side.synchronize()
+        elif synchronize == "query":
+            assert side.query()
         elif synchronize == "device":
             torch.cuda.synchronize()
         return y + 1
