@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
-from tests.harness.stream_runs import on_one_device
+from megatron_pp.testing.toy import ToyData
+from tests.harness.stream_runs import on_one_device, toy_step_on_streams
 
 
 def kinds(report: StreamReport) -> list[str]:
@@ -166,10 +169,15 @@ def test_the_33rd_stream_is_the_first_again() -> None:
 
 
 def test_torch_is_as_before_afterwards() -> None:
-    before = torch.cuda.Stream, torch.cuda.is_available, torch.Tensor.record_stream
+    def state() -> tuple[Any, ...]:
+        cuda = torch.cuda.Stream, torch.cuda.is_available, torch.Tensor.record_stream
+        return (*cuda, os.environ.get("MEGATRON_PP_NVTX"), is_in_torch_dispatch_mode())
+
+    before = state()
     report = on_one_device(lambda: (torch.cuda.is_available(), torch.ones(1).is_cuda, torch.cuda.current_device()))
     assert report.results == [(True, True, 0)]
-    assert before == (torch.cuda.Stream, torch.cuda.is_available, torch.Tensor.record_stream)
+    toy_step_on_streams("1f1b", 3, ToyData(3))
+    assert state() == before
     assert not torch.ones(1).is_cuda
 
 
