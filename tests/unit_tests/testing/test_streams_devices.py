@@ -184,6 +184,29 @@ def test_torch_is_as_before_afterwards() -> None:
 # -- transfers, and a host that runs ahead of the device ---------------------------------------------------------------
 
 
+@pytest.mark.parametrize("reply", [True, False])
+def test_an_answer_shows_that_the_question_was_sent(reply: bool) -> None:
+    """A match joins both ranks: who has received what was computed from its message may use the memory again."""
+    network = StreamNetwork(2)
+
+    def run(rank: int) -> None:
+        with network.running(rank):
+            transport, tensor, answer = network.transport(rank), torch.ones(4), torch.empty(4)
+            if rank == 0:
+                transport.isend(tensor, 1, "A")
+                if reply:
+                    transport.irecv(answer, 1, "G").wait()
+                tensor.add_(1)
+            else:
+                transport.irecv(tensor, 0, "A").wait()
+                if reply:
+                    transport.isend(tensor * 2, 0, "G").wait()
+
+    with virtual_cuda():
+        report = StreamReport.of(network, run_ranks(2, run, network.abort))
+    assert kinds(report) == ([] if reply else ["read/write"])
+
+
 class TwoRanks:
     """Rank 0 sends two tensors to rank 1; what each then sees of the device, step by step."""
 
