@@ -55,6 +55,8 @@ MODULES = {
     "apex/__init__.py": "",
     "apex/optimizers/__init__.py": FUSED_ADAM,
     "apex/normalization/__init__.py": FUSED_NORM,
+    "amp_C.py": "",
+    "fused_layer_norm_cuda.py": "",
 }
 
 
