@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron_pp.testing.streams.clocks import Clock, Timeline
 from megatron_pp.testing.streams.memory import Access, Block
+from megatron_pp.testing.streams.timelines import Clock, Timeline
 
 _UNIT = 512  # bytes; sizes are rounded up to it
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from megatron_pp.testing.streams.device import Lane
+from megatron_pp.testing.streams.timelines import Lane
 
 _NO_FORWARD = 1 << 62  # sequence numbers from here on are of nodes that no forward made: AccumulateGrad
 
@@ -66,7 +64,7 @@ class NodeStreams:
         while self._tasks and self._tasks[-1].number != number:
             task = self._tasks.pop()
             for stream in task.used:
-                task.caller.wait_for(stream.now(), stream.pending)
+                task.caller.wait_for_lane(stream)
             self._switch(task.caller)
         if self._tasks:
             self._enter_node(self._tasks[-1])
@@ -81,6 +79,6 @@ class NodeStreams:
         stream = self._current if number >= _NO_FORWARD else self._streams[made]
         for source in (task.caller, *task.used):
             if source is not stream:
-                stream.wait_for(source.now(), source.pending)
+                stream.wait_for_lane(source)
         task.used[stream] = None
         self._switch(stream)

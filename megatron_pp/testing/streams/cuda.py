@@ -17,10 +17,9 @@ from unittest.mock import patch
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-from megatron_pp.testing.streams.clocks import Clock
 from megatron_pp.testing.streams.cuda_tensors import CUDA
-from megatron_pp.testing.streams.device import Lane, VirtualDevice, current_device
-from megatron_pp.testing.streams.network import StreamWork
+from megatron_pp.testing.streams.device import VirtualDevice, current_device
+from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer
 
 _OPEN = threading.Lock()  # torch.cuda is one for the process
 _NVTX = "MEGATRON_PP_NVTX"
@@ -49,7 +48,7 @@ class Stream:
     stream_id = cuda_stream
 
     def wait_stream(self, stream: Stream) -> None:
-        self.lane.wait_for(stream.lane.now(), stream.lane.unfinished())
+        self.lane.wait_for_lane(stream.lane)
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
@@ -60,7 +59,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        self.lane.device.synchronize([self.lane], "a stream's synchronize")
+        _here().synchronize([self.lane], "a stream's synchronize")
 
     def query(self) -> bool:
         return not self.lane.unfinished()
@@ -86,7 +85,7 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **more: Any) -> None:
         self._device = _here()
         self._clock: Clock = {}
-        self._pending: set[StreamWork] = set()
+        self._pending: set[Transfer] = set()
         self._time = 0
 
     def record(self, stream: Stream | None = None) -> None:
@@ -101,12 +100,12 @@ class Event:
     def query(self) -> bool:
         if not all(work.finished for work in self._pending):
             return False
-        self._device.host_learns(self._clock)
+        self._device.host.learn(self._clock)
         return True
 
     def synchronize(self) -> None:
         self._device.block(lambda: all(work.finished for work in self._pending), "an event's synchronize")
-        self._device.host_learns(self._clock)
+        self._device.host.learn(self._clock)
 
     def elapsed_time(self, other: Event) -> float:
         """Milliseconds, as torch's."""
@@ -177,24 +176,12 @@ def _constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    torch.set_rng_state(state)
-
-
-def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))  # torch.manual_seed calls this function
-
-
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     """torch leaves its function modes while it handles a call, ``backward`` too: what runs inside is back in it."""
     here = current_device()
     if here is None or torch._C._len_torch_function_stack():
         return _engine_run_backward(*args, **kwargs)
-    with here.tensors:
+    with here.tensors:  # type: ignore[union-attr]
         return _engine_run_backward(*args, **kwargs)
 
 
@@ -204,7 +191,7 @@ def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
 
 _REPLACED: dict[str, Any] = {
     **{name: _constant(True) for name in ("is_available", "is_initialized")},
-    **{name: _nothing for name in ("set_device", "_lazy_init", "init", "empty_cache", "reset_peak_memory_stats")},
+    **dict.fromkeys(("set_device", "_lazy_init", "init", "empty_cache", "reset_peak_memory_stats"), _nothing),
     **{name: _constant(0) for name in ("current_device", "memory_allocated", "max_memory_allocated")},
     **{name: _constant(0) for name in ("memory_reserved", "max_memory_reserved")},
     "device_count": _constant(1),
@@ -218,10 +205,7 @@ _REPLACED: dict[str, Any] = {
     "current_stream": current_stream,
     "default_stream": default_stream,
     "synchronize": _synchronize,
-    "get_rng_state": _get_rng_state,
-    "set_rng_state": _set_rng_state,
-    "manual_seed": _manual_seed,
-    "manual_seed_all": _manual_seed,
+    "default_generators": (torch.default_generator,),
 }
 _REPLACED_NVTX = {"range_push": _range_push, "range_pop": _range_pop, "range": _range, "mark": _nothing}
 
@@ -249,8 +233,9 @@ def replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
 def virtual_cuda() -> Iterator[None]:
     """``torch.cuda`` is virtual. The engine names its instructions by NVTX ranges (MEGATRON_PP_NVTX), which reports
     quote. One at a time in a process."""
-    places = [(torch.cuda, name, new) for name, new in _REPLACED.items()]
+    places: list[tuple[Any, str, Any]] = [(torch.cuda, name, new) for name, new in _REPLACED.items()]
     places += [(torch.cuda.nvtx, name, new) for name, new in _REPLACED_NVTX.items()]
+    places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]
     places += [(torch.autograd, "_engine_run_backward", _run_backward), (torch.Tensor, "record_stream", _record_stream)]
     importlib.import_module("torch._dynamo")  # torch imports it late, and it wants the real torch.cuda then
     with _OPEN, replaced(places), patch.dict(os.environ, {_NVTX: "1"}):

@@ -7,13 +7,12 @@ device wherever torch takes one, and makes a copy where a tensor goes from one t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-if TYPE_CHECKING:
-    from megatron_pp.testing.streams.device import VirtualDevice
+from megatron_pp.testing.streams.device import VirtualDevice
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 

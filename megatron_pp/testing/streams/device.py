@@ -1,6 +1,6 @@
 """The virtual device of one rank: its host, streams, events and memory, and who runs on it.
 
-What a rank does runs at once, on the CPU; the device keeps the books of what a GPU would be free to do in another order.
+What a rank does runs at once, on the CPU; the device keeps the books of what a GPU may do in another order.
 """
 
 from __future__ import annotations
@@ -9,19 +9,15 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 
 from megatron_pp.testing.streams.allocator import CachingAllocator
 from megatron_pp.testing.streams.autograd_streams import NodeStreams
-from megatron_pp.testing.streams.clocks import Clock, Timeline, join
-from megatron_pp.testing.streams.cuda_tensors import CudaTensors
-from megatron_pp.testing.streams.memory import FREE, READ, WRITE, Access, Block, StreamRace
-
-if TYPE_CHECKING:
-    from megatron_pp.testing.streams.network import StreamNetwork, StreamWork
+from megatron_pp.testing.streams.memory import FREE, Access, Block, StreamRace
+from megatron_pp.testing.streams.timelines import Host, Lane, Timeline, join
 
 _POOLED = 32  # streams that torch makes per priority; then they come round
 
@@ -58,48 +54,24 @@ def is_quiet() -> bool:
     return getattr(_here, "quiet", False)
 
 
-class Lane(Timeline):
-    """A stream. ``pending``: transfers that have to finish before what was issued on it so far."""
+class Network(Protocol):
+    """What connects the devices. ``timelines`` numbers those of all devices."""
 
-    def __init__(self, number: int, name: str, device: VirtualDevice) -> None:
-        super().__init__(number, name)
-        self.device = device
-        self.pending: set[StreamWork] = set()
-        self._seen_host = -1
+    timelines: Iterator[int]
 
-    def now(self) -> Clock:
-        """What has happened before the next operation that the host issues here."""
-        if self._seen_host != self.device.host_steps:
-            self._seen_host = self.device.host_steps
-            join(self.clock, self.device.host.clock)
-        return self.clock
-
-    def issue(self) -> int:
-        """The host issues an operation; returns its tick."""
-        self.now()
-        return self.advance()
-
-    def wait_for(self, clock: Clock, pending: set[StreamWork]) -> None:
-        """What is issued from now on comes after what ``clock`` and ``pending`` say."""
-        join(self.clock, clock)
-        self.pending |= {work for work in pending if not work.finished}
-
-    def unfinished(self) -> set[StreamWork]:
-        self.pending = {work for work in self.pending if not work.finished}
-        return self.pending
+    def block(self, rank: int, ready: Callable[[], bool], what: str) -> None: ...
 
 
 class VirtualDevice:
     """The device of ``rank``, on ``network``."""
 
-    def __init__(self, rank: int, network: StreamNetwork) -> None:
+    def __init__(self, rank: int, network: Network) -> None:
         self.rank = rank
         self.network = network
-        self.host = Timeline(next(network.timelines), "host")
-        self.host_steps = 0
-        self.default = Lane(next(network.timelines), "default stream", self)
+        self.host = Host(next(network.timelines), "host")
+        self.default = Lane(next(network.timelines), "default stream", self.host)
         self.nodes = NodeStreams(self.default)
-        self.tensors = CudaTensors(self)
+        self.tensors: AbstractContextManager[Any] | None = None  # the mode in which this rank's thread runs
         self.allocator = CachingAllocator()
         self.ranges: list[str] = []  # open NVTX ranges: the engine's instruction is one
         self.races: dict[tuple[str, ...], StreamRace] = {}
@@ -116,7 +88,7 @@ class VirtualDevice:
         at, pool = next(self._turns[high_priority]) % _POOLED, self._pools[high_priority]
         if at == len(pool):
             name = f"{'high-priority ' if high_priority else ''}stream {at + 1}"
-            pool.append(Lane(next(self.network.timelines), name, self))
+            pool.append(Lane(next(self.network.timelines), name, self.host))
         return pool[at]
 
     @property
@@ -141,14 +113,8 @@ class VirtualDevice:
 
     def host_step(self) -> Timeline:
         """The host works on its own memory."""
-        self.host.advance()
-        self.host_steps += 1
+        self.host.work()
         return self.host
-
-    def host_learns(self, clock: Clock) -> None:
-        """The host has seen that what ``clock`` says is over: so is it for all that the host issues from now on."""
-        join(self.host.clock, clock)
-        self.host_steps += 1
 
     def synchronize(self, lanes: list[Lane], what: str) -> None:
         """The host waits for all that was issued on ``lanes``."""
@@ -157,7 +123,7 @@ class VirtualDevice:
         for lane in lanes:
             for work in pending:
                 join(lane.clock, work.end)
-            self.host_learns(lane.clock)
+            self.host.learn(lane.clock)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -190,9 +156,12 @@ class VirtualDevice:
         if not tensor.numel():
             return
         block = self.block_of(tensor.untyped_storage())
-        size, first = tensor.element_size(), tensor.storage_offset()
-        last = first + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        for race in block.use(self._step(kind, what, lane, block), first * size, (last + 1) * size, lane.clock):
+        size, first = tensor.element_size(), int(tensor.storage_offset())
+        if tensor.is_contiguous():
+            count = tensor.numel()
+        else:
+            count = 1 + sum(int((n - 1) * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        for race in block.use(self._step(kind, what, lane, block), first * size, (first + count) * size, lane.clock):
             key = (race.kind, race.first.what, race.first.instruction, race.second.what, race.second.instruction)
             self.races.setdefault(key, race)
 
@@ -214,7 +183,7 @@ class VirtualDevice:
             if not all(work.finished for work in pending):
                 return False
             for clock in [*clocks, *(work.end for work in pending)]:
-                self.host_learns(clock)
+                self.host.learn(clock)
             return True
 
         self.allocator.free(block, self._step(FREE, "the host", self.host, block), done)
@@ -222,6 +191,3 @@ class VirtualDevice:
     def _forget_host(self, key: int) -> None:
         self._host_blocks.discard(key)
         self._blocks.pop(key, None)
-
-
-__all__ = ["FREE", "READ", "WRITE", "Lane", "VirtualDevice", "current_device", "is_quiet", "running_on", "unrecorded"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_pp.testing.streams.clocks import Clock, Timeline
+from megatron_pp.testing.streams.timelines import Clock, Timeline
 
 READ, WRITE, FREE = "read", "write", "free"
 

@@ -24,10 +24,10 @@ import torch
 from megatron_pp.testing.adversarial_transports import Window, poison_of
 from megatron_pp.testing.deterministic_threads import Turns
 from megatron_pp.testing.memory_transport import End, MemoryNetwork, MemoryTransport, MemoryWork, Queue
-from megatron_pp.testing.streams.clocks import Clock, join
-from megatron_pp.testing.streams.device import READ, WRITE, Lane, VirtualDevice, running_on, unrecorded
+from megatron_pp.testing.streams.device import VirtualDevice, running_on, unrecorded
+from megatron_pp.testing.streams.memory import READ, WRITE
 from megatron_pp.testing.streams.recorder import recording
-
+from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer, join
 
 _HASTE = (0.0, 0.5, 1.0)  # how likely polling finds what the host does not know yet, by seed
 
@@ -37,7 +37,9 @@ class StreamWork(MemoryWork):
     comes after it, once it has met its peers.
     """
 
-    def __init__(self, network: StreamNetwork, device: VirtualDevice, queue: Queue, ends: list[End], lane: Lane) -> None:
+    def __init__(
+        self, network: StreamNetwork, device: VirtualDevice, queue: Queue, ends: list[End], lane: Lane
+    ) -> None:
         super().__init__(network, device.rank, queue, ends)
         self.network: StreamNetwork = network
         self.device = device
@@ -46,7 +48,7 @@ class StreamWork(MemoryWork):
         join(lane.clock, current.now())
         lane.issue()
         self.end: Clock = dict(lane.clock)
-        self.needs = current.unfinished() | lane.unfinished()
+        self.needs: set[Transfer] = current.unfinished() | lane.unfinished()
         self.partners: list[StreamWork] = []
         self.finished = False
         lane.pending.add(self)
@@ -84,7 +86,7 @@ class StreamNetwork(MemoryNetwork):
         self.haste = _HASTE[(seed or 0) % len(_HASTE)]
         self._turns = None if seed is None else Turns(size, self.rng, _never)
         self.record_streams = record_streams
-        self.timelines = itertools.count()
+        self.timelines: Iterator[int] = itertools.count()
         self.devices = [VirtualDevice(rank, self) for rank in range(size)]
         self._lanes: dict[Queue, Lane] = {}
         self._done: dict[Queue, Clock] = {}
@@ -143,7 +145,7 @@ class StreamNetwork(MemoryNetwork):
             device.block(lambda: work.left == 0 or work.finished, work.what)
         if timeout is not None:  # ProcessGroupNCCL polls on the host then
             device.block(lambda: work.finished, work.what)
-            device.host_learns(work.end)
+            device.host.learn(work.end)
         with self.changed:
             device.stream.wait_for(work.end, {work})
 
@@ -153,10 +155,9 @@ class StreamNetwork(MemoryNetwork):
             if self._turns is not None:
                 self._turns.give_way(work.rank)
             return False
-        known = all(work.device.host.clock.get(number, 0) >= tick for number, tick in work.end.items())
-        if not known and self.rng.random() >= self.haste:
+        if not work.device.host.knows(work.end) and self.rng.random() >= self.haste:
             return False
-        work.device.host_learns(work.end)
+        work.device.host.learn(work.end)
         return True
 
     def abort_communicator(self, name: str, rank: int) -> None:
@@ -217,7 +218,8 @@ class StreamNetwork(MemoryNetwork):
 
     def meet(self, one: End, other: End) -> None:
         first, second = one.work, other.work
-        assert isinstance(first, StreamWork) and isinstance(second, StreamWork)
+        assert isinstance(first, StreamWork)
+        assert isinstance(second, StreamWork)
         join(first.end, second.end)
         join(second.end, first.end)
         first.partners.append(second)
@@ -243,7 +245,9 @@ class StreamNetwork(MemoryNetwork):
     def _complete(self, work: MemoryWork) -> None:
         assert isinstance(work, StreamWork)
         self._done[work.queue] = work.end
+        join(self._lanes[work.queue].clock, work.end)
         super()._complete(work)
+
 
 class StreamTransport(MemoryTransport):
     """One rank's side of a StreamNetwork: to the engine, NCCL on a CUDA device."""

@@ -50,7 +50,9 @@ class VirtualNCCL:
     def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
         device = current_device()
         assert device is not None, "communicators are made by the threads of ranks"
+        assert isinstance(device.network, StreamNetwork)
         self.device = device
+        self.network = device.network
         self.store = store
         self.rank = rank
         self.size = size
@@ -72,8 +74,9 @@ class VirtualNCCL:
         for is_send, tensor, peer in requests:
             mine, other = self._members[self.rank], self._members[peer]
             ends.append(End(tensor, (mine, other, self._id) if is_send else (other, mine, self._id), is_send))
-        network = self.device.network
-        return network.post(self.device.rank, (self._id, self.device.rank), ends, self.options.is_high_priority_stream)
+        return self.network.post(
+            self.device.rank, (self._id, self.device.rank), ends, self.options.is_high_priority_stream
+        )
 
     def _connect(self) -> None:
         """Collective, as ncclCommInitRank is."""
@@ -85,7 +88,7 @@ class VirtualNCCL:
 
     def abort(self) -> None:
         self.is_aborted = True
-        self.device.network.abort_communicator(self._id, self.device.rank)
+        self.network.abort_communicator(self._id, self.device.rank)
 
     def shutdown(self) -> None:
         """Nothing is left open."""
@@ -95,7 +98,7 @@ class VirtualGroup(dist.ProcessGroup):
     """``ProcessGroup`` over a ``VirtualNCCL``."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._nccl: VirtualNCCL | None = None
         self._name = ""
 
@@ -103,7 +106,7 @@ class VirtualGroup(dist.ProcessGroup):
         self._name = name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self._name
 
     def _set_default_backend(self, kind: Any) -> None:
@@ -179,7 +182,8 @@ def virtual_distributed() -> Iterator[None]:
 def process_group(network: StreamNetwork, rank: int, store: Any) -> Iterator[dist.ProcessGroup]:
     """In the thread of ``rank``: the job's default group, with ``store`` (one ``HashStore`` for all ranks)."""
     group = VirtualGroup(store, rank, network.size)
-    group._register_backend(torch.device("cuda"), None, VirtualNCCL(dist.PrefixStore("world", store), rank, network.size))
+    nccl = VirtualNCCL(dist.PrefixStore("world", store), rank, network.size)
+    group._register_backend(torch.device("cuda"), None, nccl)
     group._set_group_name("0")
     world: Any = c10d._world
     world.pg_map[group] = ("nccl", store)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pp.testing.streams import StreamReport
+from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
+from megatron_pp.testing.threads import run_ranks
 from tests.harness.stream_runs import on_one_device
 
 
@@ -149,3 +153,62 @@ def test_torch_is_as_before_afterwards() -> None:
     assert report.results == [(True, True, 0)]
     assert before == (torch.cuda.Stream, torch.cuda.is_available, torch.Tensor.record_stream)
     assert not torch.ones(1).is_cuda
+
+
+# -- transfers, and a host that runs ahead of the device ---------------------------------------------------------------
+
+
+class TwoRanks:
+    """Rank 0 sends two tensors to rank 1; what each then sees of the device, step by step."""
+
+    def __init__(self) -> None:
+        self.network = StreamNetwork(2, seed=None, run_ahead=True)
+        self.network.held = lambda work: True
+        self.host_is_ahead = threading.Barrier(2)
+        self.released = threading.Event()
+
+    def run(self, rank: int) -> dict[str, Any]:
+        with self.network.running(rank):
+            transport, peer, tensor = self.network.transport(rank), 1 - rank, torch.full((4,), float(rank + 1))
+            post = transport.isend if rank == 0 else transport.irecv
+            works = [post(tensor, peer, "A") for _ in range(2)]
+            before, after = torch.cuda.Event(), torch.cuda.Event()
+            before.record()
+            works[0].wait()
+            after.record()
+            seen: dict[str, Any] = {"behind": [works[0].is_completed(), before.query(), after.query()]}
+            if self.host_is_ahead.wait(20.0) == 0:
+                self.network.held = lambda work: False
+                self.network.progress()
+                self.released.set()
+            self.released.wait(20.0)
+            after.synchronize()
+            torch.cuda.synchronize()
+            seen["done"] = [works[1].is_completed(), after.query(), torch.cuda.current_stream().query()]
+            return {**seen, "got": tensor.tolist()}
+
+
+def test_the_host_runs_ahead_of_transfers_that_are_held() -> None:
+    two = TwoRanks()
+    with virtual_cuda():
+        sender, receiver = run_ranks(2, two.run, two.network.abort)
+    assert sender["behind"] == receiver["behind"] == [False, True, False]
+    assert sender["done"] == receiver["done"] == [True, True, True]
+    assert receiver["got"] == [1.0] * 4
+
+
+def test_a_host_that_waits_for_its_device_is_woken_by_an_abort() -> None:
+    network = StreamNetwork(2, seed=None, run_ahead=True)
+
+    def run(rank: int) -> str:
+        if rank == 1:  # never posts its end
+            network.abort("rank 1 was killed")
+            return ""
+        with network.running(rank):
+            network.transport(rank).irecv(torch.empty(4), 1, "A").wait()
+            with pytest.raises(RuntimeError, match="aborted: rank 1 was killed"):
+                torch.cuda.synchronize()
+            return "woken"
+
+    with virtual_cuda():
+        assert run_ranks(2, run) == ["woken", ""]
