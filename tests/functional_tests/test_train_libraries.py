@@ -18,6 +18,7 @@ import torch
 
 from tests.functional_tests.test_train_schedules import TEXT
 from tests.harness.standin_libraries import write
+from tests.harness.train_flags import SMALL_MODEL
 
 # One start serves all tests, on one worker.
 pytestmark = pytest.mark.xdist_group("train_libraries")
@@ -54,10 +55,8 @@ for name, flags in runs.items():
     calls.clear()
 """
 
-SIZES = ["--hidden-size", "32", "--num-attention-heads", "2", "--num-layers", "2", "--seq-length", "32"]
-SIZES += ["--micro-batch-size", "2", "--num-microbatches", "3", "--train-steps", "2", "--eval-steps", "1"]
-SIZES += ["--eval-interval", "0", "--no-tensorboard", "--data", str(TEXT), "--validation-fraction", "0.2"]
-SIZES += ["--warmup-steps", "1"]
+SIZES = [*SMALL_MODEL, "--num-layers", "2", "--num-microbatches", "3", "--train-steps", "2", "--warmup-steps", "1"]
+SIZES += ["--eval-interval", "0", "--data", str(TEXT), "--validation-fraction", "0.2"]
 TE = ["--transformer-impl", "transformer_engine"]
 RUNS: dict[str, list[str]] = {
     "torch": ["--norm-impl", "torch", "--optimizer-impl", "torch"],

@@ -19,35 +19,17 @@ import torch
 
 from examples.gpt.checkpoint import find_checkpoint, read_tensors
 from megatron_pp.faults.liveness import ALIVE, STOPPED, process_of, state_of
+from tests.harness.train_flags import SMALL_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTY = Path(__file__).with_name("faulty_train.py")
 DEADLINE = 180.0
 """Seconds until a run is killed; none should take a tenth of it on an idle machine."""
 
-# A model so small that a step costs next to nothing.
 SMALL = [
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "32",
-    "--micro-batch-size",
-    "2",
-    "--num-microbatches",
-    "4",
-    "--max-data-bytes",
-    "400000",
-    "--eval-steps",
-    "1",
-    "--eval-interval",
-    "4",
-    "--warmup-steps",
-    "2",
-    "--log-interval",
-    "1",
-    "--no-tensorboard",
+    *SMALL_MODEL,
+    *("--num-microbatches", "4", "--max-data-bytes", "400000"),
+    *("--eval-interval", "4", "--warmup-steps", "2", "--log-interval", "1"),
 ]
 INTERLEAVED = ["--virtual-pipeline-model-parallel-size", "2", "--overlap-p2p-comm"]
 

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from examples.gpt.checkpoint import CheckpointWriter, check_layout, find_checkpoint, load_tensors
-from examples.gpt.command_line import parse
-from examples.gpt.description import DESCRIPTION
+from examples.gpt.checkpoint import DESCRIPTION, CheckpointWriter, check_layout, find_checkpoint, load_tensors
 from examples.gpt.errors import CheckpointError, TrainingError
 from examples.gpt.metrics import Recorder, read_metrics
+from examples.gpt.settings import parse
 from megatron_pp.config.fields import read_flag
 from megatron_pp.config.layout_text import layers_per_stage
 from megatron_pp.errors import ConfigError, ExchangeError, InstructionError, LayoutError, PlanError, ScheduleInputError
