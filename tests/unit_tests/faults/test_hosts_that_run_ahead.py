@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_pp.errors import PipelineStallError
 from megatron_pp.faults.attach import close_guard
-from megatron_pp.faults.completed_work import CompletedWork
+from megatron_pp.faults.completed_work import CompletedWork, Where, query_during_captures
 from megatron_pp.faults.diagnosis import pending_peers
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.liveness import process_of
@@ -134,7 +135,7 @@ def kill(guard: FaultGuard, gone: Process) -> None:
     guard._heartbeat.store.publish = lambda record: None  # type: ignore[method-assign]
 
 
-# -- who is named ------------------------------------------------------------------------------------------------------
+# -- who is named ---
 
 
 @pytest.mark.parametrize("is_watched", [True, False], ids=["host waits under the guard", "host waits outside"])
@@ -236,7 +237,7 @@ def test_a_step_is_over_when_the_device_is_done() -> None:
     assert set(map(tuple, states.values())) == {(IN_STEP, DONE)}
 
 
-# -- which peers may hold it up ----------------------------------------------------------------------------------------
+# -- which peers may hold it up ---
 
 
 def test_pending_peers() -> None:
@@ -260,3 +261,44 @@ def test_compute_that_stands_still_waits_for_all_pending_peers() -> None:
     blocking = Tracker(1, 4)
     blocking.begin(SimpleNamespace(plan=plan, position=at))
     assert blocking.waits_on() == ()
+
+
+# -- the rules of CUDA ---
+
+
+def test_the_watch_may_ask_for_events_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    modes: list[tuple[str, int]] = []
+
+    class Runtime:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802 (CUDA's name)
+            modes.append((self.name, mode._obj.value))
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with monkeypatch.context() as patched:
+        patched.setattr(ctypes, "CDLL", Runtime)
+        query_during_captures()
+    assert modes == [("libcudart.so.13", 2)]  # cudaStreamCaptureModeRelaxed
+    monkeypatch.setattr(torch.version, "cuda", "999.0")
+    query_during_captures()
+    assert "capturing a CUDA graph may fail" in caplog.text
+
+
+def test_a_device_that_fails_has_no_marks_left() -> None:
+    class Failed:
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    completed = CompletedWork()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "Event", Failed)
+        completed.mark(Where(1, None, 0, "the step"))
+    assert completed.oldest is not None
+    completed.poll()
+    assert completed.oldest is None
