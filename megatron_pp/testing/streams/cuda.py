@@ -19,6 +19,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from megatron_pp.testing.streams.cuda_tensors import CUDA
 from megatron_pp.testing.streams.device import VirtualDevice, current_device
+from megatron_pp.testing.streams.recorder import PassingMode
 from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer
 
 _OPEN = threading.Lock()  # torch.cuda is one for the process
@@ -62,7 +63,10 @@ class Stream:
         _here().synchronize([self.lane], "a stream's synchronize")
 
     def query(self) -> bool:
-        return not self.lane.unfinished()
+        if self.lane.unfinished():
+            return False
+        self.lane.host.learn(self.lane.now())
+        return True
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.lane is self.lane
@@ -239,5 +243,5 @@ def virtual_cuda() -> Iterator[None]:
     places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]
     places += [(torch.autograd, "_engine_run_backward", _run_backward), (torch.Tensor, "record_stream", _record_stream)]
     importlib.import_module("torch._dynamo")  # torch imports it late, and it wants the real torch.cuda then
-    with _OPEN, replaced(places), patch.dict(os.environ, {_NVTX: "1"}):
+    with _OPEN, replaced(places), patch.dict(os.environ, {_NVTX: "1"}), PassingMode():
         yield

@@ -138,9 +138,6 @@ class VirtualDevice:
             self._blocks[key] = Block(0, storage.nbytes(), self.host)
             weakref.finalize(storage, self._forget_host, key).atexit = False
 
-    def knows(self, storage: Any) -> bool:
-        return storage._cdata in self._blocks
-
     def block_of(self, storage: Any) -> Block:
         """The block under ``storage``; one that is not known yet is allocated on the current stream."""
         key = storage._cdata

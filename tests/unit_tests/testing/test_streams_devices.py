@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
-from tests.harness.stream_runs import on_one_device
+from megatron_pp.testing.toy import ToyData
+from tests.harness.stream_runs import on_one_device, toy_step_on_streams
 
 
 def kinds(report: StreamReport) -> list[str]:
@@ -35,7 +39,7 @@ def test_streams_wait_for_nobody_unless_told(edge_in: bool, edge_out: bool) -> N
     assert kinds(on_one_device(program)) == ["write/read"] * ((not edge_in) + (not edge_out))
 
 
-@pytest.mark.parametrize("synchronize", ["event", "stream", "device", "item", "nothing"])
+@pytest.mark.parametrize("synchronize", ["event", "stream", "device", "item", "query", "nothing"])
 def test_what_the_host_has_waited_for_is_over(synchronize: str) -> None:
     def program() -> torch.Tensor:
         side = torch.cuda.Stream()
@@ -48,6 +52,8 @@ def test_what_the_host_has_waited_for_is_over(synchronize: str) -> None:
             event.synchronize()
         elif synchronize == "stream":
             side.synchronize()
+        elif synchronize == "query":
+            assert side.query()
         elif synchronize == "device":
             torch.cuda.synchronize()
         return y + 1
@@ -122,6 +128,21 @@ def test_pinned_memory_is_the_hosts(non_blocking: bool) -> None:
     assert kinds(on_one_device(program)) == (["read/write"] if non_blocking else [])
 
 
+@pytest.mark.parametrize("move", [lambda m: m.to("cuda"), lambda m: m.cuda(), lambda m: m.to(torch.device("cuda", 0))])
+def test_a_model_moves_to_the_device_and_back(move: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    def program() -> list[str]:
+        model = torch.nn.Linear(2, 2, device="cpu")
+        kinds = [model.weight.device.type]
+        kinds.append(move(model).weight.device.type)
+        kinds.append(model(torch.ones(1, 2)).device.type)
+        kinds.append(model.cpu().weight.double().device.type)
+        return [*kinds, torch.ones(1).to(model.weight).device.type, torch.ones(1, device="cpu").cuda().device.type]
+
+    report = on_one_device(program)
+    assert not report.races, str(report)
+    assert report.results == [["cpu", "cuda", "cuda", "cpu", "cpu", "cuda"]]
+
+
 def test_a_backward_runs_where_its_forward_ran() -> None:
     def program() -> tuple[list[bool], bool]:
         layer, side, seen = torch.nn.Linear(4, 4), torch.cuda.Stream(), []
@@ -148,14 +169,42 @@ def test_the_33rd_stream_is_the_first_again() -> None:
 
 
 def test_torch_is_as_before_afterwards() -> None:
-    before = torch.cuda.Stream, torch.cuda.is_available, torch.Tensor.record_stream
+    def state() -> tuple[Any, ...]:
+        cuda = torch.cuda.Stream, torch.cuda.is_available, torch.Tensor.record_stream
+        return (*cuda, os.environ.get("MEGATRON_PP_NVTX"), is_in_torch_dispatch_mode())
+
+    before = state()
     report = on_one_device(lambda: (torch.cuda.is_available(), torch.ones(1).is_cuda, torch.cuda.current_device()))
     assert report.results == [(True, True, 0)]
-    assert before == (torch.cuda.Stream, torch.cuda.is_available, torch.Tensor.record_stream)
+    toy_step_on_streams("1f1b", 3, ToyData(3))
+    assert state() == before
     assert not torch.ones(1).is_cuda
 
 
 # -- transfers, and a host that runs ahead of the device ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reply", [True, False])
+def test_an_answer_shows_that_the_question_was_sent(reply: bool) -> None:
+    """A match joins both ranks: who has received what was computed from its message may use the memory again."""
+    network = StreamNetwork(2)
+
+    def run(rank: int) -> None:
+        with network.running(rank):
+            transport, tensor, answer = network.transport(rank), torch.ones(4), torch.empty(4)
+            if rank == 0:
+                transport.isend(tensor, 1, "A")
+                if reply:
+                    transport.irecv(answer, 1, "G").wait()
+                tensor.add_(1)
+            else:
+                transport.irecv(tensor, 0, "A").wait()
+                if reply:
+                    transport.isend(tensor * 2, 0, "G").wait()
+
+    with virtual_cuda():
+        report = StreamReport.of(network, run_ranks(2, run, network.abort))
+    assert kinds(report) == ([] if reply else ["read/write"])
 
 
 class TwoRanks:
