@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan
 
 logger = logging.getLogger("megatron_pp")
@@ -21,11 +22,12 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 class Where(NamedTuple):
-    """A place in a step: an instruction of ``plan``, or with ``phase``, in words, what is outside it."""
+    """A place in a step: ``at``, the instruction of ``plan`` at ``position``, or else ``phase``, in words."""
 
     step: int
     plan: Plan | None
     position: int
+    at: Instruction | None
     phase: str
 
 

@@ -344,7 +344,7 @@ class FaultGuard:
         """For the watchdog: this rank hangs in code that cannot be interrupted. Log where."""
         logger.error(
             "pipeline rank %d has to leave its step (%s) but is still in %s:\n%s",
-            self.rank, diagnosis.first_line(self.failure), self._tracker.place()[1], self._stack(),
+            self.rank, diagnosis.first_line(self.failure), self._tracker.place(of_host=True)[1], self._stack(),
         )  # fmt: skip
 
     def _stack(self) -> str:
@@ -359,7 +359,7 @@ class FaultGuard:
         return error
 
     def _new_failure(self, kind: str, message: str, **content: Any) -> Failure:
-        instruction, where = ("", "") if kind == MISMATCH else self._tracker.place()
+        instruction, where = ("", "") if kind == MISMATCH else self._tracker.place(of_host=kind == EXCEPTION)
         who = (self.pipeline, self.rank, self._global_rank)
         return Failure(kind, *who, instruction, where, message=message, **content)
 

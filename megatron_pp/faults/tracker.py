@@ -69,10 +69,10 @@ class Tracker:
         self.phase = phase
         self.failed = ""
         self._moved_at = time.monotonic()
-        self.after = ""
         # Publish ``source`` last: observers must never pair the new step with the old plan. ``observe`` reads what is
         # assigned here in the opposite order, for the same reason.
         self.source = source
+        self.after = ""
 
     def end(self, after: str = "") -> None:
         """What ``begin`` began is over for the host; ``after``: what follows is watched."""
@@ -89,21 +89,22 @@ class Tracker:
 
     def mark(self, is_end: bool = False) -> None:
         """The host has issued the current instruction, or all of the step."""
-        source = self.source
-        if self.completed is None or source is None:
-            return
-        phase = (self.phase or "the end of the step") if is_end or source.plan is None else ""
-        self.completed.mark(Where(self.step, source.plan, source.position, phase))
+        where = self._of_host("the end of the step" if is_end else "")
+        if self.completed is not None and where is not None:
+            self.completed.mark(where)
 
     def where(self) -> Where | None:
         """What the device is in or, if it has done all, the host; None outside steps."""
         mark = None if self.completed is None or self._entering else self.completed.oldest
-        if mark is not None:
-            return mark
+        return mark or self._of_host()
+
+    def _of_host(self, phase: str = "") -> Where | None:
         source = self.source
-        if source is not None:
-            return Where(self.step, source.plan, source.position, self.phase)
-        return Where(self.step, None, 0, self.after) if self.after else None
+        if source is None:
+            return Where(self.step, None, 0, None, self.after) if self.after else None
+        phase, plan, position = self.phase or phase, source.plan, source.position
+        at = None if plan is None or phase or self._entering else instruction_at(plan, self.rank, position)
+        return Where(self.step, plan, position, at, phase)
 
     def agreed(self, number: int) -> None:
         """The ranks have agreed, under ``number``, on what this step runs with."""
@@ -120,8 +121,7 @@ class Tracker:
         if here != self._last:
             self._last = here
             self._moved_at = now
-        at = None if where.plan is None else instruction_at(where.plan, self.rank, where.position)
-        text = where.phase or ("" if at is None else str(at))
+        text = where.phase or str(where.at or "")
         if where.step != step:
             text += f" of step {where.step}"
         idle = round(now - self._moved_at, 3)
@@ -142,34 +142,28 @@ class Tracker:
         where = self.where()
         if where is None:
             return ()
-        at = self._at(where)
-        if at is None:
+        if where.at is None:
             return tuple(r for r in range(self.size) if r != self.rank)
         if self.completed is None or where.plan is None:
-            return waits_on(at)
+            return waits_on(where.at)
         source, program = self.source, where.plan.programs[self.rank]
         is_here = source is not None and source.plan is where.plan and where.step == self.step
         issued = source.position if source is not None and is_here else len(program)
-        return tuple(sorted({*waits_on(at), *pending_peers(program, where.position, issued)}))
+        return tuple(sorted({*waits_on(where.at), *pending_peers(program, where.position, issued)}))
 
-    def place(self) -> tuple[str, str]:
-        """The current instruction as printed and in words; outside the plan "", and what else this rank does."""
-        where = self.where()
-        at = self._at(where)
-        if at is not None:
-            return str(at), at.name
+    def place(self, of_host: bool = False) -> tuple[str, str]:
+        """The current instruction as printed and in words; outside the plan "", and what else this rank does.
+        ``of_host``: where the host is, though the device may be behind it."""
+        where = self._of_host() if of_host else self.where()
+        if where is not None and where.at is not None:
+            return str(where.at), where.at.name
         return "", "the entry of the step" if self._entering else (where.phase if where else "") or "the step"
 
     def doing(self) -> str:
         """What this rank does now, as a clause: ``rank 2 waits for ...``."""
-        at = self._at(self.where())
+        where = self.where()
+        at = None if where is None else where.at
         return f"rank {self.rank} {f'is in {self.place()[1]}' if at is None else doing(at)}"
-
-    def _at(self, where: Where | None) -> Instruction | None:
-        """The instruction at ``where``; None outside the plan, and while plans are compared."""
-        if where is None or where.plan is None or self._entering or where.phase:
-            return None
-        return instruction_at(where.plan, self.rank, where.position)
 
 
 class InstructionMarks:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp.errors import PipelineStallError
+from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.completed_work import CompletedWork, Where, query_during_captures
 from megatron_pp.faults.diagnosis import pending_peers
@@ -51,12 +51,12 @@ class Kernel:
 
 class Job:
     """``SIZE`` ranks on NCCL that train. ``stops``: (rank, step, n), where in its nth forward a kernel begins that goes
-    on until ``kernel.finished``."""
+    on until ``kernel.finished``; the host fails there in forward number ``raises``."""
 
-    def __init__(self, stops: tuple[int, int, int] = (-1, -1, -1), **fields: Any) -> None:
+    def __init__(self, stops: tuple[int, int, int], raises: int = -1, **fields: Any) -> None:
         self.network = StreamNetwork(SIZE, seed=None, run_ahead=True)
         self.config = toy_config(**{"overlap_p2p_comm": True, "p2p_timeout": 600.0, **fields})
-        self.stops = stops
+        self.stops, self.raises = stops, raises
         self.kernel = Kernel()
         self.hosts_are_through = threading.Barrier(SIZE)
         self.seconds: dict[int, float] = {}
@@ -85,8 +85,8 @@ class Job:
     def step(self, communicator: P2PCommunicator, step: int) -> None:
         """As far as the host is concerned."""
         rank = communicator.rank
-        stops = self.stops[2] if self.stops[:2] == (rank, step) else -1
-        block = partial(StoppingBlock, stops=stops, kernel=self.kernel)
+        stops, raises = (self.stops[2], self.raises) if self.stops[:2] == (rank, step) else (-1, -1)
+        block = partial(StoppingBlock, stops=stops, raises=raises, kernel=self.kernel)
         chunks = toy_chunks(placement_of(self.config, SIZE, 1), rank, self.config, block)
         toy_step(chunks, ToyData(2 * SIZE), communicator)  # and nobody asks for the loss
 
@@ -100,14 +100,16 @@ class Job:
 
 
 class StoppingBlock(ToyBlock):
-    """Its forward number ``stops`` takes as long as ``kernel``."""
+    """Its forward number ``stops`` takes as long as ``kernel``; number ``raises`` fails."""
 
-    def __init__(self, stage: int, stops: int, kernel: Kernel) -> None:
+    def __init__(self, stage: int, stops: int, raises: int, kernel: Kernel) -> None:
         super().__init__(stage)
-        self.stops, self.calls, self.kernel = stops, -1, kernel
+        self.stops, self.raises, self.calls, self.kernel = stops, raises, -1, kernel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        if self.calls == self.raises:
+            raise ZeroDivisionError("on the host")
         device = current_device()
         if self.calls == self.stops and device is not None:
             device.stream.wait_for({}, {self.kernel})
@@ -237,6 +239,26 @@ def test_a_step_is_over_when_the_device_is_done() -> None:
     assert set(map(tuple, states.values())) == {(IN_STEP, DONE)}
 
 
+def test_an_exception_has_the_place_of_the_host() -> None:
+    """Its device is two forwards behind."""
+    job = Job(stops=(1, 1, 2), raises=4)
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        try:
+            job.step(communicator, 1)
+            torch.cuda.synchronize()
+        finally:
+            job.release()
+        job.step(communicator, 2)
+
+    raised = job.run(main)
+    assert isinstance(raised[1], ZeroDivisionError)
+    for rank in (0, 2):
+        error = raised[rank]
+        assert isinstance(error, PipelinePeerError)
+        assert (error.rank, error.instruction) == (1, "F0.4")
+
+
 # -- which peers may hold it up ---
 
 
@@ -298,7 +320,7 @@ def test_a_device_that_fails_has_no_marks_left() -> None:
     completed = CompletedWork()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.cuda, "Event", Failed)
-        completed.mark(Where(1, None, 0, "the step"))
+        completed.mark(Where(1, None, 0, None, "the step"))
     assert completed.oldest is not None
     completed.poll()
     assert completed.oldest is None
