@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan
 
 logger = logging.getLogger("megatron_pp")
@@ -21,13 +20,12 @@ logger = logging.getLogger("megatron_pp")
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
-class Where(NamedTuple):
-    """A place in a step: ``at``, the instruction of ``plan`` at ``position``, or else ``phase``, in words."""
+class Place(NamedTuple):
+    """A place in a step: a position in the program of ``plan``, or with ``phase``, in words, outside of it."""
 
     step: int
     plan: Plan | None
     position: int
-    at: Instruction | None
     phase: str
 
 
@@ -36,13 +34,13 @@ class CompletedWork:
     as a query may block while another thread synchronises the device."""
 
     def __init__(self) -> None:
-        self._marks: deque[tuple[Where, Any]] = deque()
+        self._marks: deque[tuple[Place, Any]] = deque()
 
-    def mark(self, where: Where) -> None:
-        """``where`` is over when all that was issued to the current stream is."""
+    def mark(self, place: Place) -> None:
+        """``place`` is over when all that was issued to the current stream is."""
         event = torch.cuda.Event()
         event.record()
-        self._marks.append((where, event))
+        self._marks.append((place, event))
 
     def poll(self) -> None:
         """Remove the marks that are over."""
@@ -60,7 +58,7 @@ class CompletedWork:
         self._marks.clear()
 
     @property
-    def oldest(self) -> Where | None:
+    def oldest(self) -> Place | None:
         """The first mark that is not over; None if all are."""
         try:
             return self._marks[0][0]

@@ -128,19 +128,23 @@ class FaultGuard:
             raise CommunicatorClosedError(
                 f"pipeline rank {self.rank}: this communicator cannot be used any more: {self._over}"
             )
-        if self.failure is not None:  # found since the last step
-            self._over = diagnosis.first_line(self.failure)
-            self._tracker.rest()
-            raise self._error()
+        self.raise_unreported()
         try:
             self._enter(source, key, describe, number, phase)
             yield self
-            self._tracker.mark(is_end=True)
+            self._tracker.mark("the end of the step")
         except BaseException as error:
             self._leave(error)
             raise
         else:
             self._leave(None, after)
+
+    def raise_unreported(self) -> None:
+        """Raises the failure that was found since the last step, if no step has raised it."""
+        if self.failure is not None and self._over is None:
+            self._over = diagnosis.first_line(self.failure)
+            self._tracker.rest()
+            raise self._error()
 
     def watch(self, what: str) -> AbstractContextManager[FaultGuard]:
         """Around ``what`` a program does with other ranks between steps, such as an optimizer step, or around that and

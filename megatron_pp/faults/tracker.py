@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from megatron_pp.faults.completed_work import CompletedWork, Where
+from megatron_pp.faults.completed_work import CompletedWork, Place
 from megatron_pp.faults.consistency import changed
 from megatron_pp.faults.diagnosis import Source, doing, instruction_at, pending_peers, waits_on
 from megatron_pp.faults.liveness import this_process
@@ -87,24 +87,27 @@ class Tracker:
         if self.completed is not None:
             self.completed.clear()
 
-    def mark(self, is_end: bool = False) -> None:
-        """The host has issued the current instruction, or all of the step."""
-        where = self._of_host("the end of the step" if is_end else "")
-        if self.completed is not None and where is not None:
-            self.completed.mark(where)
+    def mark(self, phase: str = "") -> None:
+        """The host has issued the current instruction or, with ``phase``, what it does outside the plan."""
+        if self.completed is not None and self.source is not None:
+            self.completed.mark(Place(self.step, self.source.plan, self.source.position, self.phase or phase))
 
-    def where(self) -> Where | None:
+    def where(self) -> Place | None:
         """What the device is in or, if it has done all, the host; None outside steps."""
         mark = None if self.completed is None or self._entering else self.completed.oldest
         return mark or self._of_host()
 
-    def _of_host(self, phase: str = "") -> Where | None:
+    def _of_host(self) -> Place | None:
         source = self.source
-        if source is None:
-            return Where(self.step, None, 0, None, self.after) if self.after else None
-        phase, plan, position = self.phase or phase, source.plan, source.position
-        at = None if plan is None or phase or self._entering else instruction_at(plan, self.rank, position)
-        return Where(self.step, plan, position, at, phase)
+        if source is not None:
+            return Place(self.step, source.plan, source.position, self.phase)
+        return Place(self.step, None, 0, self.after) if self.after else None
+
+    def _at(self, place: Place | None) -> Instruction | None:
+        """The instruction at ``place``; None outside the plan, and while plans are compared."""
+        if place is None or place.plan is None or self._entering or place.phase:
+            return None
+        return instruction_at(place.plan, self.rank, place.position)
 
     def agreed(self, number: int) -> None:
         """The ranks have agreed, under ``number``, on what this step runs with."""
@@ -121,7 +124,7 @@ class Tracker:
         if here != self._last:
             self._last = here
             self._moved_at = now
-        text = where.phase or str(where.at or "")
+        text = where.phase or str(self._at(where) or "")
         if where.step != step:
             text += f" of step {where.step}"
         idle = round(now - self._moved_at, 3)
@@ -142,27 +145,28 @@ class Tracker:
         where = self.where()
         if where is None:
             return ()
-        if where.at is None:
+        at = self._at(where)
+        if at is None:
             return tuple(r for r in range(self.size) if r != self.rank)
         if self.completed is None or where.plan is None:
-            return waits_on(where.at)
+            return waits_on(at)
         source, program = self.source, where.plan.programs[self.rank]
         is_here = source is not None and source.plan is where.plan and where.step == self.step
         issued = source.position if source is not None and is_here else len(program)
-        return tuple(sorted({*waits_on(where.at), *pending_peers(program, where.position, issued)}))
+        return tuple(sorted({*waits_on(at), *pending_peers(program, where.position, issued)}))
 
     def place(self, of_host: bool = False) -> tuple[str, str]:
         """The current instruction as printed and in words; outside the plan "", and what else this rank does.
         ``of_host``: where the host is, though the device may be behind it."""
         where = self._of_host() if of_host else self.where()
-        if where is not None and where.at is not None:
-            return str(where.at), where.at.name
+        at = self._at(where)
+        if at is not None:
+            return str(at), at.name
         return "", "the entry of the step" if self._entering else (where.phase if where else "") or "the step"
 
     def doing(self) -> str:
         """What this rank does now, as a clause: ``rank 2 waits for ...``."""
-        where = self.where()
-        at = None if where is None else where.at
+        at = self._at(self.where())
         return f"rank {self.rank} {f'is in {self.place()[1]}' if at is None else doing(at)}"
 
 

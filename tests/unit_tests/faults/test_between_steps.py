@@ -23,6 +23,7 @@ from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.runtime.communicators import _KEPT, communicator_for
 from megatron_pp.runtime.step import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_rank
@@ -122,11 +123,12 @@ def test_what_follows_a_step_may_take_any_time() -> None:
 
 
 def test_the_watch_ends_with_the_guard_and_with_its_group(gone: Process) -> None:
-    closed, destroyed = Rank(), Rank()
+    closed, exiting, destroyed = Rank(), Rank(), Rank()
     time.sleep(1.0)
     closed.guard.close()
+    exiting.guard._heartbeat.close()
     destroyed.is_gone = True
-    for rank in (closed, destroyed):
+    for rank in (closed, exiting, destroyed):
         until = time.monotonic() + SECONDS
         while ((seen := rank.seen()) is None or seen.state != DONE) and time.monotonic() < until:
             time.sleep(0.05)
@@ -135,6 +137,38 @@ def test_the_watch_ends_with_the_guard_and_with_its_group(gone: Process) -> None
         rank.other_is(AFTER, gone)
     assert not destroyed.aborted.wait(2.0)
     destroyed.guard.close()
+
+
+def test_the_watch_ends_with_the_store() -> None:
+    """Its process may have ended in order, after training."""
+    rank = Rank()
+
+    def publish(record: Any) -> None:
+        raise dist.DistNetworkError("connection reset")
+
+    rank.guard._heartbeat.store.publish = publish  # type: ignore[method-assign]
+    until = time.monotonic() + SECONDS
+    while rank.guard._tracker.where() is not None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert rank.guard._tracker.where() is None
+    assert not rank.aborted.is_set()
+    rank.guard.close()
+
+
+def test_what_was_found_between_steps_is_raised_where_the_communicator_is_asked_for(gone: Process) -> None:
+    """Its group is aborted by then."""
+    rank, group, config = Rank(), ThreadGroup(0, 2), toy_config()
+    transport = MemoryNetwork(2).transport(0)
+    transport.guard = rank.guard
+    _KEPT[group] = {("any",): P2PCommunicator(group, config, transport)}
+    rank.other_is(AFTER, gone)
+    assert rank.aborted.wait(SECONDS)
+    transport.aborted = True
+    with pytest.raises(PipelineStallError, match="the process of rank 1"):
+        communicator_for(group, config)
+    with pytest.raises(CommunicatorClosedError):
+        communicator_for(group, config)
+    rank.guard.close()
 
 
 def test_steps_of_a_plug_in_are_followed_by_a_watch(monkeypatch: pytest.MonkeyPatch) -> None:

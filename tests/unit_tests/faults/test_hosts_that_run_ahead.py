@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults.attach import close_guard
-from megatron_pp.faults.completed_work import CompletedWork, Where, query_during_captures
+from megatron_pp.faults.completed_work import CompletedWork, Place, query_during_captures
 from megatron_pp.faults.diagnosis import pending_peers
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.liveness import process_of
@@ -320,7 +320,7 @@ def test_a_device_that_fails_has_no_marks_left() -> None:
     completed = CompletedWork()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.cuda, "Event", Failed)
-        completed.mark(Where(1, None, 0, None, "the step"))
+        completed.mark(Place(1, None, 0, "the step"))
     assert completed.oldest is not None
     completed.poll()
     assert completed.oldest is None
