@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pp.errors import WeightGradError
-from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waiting, versions
+from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waiting, frozen, versions
 from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
 from megatron_pp.weight_grad.linear import Casts
 from megatron_pp.weight_grad.parameter_leaf import accumulates, follow, new_leaf, take_gradient
@@ -78,7 +78,7 @@ class WeightGradStore:
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self._whole: dict[int, Tensor] = {}
         self._logged: set[tuple[str, str]] = set()
-        self._layers: list[tuple[nn.Module, int]] = []
+        self._layers: list[tuple[nn.Module, int, bool]] = []
         self._delayed: list[tuple[nn.Module, int]] = []
         self.abort_step()
 
@@ -90,7 +90,7 @@ class WeightGradStore:
 
     def own(self, layer: nn.Module, chunk: int, delays: bool) -> None:
         """Register a layer of ``chunk``; ``delays``: it has a queue of its own."""
-        self._layers.append((layer, chunk))
+        self._layers.append((layer, chunk, delays))
         if delays:
             self._delayed.append((layer, chunk))
 
@@ -163,7 +163,7 @@ class WeightGradStore:
             self.casts.clear()
             for run in delayed:
                 run.end_backward()
-        self._queues[key].extend(Waiting(-1, run, 0) for run in delayed)
+        self._queues[key].extend(Waiting(-1, run, 0, frozen(run.parameters)) for run in delayed)
         if not split:
             self.run(chunk, mb)
 
@@ -228,8 +228,7 @@ class WeightGradStore:
         current, parameters = self._current, deferred.parameters
         assert current is not None
         current.left.update(map(id, parameters))
-        frozen = tuple([id(parameter) for parameter in parameters if not parameter.requires_grad])
-        self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen))
+        self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen(parameters)))
 
     def arrive(self, parameter: Tensor, leaf: Tensor) -> None:
         """Called when autograd has finished a leaf's gradient; there is none where layers queued it, or added it to
@@ -260,14 +259,14 @@ class WeightGradStore:
         left = [id(parameter) for waiting in queue for parameter in waiting.deferred.parameters]
         sums = _Sums(queue) if len(set(left)) < len(left) else None
         while queue:
-            task, deferred, then, frozen = queue.popleft()
+            task, deferred, then, frozen_then = queue.popleft()
             if versions(deferred) != then:
                 raise WeightGradError(
                     f"the input of layer {deferred.name}, or the gradient of its output, was changed in place between "
                     "its B and its W, which still needs it"
                 )
             for parameter, grad in deferred.compute():
-                if id(parameter) in frozen:
+                if id(parameter) in frozen_then:
                     grad = None
                 if sums is not None:
                     grad, complete = sums.add(task, parameter, grad)
@@ -294,8 +293,8 @@ class WeightGradStore:
 
     def _look_up_parameters(self) -> None:
         """The chunks and the leaf of each parameter; for each step, since parameters may be replaced."""
-        for layer, chunk in self._layers:
-            hooked = hooked_names(layer)
+        for layer, chunk, delays in self._layers:
+            hooked = hooked_names(layer) if delays else ()
             for name, parameter in layer._parameters.items():
                 if parameter is not None:
                     chunks = (chunk, _NEVER) if name in hooked else (chunk,)

@@ -79,29 +79,26 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> Shares:
     )
 
 
-ONE_WORKER = pytest.mark.xdist_group("race")  # one start serves all cases
 TRANSPORTS = pytest.mark.parametrize("transport", ["gloo", "two_gpus", "one_gpu"])
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def assert_all_corrupted(shares: list[float], transport: str) -> None:
     corrupted = sum(share > 0 for share in shares)
-    said = (
+    summary = (
         f"{corrupted} of {len(shares)} transfers were corrupted, wrong elements: {[f'{100 * s:.4g}%' for s in shares]}"
     )
-    print(said)
+    print(summary)
     if corrupted == 0 and transport == "gloo":
-        pytest.skip(f"gloo copies eagerly here, so that the race cannot show: {said}")
-    assert corrupted == len(shares), said
+        pytest.skip(f"gloo copies eagerly here, so that the race cannot show: {summary}")
+    assert corrupted == len(shares), summary
 
 
-@ONE_WORKER
 @EACH_DTYPE
 def test_a_early_free_corrupts_on_gloo(dtype: str, gloo: Shares) -> None:
     assert_all_corrupted(gloo[f"a {dtype}"], "gloo")
 
 
-@ONE_WORKER
 @pytest.mark.parametrize("transport", ["two_gpus", "one_gpu"])
 @EACH_DTYPE
 def test_a_early_free_is_hidden_on_nccl(transport: str, dtype: str, request: pytest.FixtureRequest) -> None:
@@ -110,7 +107,6 @@ def test_a_early_free_is_hidden_on_nccl(transport: str, dtype: str, request: pyt
     assert shares == [0.0] * len(shares)
 
 
-@ONE_WORKER
 @TRANSPORTS
 @EACH_DTYPE
 def test_h_writing_after_the_send_corrupts_everywhere(
@@ -120,7 +116,6 @@ def test_h_writing_after_the_send_corrupts_everywhere(
     assert_all_corrupted(request.getfixturevalue(transport)[f"h {dtype}"], transport)
 
 
-@ONE_WORKER
 @TRANSPORTS
 @EACH_DTYPE
 @pytest.mark.parametrize("case", SAFE_CASES, ids=SAFE_CASES.values())
@@ -191,7 +186,7 @@ def test_g_verify_refuses_blocking_sends_in_1f1b_and_names_the_cycle() -> None:
 
 def test_g_forced_to_run_it_ends_in_a_named_error() -> None:
     with pytest.raises(RankFailedError) as failed:
-        run_processes(run_forced, 4, (2.0,), timeout=60.0)
+        run_processes(run_forced, 4, (2.0,), timeout=60.0, start_method="forkserver")
     kinds = {kind for kind, _ in failed.value.errors.values()}
     expected = {"P2PTimeoutError", "P2PTransferError", "PipelinePeerError", "PipelineStallError"}
     assert kinds <= expected, failed.value.errors

@@ -213,7 +213,7 @@ def full_disk(_: int) -> None:
 
 
 def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    first, second = run_processes(on_two_ranks, 2, (str(tmp_path),), timeout=120)
+    first, second = run_processes(on_two_ranks, 2, (str(tmp_path),), timeout=120, start_method="forkserver")
     assert first == second
     placed, equal, unwritten, left, damaged = first
     assert (placed, equal, left) == ("own0:0,own1:1,shared:0", "True", "latest,step-00000001")

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.errors import WeightGradSplitError
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.toy import ToyData, reference_run
 from megatron_pp.weight_grad import check_wrappers, split_weight_grad, store, transformer_engine, unsplit_weight_grad
 from megatron_pp.weight_grad.transformer_engine import delays_weight_grad
 from tests.harness.transformer_engine_python import on_cpu
@@ -22,7 +25,7 @@ from tests.harness.transformer_engine_python import on_cpu
 # Importing it takes seconds: on one worker.
 pytestmark = pytest.mark.xdist_group("transformer_engine")
 WIDTH, MICROBATCHES = 8, 3
-LAST_FIRST = (2, 1, 0)
+SPLITTING = [name for name, family in SCHEDULES.items() if family.search is None and family.splits_weight]
 
 
 @pytest.fixture(autouse=True)
@@ -31,15 +34,15 @@ def te() -> Iterator[Any]:
         yield module
 
 
-def new_model(te: Any, delay: bool = True, bias: bool = True, fuse: bool = False, kind: Any = torch.float32) -> nn.Module:
-    torch.manual_seed(5)
-    common = {"bias": bias, "params_dtype": kind, "device": torch.device("cpu"), "fuse_wgrad_accumulation": fuse}
-    common["delay_wgrad_compute"] = delay
+def new_model(te: Any, delay: bool = True, fuse: bool = False, bias: bool = True, kind: Any = torch.float32) -> Any:
+    common = {"delay_wgrad_compute": delay, "fuse_wgrad_accumulation": fuse, "bias": bias}
+    common |= {"params_dtype": kind, "device": torch.device("cpu")}
     layers = te.LayerNormLinear(WIDTH, WIDTH, **common), te.LayerNormMLP(WIDTH, 2 * WIDTH, **common)
     model = nn.Sequential(te.Linear(WIDTH, WIDTH, **common), *layers, nn.Linear(WIDTH, WIDTH, dtype=kind))
+    generator = torch.Generator().manual_seed(5)  # not torch's own: ranks are threads in some tests
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) / 2)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
     return model
 
 
@@ -78,30 +81,22 @@ def with_megatrons_hooks(model: nn.Module) -> Counter[Tensor]:
     return fired
 
 
-def loss_of(model: nn.Module, mb: int) -> Tensor:
-    x = torch.randn(3, 2, WIDTH, generator=torch.Generator().manual_seed(mb))
-    return model(x.to(model[0].weight.dtype)).float().pow(2).sum()
+def loss_of(model: nn.Module, mb: int, **marks: bool) -> Tensor:
+    """``marks``: what the layers of Transformer Engine are told of the microbatch."""
+    *layers, last = model
+    x = torch.randn(3, 2, WIDTH, generator=torch.Generator().manual_seed(mb)).to(last.weight.dtype)
+    for layer in layers:
+        x = layer(x, **marks)
+    return last(x).float().pow(2).sum()
 
 
-def forward(model: nn.Module, mb: int, first: bool | None) -> Tensor:
-    """``first``: whether to say which microbatch is the first of the step."""
-    if first is None:
-        return loss_of(model, mb)
-    for layer in model[:-1]:
-        layer.forward = lambda x, plain=type(layer).forward, layer=layer: plain(layer, x, is_first_microbatch=mb == 0)
-    try:
-        return loss_of(model, mb)
-    finally:
-        for layer in model[:-1]:
-            del layer.forward
-
-
-def split_step(model: nn.Module, w_order: tuple[int, ...] | None, first: bool | None = None) -> None:
+def split_step(model: nn.Module, w_order: tuple[int, ...] | None, mark_first: bool = False) -> None:
     """All forwards, all backwards, then W in this order; None: whole backwards."""
     its_store = split_weight_grad(model)
     assert its_store.report.delayed == 3
     with its_store.step({0: MICROBATCHES - 1 if w_order is None else w_order[-1]}):
-        losses = [forward(model, mb, first) for mb in range(MICROBATCHES)]
+        marks = [{"is_first_microbatch": mb == 0} if mark_first else {} for mb in range(MICROBATCHES)]
+        losses = [loss_of(model, mb, **marks[mb]) for mb in range(MICROBATCHES)]
         for mb, loss in enumerate(losses):
             with its_store.backward(0, mb, split=w_order is not None):
                 loss.backward()
@@ -133,7 +128,7 @@ def differing(expected: dict[str, Tensor], got: dict[str, Tensor], exact: bool) 
 ORDERS = [None, *itertools.permutations(range(MICROBATCHES))]
 
 
-def harm(te: Any, mode: str, w_order: tuple[int, ...] | None = (0, 1, 2), mutate: Any = None, **options: Any) -> list[str]:
+def harm(te: Any, mode: str, w_order: Any = (0, 1, 2), mutate: Any = None, **options: Any) -> list[str]:
     """The parameters with a wrong gradient, or with hooks that do not fire as often as Megatron expects."""
     model = new_model(te, fuse="fused" in mode, **options)
     if mode != "grad":
@@ -141,7 +136,7 @@ def harm(te: Any, mode: str, w_order: tuple[int, ...] | None = (0, 1, 2), mutate
     fired = with_megatrons_hooks(model) if "hooks" in mode else None
     if mutate is not None:
         mutate(model)
-    split_step(model, w_order, True if mode == "fused, first marked" else None)
+    split_step(model, w_order, mark_first="first marked" in mode)
     found = differing(whole_gradients(te, mode, **options), gradients(model), w_order in ORDERS[:2])
     for name, parameter in model.named_parameters():
         own = fired is not None and getattr(parameter, "skip_backward_post_hook", False)
@@ -158,6 +153,24 @@ MODES = ["grad", "main_grad", "fused", "fused, first marked", "main_grad, hooks"
 def test_gradients_add_up_over_microbatches_in_every_order_of_w(te: Any, mode: str, bias: bool) -> None:
     for w_order in ORDERS:
         assert harm(te, mode, w_order, bias=bias) == [], w_order
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", SPLITTING)
+def test_every_schedule_with_w_gives_the_gradients_of_one_process(te: Any, name: str, fuse: bool) -> None:
+    size, chunks, data = 2, SCHEDULES[name].chunks or 2, ToyData(5, hidden=WIDTH)
+    stages: dict[int, nn.Module] = {}
+
+    def block(stage: int) -> nn.Module:
+        model = stages[stage] = new_model(te, fuse=fuse)
+        return with_main_grads(model) if fuse else model
+
+    config = {"pipeline_schedule": name, "overlap_p2p_comm": True, "hidden_size": WIDTH}
+    run_in_threads(size, chunks, data, block=block, prepare=split_weight_grad, **config)
+    expected = reference_run(size * chunks, data, block=lambda stage: new_model(te, delay=False))
+    got = {f"{number}.{key}": grad for number, stage in stages.items() for key, grad in gradients(stage).items()}
+    assert got.keys() == expected.grads.keys()
+    assert differing(expected.grads, got, exact=True) == []
 
 
 # -- one fault each ----------------------------------------------------------------------------------------------------
@@ -215,7 +228,7 @@ def test_a_dropped_hook_is_seen(te: Any) -> None:
     ]  # fmt: skip
 
 
-# -- what is converted, and what is refused ------------------------------------------------------------------------------
+# -- what is converted, and what is refused ----------------------------------------------------------------------------
 
 
 def test_half_precision_weights_add_into_a_float32_main_grad(te: Any) -> None:
@@ -255,18 +268,18 @@ def test_a_layer_that_is_used_twice_in_a_microbatch(te: Any) -> None:
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, parameter.grad, msg=name)
 
 
-def test_frozen_parameters_have_no_gradient(te: Any) -> None:
-    model = new_model(te)
-    frozen = [model[1].layer_norm_bias, model[2].fc1_bias]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
+@pytest.mark.parametrize("frozen", [("0.bias", "1.layer_norm_bias"), ("2.fc1_weight", "2.fc2_weight")])
+def test_frozen_parameters_have_no_gradient(te: Any, frozen: tuple[str, ...]) -> None:
+    expected, model = new_model(te, delay=False), new_model(te)
+    for name in frozen:
+        for each in (expected, model):
+            each.get_parameter(name).requires_grad_(False)
+    for mb in range(MICROBATCHES):
+        loss_of(expected, mb).backward()
     split_step(model, (0, 1, 2))
-    expected = whole_gradients(te)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, expected[name], msg=name)
-        else:
-            assert parameter.grad is None
+    for name, grad in gradients(expected).items():
+        torch.testing.assert_close(gradients(model)[name], grad, msg=name)
+    assert all(gradients(model)[name] is None for name in frozen)
 
 
 def test_a_layer_built_without_delay_is_whole(te: Any) -> None:
