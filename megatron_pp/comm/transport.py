@@ -208,9 +208,10 @@ class ProcessGroupTransport(Transport):
         if all(key in self._channels for key in keys if self.rank in key[:2]):
             return
         if self._groups is None:
-            self._groups = ChannelGroups(self.backend, self.store, self.name, self.rank, self.limit)
+            limit: timedelta = self.group._get_backend(self.device).options._timeout
+            self._groups = ChannelGroups(self.backend, self.store, self.name, self.rank, limit)
             if self._threads is not None:
-                self._threads.limit = (self.limit,)
+                self._threads.limit = (limit,)
             self._channels = self._groups.channels
             # torch does not know these groups: they are closed with the transport, or when the program ends.
             self._close_groups = weakref.finalize(self, self._groups.close)
