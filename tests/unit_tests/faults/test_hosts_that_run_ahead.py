@@ -137,6 +137,13 @@ def kill(guard: FaultGuard, gone: Process) -> None:
     guard._heartbeat.store.publish = lambda record: None  # type: ignore[method-assign]
 
 
+def _eventually(is_so: Callable[[], bool]) -> bool:
+    until = time.monotonic() + SECONDS
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.05)
+    return is_so()
+
+
 # -- who is named ---
 
 
@@ -217,7 +224,6 @@ def test_a_step_is_over_when_the_device_is_done() -> None:
     states: dict[int, list[str]] = {rank: [] for rank in range(SIZE)}
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
-        guard = communicator.transport.guard
         job.step(communicator, 1)
         guard = communicator.transport.guard
         key = guard._heartbeat.store._own("Progress", rank)
@@ -230,13 +236,54 @@ def test_a_step_is_over_when_the_device_is_done() -> None:
         states[rank].append(published())
         if job.hosts_are_through.wait(30.0) == 0:
             job.release()
-        until = time.monotonic() + SECONDS
-        while published() != DONE and time.monotonic() < until:
-            time.sleep(0.05)
+        _eventually(lambda: published() == DONE)
         states[rank].append(published())
 
     assert set(job.run(main).values()) == {None}
     assert set(map(tuple, states.values())) == {(IN_STEP, DONE)}
+
+
+def test_what_is_watched_outside_steps_is_over_when_the_device_is_done() -> None:
+    job = Job(stops=(-1, -1, -1))
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        job.step(communicator, 1)
+        tracker = communicator.transport.guard._tracker
+        torch.cuda.synchronize()
+        assert _eventually(lambda: tracker.where() is None)
+        with communicator.transport.guard.watch("the optimizer step"):
+            job.network.devices[rank].stream.wait_for({}, {job.kernel})
+        time.sleep(0.5)
+        assert tracker.where().phase == "the optimizer step"
+        job.all_hosts_through(rank)
+        job.release()
+        assert _eventually(lambda: tracker.where() is None)
+
+    assert set(job.run(main).values()) == {None}
+
+
+def test_a_device_may_be_at_a_send_that_is_not_received() -> None:
+    """As many sends are pending as may be; the host has freed them all."""
+    job = Job(stops=(-1, -1, -1), pipeline_schedule="gpipe")
+    texts: dict[int, str] = {}
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        job.step(communicator, 1)
+        torch.cuda.synchronize()
+        job.all_hosts_through(rank)
+        job.network.held = lambda work: work.rank == 0 and not job.kernel.finished
+        job.hosts_are_through.wait(30.0)
+        job.step(communicator, 2)
+        job.all_hosts_through(rank)
+        time.sleep(1.0)
+        texts[rank] = communicator.transport.guard._tracker.observe().text
+        job.hosts_are_through.wait(30.0)
+        job.release()
+        torch.cuda.synchronize()
+
+    assert set(job.run(main).values()) == {None}
+    assert texts[0].startswith("FREE_F0."), texts
+    assert texts[1].startswith("WAIT_F0.")
 
 
 def test_an_exception_has_the_place_of_the_host() -> None:
