@@ -49,8 +49,9 @@ def choose_device(wanted: str, process: Process) -> torch.device:
 
 
 @contextmanager
-def joined(process: Process, device: torch.device) -> Iterator[None]:
-    """The default process group, for as long as the context is open: NCCL on GPUs, gloo on the CPU."""
+def joined(process: Process, device: torch.device, timeout: timedelta | None = None) -> Iterator[None]:
+    """The default process group, for as long as the context is open: NCCL on GPUs, gloo on the CPU. ``timeout``: the
+    group's own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         leave_failures_to_the_guard()
@@ -60,7 +61,8 @@ def joined(process: Process, device: torch.device) -> Iterator[None]:
         store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=_PATIENCE)))
         if "TORCHELASTIC_RUN_ID" in os.environ:
             store = dist.PrefixStore(f"{_ROOT}/{agreed_place(store, rank, size)}", store)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     yield
     # Not after an error: taking leave of peers that are in the middle of a step may block.
     close_communicators()

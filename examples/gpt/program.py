@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ from examples.gpt.run_folder import Start, agreed_start, find_start, this_launch
 from examples.gpt.settings import Settings, parse, save_settings
 from examples.gpt.trainer import Texts, Trainer
 from megatron_pp import TransformerConfig, parallel_state, split_weight_grad
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError, PipelineError, PlanError, ScheduleInputError
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
@@ -72,14 +74,16 @@ def train(argv: Sequence[str]) -> Trainer:
     device = choose_device(settings.device, process)
     libraries = choose_libraries(settings, device, find_family(config.schedule_name).splits_weight)
     logging.basicConfig(level=logging.WARNING if process.rank == 0 else logging.ERROR, format="%(message)s")
-    with joined(process, device):
+    # At least torch's default, and longer than any operation may take: the fault guard's errors come first.
+    timeout = timedelta(seconds=max(1800.0, 2 * StepSettings.from_config(config).patience))
+    with joined(process, device, timeout):
         check_same_settings(settings.everything())
         with agreed_start(settings, layout) as start, StopRequest() as stop:
             steps_done = start.checkpoint.step if start.checkpoint else 0
             if settings.trace is not None:
                 config.trace_dir, config.trace_steps = str(start.folder / "traces"), settings.trace
                 config.trace_first_step = steps_done + 1
-            chunks, split = _build_model(settings, config, device, libraries)
+            chunks, split = _build_model(settings, config, device, libraries, timeout)
             # Not before the model is built: what a rank draws while building depends on which layers it holds.
             torch.manual_seed(settings.seed * process.world_size + process.rank)
             if process.rank == 0:
@@ -133,7 +137,7 @@ def _layout(settings: Settings, config: TransformerConfig) -> dict[str, Any]:
 
 
 def _build_model(
-    settings: Settings, config: TransformerConfig, device: torch.device, libraries: Libraries
+    settings: Settings, config: TransformerConfig, device: torch.device, libraries: Libraries, timeout: timedelta
 ) -> tuple[list[GPTStage], str]:
     """This rank's chunks, as the schedule places them and splits their backward, and a line about that. Collective."""
     parallel_state.initialize_model_parallel(
@@ -141,6 +145,7 @@ def _build_model(
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         data_parallel_size=config.data_parallel_size,
         pipeline_placement=config.placement_name,
+        distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
     if config.data_parallel_size != 1:
         libraries.parts.replicas = parallel_state.get_data_parallel_group()

@@ -56,6 +56,7 @@ class Transport(Protocol):
     rank, size   this rank and the number of ranks in the group
     device       where tensors must lie
     pollable     whether ``Work.is_completed`` is right before ``wait`` (NCCL does; gloo of large messages)
+    blocks_host  whether ``Work.wait`` returns when the transfer is done; else (NCCL) the current stream waits for it
     aborted      whether ``abort`` was called
     backend      which backend of torch.distributed carries the messages; empty where none does
     name         of this pipeline, different from others' on the same store
@@ -66,6 +67,7 @@ class Transport(Protocol):
     size: int
     device: torch.device
     pollable: bool = False
+    blocks_host: bool = True
     aborted: bool = False
     backend: str = ""
     name: str = ""
@@ -74,6 +76,11 @@ class Transport(Protocol):
     @property
     def store(self) -> Any:
         """The torch Store through which ranks learn of each other's failures; None where they share none."""
+        return None
+
+    @property
+    def limit(self) -> timedelta | None:
+        """The process group's own timeout; None where there is none."""
         return None
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work: ...
@@ -128,6 +135,7 @@ class ProcessGroupTransport(Transport):
         self.warm_up = warm_up
         self.backend = backend_of(group)
         self.pollable = self.backend == "nccl"
+        self.blocks_host = self.backend != "nccl"
         self.device = device_of(self.backend)
         # Here, as construction is the one place that all members reach together; on NCCL it may be collective.
         self.name = pipeline_name(group, self.backend, self.device)
@@ -254,6 +262,10 @@ class ProcessGroupTransport(Transport):
 
     def is_gone(self) -> bool:
         return self.group not in dist.distributed_c10d._world.pg_map
+
+    @property
+    def limit(self) -> timedelta:
+        return self.group._get_backend(self.device).options._timeout
 
     @property
     def store(self) -> dist.Store:

@@ -17,9 +17,11 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.faults import nccl_settings
+from megatron_pp.faults.completed_work import CompletedWork
 from megatron_pp.faults.consistency import RECEIVES, SENDS
 from megatron_pp.faults.diagnosis import Source
 from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.tracker import InstructionMarks
 from megatron_pp.plan.spec import PlanSpec
 
 logger = logging.getLogger("megatron_pp")
@@ -45,6 +47,7 @@ def guarded(
     key: Hashable,
     describe: Callable[[], Mapping[str, str]],
     number: int | None = None,
+    after: str = "",
 ) -> Iterator[FaultGuard | None]:
     """One step of ``communicator`` under its guard, which keeps time for all transfers; see ``FaultGuard.step``. None
     where there is nothing to guard."""
@@ -52,13 +55,20 @@ def guarded(
     if guard is None:
         yield None
         return
-    with guard.step(source, key, describe, number):
+    with guard.step(source, key, describe, number, after=after):
         communicator.transport.use_agreement(guard.agreement)
         communicator.under_guard = True
         try:
             yield guard
         finally:
             communicator.under_guard = False
+
+
+def instruction_marks(communicator: P2PCore, settings: StepSettings) -> InstructionMarks | None:
+    """For the engine's observers: marks by which the guard knows what the device has completed. None where the host
+    waits for transfers, and where there is no guard."""
+    guard = _guard_of(communicator.transport, settings)
+    return None if guard is None else guard.marks
 
 
 def watched(communicator: P2PCore, config: Any, what: str) -> AbstractContextManager[Any]:
@@ -85,10 +95,22 @@ def _guard_of(transport: Transport, settings: StepSettings) -> FaultGuard | None
         return None
     guard: FaultGuard | None = transport.guard
     if guard is None:
+        _warn_of_timeout(transport, settings.patience)
         guard = transport.guard = _make_guard(transport, settings.p2p_timeout)
     guard.timeout = settings.p2p_timeout
     guard.patience = settings.patience
     return guard
+
+
+def _warn_of_timeout(transport: Transport, patience: float) -> None:
+    """Where the group's own timeout comes first: its errors contain less, and NCCL's ends the process by default."""
+    limit = None if transport.limit is None else transport.limit.total_seconds()
+    if limit is not None and limit <= patience and transport.rank == 0:
+        logger.warning(
+            "the process group of pipeline %s gives up after %g s, but config.compute_timeout is %g s: a long "
+            "operation may end in the group's error, which contains less; make the group with a longer timeout",
+            transport.name, limit, patience,
+        )  # fmt: skip
 
 
 def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
@@ -96,6 +118,7 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
         logger.warning(text)
     # The guard's threads must not keep the transport, nor with it the process group, alive.
     abort: weakref.WeakMethod[Callable[[], object]] = weakref.WeakMethod(transport.abort)
+    kept = weakref.ref(transport)
     return FaultGuard(
         transport.store,
         transport.name,
@@ -104,6 +127,8 @@ def _make_guard(transport: Transport, timeout: float) -> FaultGuard:
         timeout,
         lambda: call_if_alive(abort),
         escalate=abort_all_groups if transport.backend else None,
+        is_gone=lambda: (known := kept()) is None or known.is_gone(),
+        completed=None if transport.blocks_host else CompletedWork(),
         global_rank=transport.global_rank(transport.rank),
         world_size=dist.get_world_size() if dist.is_initialized() else transport.size,
         members=[transport.global_rank(rank) for rank in range(transport.size)],

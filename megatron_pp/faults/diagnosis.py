@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from megatron_pp.errors import PipelineError, PipelineMismatchError, PipelinePeerError, PipelineStallError
-from megatron_pp.faults.records import DONE, ENTERING, EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, Progress
+from megatron_pp.faults.records import AFTER, DONE, ENTERING, EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, Progress
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.spec import Plan
 
 _BEFORE, _AFTER = 6, 3
+_DEFERRED = 2  # sends that may be pending after their FREE, by default (config.max_pending_sends)
 
 
 class Source(Protocol):
@@ -28,6 +29,16 @@ class Source(Protocol):
 def waits_on(at: Instruction) -> tuple[int, ...]:
     """Pipeline ranks that ``at`` may have to wait for: the peers of a transfer; empty for compute."""
     return tuple(sorted({one.peer for one in at.members or (at,) if one.peer != NONE}))
+
+
+def pending_peers(program: Sequence[Instruction], done: int, issued: int) -> set[int]:
+    """Peers of the transfers that were posted up to position ``issued`` and may not be over on a device that is at
+    ``done``. A FREE may leave its send pending, so the sends that were freed last count too."""
+    earlier = list(ins.each(program[:done]))
+    over = {(ins.POST_OF[at.op], *at[1:3]) for at in earlier if at.op in ins.POST_OF}
+    over -= {(ins.POST_OF[at.op], *at[1:3]) for at in [at for at in earlier if at.op in ins.FREE_OPS][-_DEFERRED:]}
+    posted = (at for at in ins.each(program[: issued + 1]) if at.op in ins.POST_OPS)
+    return {at.peer for at in posted if at[:3] not in over}
 
 
 _WORDS = {
@@ -65,6 +76,8 @@ def progress_line(plan: Plan | None, rank: int, progress: Progress | None, idle:
     when = ago and f",{ago}"
     if progress.state == DONE:
         return f"finished step {progress.step}{when}"
+    if progress.state == AFTER:
+        return f"finished step {progress.step}{when}; is in {progress.text}"
     if progress.state == ENTERING:
         return f"entered step {progress.step}{when}; compares plans with the others"
     at = _reported_at(plan, rank, progress)
@@ -132,8 +145,9 @@ def _headline(rank: int, plan: Plan | None, own: Progress, seen: Seen) -> str:
             continue
         progress, idle = seen[peer]
         last = instruction_at(plan, peer, progress.position)
-        where = f"the end of step {progress.step}" if progress.state == DONE else last.name if last else progress.text
-        step = "" if progress.step == own.step or progress.state == DONE else f" in step {progress.step}"
+        ended = progress.state in (AFTER, DONE)
+        where = f"the end of step {progress.step}" if ended else last.name if last else progress.text
+        step = "" if progress.step == own.step or ended else f" in step {progress.step}"
         text += f", which last reported {where}{step}, {max(idle, 0.0):.1f} s ago"
     return text
 

@@ -5,8 +5,10 @@ this rank's position to the store and reads failures of others, the watchdog det
 publishes a record; the others read it within half a second and abort their communicators, so that their transfers
 fail, and the guard replaces that error by one that reports the rank, the place and the cause.
 
-A rank that has finished its step before another one fails is not disturbed until it enters its next step. After a
-failure the guard and its communicator are closed; a program that continues makes new ones, and new process groups.
+A rank that has finished its step before another one fails is not disturbed until it enters its next step; it has
+finished when its device has, where the host runs ahead. A failure that is found between the host's end of a step and
+its next one is logged at once and raised by that. After a failure the guard and its communicator are closed; a program
+that continues makes new ones, and new process groups.
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ from typing import Any
 
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
 from megatron_pp.faults import consistency, diagnosis
+from megatron_pp.faults.completed_work import CompletedWork
 from megatron_pp.faults.exceptions import is_consequence, is_raised_by_python, tail_of, text_of, type_name
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
-from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, Progress
+from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, Progress
 from megatron_pp.faults.stall_detector import OwnState, find_stall
 from megatron_pp.faults.store import FaultStore
-from megatron_pp.faults.tracker import Outside, Tracker
+from megatron_pp.faults.tracker import InstructionMarks, Outside, Tracker
 from megatron_pp.faults.watchdog import Watchdog
 
 logger = logging.getLogger("megatron_pp")
 
 # Seconds.
 _PUBLISHING = 3.0  # that a rank which failed gives the store to accept its record
+_ANOTHER_READ = 1.0  # that a finding about a rank waits for the next read of its record
 _GRACE = 6.0  # that a rank whose transfer failed looks for the cause
 
 Describe = Callable[[], Mapping[str, str]]
@@ -51,6 +55,9 @@ class FaultGuard:
     abort        makes blocked and later transfers of this rank's communicator fail; called from another thread
     escalate     called if this rank does not leave its step after that: aborts all other groups (tensor- or
                  data-parallel) that it may be blocked in
+    is_gone      whether the process group was destroyed: ends what is watched between steps
+    completed    what the device has done, where ``wait`` does not block the host; ``marks`` then is an observer for the
+                 engine
     global_rank, world_size, members   in the whole job; ``members``: the global ranks of the pipeline. By default the
                  pipeline is the job
 
@@ -68,6 +75,8 @@ class FaultGuard:
         abort: Callable[[], None],
         *,
         escalate: Callable[[], None] | None = None,
+        is_gone: Callable[[], bool] = bool,
+        completed: CompletedWork | None = None,
         global_rank: int | None = None,
         world_size: int | None = None,
         members: Iterable[int] = (),
@@ -79,13 +88,16 @@ class FaultGuard:
         self.patience = timeout
         self._abort = abort
         self._global_rank = rank if global_rank is None else global_rank
-        self._tracker = Tracker(rank, size)
+        self._is_gone = is_gone
+        self._tracker = Tracker(rank, size, completed)
+        self.marks = None if completed is None else InstructionMarks(self._tracker)
         keys = FaultStore(store, pipeline, rank, size, self._global_rank, members)
         self._heartbeat = Heartbeat(keys, Pace.of(timeout, world_size or size), self._tracker)
         self._watchdog = Watchdog(self._tracker, self._heartbeat, self._act, escalate, self._show_stack)
         self._raised: BaseException | None = None  # by this rank, and handled
         self._main = 0
         self._warned_of: tuple[int, int, str] | None = None
+        self._gone_since: dict[tuple[int, ...], float] = {}
         self.failure: Failure | None = None
         self.agreement = 0
         self._over: str | None = None
@@ -101,11 +113,13 @@ class FaultGuard:
         describe: Describe | None = None,
         number: int | None = None,
         phase: str = "",
+        after: str = "",
     ) -> Iterator[FaultGuard]:
         """Around one step; ``source`` has its position. If ``key`` is new, ``describe()`` (field name -> value) is
         compared among all ranks before the step begins; if it was agreed on before, but not for the last step, the
         ranks check during the step that all have changed to the same. How the program's ``number`` of the step differs
-        from the last one is part of the key.
+        from the last one is part of the key. ``after``: what the program does with other ranks until the next step, in
+        words; if given, dead peers and published failures are looked for until then, or until the guard is closed.
 
         Raises, entering or leaving: PipelinePeerError, PipelineStallError, PipelineMismatchError,
         CommunicatorClosedError after a failure. An error of this rank's own is raised as it is.
@@ -114,14 +128,23 @@ class FaultGuard:
             raise CommunicatorClosedError(
                 f"pipeline rank {self.rank}: this communicator cannot be used any more: {self._over}"
             )
+        self.raise_unreported()
         try:
             self._enter(source, key, describe, number, phase)
             yield self
+            self._tracker.mark("the end of the step")
         except BaseException as error:
             self._leave(error)
             raise
         else:
-            self._leave(None)
+            self._leave(None, after)
+
+    def raise_unreported(self) -> None:
+        """Raises the failure that was found since the last step, if no step has raised it."""
+        if self.failure is not None and self._over is None:
+            self._over = diagnosis.first_line(self.failure)
+            self._tracker.rest()
+            raise self._error()
 
     def watch(self, what: str) -> AbstractContextManager[FaultGuard]:
         """Around ``what`` a program does with other ranks between steps, such as an optimizer step, or around that and
@@ -136,6 +159,7 @@ class FaultGuard:
         """End the threads."""
         self._over = self._over or "it was closed"
         self._tracker.end()
+        self._tracker.rest()
         self._watchdog.close()
         self._heartbeat.close()
 
@@ -197,7 +221,7 @@ class FaultGuard:
     def _progress_of_others(self) -> dict[int, Progress]:
         return {rank: seen.progress for rank, seen in self._heartbeat.peers.seen.items()}
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None, after: str = "") -> None:
         """The step ended, with ``error`` or without; raises what the caller should see instead of it."""
         try:
             if error is None:
@@ -217,8 +241,9 @@ class FaultGuard:
                 self._conclude(own, True)
         finally:
             if error is not None or self.failure is not None:
-                self._over = self._over or diagnosis.first_line(self.failure)
-            self._tracker.end()
+                self._over, after = self._over or diagnosis.first_line(self.failure), ""
+                self._tracker.rest()
+            self._tracker.end(after)
 
     def _cause_of(self, error: BaseException) -> PipelineError:
         """Why a transfer failed: another rank's record, a process that is gone, a rank without a heartbeat; or, found
@@ -243,9 +268,14 @@ class FaultGuard:
         here = self._tracker.observe()
         if here is None:
             return False
+        if here.state == AFTER and self._is_gone():
+            self._tracker.rest()
+            return False
         failure = known or self._find_late_mismatch(here) or self._find_stall(here)
         if failure is not None:
             self._conclude(failure, known is None)
+            if self._tracker.source is None:
+                logger.error("pipeline rank %d, %s: %s", self.rank, here.text, self._error())
         return failure is not None
 
     def _find_late_mismatch(self, here: Progress) -> Failure | None:
@@ -270,15 +300,25 @@ class FaultGuard:
             if here.idle >= self.timeout:
                 working = diagnosis.working_ranks(self._plan(), {**self._progress_of_others(), self.rank: here})
             waits_on, failed = tracker.waits_on(), tracker.failed
-            own = OwnState(self.rank, self.size, here.step, here.idle, waits_on, failed, working)
+            where = tracker.where()
+            step = here.step if where is None else where.step
+            own = OwnState(self.rank, self.size, step, here.idle, waits_on, failed, working, here.state == AFTER)
             found = find_stall(peers, own, self.timeout, time.monotonic(), state_of, self.patience)
+            if found is not None and found.suspects and not failed and not self._confirmed(found.suspects):
+                return None
         if found is None and self.rank in working:
             self._warn_that_it_takes_long(here)
         return None if found is None else self._stall_failure(here, found.why, found.suspects)
 
+    def _confirmed(self, suspects: tuple[int, ...]) -> bool:
+        """Whether peers were read since these were suspected, if they can be: one that ends has published it first."""
+        now = time.monotonic()
+        since = self._gone_since.setdefault(suspects, now)
+        return self._heartbeat.peers.read_at > since or now - since > _ANOTHER_READ
+
     def _plan(self) -> Any:
-        source = self._tracker.source
-        return None if source is None else source.plan
+        where = self._tracker.where()
+        return None if where is None else where.plan
 
     def _warn_that_it_takes_long(self, here: Progress) -> None:
         """Once per operation, on the rank that is in it, with the place in the user's code."""
@@ -308,7 +348,7 @@ class FaultGuard:
         """For the watchdog: this rank hangs in code that cannot be interrupted. Log where."""
         logger.error(
             "pipeline rank %d has to leave its step (%s) but is still in %s:\n%s",
-            self.rank, diagnosis.first_line(self.failure), self._tracker.place()[1], self._stack(),
+            self.rank, diagnosis.first_line(self.failure), self._tracker.place(of_host=True)[1], self._stack(),
         )  # fmt: skip
 
     def _stack(self) -> str:
@@ -323,7 +363,7 @@ class FaultGuard:
         return error
 
     def _new_failure(self, kind: str, message: str, **content: Any) -> Failure:
-        instruction, where = ("", "") if kind == MISMATCH else self._tracker.place()
+        instruction, where = ("", "") if kind == MISMATCH else self._tracker.place(of_host=kind == EXCEPTION)
         who = (self.pipeline, self.rank, self._global_rank)
         return Failure(kind, *who, instruction, where, message=message, **content)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron_pp.comm.at_exit import call_at_exit
 from megatron_pp.faults.peers import Peers
-from megatron_pp.faults.records import DONE, Entry, Failure, Progress, RecordError
+from megatron_pp.faults.records import AFTER, DONE, Entry, Failure, Progress, RecordError
 from megatron_pp.faults.store import FaultStore
 from megatron_pp.faults.tracker import Tracker
 
@@ -103,8 +103,10 @@ class Heartbeat:
 
     def _run(self) -> None:
         while True:
-            here = self._tracker.observe()
+            here = None if self._closed else self._tracker.observe()  # what is over at the end is published as such
             worked = self._exchange(here)
+            if not worked and here is not None and here.state == AFTER:
+                self._tracker.rest()  # the store's process may have ended
             with self.lock:
                 self.lock.notify_all()
                 if self._closed:

@@ -15,6 +15,7 @@ MAX_TEXT = 20_000
 
 IN_STEP = "in_step"
 ENTERING = "entering"
+AFTER = "after"  # between steps, where that is watched
 DONE = "done"
 
 EXCEPTION = "exception"  # a rank raised an error of its own
@@ -39,7 +40,7 @@ class Progress:
     """Where a rank is."""
 
     step: int  # counted from 1
-    state: str  # ENTERING, IN_STEP or DONE
+    state: str  # ENTERING, IN_STEP, AFTER or DONE
     position: int = 0  # index of the current instruction in its program
     text: str = ""  # that instruction, as printed, or what the rank does outside the plan
     idle: float = 0.0  # seconds since its position changed, at the time of writing and by its own clock

@@ -42,6 +42,7 @@ class OwnState:
     waits_on: tuple[int, ...] = ()  # ranks whose message the current instruction waits for; empty while it computes
     failed: str = ""  # which of its transfers has failed, and how
     working: tuple[int, ...] = ()  # ranks, this one or others, that compute or run user code
+    is_between: bool = False  # between steps, which may take any time
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -52,7 +53,10 @@ def find_stall(
     peers: Peers, own: OwnState, timeout: float, now: float, state_of: StateOf, patience: float | None = None
 ) -> Stall | None:
     """The first of: a process that is gone; a store that does not answer; ranks without a heartbeat; no rank moving.
-    ``state_of``: see ``liveness``; ``patience``: for ranks that compute, by default ``timeout``. Times in seconds."""
+    Between steps only the first. ``state_of``: see ``liveness``; ``patience``: for ranks that compute, by default
+    ``timeout``. Times in seconds."""
+    if own.is_between:
+        return _dead(peers, own, state_of)
     return (
         _dead(peers, own, state_of)
         or _store_gone(peers, own, timeout, now)

@@ -1,14 +1,21 @@
-"""Where this rank is. The engine only assigns ``position``; the guard's threads read it from here."""
+"""Where this rank is. The engine only assigns ``position``; the guard's threads read it from here.
+
+Where the host runs ahead of the device, the rank is where the device is.
+"""
 
 from __future__ import annotations
 
 import time
 
+from megatron_pp.faults.completed_work import CompletedWork, Place
 from megatron_pp.faults.consistency import changed
-from megatron_pp.faults.diagnosis import Source, doing, instruction_at, waits_on
+from megatron_pp.faults.diagnosis import Source, doing, instruction_at, pending_peers, waits_on
 from megatron_pp.faults.liveness import this_process
-from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Progress
+from megatron_pp.faults.records import AFTER, DONE, ENTERING, IN_STEP, Progress
+from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
+
+_NOT_ON_A_STREAM = ins.POST_OPS | ins.HAND_OPS | {ins.BATCH}
 
 
 class Outside:
@@ -21,15 +28,19 @@ class Outside:
 class Tracker:
     """One rank's position, and since when it has it. Everything here is cheap and takes no lock.
 
-    source  what this rank executes; None outside steps
+    source  what the host executes; None outside steps
     phase   what it does outside the plan, in words
+    after   what follows the last step, in words, where that is watched; else ""
     failed  a failed transfer of this rank, in words, while the guard looks for the cause; else ""
     number  the program's number of the step, as text
+    completed  what the device has done, where the host runs ahead of it; else None
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, completed: CompletedWork | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.completed = completed
+        self.after = ""
         self.source: Source | None = None
         self.phase = ""
         self.failed = ""
@@ -61,12 +72,42 @@ class Tracker:
         # Publish ``source`` last: observers must never pair the new step with the old plan. ``observe`` reads what is
         # assigned here in the opposite order, for the same reason.
         self.source = source
+        self.after = ""
 
-    def end(self) -> None:
-        """What ``begin`` began is over."""
+    def end(self, after: str = "") -> None:
+        """What ``begin`` began is over for the host; ``after``: what follows is watched."""
         self._entering = False
         self._done = (self.step, self._changes)
+        self.after = after if len(self._around) == 1 else ""
         self.source, self.phase = self._around.pop() if self._around else (None, "")
+
+    def rest(self) -> None:
+        """Nothing is watched until the next step."""
+        self.after = ""
+        if self.completed is not None:
+            self.completed.clear()
+
+    def mark(self, phase: str = "") -> None:
+        """The host has issued the current instruction or, with ``phase``, what it does outside the plan."""
+        if self.completed is not None and self.source is not None:
+            self.completed.mark(Place(self.step, self.source.plan, self.source.position, self.phase or phase))
+
+    def where(self) -> Place | None:
+        """What the device is in or, if it has done all, the host; None outside steps."""
+        mark = None if self.completed is None or self._entering else self.completed.oldest
+        return mark or self._of_host()
+
+    def _of_host(self) -> Place | None:
+        source = self.source
+        if source is not None:
+            return Place(self.step, source.plan, source.position, self.phase)
+        return Place(self.step, None, 0, self.after) if self.after else None
+
+    def _at(self, place: Place | None) -> Instruction | None:
+        """The instruction at ``place``; None outside the plan, and while plans are compared."""
+        if place is None or place.plan is None or self._entering or place.phase:
+            return None
+        return instruction_at(place.plan, self.rank, place.position)
 
     def agreed(self, number: int) -> None:
         """The ranks have agreed, under ``number``, on what this step runs with."""
@@ -75,20 +116,21 @@ class Tracker:
 
     def observe(self) -> Progress | None:
         """Progress now; None outside a step."""
-        source = self.source
-        if source is None:
+        where = self.where()
+        if where is None:
             return None
-        here = step, position, phase, entering = (self.step, source.position, self.phase, self._entering)
-        now = time.monotonic()
+        now, step, entering = time.monotonic(), self.step, self._entering
+        here = (where.step, where.position, where.phase, entering)
         if here != self._last:
             self._last = here
             self._moved_at = now
-        at = None if source.plan is None else instruction_at(source.plan, self.rank, position)
-        text = phase or ("" if at is None else str(at))
+        text = where.phase or str(self._at(where) or "")
+        if where.step != step:
+            text += f" of step {where.step}"
         idle = round(now - self._moved_at, 3)
         history = (step - entering, *self._changes)  # of a step that is being entered nothing is agreed on yet
-        state = ENTERING if entering else IN_STEP
-        return Progress(step, state, position, text, idle, 0, self.process, history, self.number)
+        state = ENTERING if entering else AFTER if where.phase and where.phase == self.after else IN_STEP
+        return Progress(step, state, where.position, text, idle, 0, self.process, history, self.number)
 
     def finished(self) -> Progress:
         """Progress outside a step, as ``end`` recorded it: the next step may have begun since ``observe`` returned
@@ -98,27 +140,45 @@ class Tracker:
 
     def waits_on(self) -> tuple[int, ...]:
         """Pipeline ranks that this rank may be waiting for: the peers of a transfer; all others outside the plan; none
-        while it computes."""
-        source = self.source
-        if source is None:
+        while it computes. Where the host runs ahead, also the peers of all transfers that may be pending: they may
+        hold up compute that is behind them in one hardware queue."""
+        where = self.where()
+        if where is None:
             return ()
-        at = self._at(source)
-        return tuple(r for r in range(self.size) if r != self.rank) if at is None else waits_on(at)
+        at = self._at(where)
+        if at is None:
+            return tuple(r for r in range(self.size) if r != self.rank)
+        if self.completed is None or where.plan is None:
+            return waits_on(at)
+        source, program = self.source, where.plan.programs[self.rank]
+        is_here = source is not None and source.plan is where.plan and where.step == self.step
+        issued = source.position if source is not None and is_here else len(program)
+        return tuple(sorted({*waits_on(at), *pending_peers(program, where.position, issued)}))
 
-    def place(self) -> tuple[str, str]:
-        """The current instruction as printed and in words; outside the plan "", and what else this rank does."""
-        at = self._at(self.source)
+    def place(self, of_host: bool = False) -> tuple[str, str]:
+        """The current instruction as printed and in words; outside the plan "", and what else this rank does.
+        ``of_host``: where the host is, though the device may be behind it."""
+        where = self._of_host() if of_host else self.where()
+        at = self._at(where)
         if at is not None:
             return str(at), at.name
-        return "", "the entry of the step" if self._entering else self.phase or "the step"
+        return "", "the entry of the step" if self._entering else (where.phase if where else "") or "the step"
 
     def doing(self) -> str:
         """What this rank does now, as a clause: ``rank 2 waits for ...``."""
-        at = self._at(self.source)
+        at = self._at(self.where())
         return f"rank {self.rank} {f'is in {self.place()[1]}' if at is None else doing(at)}"
 
-    def _at(self, source: Source | None) -> Instruction | None:
-        """The current instruction of ``source``; None outside the plan, and while plans are compared."""
-        if source is None or source.plan is None or self._entering or self.phase:
-            return None
-        return instruction_at(source.plan, self.rank, source.position)
+
+class InstructionMarks:
+    """An observer of the engine: marks what the host has issued."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    def begin(self, at: Instruction) -> None:
+        """Nothing to mark."""
+
+    def end(self, at: Instruction) -> None:
+        if at.op not in _NOT_ON_A_STREAM:
+            self._tracker.mark()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from megatron_pp.comm.at_exit import call_at_exit
+from megatron_pp.faults.completed_work import query_during_captures
 from megatron_pp.faults.heartbeat import Heartbeat
 from megatron_pp.faults.tracker import Tracker
 
@@ -58,10 +59,12 @@ class Watchdog:
 
     def _run(self) -> None:
         lock = self._heartbeat.lock
+        if self._tracker.completed is not None:
+            query_during_captures()
         while not self._closed:
-            if self._tracker.source is None:
+            if not self._is_active():
                 self._wake.clear()
-                if self._tracker.source is None:
+                if not self._is_active():
                     self._wake.wait()
                 continue
             with lock:
@@ -81,8 +84,14 @@ class Watchdog:
 
     def _left_within(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
-        while self._tracker.source is not None and not self._closed:
+        while self._is_active() and not self._closed:
             if time.monotonic() >= until:
                 return False
             time.sleep(0.02)
         return True
+
+    def _is_active(self) -> bool:
+        """Whether the host or the device is in what is watched."""
+        if self._tracker.completed is not None:
+            self._tracker.completed.poll()
+        return self._tracker.where() is not None

@@ -84,6 +84,8 @@ class MegatronSteps:
 class MegatronCall(StepCall):
     """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, the others are those of StepCall."""
 
+    followed_by = "the work after the step (data-parallel reduction, optimizer)"
+
     def __init__(self, megatron: Megatron, *, alone: bool, chunked: bool, **arguments: Any) -> None:
         self.megatron = megatron
         keyword = megatron.row.groups_keyword

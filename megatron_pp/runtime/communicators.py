@@ -51,7 +51,9 @@ def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
     settings = StepSettings.from_config(config)
     key = _built_from(settings)
     found = kept.get(key)
-    if any(c.closed for c in kept.values()):
+    for closed in [c for c in kept.values() if c.closed]:
+        if closed.transport.guard is not None:
+            closed.transport.guard.raise_unreported()
         raise CommunicatorClosedError(
             "the pipeline's process group was aborted after a failure; to go on, call "
             "torch.distributed.destroy_process_group and make the groups anew"

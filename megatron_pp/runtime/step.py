@@ -7,7 +7,7 @@ from typing import Any
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.faults.attach import describe_step, guarded
+from megatron_pp.faults.attach import describe_step, guarded, instruction_marks
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import Plan
 from megatron_pp.plan.sync_marks import prepares_in_forward
@@ -38,8 +38,11 @@ class StepCall:
 
     ``arguments`` are those of ``get_forward_backward_func``; ``chunked``: lists of model chunks and data iterators;
     ``alone``: without a pipeline. Raises ScheduleInputError before any communication. A plug-in for another training
-    stack overrides ``begin``, ``make_steps`` and ``finish``.
+    stack overrides ``begin``, ``make_steps`` and ``finish``; with ``followed_by``, what its training loop does with
+    other ranks between steps, in words, that is watched for failures too.
     """
+
+    followed_by = ""
 
     def __init__(self, *, chunked: bool, alone: bool, **arguments: Any) -> None:
         self.alone = alone
@@ -81,7 +84,8 @@ class StepCall:
         executor = self._executor(plan, steps, recording)
         # Traced steps begin with messages that all ranks have to take part in.
         agreed = (self.spec, shapes, traced_steps(self.settings), communicator.dtype, communicator.wire is not None)
-        with guarded(communicator, self.settings, executor, agreed, self.describe, self.number) as guard:
+        step = executor, agreed, self.describe, self.number, self.followed_by
+        with guarded(communicator, self.settings, *step) as guard:
             communicator.prepare(plan.placement.rank_edges, received, sent)
             if recording is not None:
                 recording.start()
@@ -169,7 +173,7 @@ class StepCall:
             max_pending_sends=settings.max_pending_sends,
             weights=self.weights,
             pair_runner=None if pairs is None else PairRunner(pairs, chunks),
-            observer=observers(recording, ranges_if_profiling()),
+            observer=observers(instruction_marks(self.communicator, settings), recording, ranges_if_profiling()),
         )
         if self.communicator.wire is not None:
             self.communicator.wire.source = executor

@@ -104,7 +104,8 @@ class Event:
     def query(self) -> bool:
         if not all(work.finished for work in self._pending):
             return False
-        self._device.host.learn(self._clock)
+        if current_device() is self._device:  # not for another thread, such as the fault guard's
+            self._device.host.learn(self._clock)
         return True
 
     def synchronize(self) -> None:

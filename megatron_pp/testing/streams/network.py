@@ -254,6 +254,7 @@ class StreamTransport(MemoryTransport):
 
     network: StreamNetwork
     pollable = True
+    blocks_host = False
     backend = "nccl"
 
     def __init__(self, network: StreamNetwork, rank: int) -> None:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_pp.comm import abort
+from megatron_pp.comm.transport import ProcessGroupTransport
+from megatron_pp.faults.attach import close_guard, watched
 from megatron_pp.faults.nccl_settings import SETTINGS, leave_failures_to_the_guard, warning
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
+from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
+from megatron_pp.testing.streams.process_group import process_group, virtual_distributed
+from megatron_pp.testing.threads import ThreadGroup
+from megatron_pp.testing.toy import toy_config
 
 
 class Communicator:
@@ -61,3 +71,39 @@ def test_a_warning_where_torch_would_end_the_process() -> None:
         assert said is not None
         assert all(f"{name}={value}" in said for name, value in SETTINGS.items())
     assert warning(dict(SETTINGS)) is None
+
+
+class Limited(MemoryTransport):
+    """Of a process group with a timeout of a minute."""
+
+    @property
+    def limit(self) -> timedelta:
+        return timedelta(seconds=60)
+
+
+def test_a_group_that_gives_up_before_the_guard_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.HashStore()
+
+    def warnings(compute_timeout: float, rank: int = 0) -> list[str]:
+        caplog.clear()
+        config = toy_config(compute_timeout=compute_timeout, p2p_timeout=5.0)
+        transport = Limited(MemoryNetwork(2, store=store), rank)
+        communicator = P2PCommunicator(ThreadGroup(rank, 2), config, transport)
+        for _ in range(2):
+            with watched(communicator, config, "the step"):
+                pass
+        close_guard(communicator)
+        return [record.getMessage() for record in caplog.records]
+
+    (said,) = warnings(60.0)
+    assert "of pipeline threads gives up after 60 s, but config.compute_timeout is 60 s" in said
+    assert warnings(60.0, rank=1) == []
+    assert warnings(59.0) == []
+
+
+def test_a_groups_timeout_is_read_from_the_group() -> None:
+    network, store = StreamNetwork(2, seed=None), dist.HashStore()
+    with virtual_cuda(), virtual_distributed(), network.running(0), process_group(network, 0, store) as group:
+        transport = ProcessGroupTransport(group)
+        assert transport.limit == timedelta(minutes=10)
+        assert not transport.blocks_host

@@ -261,3 +261,27 @@ def test_a_host_that_waits_for_its_device_is_woken_by_an_abort() -> None:
 
     with virtual_cuda():
         assert run_ranks(2, run) == ["woken", ""]
+
+
+def test_what_another_thread_asks_of_an_event_is_not_known_to_the_host() -> None:
+    """The fault guard's watch asks; the program has not waited for anything."""
+    network = StreamNetwork(1, seed=None)
+
+    def run(rank: int) -> list[int]:
+        with network.running(rank):
+            side, host = torch.cuda.Stream(), network.devices[0].host
+            with torch.cuda.stream(side):
+                torch.ones(4).add_(1)
+                event = torch.cuda.Event()
+                event.record()
+            steps = [host.steps]
+            watch = threading.Thread(target=event.query)
+            watch.start()
+            watch.join()
+            steps.append(host.steps)
+            event.query()
+            return [*steps, host.steps]
+
+    with virtual_cuda():
+        ((before, asked_elsewhere, asked_here),) = run_ranks(1, run)
+    assert before == asked_elsewhere < asked_here

@@ -1,0 +1,195 @@
+"""What the guard watches after a step where the training loop is known, as Megatron's: peers that die, records."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError, PipelineStallError
+from megatron_pp.faults.attach import close_guard
+from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.liveness import process_of, this_process
+from megatron_pp.faults.records import AFTER, DONE, EXCEPTION, Failure, Process, Progress
+from megatron_pp.faults.store import FaultStore
+from megatron_pp.integrations.megatron_call import MegatronCall
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.runtime.communicators import _KEPT, communicator_for
+from megatron_pp.runtime.step import StepCall
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.pipeline import run_rank
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import ToyData, toy_config
+
+WORK = "the optimizer"
+SECONDS = 10.0
+
+
+class Rank:
+    """A guard of rank 0 of two, which has run a step and is after it; rank 1 is a record in the store."""
+
+    def __init__(self, timeout: float = 600.0) -> None:
+        self.aborted, self.escalated = threading.Event(), threading.Event()
+        self.is_gone = False
+        self.store = dist.HashStore()
+        self.guard = FaultGuard(
+            self.store, "p", 0, 2, timeout, self.aborted.set, escalate=self.escalated.set, is_gone=lambda: self.is_gone
+        )
+        self.source: Any = SimpleNamespace(plan=build_plan(PlanSpec("1f1b", 2, 1, 4)), position=0)
+        self.other = FaultStore(self.store, "p", 1, 2, 1)
+        self.step()
+
+    def step(self) -> None:
+        with self.guard.step(self.source, after=WORK):
+            pass
+
+    def other_is(self, state: str, process: Process) -> None:
+        self.other.publish(Progress(1, state, process=process, beat=time.monotonic_ns()))
+
+    def seen(self) -> Progress | None:
+        """What others see of rank 0."""
+        return self.other.read_all(Progress).get(0)
+
+
+@pytest.fixture
+def gone() -> Process:
+    """A process that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    process = process_of(child.pid)
+    child.communicate()
+    return process
+
+
+def test_a_rank_that_dies_after_its_step_is_found_in_seconds(gone: Process, caplog: pytest.LogCaptureFixture) -> None:
+    """The groups that the program may be blocked in are aborted, the log says who it was, and the next step raises."""
+    rank = Rank()
+    rank.other_is(AFTER, gone)
+    assert rank.aborted.wait(SECONDS)
+    assert rank.escalated.wait(SECONDS)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR][:1]
+    assert f"pipeline rank 0, {WORK}: pipeline stalled: the process of rank 1" in said
+    with pytest.raises(PipelineStallError, match="the process of rank 1") as caught:
+        rank.step()
+    assert caught.value.suspects == (1,)
+    assert WORK in caught.value.progress[0]
+    with pytest.raises(CommunicatorClosedError):
+        rank.step()
+    rank.guard.close()
+
+
+def test_a_failure_elsewhere_is_found_after_the_step() -> None:
+    rank = Rank()
+    rank.other.publish_failure(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad"))
+    assert rank.escalated.wait(SECONDS)
+    with pytest.raises(PipelinePeerError, match="ValueError"):
+        rank.step()
+    rank.guard.close()
+
+
+def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
+    """Its process is gone before the next read shows that it was done."""
+    rank = Rank()
+    rank.other_is(AFTER, this_process())
+    time.sleep(1.5)
+    peers = rank.guard._heartbeat.peers
+    with rank.guard._heartbeat.lock:
+        rank.other_is(DONE, gone)
+        seen = peers.seen[1]
+        peers.seen[1].progress = Progress(1, AFTER, process=gone, beat=seen.progress.beat)
+        assert not rank.guard._act()  # the watchdog is first
+    assert not rank.aborted.wait(3.0)
+    rank.step()
+    rank.guard.close()
+
+
+def test_what_follows_a_step_may_take_any_time() -> None:
+    rank = Rank(timeout=0.5)
+    rank.other_is(AFTER, this_process())
+    assert not rank.aborted.wait(2.5)
+    seen = rank.seen()
+    assert seen is not None
+    assert (seen.state, seen.text) == (AFTER, WORK)
+    rank.step()
+    rank.guard.close()
+
+
+def test_the_watch_ends_with_the_guard_and_with_its_group(gone: Process) -> None:
+    closed, exiting, destroyed = Rank(), Rank(), Rank()
+    time.sleep(1.0)
+    closed.guard.close()
+    exiting.guard._heartbeat.close()
+    destroyed.is_gone = True
+    for rank in (closed, exiting, destroyed):
+        until = time.monotonic() + SECONDS
+        while ((seen := rank.seen()) is None or seen.state != DONE) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert seen is not None
+        assert seen.state == DONE
+        rank.other_is(AFTER, gone)
+    assert not destroyed.aborted.wait(2.0)
+    destroyed.guard.close()
+
+
+def test_the_watch_ends_with_the_store() -> None:
+    """Its process may have ended in order, after training."""
+    rank = Rank()
+
+    def publish(record: Any) -> None:
+        raise dist.DistNetworkError("connection reset")
+
+    rank.guard._heartbeat.store.publish = publish  # type: ignore[method-assign]
+    until = time.monotonic() + SECONDS
+    while rank.guard._tracker.where() is not None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert rank.guard._tracker.where() is None
+    assert not rank.aborted.is_set()
+    rank.guard.close()
+
+
+def test_what_was_found_between_steps_is_raised_where_the_communicator_is_asked_for(gone: Process) -> None:
+    """Its group is aborted by then."""
+    rank, group, config = Rank(), ThreadGroup(0, 2), toy_config()
+    transport = MemoryNetwork(2).transport(0)
+    transport.guard = rank.guard
+    _KEPT[group] = {("any",): P2PCommunicator(group, config, transport)}
+    rank.other_is(AFTER, gone)
+    assert rank.aborted.wait(SECONDS)
+    transport.aborted = True
+    with pytest.raises(PipelineStallError, match="the process of rank 1"):
+        communicator_for(group, config)
+    with pytest.raises(CommunicatorClosedError):
+        communicator_for(group, config)
+    rank.guard.close()
+
+
+def test_steps_of_a_plug_in_are_followed_by_a_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's name what follows; others' end with the step."""
+    assert MegatronCall.followed_by
+    assert not StepCall.followed_by
+    network = MemoryNetwork(2, store=dist.HashStore())
+    config = toy_config()
+
+    def rank_main(rank: int) -> list[str]:
+        communicator = P2PCommunicator(ThreadGroup(rank, 2), config, network.transport(rank))
+        states = []
+        for _ in range(2):
+            run_rank(rank, 2, 1, ToyData(4), config, communicator)
+            here = communicator.transport.guard._tracker.observe()
+            states.append("" if here is None else f"{here.state}: {here.text}")
+            if both.wait(20.0) == 0:
+                monkeypatch.setattr(StepCall, "followed_by", WORK)
+            both.wait(20.0)
+        close_guard(communicator)
+        return states
+
+    both = threading.Barrier(2)
+    assert run_ranks(2, rank_main, network.abort) == [["", f"{AFTER}: {WORK}"]] * 2

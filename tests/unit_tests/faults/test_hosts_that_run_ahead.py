@@ -1,0 +1,373 @@
+"""The guard on virtual devices whose hosts run ahead, as on NCCL: who is named, where it is, and how soon."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_pp.errors import PipelinePeerError, PipelineStallError
+from megatron_pp.faults.attach import close_guard
+from megatron_pp.faults.completed_work import CompletedWork, Place, query_during_captures
+from megatron_pp.faults.diagnosis import pending_peers
+from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.liveness import process_of
+from megatron_pp.faults.records import DONE, IN_STEP, Process, Progress, decode
+from megatron_pp.faults.tracker import Tracker
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.testing.pipeline import placement_of, toy_step
+from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
+from megatron_pp.testing.streams.device import current_device
+from megatron_pp.testing.streams.process_group import process_group, virtual_distributed
+from megatron_pp.testing.streams.timelines import Clock
+from megatron_pp.testing.threads import run_ranks
+from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
+
+SIZE = 3
+SECONDS = 10.0  # "within seconds", on a loaded machine; p2p_timeout is far longer where this counts
+Raised = dict[int, BaseException | None]
+
+
+class Kernel:
+    """Work on a stream that goes on until ``finished``."""
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.end: Clock = {}
+
+
+class Job:
+    """``SIZE`` ranks on NCCL that train. ``stops``: (rank, step, n), where in its nth forward a kernel begins that goes
+    on until ``kernel.finished``; the host fails there in forward number ``raises``."""
+
+    def __init__(self, stops: tuple[int, int, int], raises: int = -1, **fields: Any) -> None:
+        self.network = StreamNetwork(SIZE, seed=None, run_ahead=True)
+        self.config = toy_config(**{"overlap_p2p_comm": True, "p2p_timeout": 600.0, **fields})
+        self.stops, self.raises = stops, raises
+        self.kernel = Kernel()
+        self.hosts_are_through = threading.Barrier(SIZE)
+        self.seconds: dict[int, float] = {}
+
+    def run(self, main: Callable[[int, P2PCommunicator], None]) -> Raised:
+        """What ``main(rank, communicator)`` raises on each rank, and how many seconds after the hosts were through."""
+        raised: Raised = dict.fromkeys(range(SIZE))
+        store = dist.HashStore()
+
+        def rank_main(rank: int) -> None:
+            with self.network.running(rank), process_group(self.network, rank, store) as group:
+                communicator = P2PCommunicator(group, self.config)
+                try:
+                    main(rank, communicator)
+                except Exception as error:
+                    raised[rank] = error
+                finally:
+                    self.seconds[rank] = time.monotonic() - self.seconds.get(rank, time.monotonic())
+                    close_guard(communicator)
+                    communicator.transport.close()
+
+        with virtual_cuda(), virtual_distributed():
+            run_ranks(SIZE, rank_main, self.network.abort)
+        return raised
+
+    def step(self, communicator: P2PCommunicator, step: int) -> None:
+        """As far as the host is concerned."""
+        rank = communicator.rank
+        stops, raises = (self.stops[2], self.raises) if self.stops[:2] == (rank, step) else (-1, -1)
+        block = partial(StoppingBlock, stops=stops, raises=raises, kernel=self.kernel)
+        chunks = toy_chunks(placement_of(self.config, SIZE, 1), rank, self.config, block)
+        toy_step(chunks, ToyData(2 * SIZE), communicator)  # and nobody asks for the loss
+
+    def all_hosts_through(self, rank: int) -> None:
+        self.hosts_are_through.wait(30.0)
+        self.seconds[rank] = time.monotonic()
+
+    def release(self) -> None:
+        self.kernel.finished = True
+        self.network.progress()
+
+
+class StoppingBlock(ToyBlock):
+    """Its forward number ``stops`` takes as long as ``kernel``; number ``raises`` fails."""
+
+    def __init__(self, stage: int, stops: int, raises: int, kernel: Kernel) -> None:
+        super().__init__(stage)
+        self.stops, self.raises, self.calls, self.kernel = stops, raises, -1, kernel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.raises:
+            raise ZeroDivisionError("on the host")
+        device = current_device()
+        if self.calls == self.stops and device is not None:
+            device.stream.wait_for({}, {self.kernel})
+        return super().forward(x)
+
+
+@pytest.fixture(autouse=True)
+def nccl_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
+@pytest.fixture
+def gone() -> Process:
+    """A process that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    process = process_of(child.pid)
+    child.communicate()
+    return process
+
+
+def kill(guard: FaultGuard, gone: Process) -> None:
+    """What the others see of this rank is the record of a process that is gone."""
+    guard._tracker.process = gone
+    time.sleep(3 * guard._heartbeat.pace.beat)  # it is published once more
+    guard._heartbeat.store.publish = lambda record: None  # type: ignore[method-assign]
+
+
+def _eventually(is_so: Callable[[], bool]) -> bool:
+    until = time.monotonic() + SECONDS
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.05)
+    return is_so()
+
+
+# -- who is named ---
+
+
+@pytest.mark.parametrize("is_watched", [True, False], ids=["host waits under the guard", "host waits outside"])
+def test_a_rank_that_dies_behind_its_host_is_named_in_seconds(
+    is_watched: bool, gone: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All hosts have come to the end of step 2 and wait for their devices; p2p_timeout is ten minutes."""
+    job = Job(stops=(1, 2, 2))
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        for step in (1, 2):
+            job.step(communicator, step)
+        job.all_hosts_through(rank)
+        guard = communicator.transport.guard
+        if rank == 1:
+            kill(guard, gone)
+            return
+        with guard.watch("the loss") if is_watched else nullcontext():
+            torch.cuda.synchronize()
+        job.step(communicator, 3)
+
+    raised = job.run(main)
+    assert raised[1] is None
+    for rank in (0, 2):
+        error = raised[rank]
+        assert isinstance(error, PipelineStallError)
+        assert error.suspects == (1,)
+        assert "the process of rank 1" in str(error)
+        assert "is in forward of chunk 0, microbatch 2 (F0.2, " in error.progress[1]
+        assert job.seconds[rank] < SECONDS
+    assert "waits for the activation of chunk 0, microbatch 2 from rank 1" in error.progress[2]
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert is_watched or any("the process of rank 1" in text for text in said)
+
+
+def test_a_device_that_hangs_is_named_and_where(caplog: pytest.LogCaptureFixture) -> None:
+    """Its process and its host are alive."""
+    job = Job(stops=(1, 1, 2), p2p_timeout=0.8, compute_timeout=2.0)
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        job.step(communicator, 1)
+        job.all_hosts_through(rank)
+        with communicator.transport.guard.watch("the loss"):
+            if rank == 1:
+                threading.Timer(6.0, job.release).start()
+            torch.cuda.synchronize()
+
+    for rank, error in job.run(main).items():
+        assert isinstance(error, PipelineStallError), rank
+        assert error.suspects == (1,)
+        assert "held up by rank 1" in str(error)
+        assert "is in forward of chunk 0, microbatch 2 (F0.2, " in error.progress[1]
+
+
+def test_a_slow_device_is_not_accused_and_the_position_is_that_of_the_device() -> None:
+    job = Job(stops=(1, 2, 2), p2p_timeout=0.5, compute_timeout=60.0)
+    seen: dict[int, str] = {}
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        for step in (1, 2):
+            job.step(communicator, step)
+        job.all_hosts_through(rank)
+        time.sleep(2.0)
+        here = communicator.transport.guard._tracker.observe()
+        seen[rank] = "" if here is None else f"{here.step} {here.state} {here.text}"
+        if job.hosts_are_through.wait(30.0) == 0:
+            job.release()
+        torch.cuda.synchronize()
+        job.step(communicator, 3)
+
+    assert set(job.run(main).values()) == {None}
+    assert seen == {0: "2 in_step WAIT_B0.1", 1: "2 in_step F0.2", 2: "2 in_step WAIT_F0.2"}
+
+
+def test_a_step_is_over_when_the_device_is_done() -> None:
+    job = Job(stops=(1, 1, 2))
+    states: dict[int, list[str]] = {rank: [] for rank in range(SIZE)}
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        job.step(communicator, 1)
+        guard = communicator.transport.guard
+        key = guard._heartbeat.store._own("Progress", rank)
+
+        def published() -> str:
+            return decode(Progress, guard._heartbeat.store.store.get(key)).state
+
+        job.all_hosts_through(rank)
+        time.sleep(1.0)
+        states[rank].append(published())
+        if job.hosts_are_through.wait(30.0) == 0:
+            job.release()
+        _eventually(lambda: published() == DONE)
+        states[rank].append(published())
+
+    assert set(job.run(main).values()) == {None}
+    assert set(map(tuple, states.values())) == {(IN_STEP, DONE)}
+
+
+def test_what_is_watched_outside_steps_is_over_when_the_device_is_done() -> None:
+    job = Job(stops=(-1, -1, -1))
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        job.step(communicator, 1)
+        tracker = communicator.transport.guard._tracker
+        torch.cuda.synchronize()
+        assert _eventually(lambda: tracker.where() is None)
+        with communicator.transport.guard.watch("the optimizer step"):
+            job.network.devices[rank].stream.wait_for({}, {job.kernel})
+        time.sleep(0.5)
+        assert tracker.where().phase == "the optimizer step"
+        job.all_hosts_through(rank)
+        job.release()
+        assert _eventually(lambda: tracker.where() is None)
+
+    assert set(job.run(main).values()) == {None}
+
+
+def test_a_device_may_be_at_a_send_that_is_not_received() -> None:
+    """As many sends are pending as may be; the host has freed them all."""
+    job = Job(stops=(-1, -1, -1), pipeline_schedule="gpipe")
+    texts: dict[int, str] = {}
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        job.step(communicator, 1)
+        torch.cuda.synchronize()
+        job.all_hosts_through(rank)
+        job.network.held = lambda work: work.rank == 0 and not job.kernel.finished
+        job.hosts_are_through.wait(30.0)
+        job.step(communicator, 2)
+        job.all_hosts_through(rank)
+        time.sleep(1.0)
+        texts[rank] = communicator.transport.guard._tracker.observe().text
+        job.hosts_are_through.wait(30.0)
+        job.release()
+        torch.cuda.synchronize()
+
+    assert set(job.run(main).values()) == {None}
+    assert texts[0].startswith("FREE_F0."), texts
+    assert texts[1].startswith("WAIT_F0.")
+
+
+def test_an_exception_has_the_place_of_the_host() -> None:
+    """Its device is two forwards behind."""
+    job = Job(stops=(1, 1, 2), raises=4)
+
+    def main(rank: int, communicator: P2PCommunicator) -> None:
+        try:
+            job.step(communicator, 1)
+            torch.cuda.synchronize()
+        finally:
+            job.release()
+        job.step(communicator, 2)
+
+    raised = job.run(main)
+    assert isinstance(raised[1], ZeroDivisionError)
+    for rank in (0, 2):
+        error = raised[rank]
+        assert isinstance(error, PipelinePeerError)
+        assert (error.rank, error.instruction) == (1, "F0.4")
+
+
+# -- which peers may hold it up ---
+
+
+def test_pending_peers() -> None:
+    program = build_plan(PlanSpec("1f1b", 4, 1, 4, policy="overlap")).programs[1]
+    text = [str(at) for at in program]
+    at = text.index("B0.0")
+    assert pending_peers(program, 0, 0) == {0}  # the first receive
+    assert pending_peers(program, at, len(program)) == {0, 2}
+    assert pending_peers(program, len(program), len(program)) == {0}  # the gradients that were freed last
+    assert pending_peers((), 0, 0) == set()
+
+
+def test_compute_that_stands_still_waits_for_all_pending_peers() -> None:
+    """In one hardware queue it may be behind a transfer."""
+    tracker = Tracker(1, 4, completed := CompletedWork())
+    plan = build_plan(PlanSpec("1f1b", 4, 1, 4, policy="overlap"))
+    at = next(k for k, one in enumerate(plan.programs[1]) if str(one) == "F0.0")
+    tracker.begin(SimpleNamespace(plan=plan, position=at))
+    assert tracker.waits_on() == (0,)
+    assert completed.oldest is None
+    blocking = Tracker(1, 4)
+    blocking.begin(SimpleNamespace(plan=plan, position=at))
+    assert blocking.waits_on() == ()
+
+
+# -- the rules of CUDA ---
+
+
+def test_the_watch_may_ask_for_events_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    modes: list[tuple[str, int]] = []
+
+    class Runtime:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802 (CUDA's name)
+            modes.append((self.name, mode._obj.value))
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with monkeypatch.context() as patched:
+        patched.setattr(ctypes, "CDLL", Runtime)
+        query_during_captures()
+    assert modes == [("libcudart.so.13", 2)]  # cudaStreamCaptureModeRelaxed
+    monkeypatch.setattr(torch.version, "cuda", "999.0")
+    query_during_captures()
+    assert "capturing a CUDA graph may fail" in caplog.text
+
+
+def test_a_device_that_fails_has_no_marks_left() -> None:
+    class Failed:
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    completed = CompletedWork()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "Event", Failed)
+        completed.mark(Place(1, None, 0, "the step"))
+    assert completed.oldest is not None
+    completed.poll()
+    assert completed.oldest is None
