@@ -141,7 +141,7 @@ class HostileNetwork(MemoryNetwork):
 
     def _keep_address(self, end: End) -> None:
         if not end.is_send:
-            end.tensor.data.fill_(_poison_of(end.tensor.dtype))
+            end.tensor.data.fill_(poison_of(end.tensor.dtype))
         self._windows[end] = Window(end.tensor)
         del end.tensor
 
@@ -162,7 +162,7 @@ class HostileNetwork(MemoryNetwork):
             sent = source.look()
             if sent is None:
                 self.violations.append(f"the memory of a send was freed before it was read, {_words(pair.send)}")
-                sent = torch.full(source.shape, _poison_of(source.dtype), dtype=source.dtype)
+                sent = torch.full(source.shape, poison_of(source.dtype), dtype=source.dtype)
             try:
                 self.transfer(sent, into)
             except RuntimeError as error:
@@ -206,7 +206,7 @@ class PoisoningNetwork(LastMomentNetwork):
         if window.only_communicator_holds():
             released = window.look()
             assert released is not None
-            released.fill_(_poison_of(window.dtype))
+            released.fill_(poison_of(window.dtype))
             self.violations.append(
                 f"the schedule released the memory of a send before it was read, {_words(pair.send)}"
             )
@@ -228,7 +228,7 @@ class ShuffledNetwork(HostileNetwork):
 HOSTILE_NETWORKS: tuple[type[HostileNetwork], ...] = (LastMomentNetwork, PoisoningNetwork, ShuffledNetwork)
 
 
-def _poison_of(dtype: torch.dtype) -> float | int:
+def poison_of(dtype: torch.dtype) -> float | int:
     if dtype.is_floating_point:
         return float("nan")
     return _GARBAGE if torch.iinfo(dtype).max >= _GARBAGE else torch.iinfo(dtype).max

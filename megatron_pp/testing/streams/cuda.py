@@ -1,0 +1,242 @@
+"""``torch.cuda`` for ranks that are threads: streams, events and queries of a virtual device.
+
+``virtual_cuda`` replaces names in ``torch.cuda`` for as long as it is open. In the threads of ranks they answer for the
+rank's device; in all other threads, such as the fault guard's, for one that is always idle.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.autograd.graph import _engine_run_backward
+
+from megatron_pp.testing.streams.cuda_tensors import CUDA
+from megatron_pp.testing.streams.device import VirtualDevice, current_device
+from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer
+
+_OPEN = threading.Lock()  # torch.cuda is one for the process
+_NVTX = "MEGATRON_PP_NVTX"
+
+
+def _here() -> VirtualDevice:
+    device = current_device()
+    if device is None:
+        raise RuntimeError("this thread is no rank of the virtual device")
+    return device
+
+
+class Stream:
+    """``torch.cuda.Stream``."""
+
+    device = CUDA
+
+    def __init__(self, device: Any = None, priority: int = 0, *, lane: Lane | None = None, **more: Any) -> None:
+        self.lane = _here().pooled_stream(priority < 0) if lane is None else lane
+        self.priority = priority
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.lane.number
+
+    stream_id = cuda_stream
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.lane.wait_for_lane(stream.lane)
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        _here().synchronize([self.lane], "a stream's synchronize")
+
+    def query(self) -> bool:
+        return not self.lane.unfinished()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.lane is self.lane
+
+    def __hash__(self) -> int:
+        return self.lane.number
+
+    def __enter__(self) -> Stream:
+        self._before = current_stream()
+        set_stream(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        set_stream(self._before)
+
+
+class Event:
+    """``torch.cuda.Event``. Times are counts of operations that the rank has issued."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, **more: Any) -> None:
+        self._device = _here()
+        self._clock: Clock = {}
+        self._pending: set[Transfer] = set()
+        self._time = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        lane = self._device.stream if stream is None else stream.lane
+        self._clock, self._pending = dict(lane.now()), set(lane.unfinished())
+        self._time = self._device.operations
+
+    def wait(self, stream: Stream | None = None) -> None:
+        lane = self._device.stream if stream is None else stream.lane
+        lane.wait_for(self._clock, self._pending)
+
+    def query(self) -> bool:
+        if not all(work.finished for work in self._pending):
+            return False
+        self._device.host.learn(self._clock)
+        return True
+
+    def synchronize(self) -> None:
+        self._device.block(lambda: all(work.finished for work in self._pending), "an event's synchronize")
+        self._device.host.learn(self._clock)
+
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds, as torch's."""
+        return (other._time - self._time) * 1e-3
+
+
+def current_stream(device: Any = None) -> Stream:
+    return Stream(lane=_here().stream)
+
+
+def default_stream(device: Any = None) -> Stream:
+    return Stream(lane=_here().default)
+
+
+def set_stream(stream: Stream | None) -> None:
+    if stream is not None:
+        _here().nodes.set(stream.lane)
+
+
+@contextmanager
+def _on_stream(chosen: Stream | None) -> Iterator[None]:
+    if chosen is None:
+        yield
+        return
+    with chosen:
+        yield
+
+
+def _synchronize(device: Any = None) -> None:
+    here = current_device()
+    if here is not None:
+        here.synchronize(here.lanes, "torch.cuda.synchronize")
+
+
+def _range_push(message: str) -> int:
+    here = current_device()
+    if here is not None:
+        here.ranges.append(str(message))
+    return 0
+
+
+def _range_pop() -> int:
+    here = current_device()
+    if here is not None and here.ranges:
+        here.ranges.pop()
+    return 0
+
+
+@contextmanager
+def _range(message: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+    _range_push(message)
+    try:
+        yield
+    finally:
+        _range_pop()
+
+
+@contextmanager
+def _on_device(device: Any = None) -> Iterator[None]:
+    yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    """torch leaves its function modes while it handles a call, ``backward`` too: what runs inside is back in it."""
+    here = current_device()
+    if here is None or torch._C._len_torch_function_stack():
+        return _engine_run_backward(*args, **kwargs)
+    with here.tensors:  # type: ignore[union-attr]
+        return _engine_run_backward(*args, **kwargs)
+
+
+def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    _here().record_stream(tensor, stream.lane)
+
+
+_REPLACED: dict[str, Any] = {
+    **{name: _constant(True) for name in ("is_available", "is_initialized")},
+    **dict.fromkeys(("set_device", "_lazy_init", "init", "empty_cache", "reset_peak_memory_stats"), _nothing),
+    **{name: _constant(0) for name in ("current_device", "memory_allocated", "max_memory_allocated")},
+    **{name: _constant(0) for name in ("memory_reserved", "max_memory_reserved")},
+    "device_count": _constant(1),
+    "get_device_capability": _constant((9, 0)),
+    "is_current_stream_capturing": _constant(False),
+    "device": _on_device,
+    "Stream": Stream,
+    "Event": Event,
+    "stream": _on_stream,
+    "set_stream": set_stream,
+    "current_stream": current_stream,
+    "default_stream": default_stream,
+    "synchronize": _synchronize,
+    "default_generators": (torch.default_generator,),
+}
+_REPLACED_NVTX = {"range_push": _range_push, "range_pop": _range_pop, "range": _range, "mark": _nothing}
+
+
+_MISSING = object()
+
+
+@contextmanager
+def replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """(place, name, what it is called meanwhile) each; put back as it was."""
+    before = [vars(place).get(name, _MISSING) for place, name, _ in places]
+    try:
+        for place, name, new in places:
+            setattr(place, name, new)
+        yield
+    finally:
+        for (place, name, _), original in zip(places, before, strict=True):
+            if original is _MISSING:
+                delattr(place, name)
+            else:
+                setattr(place, name, original)
+
+
+@contextmanager
+def virtual_cuda() -> Iterator[None]:
+    """``torch.cuda`` is virtual. The engine names its instructions by NVTX ranges (MEGATRON_PP_NVTX), which reports
+    quote. One at a time in a process."""
+    places: list[tuple[Any, str, Any]] = [(torch.cuda, name, new) for name, new in _REPLACED.items()]
+    places += [(torch.cuda.nvtx, name, new) for name, new in _REPLACED_NVTX.items()]
+    places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]
+    places += [(torch.autograd, "_engine_run_backward", _run_backward), (torch.Tensor, "record_stream", _record_stream)]
+    importlib.import_module("torch._dynamo")  # torch imports it late, and it wants the real torch.cuda then
+    with _OPEN, replaced(places), patch.dict(os.environ, {_NVTX: "1"}):
+        yield

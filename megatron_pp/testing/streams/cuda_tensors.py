@@ -1,0 +1,117 @@
+"""Tensors of a CPU that say that they lie on a CUDA device.
+
+In a rank's thread every tensor lies on the virtual device, but for those that were put on the CPU by name
+(``device="cpu"``, ``.cpu()``, pinned memory). A TorchFunctionMode answers ``tensor.device`` so, takes ``cuda`` as a
+device wherever torch takes one, and makes a copy where a tensor goes from one to the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_pp.testing.streams.device import VirtualDevice
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+_GETTERS = {"device": lambda host: CPU if host else CUDA, "is_cuda": lambda host: not host, "is_cpu": bool}
+_TO_HOST = {"tolist", "numpy"}  # need the values
+
+
+class CudaTensors(TorchFunctionMode):
+    """``target``: where the call that runs puts its result, "cpu" or "cuda"; empty where it was not said."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        super().__init__()
+        self.device = device
+        self.target = ""
+        self._special = {
+            "to": self._to,
+            "cuda": self._cuda,
+            "cpu": self._cpu,
+            "pin_memory": self._cpu,
+            "get_device": self._get_device,
+            "type": self._type,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            answer = _GETTERS.get(getattr(func.__self__, "__name__", ""))
+            return func(*args, **kwargs) if answer is None else answer(self.device.is_host_memory(args[0]))
+        special = self._special.get(name)
+        if special is not None:
+            return special(func, *args, **kwargs)
+        if name in _TO_HOST:
+            self.device.synchronize([self.device.stream], name)
+        return self._call(func, *args, **kwargs)
+
+    def _call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """``func`` on CPU tensors, with the device that it was given taken note of."""
+        before, target = self.target, ""
+        given = kwargs.get("device")
+        if given is not None:
+            target, kwargs["device"] = torch.device(given).type if not isinstance(given, int) else "cuda", CPU
+        if kwargs.pop("pin_memory", False):
+            target = "cpu"
+        if any(isinstance(one, torch.device) for one in args):
+            args = tuple(CPU if isinstance(one, torch.device) else one for one in args)
+        self.target = target or before
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.target = before
+
+    # -- functions of their own kind ----------------------------------------------------------------------------------
+
+    def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        target, rest = kwargs.pop("device", None), list(args)
+        if rest and isinstance(rest[0], (torch.device, str, int)):
+            target = rest.pop(0)
+        elif rest and isinstance(rest[0], torch.Tensor):
+            other = rest.pop(0)
+            target, rest = "cpu" if self.device.is_host_memory(other) else "cuda", [other.dtype, *rest]
+        moved = tensor if target is None else self._move(tensor, target, kwargs.pop("non_blocking", False))
+        return func(moved, *rest, **kwargs) if rest or kwargs else moved
+
+    def _cuda(self, func: Any, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
+        return self._move(tensor, "cuda", non_blocking)
+
+    def _cpu(self, func: Any, tensor: torch.Tensor, *args: Any, **_: Any) -> Any:
+        return self._move(tensor, "cpu", False)
+
+    def _get_device(self, func: Any, tensor: torch.Tensor) -> int:
+        return -1 if self.device.is_host_memory(tensor) else 0
+
+    def _type(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        said = func(tensor, *args, **kwargs)
+        on_device = isinstance(said, str) and not self.device.is_host_memory(tensor)
+        return said.replace("torch.", "torch.cuda.", 1) if on_device else said
+
+    def _move(self, tensor: torch.Tensor, target: Any, non_blocking: bool) -> torch.Tensor:
+        kind = "cuda" if isinstance(target, int) else torch.device(target).type
+        if kind == ("cpu" if self.device.is_host_memory(tensor) else "cuda"):
+            return tensor
+        before, self.target = self.target, kind
+        try:
+            moved = tensor.clone()
+        finally:
+            self.target = before
+        if not non_blocking:
+            self.device.synchronize([self.device.stream], "a copy between host and device")
+        return moved
+
+    # -- for the recorder ------------------------------------------------------------------------------------------
+
+    def puts_on_host(self, given: list[torch.Tensor]) -> bool:
+        """Whether what an operation on ``given`` makes lies in host memory."""
+        return self.target == "cpu" if self.target else bool(given) and all(map(self.device.is_host_memory, given))
+
+    def is_blocking_copy(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether the host waits for ``copy_``: one between host and device that is not ``non_blocking``."""
+        if name != "copy_" or (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+            return False
+        return self.device.is_host_memory(args[0]) != self.device.is_host_memory(args[1])

@@ -1,0 +1,190 @@
+"""The virtual device of one rank: its host, streams, events and memory, and who runs on it.
+
+What a rank does runs at once, on the CPU; the device keeps the books of what a GPU may do in another order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from megatron_pp.testing.streams.allocator import CachingAllocator
+from megatron_pp.testing.streams.autograd_streams import NodeStreams
+from megatron_pp.testing.streams.memory import FREE, Access, Block, StreamRace
+from megatron_pp.testing.streams.timelines import Host, Lane, Timeline, join
+
+_POOLED = 32  # streams that torch makes per priority; then they come round
+
+_here = threading.local()  # device: of the rank that this thread runs; quiet: whether nothing is recorded
+
+
+def current_device() -> VirtualDevice | None:
+    """The device of the rank that runs in this thread; None in other threads."""
+    return getattr(_here, "device", None)
+
+
+@contextmanager
+def running_on(device: VirtualDevice) -> Iterator[None]:
+    """This thread is the host of ``device``."""
+    _here.device = device
+    try:
+        yield
+    finally:
+        _here.device = None
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """What this thread does is part of the simulation, not of the program."""
+    before = is_quiet()
+    _here.quiet = True
+    try:
+        yield
+    finally:
+        _here.quiet = before
+
+
+def is_quiet() -> bool:
+    return getattr(_here, "quiet", False)
+
+
+class Network(Protocol):
+    """What connects the devices. ``timelines`` numbers those of all devices."""
+
+    timelines: Iterator[int]
+
+    def block(self, rank: int, ready: Callable[[], bool], what: str) -> None: ...
+
+
+class VirtualDevice:
+    """The device of ``rank``, on ``network``."""
+
+    def __init__(self, rank: int, network: Network) -> None:
+        self.rank = rank
+        self.network = network
+        self.host = Host(next(network.timelines), "host")
+        self.default = Lane(next(network.timelines), "default stream", self.host)
+        self.nodes = NodeStreams(self.default)
+        self.tensors: AbstractContextManager[Any] | None = None  # the mode in which this rank's thread runs
+        self.allocator = CachingAllocator()
+        self.ranges: list[str] = []  # open NVTX ranges: the engine's instruction is one
+        self.races: dict[tuple[str, ...], StreamRace] = {}
+        self.operations = 0
+        self._pools: dict[bool, list[Lane]] = {False: [], True: []}
+        self._turns = {False: itertools.count(), True: itertools.count()}
+        self._blocks: dict[int, Block] = {}  # by address of the storage
+        self._host_blocks: set[int] = set()
+
+    # -- streams -------------------------------------------------------------------------------------------------
+
+    def pooled_stream(self, high_priority: bool = False) -> Lane:
+        """The next of torch's streams, from which NCCL's communicators take theirs, too."""
+        at, pool = next(self._turns[high_priority]) % _POOLED, self._pools[high_priority]
+        if at == len(pool):
+            name = f"{'high-priority ' if high_priority else ''}stream {at + 1}"
+            pool.append(Lane(next(self.network.timelines), name, self.host))
+        return pool[at]
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return [self.default, *self._pools[False], *self._pools[True]]
+
+    @property
+    def stream(self) -> Lane:
+        """The current one; within a backward, that on which the node's forward ran."""
+        return self.nodes.current()
+
+    def block(self, ready: Callable[[], bool], what: str) -> None:
+        """The host waits until ``ready()``."""
+        self.network.block(self.rank, ready, what)
+
+    def stream_step(self) -> Timeline:
+        """The host issues an operation to the current stream."""
+        stream = self.stream
+        stream.issue()
+        self.operations += 1
+        return stream
+
+    def host_step(self) -> Timeline:
+        """The host works on its own memory."""
+        self.host.work()
+        return self.host
+
+    def synchronize(self, lanes: list[Lane], what: str) -> None:
+        """The host waits for all that was issued on ``lanes``."""
+        pending = set().union(*(lane.unfinished() for lane in lanes))
+        self.block(lambda: all(work.finished for work in pending), what)
+        for lane in lanes:
+            for work in pending:
+                join(lane.clock, work.end)
+            self.host.learn(lane.clock)
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def is_host_memory(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._host_blocks
+
+    def keep_on_host(self, storage: Any) -> None:
+        """``storage`` is new and lies in host memory."""
+        key = storage._cdata
+        if key not in self._blocks and key not in self._host_blocks:
+            self._host_blocks.add(key)
+            self._blocks[key] = Block(0, storage.nbytes(), self.host)
+            weakref.finalize(storage, self._forget_host, key).atexit = False
+
+    def knows(self, storage: Any) -> bool:
+        return storage._cdata in self._blocks
+
+    def block_of(self, storage: Any) -> Block:
+        """The block under ``storage``; one that is not known yet is allocated on the current stream."""
+        key = storage._cdata
+        block = self._blocks.get(key)
+        if block is None:
+            stream = self.stream
+            block = self._blocks[key] = self.allocator.allocate(storage.nbytes(), stream, stream.now)
+            weakref.finalize(storage, self._free, key).atexit = False
+        return block
+
+    def access(self, tensor: torch.Tensor, kind: str, lane: Timeline, what: str) -> None:
+        """The operation that was just issued on ``lane`` reads or writes ``tensor``."""
+        if not tensor.numel():
+            return
+        block = self.block_of(tensor.untyped_storage())
+        size, first = tensor.element_size(), int(tensor.storage_offset())
+        last = first + sum(int((n - 1) * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        for race in block.use(self._step(kind, what, lane, block), first * size, (last + 1) * size, lane.clock):
+            key = (race.kind, race.first.what, race.first.instruction, race.second.what, race.second.instruction)
+            self.races.setdefault(key, race)
+
+    def record_stream(self, tensor: torch.Tensor, lane: Lane) -> None:
+        self.block_of(tensor.untyped_storage()).recorded.add(lane)
+
+    def _step(self, kind: str, what: str, lane: Timeline, block: Block) -> Access:
+        instruction = self.ranges[-1] if self.ranges else ""
+        return Access(kind, what, self.rank, instruction, lane, lane.clock[lane.number], block.owner)
+
+    def _free(self, key: int) -> None:
+        """The storage at ``key`` is gone; called in the thread that dropped it."""
+        block = self._blocks.pop(key)
+        lanes = [lane for lane in self.lanes if lane in block.recorded]
+        clocks = [dict(lane.now()) for lane in lanes]
+        pending = set().union(*(lane.unfinished() for lane in lanes))
+
+        def done() -> bool:
+            if not all(work.finished for work in pending):
+                return False
+            for clock in [*clocks, *(work.end for work in pending)]:
+                self.host.learn(clock)
+            return True
+
+        self.allocator.free(block, self._step(FREE, "the host", self.host, block), done)
+
+    def _forget_host(self, key: int) -> None:
+        self._host_blocks.discard(key)
+        self._blocks.pop(key, None)

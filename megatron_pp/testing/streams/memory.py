@@ -1,0 +1,123 @@
+"""Blocks of device memory: who read and wrote which bytes, and which two of these nothing has put in order.
+
+A block outlives its owners: memory that was freed and given to another tensor keeps its history, so that an access by
+the new owner is compared with those of the old one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_pp.testing.streams.timelines import Clock, Timeline
+
+READ, WRITE, FREE = "read", "write", "free"
+
+
+class Access(NamedTuple):
+    """One step of a timeline that uses a block.
+
+    kind         READ, WRITE or FREE
+    what         the operation: a name of ATen, or ``send to rank 1``
+    instruction  the engine's, as it prints; empty outside of a step
+    tick         of ``timeline``
+    owner        counts the tensors that have had the block, one after the other
+    """
+
+    kind: str
+    what: str
+    rank: int
+    instruction: str
+    timeline: Timeline
+    tick: int
+    owner: int
+
+    def __str__(self) -> str:
+        where = f" in {self.instruction}" if self.instruction else ""
+        return f"{self.kind} by {self.what}{where} (rank {self.rank}, {self.timeline.name})"
+
+    def is_before(self, clock: Clock) -> bool:
+        return clock.get(self.timeline.number, 0) >= self.tick
+
+
+class StreamRace(NamedTuple):
+    """Two accesses to the same bytes, at least one of them a write, that no stream, event or host puts in order.
+
+    freed   where the memory changed hands between the two: when it was freed; then ``second`` is a reuse
+    nbytes  size of the block
+    """
+
+    first: Access
+    second: Access
+    freed: Access | None
+    nbytes: int
+
+    @property
+    def kind(self) -> str:
+        """``read/write``, ``write/read``, ``write/write``, or ``read/reuse``, ``write/reuse``."""
+        return f"{self.first.kind}/{self.second.kind if self.freed is None else 'reuse'}"
+
+    def __str__(self) -> str:
+        reuse = "" if self.freed is None else f"; in between, {self.freed}, so that the second had the memory reused"
+        return f"{self.kind} race over {self.nbytes} bytes: {self.first}; then, not ordered, {self.second}{reuse}"
+
+
+@dataclass
+class _Span:
+    """The last accesses to bytes ``start`` to ``stop``."""
+
+    start: int
+    stop: int
+    write: Access | None = None
+    reads: dict[int, Access] = field(default_factory=dict)  # by timeline
+
+    def accesses(self) -> list[Access]:
+        return [*self.reads.values()] if self.write is None else [self.write, *self.reads.values()]
+
+
+class Block:
+    """Memory of ``nbytes`` that was allocated on stream ``home``."""
+
+    def __init__(self, number: int, nbytes: int, home: Timeline) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        self.home = home
+        self.owner = 0
+        self.freed: Access | None = None  # the last time
+        self.recorded: set[Timeline] = set()  # streams named by record_stream
+        self.is_shared = False  # whether another timeline than ``home`` has used it since it was last in order
+        self._spans: list[_Span] = []
+
+    def unordered(self, clock: Clock) -> list[Access]:
+        """The accesses so far that have not happened before ``clock``."""
+        if not self.is_shared:
+            return []
+        return [a for span in self._spans for a in span.accesses() if not a.is_before(clock)]
+
+    def use(self, access: Access, start: int, stop: int, clock: Clock) -> list[StreamRace]:
+        """``access`` to bytes ``start`` to ``stop``, by a timeline whose clock is ``clock``. Returns its races."""
+        races: list[StreamRace] = []
+        kept: list[_Span] = []
+        same: _Span | None = None
+        for span in self._spans:
+            if span.start < stop and start < span.stop:
+                earlier = span.accesses() if access.kind == WRITE else [] if span.write is None else [span.write]
+                races += [self._race(one, access) for one in earlier if not one.is_before(clock)]
+                if access.kind == WRITE and start <= span.start and span.stop <= stop:
+                    continue  # all that comes later is compared with this write
+            if span.start == start and span.stop == stop:
+                same = span
+            kept.append(span)
+        if same is None:
+            same = _Span(start, stop)
+            kept.append(same)
+        if access.kind == WRITE:
+            same.write = access
+        else:
+            same.reads[access.timeline.number] = access
+        self._spans = kept
+        self.is_shared = self.is_shared or access.timeline is not self.home
+        return races
+
+    def _race(self, first: Access, second: Access) -> StreamRace:
+        return StreamRace(first, second, self.freed if first.owner != second.owner else None, self.nbytes)

@@ -1,0 +1,269 @@
+"""Point-to-point transfers between virtual devices, with NCCL's stream semantics.
+
+Posting makes the communicator's stream wait for the current one. The operations of a communicator run in posting order,
+a batch as one; a match joins both ranks. ``wait`` makes the current stream wait, not the host; ``is_completed`` asks
+whether the device is done. A transfer keeps nothing alive, as a DMA engine does.
+
+The bytes are copied when both ends are at the head of their queues. A program that waits for a transfer goes on to use
+its bytes, so the thread of the rank stops in ``wait`` until they are there, though a real host would not; where nobody
+looks at the bytes (``run_ahead``), it does not stop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from megatron_pp.testing.adversarial_transports import Window, poison_of
+from megatron_pp.testing.deterministic_threads import Turns
+from megatron_pp.testing.memory_transport import End, MemoryNetwork, MemoryTransport, MemoryWork, Queue
+from megatron_pp.testing.streams.device import VirtualDevice, running_on, unrecorded
+from megatron_pp.testing.streams.memory import READ, WRITE
+from megatron_pp.testing.streams.recorder import recording
+from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer, join
+
+_HASTE = (0.0, 0.5, 1.0)  # how likely polling finds what the host does not know yet, by seed
+
+
+class StreamWork(MemoryWork):
+    """One posted operation. ``needs``: what has to finish before it starts; ``end``: what has happened before what
+    comes after it, once it has met its peers.
+    """
+
+    def __init__(
+        self, network: StreamNetwork, device: VirtualDevice, queue: Queue, ends: list[End], lane: Lane
+    ) -> None:
+        super().__init__(network, device.rank, queue, ends)
+        self.network: StreamNetwork = network
+        self.device = device
+        self.what = " and ".join(f"{_words(end)}" for end in ends)
+        current = device.stream
+        join(lane.clock, current.now())
+        lane.issue()
+        self.end: Clock = dict(lane.clock)
+        self.needs: set[Transfer] = current.unfinished() | lane.unfinished()
+        self.partners: list[StreamWork] = []
+        self.finished = False
+        lane.pending.add(self)
+
+    def is_completed(self) -> bool:
+        return self.network.is_completed(self)
+
+
+class StreamNetwork(MemoryNetwork):
+    """``size`` virtual devices and what connects them.
+
+    seed            schedules the ranks, one at a time, so that a run repeats exactly. Polling finds transfers done as
+                    late as can be where it is divisible by three, else earlier. None: the ranks run freely, as the
+                    fault guard and its store need it
+    record_streams  whether posting calls ``record_stream`` on what it sends or receives, as ProcessGroupNCCL does
+    run_ahead       the host never waits for a transfer, and what it reads may not be there; races are not looked for
+    held            asked whether a transfer that could finish on the device does not; call ``progress`` when that
+                    changes
+    """
+
+    def __init__(
+        self,
+        size: int,
+        one_way: bool = True,
+        *,
+        seed: int | None = 0,
+        record_streams: bool = False,
+        run_ahead: bool = False,
+        store: Any = None,
+    ) -> None:
+        super().__init__(size, one_way, store)
+        self.run_ahead = run_ahead
+        self.held: Callable[[StreamWork], bool] = _never
+        self.rng = random.Random(seed)
+        self.haste = _HASTE[(seed or 0) % len(_HASTE)]
+        self._turns = None if seed is None else Turns(size, self.rng, _never)
+        self.record_streams = record_streams
+        self.timelines: Iterator[int] = itertools.count()
+        self.devices = [VirtualDevice(rank, self) for rank in range(size)]
+        self._lanes: dict[Queue, Lane] = {}
+        self._done: dict[Queue, Clock] = {}
+        self._unfinished: list[StreamWork] = []
+        self._windows: dict[End, Window] = {}
+
+    @contextmanager
+    def running(self, rank: int) -> Iterator[None]:
+        """This thread is the host of rank ``rank``."""
+        device = self.devices[rank]
+        with running_on(device), recording(device, checks=not self.run_ahead):
+            if self._turns is None:
+                yield
+                return
+            with self._turns.running(rank):
+                try:
+                    yield
+                except BaseException as error:  # else the others would hang
+                    self.abort(f"rank {rank}: {type(error).__name__}: {error}")
+                    raise
+
+    def abort(self, why: str) -> None:
+        super().abort(why)
+        if self._turns is not None:
+            self._turns.give_up()
+
+    # -- what a transport calls ------------------------------------------------------------------------------------
+
+    def post(self, rank: int, queue: Queue, ends: list[End], high_priority: bool = False) -> StreamWork:
+        with self.changed, unrecorded():
+            device = self.devices[rank]
+            if queue not in self._lanes:
+                self._lanes[queue] = device.pooled_stream(high_priority)
+            lane = self._lanes[queue]
+            work = StreamWork(self, device, queue, ends, lane)
+            for end in ends:
+                end.work = work
+                self._record(end, device, lane)
+            self._unfinished.append(work)
+            waiting = self._queues.setdefault(queue, deque())
+            waiting.append(work)
+            if len(waiting) == 1:
+                self._activate(work)
+            self.progress()
+        if self._turns is not None and self.rng.random() < 0.5:
+            self._turns.give_way(rank)
+        return work
+
+    def transport(self, rank: int) -> StreamTransport:
+        return StreamTransport(self, rank)
+
+    def wait(self, work: MemoryWork, timeout: timedelta | None) -> None:
+        assert isinstance(work, StreamWork)
+        device = work.device
+        if not self.run_ahead:
+            device.block(lambda: work.left == 0 or work.finished, work.what)
+        if timeout is not None:  # ProcessGroupNCCL polls on the host then
+            device.block(lambda: work.finished, work.what)
+            device.host.learn(work.end)
+        with self.changed:
+            device.stream.wait_for(work.end, {work})
+
+    def is_completed(self, work: StreamWork) -> bool:
+        """Whether the device is done. It may be slow: where the host cannot know better, the seed decides."""
+        if not work.finished:
+            if self._turns is not None:
+                self._turns.give_way(work.rank)
+            return False
+        if not work.device.host.knows(work.end) and self.rng.random() >= self.haste:
+            return False
+        work.device.host.learn(work.end)
+        return True
+
+    def abort_communicator(self, name: str, rank: int) -> None:
+        """As ncclCommAbort on ``rank``: the streams go on, and nobody is told that the bytes are not there."""
+        with self.changed:
+            for work in self._unfinished:
+                work.finished = work.finished or work.queue == (name, rank)
+            self.progress()
+
+    def block(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        """The host of ``rank`` waits until ``ready()``. Raises RuntimeError where that cannot be."""
+        if ready():
+            return
+        if self._turns is not None:
+            self._turns.wait_until(rank, ready)
+        else:
+            with self.changed:
+                self.changed.wait_for(lambda: ready() or self.failure is not None)
+        if not ready():
+            raise RuntimeError(
+                f"aborted: {self.failure}" if self.failure else f"the device of rank {rank} hangs at {what}"
+            )
+
+    def progress(self) -> None:
+        """Finish what can finish on the devices."""
+        with self.changed:
+            moved = True
+            while moved:
+                ready = [work for work in self._unfinished if self._can_finish(work)]
+                for work in ready:
+                    work.finished = True
+                    work.needs = set()
+                self._unfinished = [work for work in self._unfinished if not work.finished]
+                moved = bool(ready)
+            self.changed.notify_all()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _can_finish(self, work: StreamWork) -> bool:
+        if work.left or self.held(work):
+            return False
+        return all(need.finished for one in (work, *work.partners) for need in one.needs)
+
+    def _record(self, end: End, device: VirtualDevice, lane: Lane) -> None:
+        tensor = end.tensor
+        device.access(tensor, READ if end.is_send else WRITE, lane, _words(end))
+        if self.record_streams:
+            device.record_stream(tensor, lane)
+        if not end.is_send:
+            tensor.data.fill_(poison_of(tensor.dtype))
+        self._windows[end] = Window(tensor)
+        del end.tensor
+
+    def _activate(self, work: MemoryWork) -> None:
+        assert isinstance(work, StreamWork)
+        join(work.end, self._done.get(work.queue, {}))
+        super()._activate(work)
+
+    def meet(self, one: End, other: End) -> None:
+        first, second = one.work, other.work
+        assert isinstance(first, StreamWork)
+        assert isinstance(second, StreamWork)
+        join(first.end, second.end)
+        join(second.end, first.end)
+        first.partners.append(second)
+        second.partners.append(first)
+        send, receive = (one, other) if one.is_send else (other, one)
+        with unrecorded():
+            self._move(self._windows.pop(send), self._windows.pop(receive))
+        self.complete_end(one)
+        self.complete_end(other)
+
+    def _move(self, source: Window, target: Window) -> None:
+        """Copy the bytes; NaN where the source was freed, and nothing where the target was."""
+        there, into = source.look(), target.look()
+        if into is None:
+            return
+        if there is None:
+            there = torch.full(source.shape, poison_of(source.dtype), dtype=source.dtype)
+        try:
+            self.transfer(there, into)
+        except RuntimeError as error:
+            self.abort(str(error))
+
+    def _complete(self, work: MemoryWork) -> None:
+        assert isinstance(work, StreamWork)
+        self._done[work.queue] = work.end
+        super()._complete(work)
+
+
+class StreamTransport(MemoryTransport):
+    """One rank's side of a StreamNetwork: to the engine, NCCL on a CUDA device."""
+
+    network: StreamNetwork
+    pollable = True
+    backend = "nccl"
+
+    def __init__(self, network: StreamNetwork, rank: int) -> None:
+        super().__init__(network, rank)
+        self.device = torch.device("cuda", 0)
+
+
+def _never(work: Any = None) -> bool:
+    return False
+
+
+def _words(end: End) -> str:
+    source, target, channel = end.direction
+    return f"send to rank {target} ({channel})" if end.is_send else f"receive from rank {source} ({channel})"

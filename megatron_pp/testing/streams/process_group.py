@@ -1,0 +1,198 @@
+"""torch.distributed for ranks that are threads: process groups of backend "nccl" between virtual devices.
+
+``process_group`` makes the calling thread a member of a job of ``network.size`` ranks. The transport for NCCL, its
+channels (``ProcessGroupNCCL``), batches and aborts then run as they are. Communicators connect through the store and
+on their first operation, as NCCL's do, so the ranks must run freely (``StreamNetwork(..., seed=None)``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_pp.testing.memory_transport import End
+from megatron_pp.testing.streams.cuda import replaced
+from megatron_pp.testing.streams.device import current_device
+from megatron_pp.testing.streams.network import StreamNetwork, StreamWork
+
+_IDS = itertools.count()
+_batch_of_torch = dist.batch_isend_irecv
+
+
+class _Options(SimpleNamespace):
+    """``ProcessGroupNCCL.Options``."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        super().__init__(
+            is_high_priority_stream=is_high_priority_stream,
+            _timeout=timedelta(minutes=10),
+            group_name="",
+            global_ranks_in_group=[],
+            config=SimpleNamespace(max_ctas=None, min_ctas=None, blocking=None),
+        )
+
+
+class VirtualNCCL:
+    """``ProcessGroupNCCL``: one end of a communicator, that of the rank which makes it."""
+
+    Options = _Options
+    supports_coalescing = True
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
+        device = current_device()
+        assert device is not None, "communicators are made by the threads of ranks"
+        assert isinstance(device.network, StreamNetwork)
+        self.device = device
+        self.network = device.network
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.options = options or _Options()
+        self.is_aborted = False
+        self._members: list[int] = []
+        self._id = ""
+
+    def name(self) -> str:
+        return "nccl"
+
+    def post(self, requests: Sequence[tuple[bool, torch.Tensor, int]]) -> StreamWork:
+        """(is it a send, tensor, peer's rank in the group) each; several are one operation."""
+        if self.is_aborted:
+            raise dist.DistBackendError("NCCL communicator was aborted")
+        if not self._id:
+            self._connect()
+        ends = []
+        for is_send, tensor, peer in requests:
+            mine, other = self._members[self.rank], self._members[peer]
+            ends.append(End(tensor, (mine, other, self._id) if is_send else (other, mine, self._id), is_send))
+        return self.network.post(
+            self.device.rank, (self._id, self.device.rank), ends, self.options.is_high_priority_stream
+        )
+
+    def _connect(self) -> None:
+        """Collective, as ncclCommInitRank is."""
+        self.store.set(f"member {self.rank}", str(self.device.rank))
+        if self.rank == 0:
+            self.store.set("id", f"{self.options.group_name or 'communicator'} {next(_IDS)}")
+        self._members = [int(self.store.get(f"member {rank}")) for rank in range(self.size)]
+        self._id = self.store.get("id").decode()
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        self.network.abort_communicator(self._id, self.device.rank)
+
+    def shutdown(self) -> None:
+        """Nothing is left open."""
+
+
+class VirtualGroup(dist.ProcessGroup):
+    """``ProcessGroup`` over a ``VirtualNCCL``."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._nccl: VirtualNCCL | None = None
+        self._name = ""
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def _set_default_backend(self, kind: Any) -> None:
+        """There is one."""
+
+    def _register_backend(self, device: torch.device, kind: Any, backend: Any = None) -> None:
+        self._nccl = backend
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type != "cuda":
+            raise RuntimeError(f"no backend for {device}")
+        return self.backend
+
+    @property
+    def backend(self) -> VirtualNCCL:
+        assert self._nccl is not None
+        return self._nccl
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self.backend.post([(True, tensors[0], peer)])
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self.backend.post([(False, tensors[0], peer)])
+
+    def abort(self) -> None:
+        self.backend.abort()
+
+    def shutdown(self) -> None:
+        self.backend.shutdown()
+
+
+class _WorldPerThread:
+    """``torch.distributed``'s table of process groups, one for each thread."""
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "_local", threading.local())
+
+    def _mine(self) -> Any:
+        local = self._local
+        if not hasattr(local, "world"):
+            local.world = c10d._World()
+        return local.world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mine(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._mine(), name, value)
+
+
+def _batch_isend_irecv(ops: list[Any]) -> list[Any]:
+    group = ops[0].group
+    if not isinstance(group, VirtualGroup):
+        return _batch_of_torch(ops)
+    return [group.backend.post([(op.op is dist.isend, op.tensor, op.group_peer) for op in ops])]
+
+
+@contextmanager
+def virtual_distributed() -> Iterator[None]:
+    """``torch.distributed`` for threads that are ranks; within ``virtual_cuda``."""
+    with replaced(
+        [
+            (c10d, "_world", _WorldPerThread()),
+            (dist, "ProcessGroup", VirtualGroup),
+            (dist, "ProcessGroupNCCL", VirtualNCCL),
+            (dist, "batch_isend_irecv", _batch_isend_irecv),
+        ]
+    ):
+        yield
+
+
+@contextmanager
+def process_group(network: StreamNetwork, rank: int, store: Any) -> Iterator[dist.ProcessGroup]:
+    """In the thread of ``rank``: the job's default group, with ``store`` (one ``HashStore`` for all ranks)."""
+    group = VirtualGroup(store, rank, network.size)
+    nccl = VirtualNCCL(dist.PrefixStore("world", store), rank, network.size)
+    group._register_backend(torch.device("cuda"), None, nccl)
+    group._set_group_name("0")
+    world: Any = c10d._world
+    world.pg_map[group] = ("nccl", store)
+    world.pg_names[group] = "0"
+    world.pg_group_ranks[group] = {rank: rank for rank in range(network.size)}
+    world.default_pg = group
+    try:
+        yield group
+    finally:
+        world.default_pg = None
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
+            del table[group]

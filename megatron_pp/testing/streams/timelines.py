@@ -1,0 +1,96 @@
+"""Vector clocks: what has happened before what, on the streams and hosts of all ranks.
+
+A *timeline* is one order of execution: a stream of a rank's device, or its host. Its clock holds, per timeline, how
+much of that one has happened before what it does next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+Clock = dict[int, int]
+"""Timeline number -> how many of its steps have happened before."""
+
+
+def join(clock: Clock, other: Mapping[int, int]) -> None:
+    """From now on all that ``other`` knows has happened before, too."""
+    for number, tick in other.items():
+        if clock.get(number, 0) < tick:
+            clock[number] = tick
+
+
+class Timeline:
+    """``number`` is unique among all ranks; ``name`` is for reports."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.clock: Clock = {number: 0}
+
+    def advance(self) -> int:
+        """One more step; returns its number."""
+        tick = self.clock[self.number] + 1
+        self.clock[self.number] = tick
+        return tick
+
+
+class Transfer(Protocol):
+    """A posted transfer. ``end``: what has happened before what comes after it."""
+
+    finished: bool
+    end: Clock
+
+
+class Host(Timeline):
+    """The host of a device. ``steps`` counts the changes of its clock."""
+
+    steps = 0
+
+    def work(self) -> None:
+        """The host does something with its own memory."""
+        self.advance()
+        self.steps += 1
+
+    def learn(self, clock: Mapping[int, int]) -> None:
+        """The host has seen that what ``clock`` says is over: so is it for all that it issues from now on."""
+        join(self.clock, clock)
+        self.steps += 1
+
+    def knows(self, clock: Mapping[int, int]) -> bool:
+        return all(self.clock.get(number, 0) >= tick for number, tick in clock.items())
+
+
+class Lane(Timeline):
+    """A stream. ``pending``: transfers that have to finish before what was issued on it so far."""
+
+    def __init__(self, number: int, name: str, host: Host) -> None:
+        super().__init__(number, name)
+        self.host = host
+        self.pending: set[Transfer] = set()
+        self._seen = -1
+
+    def now(self) -> Clock:
+        """What has happened before the next operation that the host issues here."""
+        if self._seen != self.host.steps:
+            self._seen = self.host.steps
+            join(self.clock, self.host.clock)
+        return self.clock
+
+    def issue(self) -> int:
+        """The host issues an operation; returns its tick."""
+        self.now()
+        return self.advance()
+
+    def wait_for(self, clock: Mapping[int, int], pending: Iterable[Transfer]) -> None:
+        """What is issued from now on comes after what ``clock`` and ``pending`` say."""
+        join(self.clock, clock)
+        self.pending |= {transfer for transfer in pending if not transfer.finished}
+
+    def unfinished(self) -> set[Transfer]:
+        self.pending = {transfer for transfer in self.pending if not transfer.finished}
+        return self.pending
+
+    def wait_for_lane(self, other: Lane) -> None:
+        """As ``Stream.wait_stream``."""
+        self.wait_for(other.now(), other.unfinished())

@@ -1,0 +1,71 @@
+"""Layers that return their input gradient in a static buffer, as Transformer Engine's CUDA graphs do.
+
+With ``_reuse_graph_input_output_buffers`` (on under Megatron from TE 2.7) a graphed chunk's static input gradient is
+given to other graphs once the next chunk's backward is over, and autograd hands out that buffer itself. Here the
+backward after the next one fills it with NaN, as any other graph's results would be.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import Instruction
+from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.testing.toy import ToyBlock
+
+
+class StaticGradients:
+    """The static buffers of one rank's graphs: those of the last two backwards hold their gradients."""
+
+    def __init__(self) -> None:
+        self._buffers: deque[torch.Tensor] = deque()
+
+    def put(self, grad: torch.Tensor) -> torch.Tensor:
+        """``grad`` in the static buffer of the graph that runs."""
+        if len(self._buffers) == 2:
+            self._buffers.popleft().fill_(float("nan"))
+        self._buffers.append(grad.clone())
+        return self._buffers[-1].detach()
+
+
+class _InStaticBuffer(torch.autograd.Function):
+    """The identity, whose backward puts the gradient into a static buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gradients: StaticGradients) -> torch.Tensor:
+        ctx.gradients = gradients
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.gradients.put(grad), None
+
+
+class GraphedBlock(ToyBlock):
+    """A stage of the toy model whose input gradient lies in a static buffer of its rank."""
+
+    gradients: StaticGradients
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_InStaticBuffer.apply(x, self.gradients))
+
+
+def share_static_gradients(chunks: list[Any]) -> None:
+    """The graphs of one rank take turns at its buffers."""
+    gradients = StaticGradients()
+    for chunk in chunks:
+        chunk.inner.gradients = gradients
+
+
+class SettlesGradients(PlanExecutor):
+    """The engine, with the send of every input gradient waited for before the operation after the next backward."""
+
+    def _backward(self, at: Instruction) -> None:
+        pending = [*self.sends[ins.SEND_B].values(), *(h for h, free in self.deferred if free.op == ins.FREE_B)]
+        super()._backward(at)
+        for handle in pending:
+            handle.wait()

@@ -1,0 +1,69 @@
+"""Steps on virtual devices: what tests of ``megatron_pp.testing.streams`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.spec import ONE_WAY, PlanSpec
+from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.streams import StreamNetwork, StreamReport, check_streams, virtual_cuda
+from megatron_pp.testing.threads import run_ranks
+from megatron_pp.testing.toy import ToyData, ToyResult, reference_run
+from megatron_pp.tracing.profiler_ranges import NvtxRanges
+from tests.harness.race_support import exact_data, run_plan
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "overlap": {"overlap_p2p_comm": True},
+    "batched": {"batch_p2p_comm": True, "batch_p2p_sync": False},
+    "plain": {},
+}
+
+
+def toy_step_on_streams(
+    schedule: str, size: int, data: ToyData, *, forward_only: bool = False, seed: int = 0, **more: Any
+) -> tuple[StreamReport, float]:
+    """A step of the toy model; its report, and how far losses and gradients are from those of one process."""
+    chunks = SCHEDULES[schedule].chunks or (1 if schedule in ("1f1b", "gpipe") else 2)
+    network = StreamNetwork(size, more.get("p2p_channels", ONE_WAY) == ONE_WAY, seed=seed)
+    with virtual_cuda():
+        result: ToyResult = run_in_threads(
+            size, chunks, data, forward_only=forward_only, network=network, pipeline_schedule=schedule, **more
+        )
+    return StreamReport.of(network, [result]), result.difference(reference_run(size * chunks, data, forward_only))
+
+
+def plan_on_streams(
+    spec: PlanSpec,
+    executor: type[PlanExecutor] = PlanExecutor,
+    core: type[P2PCore] = P2PCore,
+    record_streams: bool = False,
+) -> StreamReport:
+    """A step of ``spec``'s plan by ``executor``, on the model of ``race_support``."""
+    network = StreamNetwork(spec.pipeline_size, spec.channels == ONE_WAY, record_streams=record_streams)
+    observed = partial(executor, observer=NvtxRanges())
+    data = exact_data(spec.num_microbatches, spec.variable_shapes)
+    with virtual_cuda():
+        run_plan(build_plan(spec), data, network, executor=observed, core=core)
+    return StreamReport.of(network, [])
+
+
+def on_one_device(program: Callable[[], Any]) -> StreamReport:
+    """``program`` on a device of its own."""
+    network = StreamNetwork(1)
+
+    def main(rank: int) -> Any:
+        with network.running(rank):
+            return program()
+
+    with virtual_cuda():
+        results = run_ranks(1, main, network.abort)
+    return StreamReport.of(network, results)
+
+
+__all__ = ["POLICIES", "check_streams", "on_one_device", "plan_on_streams", "toy_step_on_streams"]

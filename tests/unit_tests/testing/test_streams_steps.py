@@ -1,0 +1,147 @@
+"""Every schedule, policy and mode of the engine on virtual devices: no stream race, and the numbers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.errors import PipelineError
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.placement import Placement
+from megatron_pp.runtime.pairs import HalfCall, on_two_streams
+from megatron_pp.testing.pipeline import toy_step
+from megatron_pp.testing.streams import check_streams
+from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config, toy_loss
+from megatron_pp.weight_grad import split_weight_grad
+from tests.harness.stream_runs import POLICIES, toy_step_on_streams
+
+OVERLAP = POLICIES["overlap"]
+
+
+def assert_sound(schedule: str, size: int, data: ToyData, **more: Any) -> None:
+    report, difference = toy_step_on_streams(schedule, size, data, **more)
+    assert not report.races, str(report)
+    assert report.reused > 0, "memory that nobody reuses shows no early free"
+    assert difference == 0.0
+
+
+@pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_schedule_races(schedule: str, policy: str, variable: bool) -> None:
+    assert_sound(schedule, 2, ToyData(4, variable=variable), **POLICIES[policy])
+
+
+@pytest.mark.parametrize("seed", [1, 2], ids=["polling finds half", "polling finds all"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_v"])
+def test_nor_do_they_when_sends_are_found_done_early(schedule: str, seed: int) -> None:
+    assert_sound(schedule, 3, ToyData(5), seed=seed, **OVERLAP)
+
+
+@pytest.mark.parametrize("schedule", [name for name, family in SCHEDULES.items() if family.splits_weight])
+def test_split_backwards(schedule: str) -> None:
+    assert_sound(schedule, 2, ToyData(4), prepare=split_weight_grad, **OVERLAP)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("schedule", ["dualpipe_v", "interleaved_1f1b"])
+def test_pairs_on_two_streams(schedule: str, policy: str) -> None:
+    more = {"overlapped_forward_backward": on_two_streams, "prepare": split_weight_grad}
+    assert_sound(schedule, 2, ToyData(6), **more, **POLICIES[policy])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "mode",
+    [{"p2p_debug": True}, {"forward_only": True}, {"p2p_channels": "shared"}, {"batch_p2p_sync": True}],
+    ids=["debug mode", "evaluation", "shared channels", "synchronised batches"],
+)
+def test_modes(mode: dict[str, Any], policy: str) -> None:
+    assert_sound("interleaved_1f1b", 2, ToyData(4), **{**POLICIES[policy], **mode})
+
+
+# -- a user's own forward_step, and streams of its own -----------------------------------------------------------------
+
+
+def report_of(forward_step: Any, **fields: Any) -> Any:
+    """A step of the toy model with ``forward_step``, on two ranks."""
+    config = toy_config(**OVERLAP, **fields)
+    data = ToyData(4)
+
+    def rank_main(communicator: P2PCommunicator) -> None:
+        chunks = toy_chunks(Placement("loop", 2, 1), communicator.rank, config)
+        toy_step(chunks, data, communicator, forward_step_func=forward_step)
+
+    return check_streams(rank_main, 2, config)
+
+
+class OnASideStream:
+    """A forward step that adds one to its output on a stream of its own. ``edges``: those that are there."""
+
+    def __init__(self, *edges: str) -> None:
+        self.edges = edges
+
+    def __call__(self, data_iterator: Any, model: Any) -> Any:
+        x, target = next(data_iterator)
+        output = model(x)
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        if "in" in self.edges:
+            side.wait_stream(current)
+        with torch.cuda.stream(side):
+            output = output + 1
+        if "out" in self.edges:
+            current.wait_event(side.record_event())
+        return output, lambda out: toy_loss(target, out)
+
+
+def test_a_forward_step_with_a_side_stream() -> None:
+    report = report_of(OnASideStream("in", "out"))
+    assert not report.races, str(report)
+
+
+@pytest.mark.parametrize(("edge", "kind"), [("in", "write/read"), ("out", "write/read")])
+def test_a_missing_edge_of_a_side_stream_is_a_race(edge: str, kind: str) -> None:
+    report = report_of(OnASideStream(edge))
+    found = {(race.kind, race.second.instruction.split(".")[0]) for race in report.races}
+    assert any(one == kind for one, _ in found), str(report)
+
+
+class PairWithout:
+    """``on_two_streams`` without one of its edges."""
+
+    def __init__(self, missing: str) -> None:
+        self.missing = missing
+
+    def __call__(self, forward_call: HalfCall, backward_call: HalfCall) -> None:
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        if self.missing != "before":
+            side.wait_stream(current)
+        with torch.cuda.stream(side):
+            forward_call()
+        backward_call()
+        if self.missing != "after":
+            current.wait_stream(side)
+
+
+@pytest.mark.parametrize("missing", ["", "before", "after"])
+def test_pairs_need_both_edges(missing: str) -> None:
+    report, _ = toy_step_on_streams(
+        "dualpipe_v", 2, ToyData(6), overlapped_forward_backward=PairWithout(missing), **OVERLAP
+    )
+    assert bool(report.races) == bool(missing), str(report)
+
+
+class SynchronizingBlock(ToyBlock):
+    """A stage with a device synchronisation, as Megatron's timers of level 2 have one around each forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        return super().forward(x)
+
+
+def test_a_device_synchronisation_with_receives_posted_ahead_hangs_and_is_named() -> None:
+    with pytest.raises((RuntimeError, PipelineError), match=r"the device of rank \d hangs at"):
+        toy_step_on_streams("interleaved_1f1b", 2, ToyData(4), block=SynchronizingBlock, **OVERLAP)
