@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines import MakeStage, Step, Unavailable, Work, first_input, loss_of
+from benchmarks.engines import MakeStage, Step, Unavailable, Work, scheduled_step
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b")
 
@@ -32,25 +32,7 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
         kind = _waiting(p2p.P2PCommunicator) if engine == "megatron+fix" else p2p.P2PCommunicator
         arguments["p2p_communicator"] = kind(pp_group=group, config=config)
     function = schedules.get_forward_backward_func(work.pipeline_size, work.num_chunks if chunked else None)
-    x = first_input(work)
-
-    def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
-        return model(x), _loss
-
-    def step() -> None:
-        function(
-            forward_step_func=forward_step,
-            data_iterator=[None] * work.num_chunks if chunked else None,
-            model=chunks if chunked else chunks[0],
-            num_microbatches=work.num_microbatches,
-            seq_length=work.shape[0],
-            micro_batch_size=work.shape[1],
-            forward_only=False,
-            pg_collection=groups,
-            **arguments,
-        )
-
-    return step
+    return scheduled_step(work, function, chunks, forward_only=False, pg_collection=groups, **arguments)
 
 
 def _import() -> tuple[Any, Any]:
@@ -154,7 +136,3 @@ def _waiting(kind: Any) -> Any:
             return result
 
     return Waiting
-
-
-def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    return loss_of(output), {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines import MakeStage, Step, Unavailable, Work, first_input, loss_of
+from benchmarks.engines import MakeStage, Step, Unavailable, Work, scheduled_step
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import family_of
 from megatron_pp.plan.placement import Placement
@@ -27,25 +27,8 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
         raise Unavailable(f"{work.schedule} splits the backward, which these stages cannot")
     alone = work.pipeline_size == 1
     communicator = None if alone else P2PCommunicator(group, config, *([transport] if transport is not None else []))
-    chunked = work.num_chunks > 1
-    function = get_forward_backward_func(work.pipeline_size, work.num_chunks if chunked else None)
-    x = first_input(work)
-
-    def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
-        return model(x), _loss
-
-    def step() -> None:
-        function(
-            forward_step_func=forward_step,
-            data_iterator=[None] * work.num_chunks if chunked else None,
-            model=chunks if chunked else chunks[0],
-            num_microbatches=work.num_microbatches,
-            seq_length=work.shape[0],
-            micro_batch_size=work.shape[1],
-            p2p_communicator=communicator,
-        )
-
-    return step
+    function = get_forward_backward_func(work.pipeline_size, work.num_chunks if work.num_chunks > 1 else None)
+    return scheduled_step(work, function, chunks, p2p_communicator=communicator)
 
 
 def make_config(work: Work) -> SimpleNamespace:
@@ -58,7 +41,3 @@ def make_config(work: Work) -> SimpleNamespace:
         batch_p2p_comm=work.policy == "batched",
         pipeline_schedule=work.schedule,
     )
-
-
-def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    return loss_of(output), {}

@@ -12,7 +12,7 @@ An engine that is not installed, or that has no such schedule, raises Unavailabl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,3 +92,27 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 def first_input(work: Work) -> torch.Tensor:
     """What the first stage is given, every microbatch."""
     return torch.ones(work.shape)
+
+
+def scheduled_step(work: Work, schedule: Callable[..., Any], chunks: Sequence[Any], **arguments: Any) -> Step:
+    """A step of ``schedule``, a function with Megatron's signature, over this rank's ``chunks``."""
+    x, chunked = first_input(work), work.num_chunks > 1
+
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        return loss_of(output), {}
+
+    def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
+        return model(x), loss
+
+    def step() -> None:
+        schedule(
+            forward_step_func=forward_step,
+            data_iterator=[None] * work.num_chunks if chunked else None,
+            model=chunks if chunked else chunks[0],
+            num_microbatches=work.num_microbatches,
+            seq_length=work.shape[0],
+            micro_batch_size=work.shape[1],
+            **arguments,
+        )
+
+    return step

@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.engines import ENGINES, Unavailable, Work, make_step
 from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Plot, Report, Row
-from benchmarks.rounds import slowest_rank, summary, tell_progress, timed_rounds
-from benchmarks.sweep import CHUNKS, Sweep, bound_seconds, told_settings, work_of
+from benchmarks.rounds import print_progress, slowest_rank, summary, timed_rounds
+from benchmarks.sweep import CHUNKS, Sweep, bound_seconds, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
 
 HELP = "communication left exposed on a slow link, as transfers grow from 0.05 to 1.5 of a forward (needs root)"
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> Report:
         "Step time over the bound with full overlap, on a shaped link",
         list(COLUMNS),
         rows,
-        told_settings(args),
+        sweep_settings(args),
         [
             "Bound: the discrete-event simulator on the same order of compute with receives posted early and sends "
             "waited late, the transfers as long as measured on the idle link; over bound is taken of the medians.",
@@ -75,7 +75,7 @@ def _rank(
                 continue
         seconds = timed_rounds(steps, sweep.rounds, 1, dist.barrier)
         results.append({"transfer": transfer, "seconds": seconds})
-        tell_progress(rank, len(results), len(works), f"{work.label()}, transfer / F {ratio:g}", seconds)
+        print_progress(rank, len(results), len(works), f"{work.label()}, transfer / F {ratio:g}", seconds)
     return results
 
 

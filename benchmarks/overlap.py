@@ -25,9 +25,9 @@ from benchmarks.engines import Work, first_input, loss_of
 from benchmarks.memory import peak_bytes
 from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Plot, Report, Row
-from benchmarks.rounds import slowest_rank, summary, tell_progress, timed_rounds
+from benchmarks.rounds import print_progress, slowest_rank, summary, timed_rounds
 from benchmarks.stages import TimedStage, sleep_until
-from benchmarks.sweep import Sweep, bound_seconds, told_settings, work_of
+from benchmarks.sweep import Sweep, bound_seconds, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
 from megatron_pp.comm.transport import ACT
 from megatron_pp.comm.wait_handle import WaitHandle
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> Report:
         "Step time with outputs freed without a wait, waited at once, and as ours, on a shaped link",
         list(COLUMNS),
         rows,
-        told_settings(args),
+        sweep_settings(args),
         list(NOTES),
         Plot("MB", "of free at once", ("variant",), ("P", "schedule"), target=1.03),
     )
@@ -116,7 +116,7 @@ def _rank(rank: int, size: int, settings: list[Setting]) -> list[dict[str, Any]]
         transfer = transfer_seconds(rank, setting.work.message_bytes)
         seconds = timed_rounds(steps, setting.sweep.rounds, 1, dist.barrier)
         label = f"{setting.work.label()}, {setting.work.message_bytes / 2**20:g} MB, transfer {1e3 * transfer:.0f} ms"
-        tell_progress(rank, len(results) + 1, len(settings), label, seconds)
+        print_progress(rank, len(results) + 1, len(settings), label, seconds)
         peaks = {}
         for name, step in steps.items():
             dist.barrier()

@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.engines import Work, make_step
 from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
 from benchmarks.report import Plot, Report, Row
-from benchmarks.rounds import summary, tell_progress, timed_rounds
-from benchmarks.sweep import Sweep, told_settings, work_of
+from benchmarks.rounds import print_progress, summary, timed_rounds
+from benchmarks.sweep import Sweep, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
 from megatron_pp.config.model_config import TRACE_DIR_VARIABLE, TRACE_STEPS_VARIABLE
 from megatron_pp.plan.costs import Link, Network, StageCosts
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> Report:
         "The simulator's step time against the measured one, on a shaped link",
         ["P", "schedule", "policy", "transfer / F", "predicted ms", "ms (min)", "ms (median)", "off by"],
         rows,
-        told_settings(args),
+        sweep_settings(args),
         [
             "Predicted from the plan that ran, the length that compute was given, and the time of one transfer on the "
             "idle link. Measured: the merged traces of all ranks. Off by: predicted over the median, less one.",
@@ -77,7 +77,7 @@ def _rank(rank: int, size: int, works: list[tuple[float, Work]], sweep: Sweep, f
         transfers.append(transfer_seconds(rank, work.message_bytes))
         step = make_step("ours", work, rank, dist.group.WORLD, sweep.stage)
         seconds = timed_rounds({"ours": step}, sweep.rounds, _WARMUP, dist.barrier)
-        tell_progress(rank, k + 1, len(works), f"{work.label()}, transfer / F {ratio:g}", seconds)
+        print_progress(rank, k + 1, len(works), f"{work.label()}, transfer / F {ratio:g}", seconds)
     return transfers
 
 

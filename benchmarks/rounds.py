@@ -47,7 +47,7 @@ def timed_rounds(
     return seconds
 
 
-def tell_progress(rank: int, done: int, of: int, label: str, seconds: Mapping[str, list[float]]) -> None:
+def print_progress(rank: int, done: int, of: int, label: str, seconds: Mapping[str, list[float]]) -> None:
     """Rank 0 prints its results so far to stderr: these runs are long, and may be interrupted."""
     if rank == 0:
         figures = ", ".join(f"{name} {summary(times, 1e3)['median']:.0f} ms" for name, times in seconds.items())

@@ -73,7 +73,7 @@ def add_arguments(
     parser.add_argument("--timeout", type=float, default=timeout, help="seconds for each pipeline size")
 
 
-def told_settings(args: argparse.Namespace) -> dict[str, Any]:
+def sweep_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What stands under a table."""
     return {
         "forward ms": args.forward_ms,

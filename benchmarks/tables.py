@@ -49,12 +49,12 @@ def together(one: Report, other: Report) -> Report:
     return replace(
         one,
         rows=one.rows + other.rows,
-        settings=_told_of_both(one.settings, other.settings),
-        machine=_told_of_both(one.machine, other.machine),
+        settings=_of_both(one.settings, other.settings),
+        machine=_of_both(one.machine, other.machine),
     )
 
 
-def _told_of_both(one: Row, other: Row) -> Row:
+def _of_both(one: Row, other: Row) -> Row:
     both = {**one, **other}
     return {name: value if one.get(name) == value else f"{one.get(name)} and {value}" for name, value in both.items()}
 

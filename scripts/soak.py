@@ -2,7 +2,7 @@
 """Run thousands of pipeline steps with faults drawn by seed, and write what became of them into docs/reliability.md.
 
     python scripts/soak.py                            all schedules and fault classes; about 12 minutes on two cores
-    python scripts/soak.py --episodes 2 --clean-steps 200 --output -      a short look, printed
+    python scripts/soak.py --episodes 2 --clean-steps 200 --output -      a short run, printed
     python scripts/soak.py --backend nccl             on GPUs; several ranks may share one
 
 An episode makes process groups, runs some steps of a small model, and takes them down. In one of its steps a rank may

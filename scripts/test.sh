@@ -30,25 +30,26 @@ for argument in "$@"; do
     fi
 done
 
-run_pytest() { # JOBS ARGUMENT...
-    local jobs="$1"
-    shift
-    "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "$jobs" --dist loadgroup "$@"
+run_pytest() { # JOBS DISTRIBUTION ARGUMENT...
+    local jobs="$1" distribution="$2"
+    shift 2
+    "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "$jobs" --dist "$distribution" "$@"
 }
 
+# A functional test file starts its processes once, for all of its tests: one worker runs the whole file.
 if $names_a_path; then
-    run_pytest "$functional_jobs" "$@"
+    run_pytest "$functional_jobs" loadfile "$@"
     exit
 fi
 
 NOTHING_COLLECTED=5
 status=0
 empty_halves=0
-for half in "unit_tests $jobs" "functional_tests $functional_jobs"; do
-    read -r folder at_a_time <<<"$half"
+for half in "unit_tests $jobs worksteal" "functional_tests $functional_jobs loadfile"; do
+    read -r folder at_a_time distribution <<<"$half"
     printf '\n== %s\n' "$folder"
     code=0
-    run_pytest "$at_a_time" "$root/tests/$folder" "$@" || code=$?
+    run_pytest "$at_a_time" "$distribution" "$root/tests/$folder" "$@" || code=$?
     if [[ $code -eq $NOTHING_COLLECTED ]]; then
         empty_halves=$((empty_halves + 1)) # a selection such as -k may leave one half empty, but not both
     elif [[ $code -ne 0 ]]; then

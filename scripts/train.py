@@ -30,9 +30,9 @@ if __name__ == "__main__":
     # The checkout that this script lies in comes first, installed or not.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     try:
-        import tyro  # noqa: F401
-    except ImportError as error:
+        from examples.gpt.program import end_process, main
+    except ModuleNotFoundError as error:
+        if error.name not in ("tyro", "tomli"):
+            raise
         sys.exit(f"train.py: {error}; install the project's extra: pip install -e '.[train]'")
-    from examples.gpt.program import end_process, main
-
     end_process(main(sys.argv[1:]))

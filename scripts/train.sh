@@ -32,9 +32,6 @@ if [[ " $* " != *" --resume"* && " $* " != *" --config"* ]]; then
     if [[ " $* " != *" --pipeline-schedule"* ]]; then
         defaults+=(--pipeline-schedule interleaved_1f1b --virtual-pipeline-model-parallel-size 2)
     fi
-    if [[ " $* " != *" --run-dir"* ]]; then
-        defaults+=(--run-dir "$root/runs/$(date +%Y%m%d-%H%M%S)-$$")
-    fi
 fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -1,37 +1,75 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are whole or not there. Nothing in them is unpickled or run.
 
     <folder>/latest                            one line: the name of the newest checkpoint
-    <folder>/step-00000100/description.json    see description.py
+    <folder>/step-00000100/description.json    what is in it and where: JSON with its own CRC-32, every field checked
     <folder>/step-00000100/rank-00000.bin      the bytes of the tensors that this rank has written, end to end
 
-A checkpoint is written under another name and gets its own when all ranks have finished; ``latest`` moves after that.
-Whatever is killed in between, ``latest`` names a whole checkpoint. Several nodes need a folder they share.
+A checkpoint is written under a hidden name and gets its own when all ranks have finished; ``latest`` moves after that.
+Whatever is killed in between, ``latest`` names a whole checkpoint. No field of a description is the name of a file, so
+none can lead out of the folder. Several nodes need a folder they share.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.gpt.description import DESCRIPTION, Checkpoint, SavedTensor, read_description, write_description
 from examples.gpt.distributed import on_all_ranks
 from examples.gpt.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError, NoCheckpointError
 from examples.gpt.files import open_plain, read_text, sync_folder, write_atomically
 
-LATEST = "latest"
+LATEST, DESCRIPTION, FORMAT = "latest", "description.json", 2
 _NAME = re.compile(r"step-[0-9A-Za-z._-]{1,80}")
 _OUR_NAME = re.compile(r"step-\d{8,}(-\d+)?")
 _UNFINISHED = re.compile(rf"\.{_OUR_NAME.pattern}\.unfinished")
 _OUR_FILE = re.compile(rf"rank-\d{{5,}}\.bin|\.?{re.escape(DESCRIPTION)}(\.new)?")
+_CONTENT = {"name": str, "step": int, "layout": dict, "progress": dict, "tensors": dict}
+_TENSOR = {"rank": int, "offset": int, "size": int, "dtype": str, "shape": list, "crc32": int}
+
+
+class SavedTensor(NamedTuple):
+    """Where the bytes of a tensor are: ``size`` from ``offset`` on in the file of ``rank``."""
+
+    rank: int
+    offset: int
+    size: int
+    dtype: str
+    shape: list[int]
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in the folder ``path``, as its description says.
+
+    ``name`` is the folder's when it was written (a copy has another), ``step`` counts optimizer steps, ``layout`` is
+    what a run must have in common with it, ``progress`` the run's own notes.
+    """
+
+    path: Path
+    name: str
+    step: int
+    layout: dict[str, Any]
+    progress: dict[str, Any]
+    tensors: dict[str, SavedTensor]
+
+    def note(self, name: str, *kinds: type) -> Any:
+        """A value of ``progress``. Raises CheckpointError if it is none of ``kinds``."""
+        value, place = self.progress.get(name), self.path / DESCRIPTION
+        if type(value) not in kinds:
+            raise CheckpointError(f"{place}: progress.{name} is {value!r:.60}; it must be a {kinds[0].__name__}")
+        return value
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -72,12 +110,64 @@ def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
         raise CheckpointLayoutError(f"{checkpoint.path} is of another layout: {unlike}; give its values")
 
 
+def write_description(checkpoint: Checkpoint) -> None:
+    """Write it into the checkpoint's folder. Raises OSError."""
+    tensors = {name: saved._asdict() for name, saved in checkpoint.tensors.items()}
+    content = {"format": FORMAT, **{name: getattr(checkpoint, name) for name in _CONTENT}, "tensors": tensors}
+    text = json.dumps({**content, "crc32": _crc32(content)}, indent=1)
+    write_atomically(checkpoint.path / DESCRIPTION, text + "\n")
+
+
+def read_description(folder: Path) -> Checkpoint:
+    """The checkpoint in ``folder``. Raises CheckpointError: the description is missing, damaged, of another format."""
+    try:
+        content = json.loads(read_text(folder / DESCRIPTION))
+        _check("the description", content, dict)
+        found, crc32 = content.pop("format", None), content.pop("crc32", None)
+        if type(found) is not int or found != FORMAT:
+            raise ValueError(f"format is {found!r:.60}; this version reads {FORMAT}: begin a new run")
+        if crc32 != _crc32({"format": FORMAT, **content}):
+            raise ValueError("it is damaged: its content does not have the CRC-32 that it names")
+        _check_fields("", content, _CONTENT)
+        for name, entry in content["tensors"].items():
+            _check_fields(f"tensor {name:.80}: ", entry, _TENSOR)
+            for size in entry["shape"]:
+                _check(f"tensor {name:.80}: a size in shape", size, int)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder / DESCRIPTION} cannot be used: {error}") from error
+    tensors = {name: SavedTensor(**entry) for name, entry in content.pop("tensors").items()}
+    return Checkpoint(folder, tensors=tensors, **content)
+
+
+def _crc32(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _check_fields(where: str, content: Any, kinds: dict[str, type]) -> None:
+    """Raises ValueError unless ``content`` is a dict of exactly these fields."""
+    _check(f"{where}the entry", content, dict)
+    if unlike := content.keys() ^ kinds.keys():
+        legal = f"it must hold {', '.join(kinds)}"
+        raise ValueError(f"{where}fields {sorted(unlike)!s:.80} are missing or unknown; {legal}")
+    for name, kind in kinds.items():
+        _check(f"{where}{name}", content[name], kind)
+
+
+def _check(name: str, value: Any, kind: type[Any]) -> None:
+    # Below 2**63: what the system takes as a size or an offset.
+    if type(value) is not kind or (kind is int and not 0 <= value < 2**63):
+        legal = "whole number from 0" if kind is int else kind.__name__
+        raise ValueError(f"{name} is {value!r:.60}; it must be a {legal}")
+
+
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
     """Fill this rank's ``tensors`` in place. Collective. Raises CheckpointError on every rank."""
-    _, failures = on_all_ranks(lambda: read_tensors(checkpoint, tensors))
-    if failures:
-        advice, _ = on_all_ranks(lambda: _advice(checkpoint.path.parent) if dist.get_rank() == 0 else "")
-        raise CheckpointError(f"checkpoint {checkpoint.path} cannot be loaded: {_joined(failures)}; {advice[0]}")
+
+    def failed(said: str) -> CheckpointError:
+        advice = _advice(checkpoint.path.parent)
+        return CheckpointError(f"checkpoint {checkpoint.path} cannot be loaded: {said}; {advice}")
+
+    on_all_ranks(lambda: read_tensors(checkpoint, tensors), failed)
 
 
 def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
@@ -89,7 +179,7 @@ def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         there, here = (saved.dtype, saved.shape, saved.size), (str(tensor.dtype), list(tensor.shape), tensor.nbytes)
         if there != here:
             raise CheckpointError(f"tensor {name} is (dtype, shape, bytes) {there!s:.120} there and {here} here")
-        if data := _read_bytes(checkpoint, name, saved):
+        if data := _read_bytes(checkpoint.path, name, saved):
             tensor.copy_(torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape))
 
 
@@ -104,26 +194,25 @@ class CheckpointWriter:
 
         Tensors of one name on several ranks must hold equal values (those of data-parallel replicas do).
         """
-        first = dist.get_rank() == 0
-        name = self._on_all_ranks(lambda: self._begin(step) if first else "")[0]
+        rank = dist.get_rank()
+        begun = self._on_all_ranks(lambda: (self._begin(step) if rank == 0 else "", list(tensors)))
+        name, elsewhere = begun[0][0], {name for _, names in begun[:rank] for name in names}
         unfinished = self.folder / f".{name}.unfinished"
+        own = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
         try:
-            names = self._on_all_ranks(lambda: list(tensors))
-            parts = self._on_all_ranks(lambda: _write_tensors(unfinished, tensors, names))
+            parts = self._on_all_ranks(lambda: _write_tensors(unfinished / f"rank-{rank:05d}.bin", rank, own))
             saved = {name: entry for part in parts for name, entry in part.items()}
             checkpoint = Checkpoint(unfinished, name, step, self.layout, progress, saved)
-            self._on_all_ranks(lambda: self._publish(checkpoint) if first else None)
+            self._on_all_ranks(lambda: self._publish(checkpoint) if rank == 0 else None)
         except BaseException:
-            if first:
+            if rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
         return self.folder / name
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
-        results, failures = on_all_ranks(action)
-        if failures:
-            raise CheckpointWriteError(f"a checkpoint in {self.folder} cannot be written: {_joined(failures)}")
-        return results
+        where = f"a checkpoint in {self.folder} cannot be written"
+        return on_all_ranks(action, lambda said: CheckpointWriteError(f"{where}: {said}"))
 
     def _begin(self, step: int) -> str:
         """Make an empty folder to write to, and choose the name to publish it under."""
@@ -155,47 +244,24 @@ class CheckpointWriter:
                 shutil.rmtree(doomed)
 
 
-def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """The states of this rank's random generators, by name; for saving, and as the buffers for loading."""
-    states = {f"rng.rank{rank}.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states[f"rng.rank{rank}.cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def restore_rng(states: dict[str, Tensor], rank: int, device: torch.device) -> None:
-    """Put back what ``rng_tensors`` took."""
-    torch.set_rng_state(states[f"rng.rank{rank}.cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[f"rng.rank{rank}.cuda"], device)
-
-
-def _joined(failures: list[Exception]) -> str:
-    return "; ".join(sorted({str(failure) for failure in failures}))
-
-
-def _write_tensors(folder: Path, tensors: dict[str, Tensor], names: list[list[str]]) -> dict[str, SavedTensor]:
-    """Write those of this rank's tensors that no rank before it has."""
-    rank, offset = dist.get_rank(), 0
-    elsewhere = {name for others in names[:rank] for name in others}
+def _write_tensors(path: Path, rank: int, tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
     entries: dict[str, SavedTensor] = {}
-    with open(folder / f"rank-{rank:05d}.bin", "xb") as file:
-        for name, tensor in ((name, tensor) for name, tensor in tensors.items() if name not in elsewhere):
+    with open(path, "xb") as file:
+        for name, tensor in tensors.items():
             data = bytearray(tensor.nbytes)
             if data:
                 torch.frombuffer(data, dtype=torch.uint8).copy_(tensor.detach().reshape(-1).view(torch.uint8))
-            file.write(data)
             form = str(tensor.dtype), list(tensor.shape)
-            entries[name] = SavedTensor(rank, offset, len(data), *form, zlib.crc32(data))
-            offset += len(data)
+            entries[name] = SavedTensor(rank, file.tell(), len(data), *form, zlib.crc32(data))
+            file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return entries
 
 
-def _read_bytes(checkpoint: Checkpoint, name: str, saved: SavedTensor) -> bytearray:
+def _read_bytes(folder: Path, name: str, saved: SavedTensor) -> bytearray:
     """The bytes of a tensor. Raises CheckpointError, naming the file, if they are not what was saved."""
-    path = checkpoint.path / f"rank-{saved.rank:05d}.bin"
+    path = folder / f"rank-{saved.rank:05d}.bin"
     try:
         with open_plain(path) as file:
             if os.fstat(file.fileno()).st_size < saved.offset + saved.size:
@@ -214,9 +280,8 @@ def _advice(folder: Path) -> str:
     """Which checkpoint of a folder to use instead of a damaged one. Reads them, newest first."""
     for path in _by_age(folder):
         try:
-            checkpoint = read_description(path)
-            for name, saved in checkpoint.tensors.items():
-                _read_bytes(checkpoint, name, saved)
+            for name, saved in read_description(path).tensors.items():
+                _read_bytes(path, name, saved)
         except CheckpointError:
             continue
         return f"the newest whole checkpoint there is {path}: give that one"
@@ -234,7 +299,7 @@ def _by_age(folder: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a checkpoint that was written here under this name, and nobody has put anything into it."""
+    """Whether it is a checkpoint that was written here under this name, and nothing was put into it since."""
     try:
         named = _OUR_NAME.fullmatch(path.name) is not None and read_description(path).name == path.name
     except CheckpointError:

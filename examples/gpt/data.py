@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from examples.gpt.errors import DataError
 
-VOCAB_SIZE = 256
-"""Tokens are bytes."""
+VOCAB_SIZE = 256  # tokens are bytes
 
 # Not part of every Python installation, or not the library itself.
 _SKIPPED_LIBRARY_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
@@ -68,8 +67,7 @@ def split_text(text: bytes, validation_fraction: float) -> tuple[Tensor, Tensor]
     return tokens[:cut], tokens[cut:]
 
 
-@dataclass(frozen=True)
-class BatchShape:
+class BatchShape(NamedTuple):
     """How a global batch is divided: ``num_microbatches`` are those of one replica in a step."""
 
     micro_batch_size: int
@@ -91,11 +89,11 @@ class BatchShape:
 class SampleOrder:
     """Samples of a text: windows of ``seq_length + 1`` tokens that overlap by one, in a shuffled order per epoch.
 
-    ``tokens`` is uint8, of one dimension. ``seed=None`` keeps the text's order. Raises DataError if the text, which is
-    called ``name`` in the message, does not fill a global batch.
+    ``tokens`` is uint8, of one dimension. Raises DataError if the text, which is called ``name`` in the message, does
+    not fill a global batch.
     """
 
-    def __init__(self, tokens: Tensor, shape: BatchShape, seed: int | None, name: str) -> None:
+    def __init__(self, tokens: Tensor, shape: BatchShape, seed: int, name: str) -> None:
         self.tokens, self.shape, self.seed = tokens, shape, seed
         self.num_samples = (len(tokens) - 1) // shape.seq_length
         if self.num_samples < shape.samples:
@@ -127,8 +125,6 @@ class SampleOrder:
         return self.tokens[start : start + self.shape.seq_length + 1]
 
     def _new_permutation(self, epoch: int) -> Tensor:
-        if self.seed is None:
-            return torch.arange(self.num_samples)
         # One odd multiplier keeps (seed, epoch) pairs apart without drawing from the global generator.
         generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + epoch) % 2**63)
         return torch.randperm(self.num_samples, generator=generator)

@@ -43,10 +43,8 @@ def choose_device(wanted: str, process: Process) -> torch.device:
     """
     gpus, needed = torch.cuda.device_count() if wanted != "cpu" else 0, process.local_world_size
     if wanted == "cuda" and gpus < needed:
-        raise ArgumentError(
-            f"--device is cuda, but this machine has {gpus} GPUs for {needed} processes; each needs one: start fewer "
-            "processes or give --device cpu"
-        )
+        there = f"--device is cuda, but this machine has {gpus} GPUs for {needed} processes"
+        raise ArgumentError(f"{there}; each needs one: start fewer processes or give --device cpu")
     return torch.device("cuda", process.local_rank) if gpus >= needed else torch.device("cpu")
 
 
@@ -56,9 +54,13 @@ def joined(process: Process, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         leave_failures_to_the_guard()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    store = _store(process.rank, process.world_size)
-    dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size)
+    rank, size = process.rank, process.world_size
+    store: Any = dist.HashStore()
+    if size > 1:
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=_PATIENCE)))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            store = dist.PrefixStore(f"{_ROOT}/{agreed_place(store, rank, size)}", store)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
     yield
     # Not after an error: taking leave of peers that are in the middle of a step may block.
     close_communicators()
@@ -67,21 +69,12 @@ def joined(process: Process, device: torch.device) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _store(rank: int, world_size: int) -> Any:
-    if world_size == 1:
-        return dist.HashStore()
-    store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=_PATIENCE)))
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return store
-    return dist.PrefixStore(f"{_ROOT}/{agreed_place(store, rank, world_size)}", store)
-
-
 def agreed_place(store: Any, rank: int, world_size: int) -> str:
     """A name that all processes of this start, and none of an earlier one, get from ``store``.
 
     torchrun's store outlives a restart, with the addresses of the processes before, on which new ones would hang; and
     its restart count is not the same on all nodes. So rank 0 makes up a name. The others each draw a number and wait
-    until rank 0 has answered to it. It answers to numbers of earlier starts as well, which nobody reads.
+    until rank 0 has answered to it. It answers to numbers of earlier starts as well, which no process reads.
     """
     if rank > 0:
         number = store.add(f"{_ROOT}/numbers", 1)
@@ -99,10 +92,11 @@ def agreed_place(store: Any, rank: int, world_size: int) -> str:
     return place
 
 
-def on_all_ranks(action: Callable[[], Any]) -> tuple[list[Any], list[Exception]]:
-    """Run ``action`` on every rank. Collective.
+def on_all_ranks(action: Callable[[], Any], failed: Callable[[str], Exception] | None = None) -> list[Any]:
+    """Run ``action`` on every rank. Returns what it gave on each. Collective.
 
-    Returns what it gave on each rank, and the failures (TrainingError, OSError) in the order of ranks; equal on all.
+    Where it raised a TrainingError or OSError on any rank, every rank raises ``failed`` of what they all said, or, if
+    that is not given, the first rank's error itself.
     """
     result, failure = None, None
     try:
@@ -111,23 +105,17 @@ def on_all_ranks(action: Callable[[], Any]) -> tuple[list[Any], list[Exception]]
         failure = error
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (result, failure))
-    return [result for result, _ in outcomes], [failure for _, failure in outcomes if failure is not None]
-
-
-def agreed(action: Callable[[], Any]) -> Any:
-    """What ``action`` gave on rank 0; the first failure of any rank is raised on all. Collective."""
-    results, failures = on_all_ranks(action)
+    failures = [failure for _, failure in outcomes if failure is not None]
     if failures:
-        raise failures[0]
-    return results[0]
+        raise failed("; ".join(sorted({str(failure) for failure in failures}))) if failed else failures[0]
+    return [result for result, _ in outcomes]
 
 
 def check_same_settings(settings: Mapping[str, Any]) -> None:
     """Raises ArgumentError on every rank where processes were started with different settings. Collective."""
-    everyone, _ = on_all_ranks(lambda: dict(settings))
+    everyone = on_all_ranks(lambda: dict(settings))
     for rank, others in enumerate(everyone):
         for name, first in everyone[0].items():
             if others[name] != first:
-                flag = f"--{name.replace('_', '-')}"
-                different = f"{flag} is {first} on rank 0 and {others[name]} on rank {rank}"
+                different = f"--{name.replace('_', '-')} is {first} on rank 0 and {others[name]} on rank {rank}"
                 raise ArgumentError(f"{different}; start all nodes with the same flags")

@@ -36,7 +36,7 @@ class NoCheckpointError(CheckpointError):
 
 
 class CheckpointLayoutError(NoCheckpointError):
-    """The checkpoint there belongs to other stages, layers or sizes."""
+    """The checkpoint belongs to other stages, layers or sizes."""
 
 
 class CheckpointWriteError(CheckpointError):

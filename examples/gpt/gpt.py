@@ -1,4 +1,4 @@
-"""A small real GPT, cut into pipeline stages.
+"""A small real GPT, cut into pipeline stages. Activations have shape ``[s, b, h]``.
 
 Parameter names are those of the whole model (``layers.5.attention.qkv.weight`` for the sixth layer, wherever it lies),
 so a state dict of all stages together is the state dict of the model.
@@ -6,17 +6,22 @@ so a state dict of all stages together is the state dict of the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from examples.gpt.layers import LayerParts, RotaryEmbedding, generator_of, initialize, initialize_block
 from megatron_pp.errors import ConfigError
 
 EMBEDDING, OUTPUT = "embedding.weight", "output.weight"
+ROTARY_BASE = 10000.0
 
 
 def check_model_config(config: Any) -> None:
@@ -29,15 +34,122 @@ def check_model_config(config: Any) -> None:
         )
 
 
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding (Su et al., 2104.09864, section 3.2.2), the half-split form; ``head_dim`` is even."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, max_sequence_length: int) -> None:
+        super().__init__()
+        frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angles = torch.arange(max_sequence_length, dtype=torch.float64)[:, None] * frequencies[None, :]
+        # Never saved: every stage computes the same tables for itself.
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotate ``x`` of shape ``[b, heads, s, head_dim]``; the result has its shape and dtype."""
+        cos, sin = (table[: x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head causal self-attention; ``dropout`` is the probability of dropping an attention weight."""
+
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = num_heads, dropout
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """``[s, b, h]`` to ``[s, b, h]``."""
+        s, b, h = x.shape
+        # [s, b, 3h] -> three times [b, heads, s, head_dim]
+        qkv = self.qkv(x).view(s, b, 3, self.num_heads, h // self.num_heads)
+        query, key, value = qkv.permute(2, 1, 3, 0, 4).unbind(0)
+        dropout = self.dropout if self.training else 0.0
+        context = F.scaled_dot_product_attention(rotary(query), rotary(key), value, dropout_p=dropout, is_causal=True)
+        return self.proj(context.permute(2, 0, 1, 3).reshape(s, b, h))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer: ``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
+
+    def __init__(self, config: Any, norm: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        hidden, epsilon = config.hidden_size, config.layernorm_epsilon
+        self.attention_norm = norm(hidden, eps=epsilon)
+        self.attention = CausalSelfAttention(hidden, config.num_attention_heads, config.attention_dropout)
+        self.feed_forward_norm = norm(hidden, eps=epsilon)
+        up = nn.Linear(hidden, config.ffn_hidden_size, bias=False)
+        down = nn.Linear(config.ffn_hidden_size, hidden, bias=False)
+        self.feed_forward = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
+        self.hidden_dropout = config.hidden_dropout
+
+    def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """``[s, b, h]`` to ``[s, b, h]``, same dtype: under autocast too a stage sends what the next one expects."""
+        x = x + dropped(self, self.attention(self.attention_norm(x), rotary)).to(x.dtype)
+        return x + dropped(self, self.feed_forward(self.feed_forward_norm(x))).to(x.dtype)
+
+
+def dropped(block: Any, branch: Tensor) -> Tensor:
+    """A branch of ``block``, before it joins the residual stream."""
+    return F.dropout(branch, block.hidden_dropout, block.training) if block.hidden_dropout else branch
+
+
+class LayerParts:
+    """What a GPT stage is built from; ``norm`` is called with the hidden size and ``eps``.
+
+    These parts are torch's own. Those of Transformer Engine (libraries.py) have the same methods.
+    """
+
+    def __init__(self, norm: Callable[..., nn.Module] = nn.LayerNorm) -> None:
+        self.norm = norm
+        self.replicas: Any = None  # process group of the ranks that hold the same weights; None: there are no others
+
+    def block(self, config: Any, layer: int) -> nn.Module:
+        """Layer ``layer`` (0-based, in the whole model): called with ``(hidden [s, b, h], rotary)``."""
+        return Block(config, self.norm)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Around the layers of one forward of the stage."""
+        return nullcontext()
+
+    def checkpointed(self, block: nn.Module, hidden: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """``block(hidden, rotary)`` that keeps its input and computes the rest again in backward."""
+        output: Tensor = checkpoint(block, hidden, rotary, use_reentrant=False)
+        return output
+
+
+def _initialize(block: nn.Module, std: float, seed: int, name: str, num_layers: int = 0) -> None:
+    """Draw the matrices of the part of the model called ``name``, in fp32 on the CPU; norms start as the identity.
+
+    Weights do not depend on how the model is cut. The seed goes through a hash, so that neighbouring seeds and layers
+    draw unrelated numbers. In one of ``num_layers`` layers, matrices that write to the residual stream get
+    ``std / sqrt(2 * num_layers)`` (GPT-2 report, section 2.3).
+    """
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    with torch.no_grad():
+        for parameter_name, parameter in block.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            writes_to_stream = parameter_name.endswith(("proj.weight", "down.weight", "fc2_weight"))
+            scale = std / math.sqrt(2 * num_layers) if writes_to_stream else std
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * scale)
+
+
 class GPTStage(nn.Module):
     """One stage (a Megatron "model chunk") of a GPT.
 
     The first stage owns the token embedding, the last one the final norm and the output projection, and each the layers
-    it is given, which may be none. Activations between stages have shape ``[s, b, h]`` and dtype
-    ``config.pipeline_dtype`` (fp32 where that is not set).
+    it is given, which may be none. Activations between stages have dtype ``config.pipeline_dtype`` (fp32 if not set).
 
     With ``share_embeddings_and_output_weights`` the output projection is a copy of the embedding that starts equal to
-    it, even where both lie in one process: ``gradients.sum_tied_gradients`` then adds the two gradients in the same
+    it, even where both lie in one process: ``optimizer.sum_tied_gradients`` then adds the two gradients in the same
     order however the model is cut.
 
     Args:
@@ -73,15 +185,14 @@ class GPTStage(nn.Module):
         self.rotary = RotaryEmbedding(hidden // config.num_attention_heads, max_sequence_length)
         if pre_process:
             self.embedding = nn.Embedding(vocab_size, hidden)
-            initialize(self.embedding.weight, std, generator_of(seed, "embedding"))
+            _initialize(self.embedding, std, seed, "embedding")
         self.layers = nn.ModuleDict({str(layer): self.parts.block(config, layer) for layer in layers})
         for layer, block in self.layers.items():
-            initialize_block(block, seed, int(layer), config.num_layers, std)
+            _initialize(block, std, seed, f"layers.{layer}", config.num_layers)
         if post_process:
             self.final_norm = self.parts.norm(hidden, eps=config.layernorm_epsilon)
             self.output = nn.Linear(hidden, vocab_size, bias=False)
-            source = "embedding" if share_embeddings_and_output_weights else "output"
-            initialize(self.output.weight, std, generator_of(seed, source))
+            _initialize(self.output, std, seed, "embedding" if share_embeddings_and_output_weights else "output")
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Take the previous stage's activation ``[s, b, h]``, or a list of it; ``[None]`` on the first stage."""
@@ -142,24 +253,14 @@ def build_gpt_chunks(
     device: torch.device | None = None,
     **options: Any,
 ) -> list[GPTStage]:
-    """Build the model chunks of one rank.
+    """The model chunks of one rank, on ``device`` (the CPU by default); ``options``: see GPTStage.
 
-    Args:
-        stages: the stage that each of this rank's chunks is, in chunk order.
-        layers_of_stage: for every stage of the model, the numbers of its layers.
-        device: where the chunks go; the CPU by default.
-        options: see GPTStage.
+    ``stages``: the stage that each chunk is, in chunk order; ``layers_of_stage``: for every stage of the model, the
+    numbers of its layers.
     """
-    last = len(layers_of_stage) - 1
-    chunks = [
-        GPTStage(
-            config,
-            layers=layers_of_stage[stage],
-            pre_process=stage == 0,
-            post_process=stage == last,
-            vp_stage=chunk if len(stages) > 1 else None,
-            **options,
-        )
-        for chunk, stage in enumerate(stages)
-    ]
-    return [chunk.to(device) for chunk in chunks]
+    chunks = []
+    for chunk, stage in enumerate(stages):
+        options |= {"pre_process": stage == 0, "post_process": stage == len(layers_of_stage) - 1}
+        vp_stage = chunk if len(stages) > 1 else None
+        chunks.append(GPTStage(config, layers=layers_of_stage[stage], vp_stage=vp_stage, **options).to(device))
+    return chunks

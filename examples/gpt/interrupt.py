@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 IMPATIENT_AFTER = 3.0
@@ -28,10 +27,6 @@ class StopRequest:
 
     first: signal.Signals | None = None
     granted = False  # the process is ending as requested: further signals change nothing
-
-    def votes(self) -> list[float]:
-        """For each signal, 1 if it has come to this process first, else 0; ``agreed_signal`` reads the sums."""
-        return [float(self.first is number) for number in _SIGNALS]
 
     def __enter__(self) -> StopRequest:
         reader, self._writer = socket.socketpair()
@@ -62,9 +57,3 @@ class StopRequest:
                     name = signal.Signals(received[0]).name
                     print(f"train.py: {name} again: ended at once", file=sys.stderr, flush=True)
                     os._exit(128 + received[0])
-
-
-def agreed_signal(votes: Sequence[float]) -> signal.Signals | None:
-    """The signal on which all ranks stop, from the sums of their ``votes``; ``None`` to go on."""
-    came = [number for number, ranks in zip(_SIGNALS, votes, strict=True) if ranks > 0]
-    return came[-1] if came else None

@@ -1,26 +1,26 @@
-"""Which library each part of training comes from: torch, NVIDIA apex, or Transformer Engine.
+"""Which library each part of training comes from: torch, NVIDIA apex, or Transformer Engine (in FP8 where asked for).
 
 Chosen before any communication. Asked for and absent is an error; ``auto`` takes the fused form where it is there, on a
-GPU. apex and Transformer Engine are called as documented; neither has been run here on a GPU so far.
+GPU. Written against the documented interfaces of apex and of Transformer Engine 1.13 to 2.18; neither has been run on a
+GPU so far. Transformer Engine's layers start with the weights of the local ones, to the bit; their GELU is the tanh
+approximation, that of the local layers is exact.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from examples.gpt.errors import ArgumentError
-from examples.gpt.layers import LayerParts
+from examples.gpt.gpt import LayerParts, RotaryEmbedding, dropped
 from examples.gpt.settings import Settings
-from examples.gpt.transformer_engine_layers import TransformerEngineParts
 
-_NORMS = {
-    "apex": ("apex.normalization", "FusedLayerNorm"),
-    "transformer_engine": ("transformer_engine.pytorch", "LayerNorm"),
-}
+TE = "transformer_engine"
+_NORMS = {"apex": ("apex.normalization", "FusedLayerNorm"), TE: (f"{TE}.pytorch", "LayerNorm")}
 _RECIPES = {
     "delayed": "DelayedScaling",
     "tensorwise": "Float8CurrentScaling",
@@ -29,14 +29,14 @@ _RECIPES = {
 }
 _INSTALL = {
     "apex": "build it from NVIDIA's source with its CUDA extensions (the package apex on PyPI is something else)",
-    "transformer_engine": "install transformer_engine[pytorch]",
+    TE: "install transformer_engine[pytorch]",
 }
 
 
 class Libraries(NamedTuple):
-    """The choice: ``make_parts`` takes the process group of the replicas, or None; ``said`` is for the log."""
+    """The choice; ``said`` is for the log."""
 
-    make_parts: Callable[[Any], LayerParts]
+    parts: LayerParts
     fused_adam: Any | None
     said: tuple[str, ...]
 
@@ -49,39 +49,36 @@ def choose_libraries(settings: Settings, device: torch.device, split: bool) -> L
     on_gpu = device.type == "cuda"
     fused_adam = _find("--optimizer-impl", settings.optimizer_impl, "apex", "apex.optimizers", "FusedAdam", on_gpu)
     optimizer = "apex FusedAdam" if fused_adam else f"torch AdamW (fused={on_gpu})"
-    if settings.transformer_impl == "transformer_engine":
-        make_parts, layers = _transformer_engine(settings, device, split)
+    if settings.transformer_impl == TE:
+        parts, layers = _transformer_engine(settings, device, split)
     elif settings.fp8 is not None:
-        raise ArgumentError(f"--fp8 is {settings.fp8}, which needs --transformer-impl transformer_engine")
+        raise ArgumentError(f"--fp8 is {settings.fp8}, which needs --transformer-impl {TE}")
     else:
-        norms = [("torch LayerNorm", torch.nn.LayerNorm)]
-        for library, (module, name) in _NORMS.items():
-            norms.append((f"{library} {name}", _find("--norm-impl", settings.norm_impl, library, module, name, on_gpu)))
-        said, norm = next(((said, norm) for said, norm in norms[1:] if norm is not None), norms[0])
-        make_parts, layers = (lambda _: LayerParts(norm)), f"layers: torch; norms: {said}"
-    return Libraries(make_parts, fused_adam, (layers, f"optimizer: {optimizer}"))
+        norm, layers = nn.LayerNorm, "layers: torch; norms: torch LayerNorm"
+        for library, (module, name) in reversed(_NORMS.items()):
+            if (found := _find("--norm-impl", settings.norm_impl, library, module, name, on_gpu)) is not None:
+                norm, layers = found, f"layers: torch; norms: {library} {name}"
+        parts = LayerParts(norm)
+    return Libraries(parts, fused_adam, (layers, f"optimizer: {optimizer}"))
 
 
-def _transformer_engine(
-    settings: Settings, device: torch.device, split: bool
-) -> tuple[Callable[[Any], LayerParts], str]:
-    name, flag, on_gpu = "transformer_engine", "--transformer-impl", device.type == "cuda"
-    if settings.norm_impl not in ("auto", name):
-        inside = f"the norms of --transformer-impl {name} are inside of its layers; leave --norm-impl out"
+def _transformer_engine(settings: Settings, device: torch.device, split: bool) -> tuple[LayerParts, str]:
+    flag, on_gpu = "--transformer-impl", device.type == "cuda"
+    if settings.norm_impl not in ("auto", TE):
+        inside = f"the norms of --transformer-impl {TE} are inside of its layers; leave --norm-impl out"
         raise ArgumentError(f"--norm-impl is {settings.norm_impl}, but {inside}")
-    te, recipe = _required(flag, name, f"{name}.pytorch", on_gpu), None
+    te, recipe, precision = _required(flag, TE, f"{TE}.pytorch", on_gpu), None, "no FP8"
     if settings.fp8 is not None:
-        recipes = _required(flag, name, f"{name}.common.recipe", on_gpu)
-        known = [recipe for recipe, kind in _RECIPES.items() if hasattr(recipes, kind)]
+        recipes = _required(flag, TE, f"{TE}.common.recipe", on_gpu)
+        known = [name for name, kind in _RECIPES.items() if hasattr(recipes, kind)]
         if settings.fp8_recipe not in known:
             lacks = f"which this release of Transformer Engine does not have; it has {', '.join(known)}"
             raise ArgumentError(f"--fp8-recipe is {settings.fp8_recipe}, {lacks}")
         kind = getattr(recipes, _RECIPES[settings.fp8_recipe])
         recipe = kind(fp8_format=getattr(recipes.Format, settings.fp8.upper()))
-    version = getattr(importlib.import_module(name), "__version__", "of unknown version")
-    precision = "no FP8" if recipe is None else f"FP8 {settings.fp8}, {settings.fp8_recipe} scaling"
-    said = f"layers: Transformer Engine {version} ({precision})"
-    return lambda replicas: TransformerEngineParts(te, device, split, recipe, replicas), said
+        precision = f"FP8 {settings.fp8}, {settings.fp8_recipe} scaling"
+    version = getattr(importlib.import_module(TE), "__version__", "of unknown version")
+    return TransformerEngineParts(te, device, split, recipe), f"layers: Transformer Engine {version} ({precision})"
 
 
 def _find(flag: str, wanted: str, library: str, module: str, name: str, on_gpu: bool) -> Any | None:
@@ -104,3 +101,76 @@ def _required(flag: str, library: str, module: str, on_gpu: bool) -> Any:
     except Exception as error:  # a half-built extension raises what it likes
         advice = f"{_INSTALL[library]}, or leave {flag} out"
         raise ArgumentError(f"{flag} is {library}, but {module} cannot be imported ({error}); {advice}") from error
+
+
+class TransformerEngineBlock(nn.Module):
+    """One pre-norm transformer layer from four fused modules; arguments as those of TransformerEngineParts.
+
+    Under FP8, copies of the weights are made in a step's first microbatch and kept for the others:
+    ``GPTStage.set_is_first_microbatch`` sets ``is_first_microbatch``, the first forward clears it.
+    """
+
+    def __init__(self, te: Any, config: Any, layer: int, device: torch.device, split: bool, fp8: bool) -> None:
+        super().__init__()
+        hidden, epsilon, self.num_heads = config.hidden_size, config.layernorm_epsilon, config.num_attention_heads
+        common: dict[str, Any] = {"bias": False, "params_dtype": torch.float32, "device": device}
+        if split:  # older releases do not have the keyword
+            common["delay_wgrad_compute"] = True
+        self.qkv = te.LayerNormLinear(hidden, 3 * hidden, eps=epsilon, **common)
+        self.core_attention = te.DotProductAttention(
+            self.num_heads,
+            hidden // self.num_heads,
+            attention_dropout=config.attention_dropout,
+            qkv_format="sbhd",
+            attn_mask_type="causal",
+            layer_number=layer + 1,
+        )
+        self.proj = te.Linear(hidden, hidden, **common)
+        self.feed_forward = te.LayerNormMLP(hidden, config.ffn_hidden_size, eps=epsilon, activation="gelu", **common)
+        self.hidden_dropout = config.hidden_dropout
+        self.fp8, self.is_first_microbatch = fp8, True
+
+    def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """``[s, b, h]`` to ``[s, b, h]``, same dtype."""
+        first = self.is_first_microbatch if self.fp8 else None  # None: nothing is kept between microbatches
+        x = x + dropped(self, self._attention(x, rotary, first)).to(x.dtype)
+        x = x + dropped(self, self.feed_forward(x, is_first_microbatch=first)).to(x.dtype)
+        self.is_first_microbatch = False
+        return x
+
+    def _attention(self, x: Tensor, rotary: RotaryEmbedding, first: bool | None) -> Tensor:
+        s, b, h = x.shape
+        qkv = self.qkv(x, is_first_microbatch=first).view(s, b, 3, self.num_heads, h // self.num_heads)
+        query, key, value = qkv.unbind(2)  # each [s, b, heads, head_dim]
+        # To [b, heads, s, head_dim] and back.
+        query, key = (rotary(part.permute(1, 2, 0, 3)).permute(2, 0, 1, 3).contiguous() for part in (query, key))
+        context = self.core_attention(query, key, value.contiguous())
+        return self.proj(context.reshape(s, b, h), is_first_microbatch=first)
+
+
+class TransformerEngineParts(LayerParts):
+    """LayerParts from ``te``, the module transformer_engine.pytorch.
+
+    ``split``: leave weight gradients to ``backward_dw()``. ``recipe``: of FP8, or None; its largest values are reduced
+    over the replicas.
+    """
+
+    def __init__(self, te: Any, device: torch.device, split: bool, recipe: Any = None) -> None:
+        super().__init__(te.LayerNorm)
+        self.te, self.device, self.split, self.recipe = te, device, split, recipe
+
+    def block(self, config: Any, layer: int) -> nn.Module:
+        return TransformerEngineBlock(self.te, config, layer, self.device, self.split, fp8=self.recipe is not None)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """One FP8 region a microbatch: the largest values are reduced where it ends."""
+        if self.recipe is None:
+            return nullcontext()
+        if hasattr(self.te, "autocast"):  # the name since 2.9
+            return self.te.autocast(enabled=True, recipe=self.recipe, amax_reduction_group=self.replicas)
+        return self.te.fp8_autocast(enabled=True, fp8_recipe=self.recipe, fp8_group=self.replicas)
+
+    def checkpointed(self, block: nn.Module, hidden: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """torch's own checkpointing would compute again with another FP8 scale."""
+        output: Tensor = self.te.checkpoint(block, hidden, rotary, use_reentrant=False)
+        return output

@@ -1,4 +1,4 @@
-"""What a run leaves for people to read: lines on the terminal, ``metrics.jsonl``, and TensorBoard's files."""
+"""What a run leaves for people to read: lines on the terminal, ``metrics.jsonl``, TensorBoard's files, ``loss.png``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from examples.gpt.errors import CheckpointError
 from examples.gpt.files import open_plain, write_atomically
 
-METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
+METRICS, TENSORBOARD, PICTURE = "metrics.jsonl", "tensorboard", "loss.png"
 # Dense bf16, by a part of the device's name.
 _PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "V100": 125.0}
 
@@ -100,3 +100,23 @@ class Recorder:
         for part in (self._file, self._board):
             if part is not None:
                 part.close()
+
+
+def plot_losses(folder: Path) -> str | None:
+    """Draw the losses in a run's folder. Returns ``None``, or why there is no plot (matplotlib is an extra)."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        return f"no {PICTURE}: {error}"
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    records = read_metrics(folder / METRICS)
+    for key, label, marker in (("loss", "training", ""), ("validation_loss", "validation", "o")):
+        if points := [(record["step"], record[key]) for record in records if key in record]:
+            axes.plot(*zip(*points, strict=True), linewidth=0.8, marker=marker, label=label)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(folder / PICTURE, dpi=120)
+    return None

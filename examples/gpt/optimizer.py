@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine decay, and its state under parameter names."""
+"""From the gradients of the backward passes to a step: averaged over replicas, tied, clipped, AdamW."""
 
 from __future__ import annotations
 
@@ -7,7 +7,90 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from examples.gpt.gpt import EMBEDDING, OUTPUT, GPTStage
+from megatron_pp import parallel_state
+
+
+def finalize_gradients(
+    chunks: Sequence[GPTStage], last_stage_rank: int, model: Any, num_tokens: Tensor | None = None, **_: Any
+) -> None:
+    """Megatron's ``finalize_model_grads_func``, once the first two arguments are given. In place.
+
+    The data-parallel reduction comes first, the tied embedding's sum after it. ``num_tokens`` (int, one element, right
+    on the last stage, of global rank ``last_stage_rank``) is given under ``calculate_per_token_loss``: gradients are
+    summed over replicas and divided by the tokens of all. Otherwise they are averaged over replicas.
+    """
+    gradients = [p.grad for chunk in chunks for p in chunk.parameters() if p.grad is not None]
+    group = parallel_state.get_data_parallel_group()
+    replicas = dist.get_world_size(group)
+    divisor: Tensor | int = replicas
+    if num_tokens is not None:
+        dist.broadcast(num_tokens, src=last_stage_rank, group=parallel_state.get_pipeline_model_parallel_group())
+        dist.all_reduce(num_tokens, group=group)
+        divisor = num_tokens.clamp(min=1)
+    if replicas > 1 and gradients:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])  # one large message, not many small ones
+        dist.all_reduce(flat, group=group)
+        for gradient, reduced in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(reduced.view_as(gradient))
+    if gradients and (num_tokens is not None or replicas > 1):
+        torch._foreach_div_(gradients, divisor)
+    holds_an_end = parallel_state.is_rank_in_embedding_group()
+    sum_tied_gradients(chunks, parallel_state.get_embedding_group() if holds_an_end else None)
+
+
+def sum_tied_gradients(chunks: Sequence[GPTStage], group: Any) -> None:
+    """Add the gradients of the tied embedding's two copies, in place, on whichever ranks hold them.
+
+    Called once a step on every rank. ``group`` is not used where one rank holds both copies.
+    """
+    tied = [dict(chunk.named_parameters()) for chunk in chunks if chunk.share_embeddings_and_output_weights]
+    copies: list[Any] = [parameters[name] for name in (EMBEDDING, OUTPUT) for parameters in tied if name in parameters]
+    if len(copies) == 2:
+        total = copies[0].grad + copies[1].grad
+        copies[0].grad, copies[1].grad = total, total.clone()
+    elif len(copies) == 1:
+        dist.all_reduce(copies[0].grad, group=group)
+
+
+class GradientClipper:
+    """Clips by the norm of the whole model's gradient, over all stages; a tied embedding counts once.
+
+    The norm has the same bits however the model is cut: each parameter's own norm goes to a fixed place in one vector,
+    which is summed in one fixed order. Construction is collective over ``pipeline_group``. ``max_norm=0`` leaves
+    gradients as they are. ``num_parameters`` is that of the whole model.
+    """
+
+    def __init__(self, chunks: Sequence[GPTStage], pipeline_group: Any, max_norm: float) -> None:
+        self.max_norm, self.pipeline_group = max_norm, pipeline_group
+        self.parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        own = {}
+        for chunk in chunks:
+            tied = OUTPUT if chunk.share_embeddings_and_output_weights else None
+            own.update({name: parameter for name, parameter in chunk.named_parameters() if name != tied})
+        everyone: list[Any] = [None] * dist.get_world_size(pipeline_group)
+        dist.all_gather_object(everyone, {name: p.numel() for name, p in own.items()}, group=pipeline_group)
+        sizes = {name: size for rank in everyone for name, size in rank.items()}
+        assert len(sizes) == sum(map(len, everyone)), "two ranks of the pipeline hold the same parameter"
+        self.num_parameters, self._squares = sum(sizes.values()), len(sizes)
+        self._placed = [(place, own[name]) for place, name in enumerate(sorted(sizes)) if name in own]
+
+    def clip(self) -> Tensor:
+        """Scale the gradients in place. Collective over the pipeline. Returns the norm before, fp64, no dimension."""
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        squares = torch.zeros(self._squares, dtype=torch.float64, device=device)
+        for place, parameter in self._placed:
+            if parameter.grad is not None:
+                squares[place] = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float64) ** 2
+        dist.all_reduce(squares, group=self.pipeline_group)
+        norm = squares.sum().sqrt()
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self.max_norm > 0.0 and gradients:
+            torch._foreach_mul_(gradients, torch.clamp(self.max_norm / (norm + 1e-6), max=1.0).float())
+        return norm
 
 
 def learning_rate(step: int, peak: float, final: float, warmup_steps: int, total_steps: int) -> float:
@@ -35,15 +118,14 @@ class NamedAdamW:
     ) -> None:
         self.parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
         self._is_apex = fused_adam is not None
-        decayed = [p for p in self.parameters.values() if p.dim() >= 2]
-        kept = [p for p in self.parameters.values() if p.dim() < 2]
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
-        common = {"lr": 0.0, "betas": betas, "eps": eps}
-        self._adamw: Any = None  # a rank may hold no parameter when stages are empty
-        if groups and fused_adam is not None:
+        groups = [  # either may be empty, where stages are
+            {"params": [p for p in self.parameters.values() if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in self.parameters.values() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        common: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps}
+        if fused_adam is not None:
             self._adamw = fused_adam(groups, adam_w_mode=True, **common)
-        elif groups:
+        else:
             self._adamw = torch.optim.AdamW(groups, fused=fused or None, **common)
         for parameter in self.parameters.values():
             # torch's fused kernel reads its count of steps on the device.
@@ -53,11 +135,9 @@ class NamedAdamW:
 
     def step(self, learning_rate: float) -> None:
         """Take one step, then drop the gradients."""
-        if self._adamw is None:
-            return
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
-            if self._is_apex:  # counts steps per group, which checkpoints do not hold
+            if self._is_apex and group["params"]:  # counts steps per group, which checkpoints do not hold
                 group["step"] = int(self._adamw.state[group["params"][0]]["step"])
         self._adamw.step()
         for parameter in self.parameters.values():  # apex's zero_grad takes no arguments

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from examples.gpt import command_line
 from examples.gpt.checkpoint import CheckpointWriter
 from examples.gpt.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
 from examples.gpt.distributed import Process, check_same_settings, choose_device, joined
@@ -23,34 +22,25 @@ from examples.gpt.errors import TrainingError
 from examples.gpt.gpt import GPTStage, build_gpt_chunks
 from examples.gpt.interrupt import StopRequest
 from examples.gpt.libraries import Libraries, choose_libraries
-from examples.gpt.metrics import Recorder
+from examples.gpt.metrics import Recorder, plot_losses
 from examples.gpt.optimizer import NamedAdamW
-from examples.gpt.plot import plot_losses
-from examples.gpt.run_folder import agreed_start, find_start, remember, this_launcher
-from examples.gpt.settings import Settings
+from examples.gpt.run_folder import Start, agreed_start, find_start, this_launcher
+from examples.gpt.settings import Settings, parse, save_settings
 from examples.gpt.trainer import Texts, Trainer
-from megatron_pp import parallel_state
-from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp import TransformerConfig, parallel_state, split_weight_grad
 from megatron_pp.errors import ConfigError, PipelineError, PlanError, ScheduleInputError
-from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
-from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.recorder import flush_traces
-from megatron_pp.tracing.report import listed, run_page, run_trace
-from megatron_pp.tracing.run import load_run, run_names
-from megatron_pp.weight_grad import split_weight_grad
+from megatron_pp.tracing.report import listed, write_timeline
 
-VALIDATION_SEED = 0
-"""Every run validates on the same samples, whatever its own seed."""
+VALIDATION_SEED = 0  # every run validates on the same samples, whatever its own seed
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; its exit code.
+    """Run the program; its exit code, as listed in the README beside this file.
 
-    0 when all steps are done; 128 + the signal's number where one, to any rank, ended the run early, with a checkpoint;
-    2 bad input; 3 a damaged checkpoint or run to resume; 4 a checkpoint not written; 5 the run's folder is in use; 1
-    any other failure. Errors that have a class are reported in one line, with a stack any other.
+    Errors that have a class are reported in one line, with a stack any other.
     """
     try:
         trainer = train(argv)
@@ -74,7 +64,7 @@ def end_process(code: int) -> NoReturn:
 
 def train(argv: Sequence[str]) -> Trainer:
     """Train as the command line says. Bad input is raised before any communication, where one rank can see it."""
-    settings, process = command_line.parse(argv), Process.from_environment()
+    settings, process = parse(argv), Process.from_environment()
     config = settings.make_config(process.world_size)
     texts, layout = _read_texts(settings, config), _layout(settings, config)
     if process.local_world_size == process.world_size:  # else rank 0's launcher may be on another node
@@ -83,27 +73,31 @@ def train(argv: Sequence[str]) -> Trainer:
     libraries = choose_libraries(settings, device, find_family(config.schedule_name).splits_weight)
     logging.basicConfig(level=logging.WARNING if process.rank == 0 else logging.ERROR, format="%(message)s")
     with joined(process, device):
-        check_same_settings({**vars(settings), **vars(settings.model), "model": None})
+        check_same_settings(settings.everything())
         with agreed_start(settings, layout) as start, StopRequest() as stop:
-            folder, first = start.folder, process.rank == 0
             steps_done = start.checkpoint.step if start.checkpoint else 0
+            if settings.trace is not None:
+                config.trace_dir, config.trace_steps = str(start.folder / "traces"), settings.trace
+                config.trace_first_step = steps_done + 1
             chunks, split = _build_model(settings, config, device, libraries)
             # Not before the model is built: what a rank draws while building depends on which layers it holds.
             torch.manual_seed(settings.seed * process.world_size + process.rank)
-            if settings.trace is not None:
-                config.trace_dir, config.trace_steps = str(folder / "traces"), settings.trace
-                config.trace_first_step = steps_done + 1
-            if first:
-                remember(start)
-                command_line.save(settings, folder)
-            steps = (steps_done, settings.train_steps, settings.log_interval)
-            recorder = Recorder(folder if first else None, *steps, settings.tensorboard)
+            if process.rank == 0:
+                save_settings(settings, start.folder, this_launcher())
+            folder = start.folder if process.rank == 0 else None
+            steps = steps_done, settings.train_steps, settings.log_interval
+            recorder = Recorder(folder, *steps, settings.tensorboard)
             for line in (_introduction(config, texts, device), *libraries.said, split):
                 recorder.say(line)
-            writer = CheckpointWriter(folder / "checkpoints", settings.keep_checkpoints, layout)
-            betas, is_fused = (settings.adam_beta1, settings.adam_beta2), device.type == "cuda"
-            adam = libraries.fused_adam
-            optimizer = NamedAdamW(chunks, betas, settings.adam_eps, settings.weight_decay, adam, is_fused)
+            writer = CheckpointWriter(start.folder / "checkpoints", settings.keep_checkpoints, layout)
+            optimizer = NamedAdamW(
+                chunks,
+                (settings.adam_beta1, settings.adam_beta2),
+                settings.adam_eps,
+                settings.weight_decay,
+                libraries.fused_adam,
+                fused=device.type == "cuda",
+            )
             try:
                 trainer = Trainer(settings, chunks, texts, writer, recorder, stop, optimizer, device)
                 if start.checkpoint is not None:
@@ -112,11 +106,7 @@ def train(argv: Sequence[str]) -> Trainer:
             finally:
                 recorder.close()
             stop.granted = True
-            timeline = _merge_traces(folder) if settings.trace is not None else ""
-            if first:
-                # Before the plot: when other ranks have ended, the launcher sends this one a signal too.
-                conclusion = _conclusion(trainer, folder)
-                print("\n".join(filter(None, (plot_losses(folder), conclusion, timeline))), flush=True)
+            _conclude(trainer, start)
     return trainer
 
 
@@ -146,25 +136,25 @@ def _build_model(
     settings: Settings, config: TransformerConfig, device: torch.device, libraries: Libraries
 ) -> tuple[list[GPTStage], str]:
     """This rank's chunks, as the schedule places them and splits their backward, and a line about that. Collective."""
-    sizes = config.pipeline_model_parallel_size, config.num_chunks
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         data_parallel_size=config.data_parallel_size,
         pipeline_placement=config.placement_name,
     )
-    replicas = parallel_state.get_data_parallel_group()
-    rank = parallel_state.get_pipeline_model_parallel_rank()
+    if config.data_parallel_size != 1:
+        libraries.parts.replicas = parallel_state.get_data_parallel_group()
+    placement = Placement(config.placement_name, config.pipeline_model_parallel_size, config.num_chunks)
     chunks = build_gpt_chunks(
         config,
-        stages=Placement(config.placement_name, *sizes).stages[rank],
+        stages=placement.stages[parallel_state.get_pipeline_model_parallel_rank()],
         layers_of_stage=config.layers_of_stages(),
         vocab_size=VOCAB_SIZE,
         max_sequence_length=settings.seq_length,
         share_embeddings_and_output_weights=not settings.untie_embeddings_and_output_weights,
         seed=settings.seed,
         device=device,
-        parts=libraries.make_parts(replicas if dist.get_world_size(replicas) > 1 else None),
+        parts=libraries.parts,
     )
     if not find_family(config.schedule_name).splits_weight:
         return chunks, f"backward: whole, as {config.schedule_name} has no weight-gradient operations"
@@ -181,31 +171,33 @@ def _introduction(config: TransformerConfig, texts: Texts, device: torch.device)
     )
 
 
-def _merge_traces(folder: Path) -> str:
-    """Put the traces of all ranks into one page, and say where it is. Collective."""
-    flush_traces()
-    dist.barrier()
+def _conclude(trainer: Trainer, start: Start) -> None:
+    """What rank 0 leaves and says at the end. Collective."""
+    folder, timeline = start.folder, ""
+    if trainer.settings.trace is not None:
+        flush_traces()
+        dist.barrier()
+    if dist.get_rank() > 0:
+        return
+    if trainer.settings.trace is not None:
+        timeline = _timeline(folder)
+    said = [f"metrics are in {folder}"]
+    # Asked before the plot: when other ranks have ended, the launcher sends this one a signal too.
+    if trainer.stopped_by is not None:
+        cause = trainer.stopped_by.name + ("" if trainer.stop.first else " to another rank")
+        steps = f"{trainer.steps_done} of {trainer.settings.train_steps}"
+        said = [f"stopped by {cause} after step {steps}", f"continue with --resume {folder}"]
+    if not math.isnan(trainer.validation_before):
+        after = f", {trainer.validation_after:.3f} after {trainer.validated_at} steps"
+        said += [f"validation loss: {trainer.validation_before:.3f} before{after if trainer.validated_at > 0 else ''}"]
+    print("\n".join(filter(None, [plot_losses(folder), *said, timeline])), flush=True)
+
+
+def _timeline(folder: Path) -> str:
     traces, page, chrome = folder / "traces", folder / "timeline.html", folder / "timeline.json"
-    names = run_names(traces) if dist.get_rank() == 0 else []
-    if not names:
-        return "no step of --trace was run"
     try:
-        traced = load_run(traces, names[-1])
-        write_whole(page, run_page(analyse(traced), traced))
-        write_whole(chrome, run_trace(traced))
+        steps = write_timeline(traces, page, chrome)
     except PlanError as error:
         return f"the traces could not be put together: {error}"
     where = f"open {page} in a browser, or {chrome} at https://ui.perfetto.dev"
-    return f"timeline of step(s) {listed(traced.steps)}: {where}; in numbers: megatron-pp report {traces}"
-
-
-def _conclusion(trainer: Trainer, folder: Path) -> str:
-    said, stopped_by, validated_at = f"metrics are in {folder}", trainer.stopped_by, trainer.validated_at
-    if stopped_by is not None:
-        cause = stopped_by.name + ("" if trainer.stop.first else " to another rank")
-        steps = f"{trainer.steps_done} of {trainer.settings.train_steps}"
-        said = f"stopped by {cause} after step {steps}\ncontinue with --resume {folder}"
-    if not math.isnan(trainer.validation_before):
-        said += f"\nvalidation loss: {trainer.validation_before:.3f} before"
-        said += f", {trainer.validation_after:.3f} after {validated_at} steps" if validated_at > 0 else ""
-    return said
+    return f"timeline of step(s) {listed(steps)}: {where}; in numbers: megatron-pp report {traces}"

@@ -1,13 +1,13 @@
 """The folder of a run: one run at a time in it, and where a run begins.
 
-It begins anew, where ``--resume`` says, or where it was when torchrun has started its processes again with the old
-command line (``--max-restarts``): ``launch.json`` names rank 0's launcher, which outlives its ranks.
+It begins anew, where ``--resume`` says, or, when torchrun has started its processes again with the old command line
+(``--max-restarts``), where it was. A restart is recognized by rank 0's launcher, which outlives its ranks: its name is
+in the run's ``arguments.json`` and in each checkpoint.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import time
@@ -19,32 +19,21 @@ from typing import IO, Any, NamedTuple
 
 import torch.distributed as dist
 
-from examples.gpt.checkpoint import check_layout, find_checkpoint, newest_name
-from examples.gpt.command_line import ARGUMENTS, find_run
-from examples.gpt.description import Checkpoint
-from examples.gpt.distributed import agreed
+from examples.gpt.checkpoint import Checkpoint, check_layout, find_checkpoint, newest_name
+from examples.gpt.distributed import on_all_ranks
 from examples.gpt.errors import ArgumentError, RunInUseError
-from examples.gpt.files import open_plain, read_text, write_atomically
-from examples.gpt.settings import Settings
+from examples.gpt.files import open_plain
+from examples.gpt.settings import ARGUMENTS, Settings, find_run, launcher_of
 from megatron_pp.faults.liveness import process_of
 
-LOCK, LAUNCH, RUNS = "run.lock", "launch.json", Path("runs")
+LOCK, RUNS = "run.lock", Path(__file__).resolve().parents[2] / "runs"
 
 
 class Start(NamedTuple):
-    """Where a run begins: in ``folder``, which need not exist, from ``checkpoint``; ``again``: by the same launcher."""
+    """Where a run begins: in ``folder``, which need not exist, from ``checkpoint``."""
 
     folder: Path
     checkpoint: Checkpoint | None = None
-    again: bool = False
-
-
-class Launch(NamedTuple):
-    """The launcher that wrote to a folder last, the checkpoint it continued, and the newest one at that time."""
-
-    launcher: str
-    began_with: str | None
-    newest_then: str | None
 
 
 def this_launcher() -> str:
@@ -57,27 +46,27 @@ def this_launcher() -> str:
 def find_start(settings: Settings, layout: dict[str, Any], launcher: str) -> Start:
     """Where the run of these settings begins, if ``launcher`` is that of its rank 0.
 
+    After a restart that is the newest checkpoint that was saved since ``launcher`` has started, or as the settings say.
+
     Raises ArgumentError: the folder holds another run, or cannot be written; CheckpointError: there is no checkpoint to
     continue from, or it is of another layout.
     """
     folder = _folder_of(settings, launcher)
-    launch = _read_launch(folder)
-    again = launch is not None and launch.launcher == launcher
-    source = settings.resume
-    if launch is not None and again:
-        newest = newest_name(folder / "checkpoints")
-        has_saved = newest is not None and newest != launch.newest_then
-        source = f"{folder}/checkpoints/{newest}" if has_saved else launch.began_with
-    if source is not None:
-        checkpoint = find_checkpoint(Path(source))
+    again = launcher != "" and launcher_of(folder) == launcher
+    checkpoint = None
+    if again and newest_name(folder / "checkpoints") is not None:
+        newest = find_checkpoint(folder)
+        checkpoint = newest if newest.progress.get("launcher") == launcher else None
+    if checkpoint is None and settings.resume is not None:
+        checkpoint = find_checkpoint(Path(settings.resume))
+    if checkpoint is not None:
         check_layout(checkpoint, layout)
-        return Start(folder, checkpoint, again)
-    if not again and (folder / ARGUMENTS).exists():
+    elif not again and (folder / ARGUMENTS).exists():
         raise ArgumentError(f"--run-dir {folder} holds a run already; give another, or --resume {folder}")
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ArgumentError(f"{existing} is no writable folder, so {folder} cannot be made; give another --run-dir")
-    return Start(folder, None, again)
+    return Start(folder, checkpoint)
 
 
 @contextmanager
@@ -93,17 +82,9 @@ def agreed_start(settings: Settings, layout: dict[str, Any]) -> Iterator[Start]:
             locks.enter_context(lock_folder(folder, first=rank == 0))
             return find_start(settings, layout, launcher) if rank == 0 else Start(folder)
 
-        start: Start = agreed(lambda: begin(_folder_of(settings, launcher)) if rank == 0 else None)
-        agreed(lambda: begin(start.folder) if rank > 0 else None)
+        start: Start = on_all_ranks(lambda: begin(_folder_of(settings, launcher)) if rank == 0 else None)[0]
+        on_all_ranks(lambda: begin(start.folder) if rank > 0 else None)
         yield start
-
-
-def remember(start: Start) -> None:
-    """Note in the run's folder, which exists, that this process's launcher has started it. Called by rank 0."""
-    began_with = None if start.checkpoint is None else str(start.checkpoint.path.absolute())
-    launch = Launch(this_launcher(), began_with, newest_name(start.folder / "checkpoints"))
-    if not start.again:
-        write_atomically(start.folder / LAUNCH, json.dumps(launch._asdict(), indent=1) + "\n")
 
 
 def lock_folder(folder: Path, first: bool) -> IO[bytes]:
@@ -141,16 +122,6 @@ def _folder_of(settings: Settings, launcher: str) -> Path:
         return find_run(Path(settings.resume))
     if settings.run_dir is not None:
         return Path(settings.run_dir)
-    launches = [(path.parent, _read_launch(path.parent)) for path in RUNS.glob(f"*/{LAUNCH}")]
-    ours = [folder for folder, launch in launches if launch is not None and launch.launcher == launcher]
-    return max(ours, default=RUNS / time.strftime("%Y%m%d-%H%M%S"))
-
-
-def _read_launch(folder: Path) -> Launch | None:
-    """None where there is none, or one that cannot be read: the run is then not continued by itself."""
-    try:
-        launch = Launch(**json.loads(read_text(folder / LAUNCH)))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
-    whole = all(isinstance(value, str | None) for value in launch)
-    return launch if whole and launch.launcher else None
+    runs = [path.parent for path in RUNS.glob(f"*/{ARGUMENTS}")] if launcher else []
+    new = RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return max((folder for folder in runs if launcher_of(folder) == launcher), default=new)

@@ -1,64 +1,74 @@
-"""All settings of a run. A field is a flag of the same name, the comment beside it is its line in ``--help``."""
+"""All settings of a run. A field is a flag of the same name, the comment beside it is its line in ``--help``.
+
+Flags override a TOML file, which overrides what a resumed run remembers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
+import os
+import sys
 import typing
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import redirect_stderr, suppress
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 
-from examples.gpt.errors import ArgumentError
+from examples.gpt.errors import ArgumentError, CheckpointError, NoCheckpointError
+from examples.gpt.files import read_text, write_atomically
 from examples.gpt.gpt import check_model_config
-from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp import TransformerConfig, build_plan
 from megatron_pp.config.parallel_grid import fit_grid
 from megatron_pp.errors import PlanError, ScheduleInputError
-from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.schedule_file import find_family, names_a_file
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.pairs import in_turn, on_two_streams
 from megatron_pp.tracing.recorder import chosen_steps
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ARGUMENTS = "arguments.json"
 # Where this program's default is not the config's.
-_DEFAULTS = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4}
+_DEFAULTS: dict[str, float] = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4}
 _DEFAULTS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 # Fields of TransformerConfig that this program sets itself, or that this GPT has no use for.
 _NOT_FLAGS = {
     *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "sequence_parallel"),
-    *("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype", "deterministic_mode", "kv_channels"),
-    *("defer_embedding_wgrad_compute", "wgrad_deferral_limit", "barrier_with_L1_time"),
+    *("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype", "kv_channels"),
+    *("defer_embedding_wgrad_compute", "barrier_with_L1_time"),
 }
 _PAIR_FUNCTIONS = {None: None, "in_turn": in_turn, "on_two_streams": on_two_streams}
 _CHUNKS = 2  # of schedules that take any number, where none is given
+# tyro wants a value for a switch that may also be None.
+_SWITCHES = {"--batch-p2p-comm": "--batch-p2p-comm=True", "--no-batch-p2p-comm": "--batch-p2p-comm=False"}
 
 
 def _flag(option: dataclasses.Field[Any], hint: Any) -> tuple[str, Any, Any]:
     """The field for one option of TransformerConfig."""
     if str in typing.get_args(hint):  # whatever else it may be, on a command line it is text
         hint = str | None
-    if option.metadata["choices"]:
-        literal = Literal[option.metadata["choices"]]
+    if choices := option.metadata["choices"]:
+        literal: Any = Literal[choices]
         hint = literal if hint is str else literal | None
-    default = option.default_factory  # read from the environment
-    if default is dataclasses.MISSING:
-        copied = field(default=_DEFAULTS.get(option.name, option.default))
+    if option.default_factory is not MISSING:  # read from the environment
+        copied = field(default_factory=option.default_factory)
     else:
-        copied = field(default_factory=default)
+        copied = field(default=_DEFAULTS.get(option.name, option.default))
     return option.name, Annotated[hint, tyro.conf.arg(help=option.metadata["help"])], copied
 
 
 _HINTS = typing.get_type_hints(TransformerConfig)
-ModelOptions: Any = dataclasses.make_dataclass(
-    "ModelOptions",
-    [
-        _flag(option, _HINTS[option.name])
-        for option in dataclasses.fields(TransformerConfig)
-        if option.metadata["cli"] and option.name not in _NOT_FLAGS
-    ],
-)
+_OPTIONS = [f for f in dataclasses.fields(TransformerConfig) if f.metadata["cli"] and f.name not in _NOT_FLAGS]
+ModelOptions: Any = dataclasses.make_dataclass("ModelOptions", [_flag(f, _HINTS[f.name]) for f in _OPTIONS])
 """Every option of the model and of the pipeline engine, as ``TransformerConfig`` defines it."""
 
 
@@ -67,7 +77,7 @@ class Settings:
     """Trains a byte-level GPT through a pipeline. Run it under torchrun, or alone for one process."""
 
     config: str | None = None  # TOML file of settings, as in num_layers = 8; flags override it
-    run_dir: str | None = None  # the run's folder, new; None: runs/<date and time>
+    run_dir: str | None = None  # the run's folder, new; None: <date and time> in the project's runs/
     resume: str | None = None  # continue the run in this folder, or from this checkpoint; its settings are remembered
 
     data: tuple[str, ...] = ()  # files and folders of text; none: the source of Python's standard library
@@ -127,6 +137,8 @@ class Settings:
             raise ArgumentError(f"--min-learning-rate is {self.min_learning_rate}; it must lie {legal}")
         if not 0.0 < self.validation_fraction < 1.0:
             raise ArgumentError(f"--validation-fraction is {self.validation_fraction}; it must lie between 0 and 1")
+        if self.run_dir is not None and self.resume is not None:
+            raise ArgumentError("--run-dir and --resume are both given; a resumed run stays in its folder: give one")
         try:
             chosen_steps("1" if self.trace is None else self.trace)
         except ScheduleInputError:
@@ -157,7 +169,108 @@ class Settings:
         check_model_config(config)
         if names_a_file(config.schedule_name):  # which may hold anything: verified before any communication
             family, sizes = find_family(config.schedule_name), (grid.pipeline_parallel, config.num_chunks)
-            lowering = {"policy": config.lowering_policy, "channels": config.p2p_channels}
+            lowering: dict[str, Any] = {"policy": config.lowering_policy, "channels": config.p2p_channels}
             lowering |= {"variable_shapes": config.variable_seq_lengths, "digest": family.digest}
             build_plan(PlanSpec(family.name, *sizes, self.num_microbatches, **lowering))
         return config
+
+    def everything(self) -> dict[str, Any]:
+        """All settings, those of the model too, by name."""
+        return {name: value for name, value in (vars(self) | vars(self.model)).items() if name != "model"}
+
+
+_FIELDS = (*dataclasses.fields(Settings), *dataclasses.fields(ModelOptions))
+# Fields with a factory are read from the environment, anew at each start.
+_SAVED = {f.name for f in _FIELDS if f.default is not MISSING} - {"config", "run_dir", "resume"}
+
+
+def parse(argv: Sequence[str]) -> Settings:
+    """The settings that a command line asks for.
+
+    Raises:
+        ArgumentError: an unknown flag or an impossible value.
+        CheckpointError: ``--resume`` names no run, or one whose settings are damaged.
+    """
+    settings = _parse(argv)
+    given: list[str] = []
+    if settings.config is not None:
+        try:
+            given = _flags_of(tomllib.loads(Path(settings.config).read_text(encoding="utf-8")))
+            _parse(given)
+        except (OSError, ValueError) as error:
+            raise ArgumentError(f"--config is {settings.config}, which cannot be used: {error}") from error
+        settings = _parse([*given, *argv])
+    if settings.resume is not None and settings.run_dir is None:
+        file = find_run(Path(settings.resume)) / ARGUMENTS
+        try:
+            content = json.loads(read_text(file))
+            saved = _flags_of({name: value for name, value in content.items() if name in _SAVED})
+            _parse(saved)
+        except (OSError, ValueError, AttributeError, RecursionError, ArgumentError) as error:
+            advice = "give all flags and a new --run-dir"
+            raise CheckpointError(f"{file} cannot be read ({error}); {advice}") from error
+        settings = _parse([*saved, *given, *argv])
+    settings.check()
+    return settings
+
+
+def save_settings(settings: Settings, folder: Path, launcher: str) -> None:
+    """Write the settings to ``folder`` for a later ``--resume``, which may be given in another directory.
+
+    ``launcher``: what has started the run; see run_folder.py.
+    """
+    content = {name: value for name, value in settings.everything().items() if name in _SAVED}
+    content |= {"data": [str(Path(path).absolute()) for path in settings.data], "launcher": launcher}
+    for name in ("pipeline_schedule", "pipeline_measured"):
+        if content[name] is not None and (name == "pipeline_measured" or names_a_file(content[name])):
+            content[name] = str(Path(content[name]).absolute())
+    write_atomically(folder / ARGUMENTS, json.dumps(dict(sorted(content.items())), indent=1) + "\n")
+
+
+def launcher_of(folder: Path) -> str:
+    """What has started the run in ``folder`` last; empty where there is none, or its settings cannot be read."""
+    try:
+        return str(json.loads(read_text(folder / ARGUMENTS))["launcher"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return ""
+
+
+def find_run(path: Path) -> Path:
+    """The run's folder, given it or something in it. Raises NoCheckpointError if there is none."""
+    # os.path: a link to itself, or a name that no file can have, is no run.
+    for folder in (path, *Path(os.path.realpath(path)).parents[:2]):
+        if os.path.isfile(folder / ARGUMENTS):
+            return folder
+    raise NoCheckpointError(f"there is no run at {path}; give a run's folder, which has {ARGUMENTS} in it")
+
+
+def _parse(argv: Sequence[str]) -> Settings:
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            return tyro.cli(Settings, args=[_SWITCHES.get(flag, flag) for flag in argv], prog="train.py")
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        # What stands before the first rule of tyro's box, in one line: every rank says it.
+        lines = [line.strip("│ ") for line in said.getvalue().splitlines() if line[:1] not in "╭╰"]
+        sentence = " ".join(lines[: next((i for i, line in enumerate(lines) if line.startswith("─")), None)])
+        raise ArgumentError(f"{sentence.rstrip('.')} (--help lists all flags)") from None
+
+
+def _flags_of(values: dict[str, Any]) -> list[str]:
+    """``{"seed": 1, "model": {"bias": True}}`` as ``--seed=1 --bias``."""
+    flags: list[str] = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, dict):
+            flags += _flags_of(value)
+        elif isinstance(value, bool):
+            flags.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, list):
+            if any(str(part).startswith("-") for part in value):  # it would be read as a flag
+                raise ValueError(f"{name} holds {value!s:.60}; no part may begin with '-'")
+            flags += [flag, *map(str, value)]
+        else:
+            flags.append(f"{flag}={value}")
+    return flags

@@ -1,32 +1,96 @@
-"""The training loop of one rank."""
+"""The training loop of one rank: where the program calls the engine."""
 
 from __future__ import annotations
 
 import math
 import signal
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from examples.gpt.checkpoint import CheckpointWriter, load_tensors, restore_rng, rng_tensors
+from examples.gpt.checkpoint import Checkpoint, CheckpointWriter, load_tensors
 from examples.gpt.data import VOCAB_SIZE, SampleOrder
-from examples.gpt.description import Checkpoint
 from examples.gpt.errors import NonFiniteLossError
 from examples.gpt.gpt import GPTStage
-from examples.gpt.gradients import GradientClipper, finalize_gradients
-from examples.gpt.interrupt import StopRequest, agreed_signal
+from examples.gpt.interrupt import StopRequest
 from examples.gpt.metrics import Recorder, peak_memory_gib, peak_tflops
-from examples.gpt.optimizer import NamedAdamW, learning_rate
-from examples.gpt.pipeline_step import PipelineRunner
+from examples.gpt.optimizer import GradientClipper, NamedAdamW, finalize_gradients, learning_rate
+from examples.gpt.run_folder import this_launcher
 from examples.gpt.settings import Settings
-from megatron_pp import parallel_state
+from megatron_pp import get_forward_backward_func, parallel_state
 from megatron_pp.faults.attach import watched
 from megatron_pp.plan.placement import Placement
 from megatron_pp.runtime.communicators import communicator_for
+from megatron_pp.weight_grad import store_of
+
+COMPUTE_TIMERS = ("forward-compute", "backward-compute", "weight-compute")
+
+
+def forward_step(
+    data_iterator: Iterator[tuple[Tensor, Tensor]] | None, model: GPTStage, checkpoint: bool | None = None
+) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """One microbatch through one stage, as the schedules call it. Stages in the middle have no ``data_iterator``."""
+    tokens, labels = next(data_iterator) if data_iterator is not None else (None, None)
+    output = model(tokens, labels, checkpoint_activations=bool(checkpoint))
+    return output, summed_loss if model.config.calculate_per_token_loss else mean_loss
+
+
+def mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Megatron's pair: the mean over the microbatch, and what to report."""
+    loss = losses.mean()
+    return loss, {"loss": loss.detach()}
+
+
+def summed_loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Megatron's triple: the sum over the microbatch, its tokens, and what to report (the mean, all the same)."""
+    tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+    return losses.sum(), tokens, {"loss": losses.detach().mean()}
+
+
+class _Timer:
+    """One of Megatron's timers, on the host, or on a GPU's stream: notes when spans start and stop."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self.marks: list[Any] = []
+
+    def start(self, barrier: bool = False) -> None:
+        self.marks.append(torch.cuda.Event(enable_timing=True) if self.on_gpu else time.perf_counter())
+        if self.on_gpu:
+            self.marks[-1].record()
+
+    stop = start
+
+    def take_seconds(self) -> float:
+        marks, self.marks = self.marks, []
+        spans = zip(marks[::2], marks[1::2], strict=True)
+        if not self.on_gpu:
+            return sum(stop - start for start, stop in spans)
+        torch.cuda.synchronize()
+        return sum(start.elapsed_time(stop) for start, stop in spans) / 1000.0
+
+
+class ComputeTimers:
+    """``config.timers``: adds up the time inside forward, backward and weight-gradient passes; ignores other names."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._timers: dict[str, _Timer] = defaultdict(partial(_Timer, device.type == "cuda"))
+
+    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
+        return self._timers[name]
+
+    def take_seconds(self) -> float:
+        """Seconds of compute since the last call."""
+        seconds = {name: timer.take_seconds() for name, timer in self._timers.items()}
+        return sum(seconds.get(name, 0.0) for name in COMPUTE_TIMERS)
 
 
 class Texts(NamedTuple):
@@ -37,39 +101,53 @@ class Texts(NamedTuple):
     digest: str
 
 
+class Agreement(NamedTuple):
+    """A global batch, as all ranks know it: mean loss, mean idle share, largest peak memory, signal to stop on."""
+
+    loss: float
+    bubble: float
+    memory_gib: float
+    stopped_by: signal.Signals | None
+
+
+@dataclass
 class Trainer:
     """Trains this rank's chunks together with all other ranks. Construction is collective.
 
     All that the ranks do together is watched (megatron_pp.faults): where one of them fails, in a step or outside, every
-    method raises a PipelineError on the others. The public attributes are the same on every rank.
+    method raises a PipelineError on the others. The attributes from ``steps_done`` on are the same on every rank.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        chunks: list[GPTStage],
-        texts: Texts,
-        writer: CheckpointWriter,
-        recorder: Recorder,
-        stop: StopRequest,
-        optimizer: NamedAdamW,
-        device: torch.device,
-    ) -> None:
-        self.settings, self.config, self.device, self.texts = settings, chunks[0].config, device, texts
-        self.writer, self.recorder, self.stop, self.optimizer = writer, recorder, stop, optimizer
-        config, self.pipeline_group = self.config, parallel_state.get_pipeline_model_parallel_group()
-        sizes = config.pipeline_model_parallel_size, config.num_chunks
-        last_rank = Placement(config.placement_name, *sizes).homes[-1][0]
+    settings: Settings
+    chunks: list[GPTStage]
+    texts: Texts
+    writer: CheckpointWriter
+    recorder: Recorder
+    stop: StopRequest
+    optimizer: NamedAdamW
+    device: torch.device
+
+    steps_done: int = field(default=0, init=False)
+    validation_before: float = field(default=math.nan, init=False)  # loss, nats per byte
+    validation_after: float = field(default=math.nan, init=False)
+    validated_at: int = field(default=-1, init=False)  # steps done then; never
+    saved_at: int = field(default=-1, init=False)
+    stopped_by: signal.Signals | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.config = config = self.chunks[0].config
+        self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+        sizes = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+        last_rank, _ = Placement(config.placement_name, sizes[0], config.num_chunks).homes[-1]
         last_stage_rank = dist.get_global_rank(self.pipeline_group, last_rank)
-        config.finalize_model_grads_func = partial(finalize_gradients, chunks, last_stage_rank)
-        self.runner = PipelineRunner(chunks, parallel_state.get_data_parallel_rank(), device)
+        config.finalize_model_grads_func = partial(finalize_gradients, self.chunks, last_stage_rank)
+        self.timers = config.timers = ComputeTimers(self.device)
+        if (store := store_of(self.chunks)) is not None:
+            store.timers = self.timers
+        self._schedule = get_forward_backward_func(*sizes)
         with self._watched("the set-up"):
-            self.clipper = GradientClipper(chunks, self.pipeline_group, settings.clip_grad)
-        self.steps_done = 0
-        self.validation_before = self.validation_after = math.nan  # loss, nats per byte
-        self.validated_at = self.saved_at = -1  # steps done then; never
-        self.stopped_by: signal.Signals | None = None
-        recorder.say(f"{self.clipper.num_parameters:,} parameters")
+            self.clipper = GradientClipper(self.chunks, self.pipeline_group, self.settings.clip_grad)
+        self.recorder.say(f"{self.clipper.num_parameters:,} parameters")
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from ``checkpoint``. Collective. Raises CheckpointError: it cannot be used."""
@@ -78,7 +156,9 @@ class Trainer:
         tensors = self._tensors()
         with self._watched("loading a checkpoint"):
             load_tensors(checkpoint, tensors)
-        restore_rng(tensors, dist.get_rank(), self.device)
+        torch.set_rng_state(tensors[f"rng.rank{dist.get_rank()}.cpu"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors[f"rng.rank{dist.get_rank()}.cuda"], self.device)
         self.steps_done = self.saved_at = checkpoint.step
         self.validation_before, self.validation_after, self.validated_at = before, after, validated_at
         self.recorder.say(f"continuing from {checkpoint.path}")
@@ -110,14 +190,14 @@ class Trainer:
         start, settings = time.perf_counter(), self.settings
         with self._watched("the training step"):
             self.config.step_number = self.steps_done + 1
-            result = self.runner.run(self.texts.training, self.steps_done, forward_only=False)
+            losses, bubble = self._run_schedule(self.texts.training, self.steps_done, forward_only=False)
             with self._watched("the norm of the gradient"):
                 norm = float(self.clipper.clip())
-            loss, bubble, memory, stopped_by = self._agree(*result)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+            agreed = self._agree(losses, bubble)
+        if not (math.isfinite(agreed.loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
-                f"step {self.steps_done + 1} gave loss {loss} and gradient norm {norm}; the weights are as before it: "
-                f"continue from a checkpoint with a lower --learning-rate than {settings.learning_rate}"
+                f"step {self.steps_done + 1} gave loss {agreed.loss} and gradient norm {norm}; the weights are as "
+                f"before it: continue from a checkpoint with a lower --learning-rate than {settings.learning_rate}"
             )
         with self._watched("the optimizer step"):
             rates = settings.learning_rate, settings.min_learning_rate, settings.warmup_steps, settings.train_steps
@@ -125,10 +205,38 @@ class Trainer:
             self.optimizer.step(rate)
             self.steps_done += 1
             speed = self.texts.training.shape.tokens / (time.perf_counter() - start)
-            values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm, "tokens_per_second": round(speed, 1)}
-            values |= {"bubble": round(bubble, 4), "peak_memory_gib": round(memory, 3), **self._mfu(speed)}
+            values = {"loss": agreed.loss, "learning_rate": rate, "gradient_norm": norm}
+            values |= {"tokens_per_second": round(speed, 1), "bubble": round(agreed.bubble, 4)}
+            values |= {"peak_memory_gib": round(agreed.memory_gib, 3), **self._mfu(speed)}
             self.recorder.record(self.steps_done, **values)
-        self.stopped_by = stopped_by
+        self.stopped_by = agreed.stopped_by
+
+    def _run_schedule(self, samples: SampleOrder, step: int, forward_only: bool) -> tuple[list[float], float]:
+        """Global batch ``step`` (0-based) of ``samples``; gradients stay in the parameters unless ``forward_only``.
+
+        Returns the mean loss of each microbatch, on the last stage, and the share of the time that this rank idled.
+        """
+        iterators: list[Any] = []
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
+            is_end = chunk.pre_process or chunk.post_process
+            data_rank = parallel_state.get_data_parallel_rank()
+            iterators.append(samples.step_iterator(step, data_rank, self.device) if is_end else None)
+        several = len(self.chunks) > 1
+        self.timers.take_seconds()
+        start = time.perf_counter()
+        reports = self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=samples.shape.num_microbatches,
+            seq_length=samples.shape.seq_length,
+            micro_batch_size=samples.shape.micro_batch_size,
+            forward_only=forward_only,
+        )
+        losses = [float(report["loss"]) for report in reports]
+        compute = self.timers.take_seconds()
+        return losses, max(0.0, 1.0 - compute / (time.perf_counter() - start))
 
     def _mfu(self, tokens_per_second: float) -> dict[str, float]:
         """Model FLOPs utilization (Chowdhery et al., 2204.02311, appendix B), where the device's peak is known."""
@@ -144,9 +252,8 @@ class Trainer:
         total, batches = 0.0, self.settings.eval_steps
         with self._watched("the validation"):
             for batch in range(batches):
-                result = self.runner.run(self.texts.validation, batch, forward_only=True)
-                loss, _, _, self.stopped_by = self._agree(*result)
-                total += loss
+                agreed = self._agree(*self._run_schedule(self.texts.validation, batch, forward_only=True))
+                total, self.stopped_by = total + agreed.loss, agreed.stopped_by
                 if self.stopped_by is not None and batch + 1 < batches:
                     return
         self.validation_after, self.validated_at = total / batches, self.steps_done
@@ -155,28 +262,31 @@ class Trainer:
         self.recorder.record(self.steps_done, validation_loss=self.validation_after)
 
     def _save(self) -> None:
-        progress = {"validation_before": self.validation_before, "validation_after": self.validation_after}
-        progress |= {"validated_at": self.validated_at, "text": self.texts.digest}
+        progress: dict[str, Any] = {"text": self.texts.digest, "launcher": this_launcher()}
+        progress |= {name: getattr(self, name) for name in ("validation_before", "validation_after", "validated_at")}
         with self._watched("saving a checkpoint"):
             path = self.writer.save(self.steps_done, self._tensors(), progress)
         self.saved_at = self.steps_done
         self.recorder.say(f"saved {path}")
 
-    def _agree(self, losses: list[float], bubble: float) -> tuple[float, float, float, signal.Signals | None]:
-        """Mean loss, mean bubble, largest peak memory and the signal to stop on, from all ranks, in one message."""
-        world = dist.get_world_size()
-        memories = [0.0] * world
-        memories[dist.get_rank()] = peak_memory_gib(self.device)
-        own = [sum(losses), len(losses), bubble, *memories, *self.stop.votes()]
-        known = torch.tensor(own, dtype=torch.float64, device=self.device)
+    def _agree(self, losses: list[float], bubble: float) -> Agreement:
+        """Of what all ranks know of a global batch; in one message."""
+        known = [sum(losses), len(losses), bubble, peak_memory_gib(self.device), self.stop.first or 0]
+        own = torch.tensor(known, dtype=torch.float64, device=self.device)
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         with self._watched("agreeing on the loss"):
-            dist.all_reduce(known)
-        loss, count, bubbles, *rest = known.tolist()
-        return loss / count, bubbles / world, max(rest[:world]), agreed_signal(rest[world:])
+            dist.all_gather(everyone, own)
+        sums, counts, bubbles, memories, signals = torch.stack(everyone, 1).tolist()
+        stopped_by = signal.Signals(int(max(signals))) if any(signals) else None
+        return Agreement(sum(sums) / sum(counts), sum(bubbles) / len(bubbles), max(memories), stopped_by)
 
     def _watched(self, what: str) -> AbstractContextManager[Any]:
         """Around ``what`` ranks do together: a failure of one of them ends the others' waits."""
         return watched(communicator_for(self.pipeline_group, self.config), self.config, what)
 
-    def _tensors(self) -> dict[str, Any]:
-        return {**self.optimizer.tensors(), **rng_tensors(dist.get_rank(), self.device)}
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that is saved of this rank: weights, optimizer state, the states of its random generators."""
+        states = {f"rng.rank{dist.get_rank()}.cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states[f"rng.rank{dist.get_rank()}.cuda"] = torch.cuda.get_rng_state(self.device)
+        return {**self.optimizer.tensors(), **states}

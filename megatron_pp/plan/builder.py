@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -25,6 +26,7 @@ from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import Verdict, verify
 
 _PLANS: BoundedCache[PlanSpec, tuple[Plan, Verdict]] = BoundedCache(256 << 20, least=2)  # training and evaluation
+_BUILDING = threading.RLock()  # ranks that are threads of one process build a plan once
 _INSTRUCTION = 136  # bytes of an instruction and the pointer to it
 
 
@@ -40,10 +42,14 @@ def build_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
 def verified_plan(spec: PlanSpec, announce: Announce | None = None) -> tuple[Plan, Verdict]:
     """The plan and what ``verify`` found: the peaks of memory on every rank."""
     found = _PLANS.get(spec)
-    if found is None:
-        plan = lowered_plan(spec, announce)
-        found = _PLANS.put(spec, (plan, verify(plan)), _size(plan))
-    return found
+    if found is not None:
+        return found
+    with _BUILDING:
+        found = _PLANS.get(spec)
+        if found is None:
+            plan = lowered_plan(spec, announce)
+            found = _PLANS.put(spec, (plan, verify(plan)), _size(plan))
+        return found
 
 
 def forget_plans() -> None:

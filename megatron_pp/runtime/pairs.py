@@ -1,8 +1,8 @@
 """Overlapped slots: what runs the forward of one microbatch together with the backward of another.
 
 Set ``config.overlapped_forward_backward`` to ``in_turn``, ``on_two_streams`` or a function of your own: plans then
-have pairs (``pair_up``), and the engine calls the function with both halves of each. A function of your own may
-interleave the halves as its model allows, as DualPipeV does with the all-to-alls of experts.
+have pairs (``pair_up`` in ``plan/instruction.py``), and the engine calls the function with both halves of each. A
+function of your own may interleave the halves as its model allows, as DualPipeV does with the all-to-alls of experts.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ from megatron_pp.draw.chrome import render_chrome_steps
 from megatron_pp.draw.html import Table, render_html
 from megatron_pp.draw.ticks import percent, short
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
+from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.sim.simulation import Simulation
-from megatron_pp.tracing.analysis import Findings
-from megatron_pp.tracing.run import TracedRun
+from megatron_pp.tracing.analysis import Findings, analyse
+from megatron_pp.tracing.run import TracedRun, load_run, run_names
 
 
 def report_tables(found: Findings) -> list[Table]:
@@ -29,20 +30,20 @@ def report_picture(found: Findings, traced: TracedRun, output: str) -> str | byt
     return render_html(timelines, f"run {traced.name}", report_tables(found))
 
 
-def run_page(found: Findings, traced: TracedRun) -> str:
-    """All recorded steps one below the other, then the prediction and the tables of the step with the median time."""
-    timelines = [timeline for _, _, timeline in _steps(traced)]
-    return render_html([*timelines, _predicted(found)], f"run {traced.name}", report_tables(found))
+def write_timeline(folder: Path, page: Path, chrome: Path) -> tuple[int, ...]:
+    """Write all recorded steps of the newest run in ``folder``, and return their numbers.
 
-
-def run_trace(traced: TracedRun) -> str:
-    """All recorded steps one after the other, as a Chrome trace."""
-    return render_chrome_steps(f"run {traced.name}", _steps(traced))
-
-
-def _steps(traced: TracedRun) -> list[tuple[str, float, Timeline]]:
-    """(name, when it began in ms, timeline) of each recorded step."""
-    return [(f"step {step}", traced.began(step), _measured(step, traced.measured(step))) for step in traced.steps]
+    ``page`` (HTML) has them one below the other, then the prediction and the tables of the step with the median time;
+    ``chrome`` is a Chrome trace. Raises ExchangeError: no traces, or unreadable ones.
+    """
+    names = run_names(folder)
+    traced = load_run(folder, names[-1] if names else None)
+    found = analyse(traced)
+    steps = [(f"step {step}", traced.began(step), _measured(step, traced.measured(step))) for step in traced.steps]
+    timelines = [*(timeline for _, _, timeline in steps), _predicted(found)]
+    write_whole(page, render_html(timelines, f"run {traced.name}", report_tables(found)))
+    write_whole(chrome, render_chrome_steps(f"run {traced.name}", steps))
+    return traced.steps
 
 
 def _measured(step: int, measured: Simulation) -> Timeline:

@@ -82,3 +82,8 @@ class Waiting(NamedTuple):
 def versions(deferred: Any) -> int:
     """Grows with every in-place change of what ``deferred`` keeps."""
     return sum([tensor._version for tensor in deferred.kept])
+
+
+def frozen(deferred: Any) -> tuple[int, ...]:
+    """The ids of its parameters that are frozen now."""
+    return tuple([id(parameter) for parameter in deferred.parameters if not parameter.requires_grad])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pp.errors import WeightGradError
-from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waiting, versions
+from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waiting, frozen, versions
 from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
 from megatron_pp.weight_grad.linear import Casts
 from megatron_pp.weight_grad.parameter_leaf import accumulates, follow, new_leaf, take_gradient
@@ -163,7 +163,7 @@ class WeightGradStore:
             self.casts.clear()
             for run in delayed:
                 run.end_backward()
-        self._queues[key].extend(Waiting(-1, run, 0) for run in delayed)
+        self._queues[key].extend(Waiting(-1, run, 0, frozen(run)) for run in delayed)
         if not split:
             self.run(chunk, mb)
 
@@ -225,11 +225,10 @@ class WeightGradStore:
 
     def leave(self, deferred: Deferred) -> None:
         """Queue ``deferred``; for a layer's backward where ``running()`` puts it off."""
-        current, parameters = self._current, deferred.parameters
+        current = self._current
         assert current is not None
-        current.left.update(map(id, parameters))
-        frozen = tuple([id(parameter) for parameter in parameters if not parameter.requires_grad])
-        self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen))
+        current.left.update(map(id, deferred.parameters))
+        self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen(deferred)))
 
     def arrive(self, parameter: Tensor, leaf: Tensor) -> None:
         """Called when autograd has finished a leaf's gradient; there is none where layers queued it, or added it to
@@ -260,14 +259,14 @@ class WeightGradStore:
         left = [id(parameter) for waiting in queue for parameter in waiting.deferred.parameters]
         sums = _Sums(queue) if len(set(left)) < len(left) else None
         while queue:
-            task, deferred, then, frozen = queue.popleft()
+            task, deferred, then, frozen_then = queue.popleft()
             if versions(deferred) != then:
                 raise WeightGradError(
                     f"the input of layer {deferred.name}, or the gradient of its output, was changed in place between "
                     "its B and its W, which still needs it"
                 )
             for parameter, grad in deferred.compute():
-                if id(parameter) in frozen:
+                if id(parameter) in frozen_then:
                     grad = None
                 if sums is not None:
                     grad, complete = sums.add(task, parameter, grad)

@@ -39,8 +39,8 @@ class DelayedRun:
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        delayed = [layer._parameters[name] for name in delayed_names(layer)]
-        self.parameters: list[Tensor] = [p for p in delayed if p is not None and p.requires_grad]
+        parameters = (layer._parameters[name] for name in delayed_names(layer))
+        self.parameters: list[Tensor] = [parameter for parameter in parameters if parameter is not None]
         self._entries = -self._queued()
         self._grads = _exchange(self.parameters, [None] * len(self.parameters))
 

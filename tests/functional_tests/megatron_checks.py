@@ -111,7 +111,7 @@ def _fields(config: Any, fields: dict[str, Any]) -> Iterator[None]:
 
 
 def _call(run: megatron_lab.Run, **changed: Any) -> list[Any]:
-    """One forward-only call of the schedule with this run's model, arguments changed as told."""
+    """One forward-only call of the schedule with this run's model, with ``changed`` arguments."""
     arguments: dict[str, Any] = {
         "forward_step_func": lambda data_iterator, model: megatron_lab.forward_step(False, data_iterator, model),
         "data_iterator": iter(megatron_lab.batches(run.case, 0)),
@@ -226,20 +226,20 @@ def own_groups_and_communicator_are_taken(case: Case) -> list[float]:
 
 
 def checkpointed_microbatches(case: Case) -> list[list[Any]]:
-    """What forward_step_func is told about activation checkpointing, under Megatron's schedule and under ours."""
-    told: list[list[Any]] = []
+    """The checkpointing arguments that forward_step_func gets, under Megatron's schedule and under ours."""
+    received: list[list[Any]] = []
     run = megatron_lab.Run(case)
     run.config.num_microbatches_with_partial_activation_checkpoints = 1
 
     def forward_step(data_iterator: Any, model: Any, *more: Any) -> Any:
-        told[-1].append(more)
+        received[-1].append(more)
         return megatron_lab.forward_step(False, data_iterator, model)
 
     for engine in (contextlib.nullcontext, megatron_core.installed):
-        told.append([])
+        received.append([])
         with engine():
             _call(run, forward_step_func=forward_step, forward_only=False)
-    return [[list(more) for more in calls] for calls in told]
+    return [[list(more) for more in calls] for calls in received]
 
 
 def outputs_that_a_hook_reads_keep_their_data(case: Case) -> list[float]:

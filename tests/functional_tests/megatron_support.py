@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.megatron.cases import Case, Job, Model
+from tests.megatron.runner import run_jobs
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 
@@ -23,3 +28,11 @@ def assert_equal(outcome: object) -> None:
     assert outcome.loss_difference == 0.0  # type: ignore[attr-defined]
     assert outcome.grad_difference == 0.0  # type: ignore[attr-defined]
     assert outcome.param_difference in (None, 0.0)  # type: ignore[attr-defined]
+
+
+def in_megatrons_process(function: Callable[[Case], Any]) -> Any:
+    """What ``function``, a module's, returns in a process in which Megatron's calls to CUDA are redirected; as JSON."""
+    check = f"{function.__module__}:{function.__name__}"
+    (outcome,) = run_jobs([Job(Case(Model(layers=1)), check=check)], deadline=120.0)
+    assert outcome.status == "ok", outcome.message
+    return outcome.facts[0]

@@ -18,9 +18,6 @@ from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import HIDDEN, ToyData, ToyResult, merged, reference_run, toy_config
 from tests.harness.processes import run_processes
 
-# One start serves all tests, on one worker.
-pytestmark = pytest.mark.xdist_group("channel_groups")
-
 SIZE = 4
 FIELDS: dict[str, tuple[int, dict[str, Any]]] = {
     "overlap": (2, {"overlap_p2p_comm": True}),

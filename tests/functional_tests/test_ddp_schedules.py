@@ -32,9 +32,6 @@ from tests.harness.processes import run_processes
 
 PIPELINE, REPLICAS = 2, 2
 
-# One start serves all tests, on one worker.
-pytestmark = pytest.mark.xdist_group("ddp_schedules")
-
 CASES = [
     ("1f1b", 1, False),
     ("interleaved_1f1b", 2, False),
@@ -136,7 +133,7 @@ def _run_case(rank: int, pipeline_group: Any, replica_group: Any, name: str, chu
 
 @pytest.fixture(scope="module")
 def results() -> list[Any]:
-    return run_processes(_rank_main, PIPELINE * REPLICAS, (CASES,), timeout=300)
+    return run_processes(_rank_main, PIPELINE * REPLICAS, (CASES,), timeout=300, start_method="forkserver")
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{n}-{v}-{c}" for n, v, c in CASES])

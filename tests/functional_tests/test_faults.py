@@ -20,8 +20,6 @@ SIZE = 3
 GROUP_TIMEOUT = 20.0
 OVERLAP = {"overlap_p2p_comm": True}
 
-pytestmark = pytest.mark.xdist_group("faults")
-
 
 class Lab:
     """A pool, and a number for each episode."""

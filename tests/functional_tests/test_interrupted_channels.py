@@ -19,8 +19,6 @@ from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import HIDDEN, ToyData, toy_config
 from tests.harness.processes import RankFailedError, run_processes
 
-pytestmark = pytest.mark.xdist_group("channel_groups")
-
 DATA = ToyData(4, seq_length=GLOO_DETACHED_BYTES // (4 * HIDDEN * 2) + 1)
 WAITING, MAKING = "while it waits for the other end", "right before it makes its own end"
 

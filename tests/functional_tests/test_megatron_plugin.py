@@ -9,8 +9,7 @@ from tests.functional_tests.megatron_support import needs_megatron
 from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip
 from tests.megatron.runner import run_jobs  # isort: skip
 
-# One start serves all tests, on one worker.
-pytestmark = [needs_megatron, pytest.mark.xdist_group("megatron_plugin")]
+pytestmark = needs_megatron
 
 CHECKS = "tests.functional_tests.megatron_checks:"
 ALONE = Case(Model(layers=2), microbatches=2)

@@ -22,26 +22,26 @@ SMALL = Model(layers=4)
 SAFE = {"engine": "megatron", "policy": "plain", "deallocate": False}
 
 CASES = {
-    "gradient reduction overlapped": Case(SMALL, pp=2, dp=2, steps=5, optimizer="adam", overlap_grad_reduce=True),
+    "gradient reduction overlapped": Case(SMALL, pp=2, dp=2, steps=3, optimizer="adam", overlap_grad_reduce=True),
     "distributed optimizer, gather overlapped": Case(
         SMALL,
         pp=2,
         dp=2,
-        steps=5,
+        steps=3,
         optimizer="distributed",
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         bucket_size=2000,
     ),
     "chunks, distributed optimizer, gather overlapped": Case(
-        SMALL, pp=2, vp=2, dp=2, steps=5, optimizer="distributed", overlap_grad_reduce=True, overlap_param_gather=True
+        SMALL, pp=2, vp=2, dp=2, steps=3, optimizer="distributed", overlap_grad_reduce=True, overlap_param_gather=True
     ),
     "chunks, hooks aligned over stages": Case(
         SMALL,
         pp=2,
         vp=2,
         dp=2,
-        steps=5,
+        steps=3,
         policy="overlap",
         optimizer="distributed",
         overlap_grad_reduce=True,
@@ -106,7 +106,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: outcome for (name, _), outcome in zip(jobs, results, strict=True)}
 
 
-@pytest.mark.xdist_group("megatron_training")  # one start serves all cases, on one worker
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_megatrons_schedule(name: str, outcomes: dict[str, Outcome]) -> None:
     case, outcome = CASES[name], outcomes[name]
@@ -164,7 +163,6 @@ def _unless_as_many(match: re.Match[str]) -> str:
     return "" if match[1].count("\n") == match[2].count("\n") else match[0]
 
 
-@pytest.mark.xdist_group("megatron_hooks")
 @pytest.mark.parametrize(
     "case", TRACED, ids=lambda case: f"{case.label()} {'aligned' if case.align_param_gather else ''}"
 )

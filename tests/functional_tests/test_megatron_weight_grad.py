@@ -15,8 +15,7 @@ from tests.functional_tests.megatron_support import assert_equal, needs_megatron
 from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip
 from tests.megatron.runner import parity_jobs, run_jobs  # isort: skip
 
-# One start serves all tests, on one worker.
-pytestmark = [needs_megatron, pytest.mark.xdist_group("megatron_weight_grad")]
+pytestmark = needs_megatron
 
 SPLIT = Case(split_weight_grad=True, policy="overlap")
 TIED = Model(tied=True, position="learned_absolute")

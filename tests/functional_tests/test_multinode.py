@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.test_train_script import INTERLEAVED, SMALL, numbers
+from tests.functional_tests.test_train_script import INTERLEAVED, SHORT, numbers
 from tests.harness.namespaces import Cable, Host, two_hosts, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ def training(folder: Path, *flags: str) -> Iterator[tuple[Node, Node, Cable]]:
     """A run on two hosts, which ends with the context."""
     with ExitStack() as stack:
         left, right, cable = stack.enter_context(two_hosts())  # which kills what is left in them
-        arguments = [*SMALL, *INTERLEAVED, "--eval-interval", "0", "--save-interval", "0"]
+        arguments = [*SHORT, *INTERLEAVED, "--eval-interval", "0", "--save-interval", "0"]
         arguments += ["--run-dir", str(folder / "run"), *flags]
         nodes = [Node(host, rank, left, folder, arguments) for rank, host in enumerate((left, right))]
         yield nodes[0], nodes[1], cable
@@ -78,7 +78,7 @@ def test_two_hosts_train_as_one_also_when_the_cable_is_out_for_a_while(tmp_path:
         cable.restore()
         codes = [node.process.wait(DEADLINE) for node in (left, right)]
         assert codes == [0, 0], left.said + right.said
-    alone = [sys.executable, str(ROOT / "scripts" / "train.py"), *SMALL, "--eval-interval", "0", "--train-steps", "40"]
+    alone = [sys.executable, str(ROOT / "scripts" / "train.py"), *SHORT, "--eval-interval", "0", "--train-steps", "40"]
     alone += ["--run-dir", "alone"]
     subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, timeout=DEADLINE)
     assert numbers(tmp_path / "run") == numbers(tmp_path / "alone")

@@ -79,27 +79,24 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> Shares:
     )
 
 
-ONE_WORKER = pytest.mark.xdist_group("race")  # one start serves all cases
 TRANSPORTS = pytest.mark.parametrize("transport", ["gloo", "two_gpus", "one_gpu"])
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
-@ONE_WORKER
 @TRANSPORTS
 @EACH_DTYPE
 def test_a_plain_isend_is_corrupted(transport: str, dtype: str, request: pytest.FixtureRequest) -> None:
     shares = request.getfixturevalue(transport)[f"a {dtype}"]
     corrupted = sum(share > 0 for share in shares)
-    told = (
+    summary = (
         f"{corrupted} of {len(shares)} transfers were corrupted, wrong elements: {[f'{100 * s:.4g}%' for s in shares]}"
     )
-    print(told)
+    print(summary)
     if corrupted == 0:
-        pytest.skip(f"{transport} copies eagerly, so that the race cannot show here: {told}")
-    assert corrupted == len(shares), told
+        pytest.skip(f"{transport} copies eagerly, so that the race cannot show here: {summary}")
+    assert corrupted == len(shares), summary
 
 
-@ONE_WORKER
 @TRANSPORTS
 @EACH_DTYPE
 @pytest.mark.parametrize("case", SAFE_CASES, ids=SAFE_CASES.values())
@@ -170,7 +167,7 @@ def test_g_verify_refuses_blocking_sends_in_1f1b_and_names_the_cycle() -> None:
 
 def test_g_forced_to_run_it_ends_in_a_named_error() -> None:
     with pytest.raises(RankFailedError) as failed:
-        run_processes(run_forced, 4, (2.0,), timeout=60.0)
+        run_processes(run_forced, 4, (2.0,), timeout=60.0, start_method="forkserver")
     kinds = {kind for kind, _ in failed.value.errors.values()}
     expected = {"P2PTimeoutError", "P2PTransferError", "PipelinePeerError", "PipelineStallError"}
     assert kinds <= expected, failed.value.errors

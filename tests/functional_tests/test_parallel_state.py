@@ -17,9 +17,6 @@ from tests.harness.processes import run_processes
 WORLD = 4
 DEADLINE = 180.0  # seconds for all processes
 
-# One set of processes serves all tests here, so they belong on one xdist worker.
-pytestmark = pytest.mark.xdist_group("parallel_state")
-
 GRIDS = [
     {"pipeline_model_parallel_size": 4},
     {"pipeline_model_parallel_size": 2},
@@ -31,7 +28,7 @@ GRIDS = [
 
 
 def members(group: dist.ProcessGroup) -> list[int]:
-    """Who is in a group, told by the group itself: each member adds its own bit."""
+    """The members of a group, found with the group itself: each member adds its own bit."""
     total = torch.tensor(1 << dist.get_rank())
     dist.all_reduce(total, group=group)
     return [rank for rank in range(WORLD) if total.item() >> rank & 1]

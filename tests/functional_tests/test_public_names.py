@@ -1,13 +1,13 @@
 """What Megatron's ``schedules`` and ``p2p_communication`` export exists here under the same names, callable alike.
 
-The signatures are those of the installed Megatron-core, read in a process of its own; code written for Megatron can
+The signatures are those of the installed Megatron-core, read in another process; code written for Megatron can
 then be pointed at this package by changing its imports.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import json
 from typing import Any
 
 import pytest
@@ -15,11 +15,7 @@ import pytest
 import megatron_pp.p2p_communication
 import megatron_pp.schedules
 from megatron_pp.schedules import StepArguments
-from tests.functional_tests.megatron_support import needs_megatron
-from tests.harness.processes import run_processes
-
-# One start serves all tests, on one worker.
-pytestmark = pytest.mark.xdist_group("public_names")
+from tests.functional_tests.megatron_support import in_megatrons_process, needs_megatron
 
 ENTRY_POINTS = (
     "forward_backward_no_pipelining",
@@ -49,30 +45,30 @@ METHODS = (
     "send_forward_backward_recv_forward_backward",
 )
 
-Parameters = list[tuple[str, str, bool]]  # name, kind, whether it may be left out
+Parameters = list[list[Any]]  # of each the name, the kind, and whether it may be left out
 
 
 def parameters_of(function: Any) -> Parameters:
     return [
-        (p.name, p.kind.name, p.default is not inspect.Parameter.empty)
+        [p.name, p.kind.name, p.default is not inspect.Parameter.empty]
         for p in inspect.signature(function).parameters.values()
     ]
 
 
-def megatron_process(rank: int, size: int) -> dict[str, Any]:
-    """Megatron's signatures, and some of its results, from a process in which its calls to CUDA are redirected."""
-    from tests.megatron import cpu_shim
+def megatrons_names(case: Any) -> dict[str, Any]:
+    """Megatron's signatures, and some of its results."""
+    from megatron.core.pipeline_parallel import p2p_communication as p2p
+    from megatron.core.pipeline_parallel import schedules
 
-    cpu_shim.redirect()
-    schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
-    p2p = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
-    told: dict[str, Any] = {name: parameters_of(getattr(schedules, name)) for name in (*FUNCTIONS, *ENTRY_POINTS)}
-    told |= {f"P2PCommunicator.{name}": parameters_of(getattr(p2p.P2PCommunicator, name)) for name in METHODS}
-    told["P2PCommunicator"] = [n for n, f in inspect.getmembers(p2p.P2PCommunicator, callable) if not n.startswith("_")]
-    told["is_single_shape"] = parameters_of(p2p.is_single_shape)
-    told["tables"] = [schedules.get_schedule_table(*arguments) for arguments in TABLES]
-    told["numbers"] = [schedules.get_pp_rank_microbatches(*n, p2p_communicator=communicator(*c)) for c, n in numbers()]
-    return told
+    found: dict[str, Any] = {name: parameters_of(getattr(schedules, name)) for name in (*FUNCTIONS, *ENTRY_POINTS)}
+    found |= {f"P2PCommunicator.{name}": parameters_of(getattr(p2p.P2PCommunicator, name)) for name in METHODS}
+    found["P2PCommunicator"] = [
+        n for n, f in inspect.getmembers(p2p.P2PCommunicator, callable) if not n.startswith("_")
+    ]
+    found["is_single_shape"] = parameters_of(p2p.is_single_shape)
+    found["tables"] = [schedules.get_schedule_table(*arguments) for arguments in TABLES]
+    found["numbers"] = [schedules.get_pp_rank_microbatches(*n, p2p_communicator=communicator(*c)) for c, n in numbers()]
+    return found
 
 
 TABLES = [(m, v, g) for m in (1, 2, 5, 8, 11) for v in (1, 2, 3) for g in (1, 2, 3, 4, 8)]
@@ -102,7 +98,7 @@ def numbers() -> list[tuple[tuple[int, int, int | None], tuple[Any, ...]]]:
 
 @pytest.fixture(scope="module")
 def megatron() -> dict[str, Any]:
-    return run_processes(megatron_process, 1, timeout=120.0, backend=None)[0]
+    return in_megatrons_process(megatrons_names)
 
 
 def accepts(ours: Parameters, theirs: Parameters) -> list[str]:
@@ -130,7 +126,7 @@ def test_functions_take_what_megatrons_take(megatron: dict[str, Any], name: str)
 @needs_megatron
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_schedules_take_megatrons_keywords_and_no_others(megatron: dict[str, Any], name: str) -> None:
-    """Keywords alone there and here; ours are told by the type of ``**arguments``."""
+    """Keywords alone there and here; the type of ``**arguments`` lists ours."""
     assert {kind for _, kind, _ in megatron[name]} == {"KEYWORD_ONLY"}
     assert [kind for _, kind, _ in parameters_of(getattr(megatron_pp.schedules, name))] == ["VAR_KEYWORD"]
     assert list(StepArguments.__annotations__) == [parameter for parameter, *_ in megatron[name]]
@@ -153,7 +149,8 @@ def test_no_method_of_megatrons_communicator_is_missing(megatron: dict[str, Any]
 
 @needs_megatron
 def test_tables_are_megatrons(megatron: dict[str, Any]) -> None:
-    assert [megatron_pp.schedules.get_schedule_table(*arguments) for arguments in TABLES] == megatron["tables"]
+    ours = [megatron_pp.schedules.get_schedule_table(*arguments) for arguments in TABLES]
+    assert json.loads(json.dumps(ours)) == megatron["tables"]
 
 
 @needs_megatron

@@ -15,8 +15,6 @@ from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import ToyData, reference_run, toy_config
 from tests.harness.processes import run_processes
 
-pytestmark = pytest.mark.xdist_group("step_number")
-
 SIZE = 3
 STEPS = 8
 ODD_STEP = 5

@@ -18,9 +18,7 @@ import torch
 
 from tests.functional_tests.test_train_schedules import TEXT
 from tests.harness.standin_libraries import write
-
-# One start serves all tests, on one worker.
-pytestmark = pytest.mark.xdist_group("train_libraries")
+from tests.harness.train_flags import SMALL_MODEL
 
 # "auto" looks for fused libraries where the device is a GPU; here it is said to be one, and tensors stay on the CPU.
 PROGRAM = """
@@ -54,10 +52,8 @@ for name, flags in runs.items():
     calls.clear()
 """
 
-SIZES = ["--hidden-size", "32", "--num-attention-heads", "2", "--num-layers", "2", "--seq-length", "32"]
-SIZES += ["--micro-batch-size", "2", "--num-microbatches", "3", "--train-steps", "2", "--eval-steps", "1"]
-SIZES += ["--eval-interval", "0", "--no-tensorboard", "--data", str(TEXT), "--validation-fraction", "0.2"]
-SIZES += ["--warmup-steps", "1"]
+SIZES = [*SMALL_MODEL, "--num-layers", "2", "--num-microbatches", "3", "--train-steps", "2", "--warmup-steps", "1"]
+SIZES += ["--eval-interval", "0", "--data", str(TEXT), "--validation-fraction", "0.2"]
 TE = ["--transformer-impl", "transformer_engine"]
 RUNS: dict[str, list[str]] = {
     "torch": ["--norm-impl", "torch", "--optimizer-impl", "torch"],
@@ -136,7 +132,7 @@ def test_a_resumed_run_goes_on_counting_steps(results: dict[str, Any]) -> None:
     assert results["resumed"]["losses"] == results["whole"]["losses"]
 
 
-def test_without_fp8_no_layer_is_told_of_microbatches(results: dict[str, Any]) -> None:
+def test_without_fp8_no_layer_gets_a_microbatch_mark(results: dict[str, Any]) -> None:
     assert {(first, fp8) for _, first, fp8 in results["te"]["calls"]} == {(None, None)}
 
 

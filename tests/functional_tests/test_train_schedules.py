@@ -6,28 +6,19 @@ tested below.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import PlanSpec
-from tests.functional_tests.test_train_script import SMALL, losses, numbers, run_well, train_sh
+from tests.functional_tests.test_train_script import SHORT, losses, numbers, run_well, train_sh
 from tests.harness.plan_text import save_plan
-from tests.harness.processes import run_processes
+from tests.harness.training_ranks import train
 
 RANKS, STEPS, MICROBATCHES = 2, 2, 5
-SIZES = [*SMALL, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(STEPS), "--eval-interval", "0"]
-TEXT = Path(__file__).resolve().parents[2] / "megatron_pp" / "config" / "model_config.py"
-SIZES += ["--data", str(TEXT), "--validation-fraction", "0.2"]
-
-# One start serves all tests, on one worker.
-pytestmark = pytest.mark.xdist_group("train_schedules")
+SIZES = [*SHORT, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(STEPS), "--eval-interval", "0"]
 
 FILES = {"own.json": "json", "pytorch.csv": "torch-csv"}
 
@@ -39,33 +30,13 @@ def flags_of(name: str, folder: Path) -> list[str]:
     return [*SIZES, *flags, *more]
 
 
-@contextmanager
-def _in_the_test_group(*_: Any) -> Iterator[None]:
-    """Instead of a process group for each run: the one that the test's processes have."""
-    from megatron_pp import parallel_state
-    from megatron_pp.runtime.communicators import close_communicators
-
-    yield
-    close_communicators()
-    parallel_state.destroy_model_parallel()
-
-
-def rank_main(rank: int, size: int, folder: Path, names: list[str]) -> None:
-    from examples.gpt import program
-
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-    program.joined = _in_the_test_group  # type: ignore[assignment]
-    for name in names:
-        program.train(flags_of(name, folder))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("schedules")
     plan = build_plan(PlanSpec("zb_v", RANKS, 2, MICROBATCHES, policy="overlap"))
     for name, form in FILES.items():
         save_plan(plan, folder / name, form)
-    run_processes(rank_main, RANKS, (folder, [*SCHEDULES, *FILES]), timeout=150.0)
+    train(RANKS, folder, *(flags_of(name, folder) for name in (*SCHEDULES, *FILES)))
     return folder
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from megatron_pp.plan.instruction import COMPUTE_OPS, FREE_OPS, WAIT_OPS
 from megatron_pp.tracing.run import TracedRun, load_run
-from tests.functional_tests.test_train_script import INTERLEAVED, SMALL, run_well, torchrun
+from tests.functional_tests.test_train_script import INTERLEAVED, SHORT
+from tests.harness.training_ranks import train
 
 RANKS = 2
 
@@ -22,15 +23,10 @@ RANKS = 2
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder and the output of four steps, of which the second and the last are traced; there is no fifth."""
     folder = tmp_path_factory.mktemp("traced")
-    flags = [*SMALL, *INTERLEAVED, "--train-steps", "4", "--eval-interval", "0", "--trace", "2,4-5", "--run-dir", "run"]
-    return folder / "run", run_well(torchrun(RANKS, *flags), folder)
+    flags = [*SHORT, *INTERLEAVED, "--train-steps", "4", "--eval-interval", "0", "--trace", "2,4-5", "--run-dir", "run"]
+    return folder / "run", train(RANKS, folder, flags)
 
 
-def in_one_worker(test: Any) -> Any:
-    return pytest.mark.xdist_group("train_trace")(test)
-
-
-@in_one_worker
 def test_the_run_says_where_to_open_the_timeline(traced: tuple[Path, str]) -> None:
     folder, output = traced
     (line,) = [line for line in output.splitlines() if line.startswith("timeline of step(s)")]
@@ -39,7 +35,6 @@ def test_the_run_says_where_to_open_the_timeline(traced: tuple[Path, str]) -> No
     assert {"metrics.jsonl", "timeline.html", "timeline.json", "traces"} <= {path.name for path in folder.iterdir()}
 
 
-@in_one_worker
 def test_the_chosen_steps_alone_are_recorded_with_every_instruction(traced: tuple[Path, str]) -> None:
     recorded = load_run(traced[0] / "traces")
     assert recorded.steps == (2, 4)
@@ -50,7 +45,6 @@ def test_the_chosen_steps_alone_are_recorded_with_every_instruction(traced: tupl
             assert len(trace.steps[step].starts) == len(trace.steps[step].ends) == len(program) > 0
 
 
-@in_one_worker
 def test_the_chrome_trace_has_every_compute_and_wait_of_both_steps(traced: tuple[Path, str]) -> None:
     recorded, text = load_run(traced[0] / "traces"), (traced[0] / "timeline.json").read_text()
     spans = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
@@ -66,7 +60,6 @@ def test_the_chrome_trace_has_every_compute_and_wait_of_both_steps(traced: tuple
             assert all(begin <= e["ts"] and e["ts"] + e["dur"] <= end + 1e-3 for e in part)
 
 
-@in_one_worker
 def test_the_page_has_every_compute_of_both_steps_and_the_prediction(traced: tuple[Path, str]) -> None:
     recorded, page = load_run(traced[0] / "traces"), (traced[0] / "timeline.html").read_text()
     head = json.loads(found(r'id="head">(.*?)</script>', page))

@@ -19,8 +19,6 @@ from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import HIDDEN, ToyData, ToyResult, merged, reference_run, toy_config
 from tests.harness.processes import run_processes
 
-pytestmark = pytest.mark.xdist_group("two_pipelines")
-
 STEPS = 2
 LARGE = GLOO_DETACHED_BYTES // (4 * HIDDEN * 2) + 1  # sequence length of a message that gets a channel of its own
 APART = 0.3  # seconds between the first steps of the two pipelines on one rank

@@ -4,7 +4,6 @@ whatever the size of the message."""
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -15,25 +14,21 @@ from megatron_pp.comm.transport import ACT, ProcessGroupTransport
 from tests.harness.processes import run_processes
 
 
-def rank_main(rank: int, size: int) -> float:
-    """Seconds that a wait took for a message that the other rank takes only afterwards."""
+def rank_main(rank: int, size: int) -> None:
+    """A wait for a message that the other rank takes only after the wait has ended."""
     transport = ProcessGroupTransport(dist.group.WORLD)
     message = torch.ones(3)
-    seconds = 0.0
     if rank == 0:
         work = transport.isend(message, 1, ACT)
         # As abort does, without closing connections: gloo is not to help.
         threading.Timer(0.3, lambda: transport._threads.interrupt("a test")).start()
-        start = time.monotonic()
         with pytest.raises(InterruptedTransferError, match="a test"):
             work.wait()
-        seconds = time.monotonic() - start
     dist.barrier()
     if rank == 1:
         transport.irecv(message, 0, ACT).wait()
     transport.close()
-    return seconds
 
 
 def test_a_small_send() -> None:
-    assert run_processes(rank_main, 2, timeout=60.0, start_method="forkserver")[0] < 10.0
+    run_processes(rank_main, 2, timeout=60.0, start_method="forkserver")

@@ -88,7 +88,7 @@ def _instruction(episode: Episode, fault: Fault, size: int) -> str:
 def _one_exception(instruction: str, fault: Fault, reports: Mapping[int, Report]) -> Iterator[str]:
     kind = _TYPES.get(fault.kind, "InjectedError")
     place = f"chunk {fault.chunk}, microbatch {fault.mb}"
-    told = f"chunk {fault.chunk} for microbatch {fault.mb}" if fault.kind == SHAPE else fault.message
+    words = f"chunk {fault.chunk} for microbatch {fault.mb}" if fault.kind == SHAPE else fault.message
     for rank, report in reports.items():
         if report.error is None:
             yield f"rank {rank}: raised nothing"
@@ -97,11 +97,11 @@ def _one_exception(instruction: str, fault: Fault, reports: Mapping[int, Report]
         late = report.raised_at - (report.fired_at or 0.0) > EXCEPTION_SECONDS
         if rank == fault.rank:
             wanted: dict[str, Any] = {}
-            right = name == kind and told in text
+            right = name == kind and words in text
         else:
             wanted = {"rank": fault.rank, "instruction": instruction}
             who = f"pipeline rank {fault.rank} (global rank {fault.rank}) raised"
-            right = name == "PipelinePeerError" and who in text and kind in text and place in text and told in text
+            right = name == "PipelinePeerError" and who in text and kind in text and place in text and words in text
         if not right or any(attributes.get(key) != value for key, value in wanted.items()):
             yield f"rank {rank}: raised {name}: {text!r} {attributes}"
         if late:
@@ -127,12 +127,12 @@ def _stall(episode: Episode, fault: Fault, reports: Mapping[int, Report], size: 
             yield f"rank {rank}: raised only after {report.raised_at - (report.fired_at or 0.0):.1f} s"
         line = attributes["progress"].get(rank, "")
         waiting += f"from rank {fault.rank}" in line or f"for rank {fault.rank} to receive" in line
-        yield from _wrongly_told(plan, fault, rank, line)
+        yield from _wrongly_described(plan, fault, rank, line)
     if not waiting:
         yield f"no rank says that it waits for rank {fault.rank}"
 
 
-def _wrongly_told(plan: Plan, fault: Fault, rank: int, line: str) -> Iterator[str]:
+def _wrongly_described(plan: Plan, fault: Fault, rank: int, line: str) -> Iterator[str]:
     """A rank that says it waits for something of the faulty rank must wait for what that rank has not come to."""
     at = _AT.match(line)
     if at is None:

@@ -220,7 +220,7 @@ class Pool:
 def _work(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Where several ranks have to share a GPU: NCCL refuses that within one host, so each is told that it is one.
+    # Where several ranks have to share a GPU: NCCL refuses that within one host, so each rank claims a host of its own.
     os.environ.setdefault("NCCL_HOSTID", f"rank{rank}")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_NET", "Socket")

@@ -1,5 +1,5 @@
-"""Write PyTorch's own pipeline schedules as CSV: ``make_torch_csv.py FOLDER P M``. One file each with the compute
-order, ``NAME.csv``, and where its runtime has communication, ``NAME-comms.csv``.
+"""Write PyTorch's own pipeline schedules as CSV: ``make_torch_csv.py FOLDER P M [FOLDER P M ...]``. One file each with
+the compute order, ``NAME.csv``, and where its runtime has communication, ``NAME-comms.csv``.
 
 A program of its own, because PyTorch's stages want a process group: here its fake one, which never communicates.
 """
@@ -45,7 +45,9 @@ def main(folder: str, size: int, microbatches: int) -> None:
         else:
             with target.open("w", newline="") as out:
                 csv.writer(out).writerows(made.pipeline_order.values())
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    for at in range(1, len(sys.argv), 3):
+        main(sys.argv[at], int(sys.argv[at + 1]), int(sys.argv[at + 2]))

@@ -4,7 +4,7 @@
         subprocess.Popen(left.command("scripts/launch_multinode.sh"), ...)
         cable.cut()
 
-Nothing outside the namespaces is changed, but for a file in ``/etc/netns`` that tells them their name service. They are
+Nothing outside the namespaces is changed, but for a file in ``/etc/netns`` that sets their name service. They are
 removed by a process that waits for this one to let go of a pipe, so they, and what still runs in them, go even when
 this one is killed.
 """

@@ -1,7 +1,7 @@
 """The real Python of Transformer Engine on a CPU: only its compiled extension is a stand-in.
 
-``scripts/setup_env.sh`` puts the wheel ``transformer-engine`` from PyPI, which holds all of the Python and no binary, into
-a folder of its own: in ``site-packages`` it would make Megatron-core's guarded import of it fail.
+``scripts/setup_env.sh`` puts the wheel ``transformer-engine`` from PyPI, which holds all of the Python and no binary,
+into a folder of its own: in ``site-packages`` it would make Megatron-core's guarded import of it fail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.harness.transformer_engine_torch import Extension
 from tests.megatron.cpu_shim import triton_stand_in
 
 FOLDER = Path(sys.prefix) / "transformer_engine_python"
-_ENVIRONMENT = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}  # no look for binaries; no compiled activations
+_ENVIRONMENT = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}  # without libraries and compiled activations
 
 
 @functools.cache

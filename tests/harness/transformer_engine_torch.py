@@ -38,10 +38,10 @@ def generic_gemm(
     bias_dtype: Any, gelu: bool, gelu_in: Any, grad: bool, workspace: Tensor, workspace_size: int, accumulate: bool,
     use_split_accumulator: bool, **overlap: Any,
 ) -> tuple[Tensor, Tensor | None, None, None]:  # fmt: skip
-    """op(b) @ op(a), as cuBLAS computes row-major matrices: half-precision products are added in float32. With ``grad``,
-    ``bias`` asks for the sum of ``b`` over its rows, else it is added.
+    """op(b) @ op(a), as cuBLAS computes row-major matrices: half-precision products are added in float32. With
+    ``grad``, ``bias`` asks for the sum of ``b`` over its rows, else it is added.
     """
-    assert quantizer is None and not gelu and overlap["comm_overlap"] is None
+    assert (quantizer, gelu, overlap["comm_overlap"]) == (None, False, None)
     flat_a, flat_b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     left, right = (flat_b.t() if transb else flat_b), (flat_a.t() if transa else flat_a)
     dtype = a.dtype if out_dtype is None else _TORCH[DType(int(out_dtype))]
@@ -56,15 +56,15 @@ def generic_gemm(
 
 
 def layernorm_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, centred: bool
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, zero: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The norm of each row, the row's mean and the reciprocal of its standard deviation."""
-    assert quantizer is None and not centred
+    assert (quantizer, zero) == (None, False)
     return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def layernorm_bwd(
-    grad: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, margin: int, centred: bool
+    grad: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, margin: int, zero: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward = torch.ops.aten.native_layer_norm_backward
     return backward(grad, x, x.shape[-1:], mean, deviation, weight, torch.zeros_like(weight), [True] * 3)

@@ -63,7 +63,7 @@ class Case:
         return self.pp * self.tp * self.dp
 
     def label(self) -> str:
-        """One line that tells this case from the others of a table."""
+        """One line that is different for each case of a table."""
         parts = [f"P={self.pp}", f"V={self.vp or '-'}", self.policy]
         parts.append("dealloc" if self.deallocate else "keep")
         if self.variable_shapes:

@@ -115,8 +115,8 @@ def _redirect_devices() -> None:
     plain_type = torch.Tensor.type
 
     def type_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        told = plain_type(tensor, *args, **kwargs)
-        return told.replace("torch.", "torch.cuda.", 1) if isinstance(told, str) else told
+        name = plain_type(tensor, *args, **kwargs)
+        return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
 
     tensor_class: Any = torch.Tensor
     tensor_class.type = type_
@@ -124,7 +124,7 @@ def _redirect_devices() -> None:
 
 
 def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, told the CPU wherever it is told a CUDA device."""
+    """The function, with the CPU in place of every CUDA device among its arguments."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:

@@ -2,15 +2,18 @@
 
     echo '[{"case": {...}}, ...]' | python -m tests.megatron.runner
 
-Megatron-core is imported once, then every rank is forked from this process. A set of ranks runs job after job; when
-one of them raises or misses the job's deadline, the whole set is killed and the next job starts a new one. So a
+Each line of the input is one list of jobs. Megatron-core is imported once; every list is run by a process that is
+forked from this one, in a session of its own, and every rank is forked from that. A set of ranks runs job after job;
+when one of them raises or misses the job's deadline, the whole set is killed and the next job starts a new one. So a
 schedule that hangs costs its deadline and nothing else. From Python: `run_jobs(jobs)` starts this module as a process
-of its own.
+when it is first called, and keeps it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import importlib
 import json
 import multiprocessing
@@ -29,6 +32,8 @@ from typing import Any
 from tests.megatron.cases import Case, Job, Outcome
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+ENDED = "the list has ended"
+_END_SECONDS = 30.0
 
 
 class RankFailedError(Exception):
@@ -112,13 +117,27 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
             pipe.send(("error", f"{type(error).__name__}: {error}"))
 
 
-def serve_jobs(jobs: list[Job]) -> None:
-    """The body of the process: run the jobs, print an Outcome as JSON for each, in order."""
+def serve() -> None:
+    """The body of the process: for each line of the input, the list's process id, an Outcome for each job, ENDED."""
     importlib.import_module("tests.megatron.lab")  # imported before the first fork, so that no rank pays for it again
+    importlib.import_module("megatron_pp.integrations.megatron_core")
+    for line in sys.stdin.buffer:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            try:
+                serve_jobs([Job.from_dict(raw) for raw in json.loads(line)])
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        print(child, flush=True)
+        os.waitpid(child, 0)
+        print("\n" + ENDED, flush=True)  # a line of a process that was killed may be unfinished
 
-    if any(job.case.engine == "ours" for job in jobs):
-        importlib.import_module("megatron_pp.integrations.megatron_core")
 
+def serve_jobs(jobs: list[Job]) -> None:
+    """Run the jobs, print an Outcome as JSON for each, in order."""
     ranks: Ranks | None = None
     for job in jobs:
         if ranks is not None and ranks.world != job.case.world:
@@ -156,11 +175,35 @@ def merge(reports: list[dict[str, Any]]) -> Outcome:
 
 
 def run_jobs(jobs: list[Job], deadline: float = 600.0, on_outcome: Any = None) -> list[Outcome]:
-    """Start this module as a process, give it the jobs, and return one Outcome per job.
+    """Have the jobs run by this module's process, and return one Outcome per job.
 
-    deadline: seconds for all of them together; then the process and its ranks are killed and the rest reported as
-    "hang". on_outcome(job, outcome): called for each as it comes.
+    deadline: seconds for all of them together; then the ranks are killed and the rest reported as "hang".
+    on_outcome(job, outcome): called for each as it comes.
     """
+    process = _process()
+    assert process.stdin is not None
+    outcomes: list[Outcome] = []
+    end = time.monotonic() + deadline
+    process.stdin.write(json.dumps([job.to_dict() for job in jobs]).encode() + b"\n")
+    child = _read_line(process, end)
+    try:
+        while len(outcomes) < len(jobs):
+            line = _read_line(process, end)
+            if line is None or line.strip() == ENDED.encode():
+                break
+            if line.startswith(b"{"):
+                outcomes.append(Outcome(**json.loads(line)))
+                if on_outcome is not None:
+                    on_outcome(jobs[len(outcomes) - 1], outcomes[-1])
+    finally:
+        _end_list(process, child, len(outcomes) == len(jobs))
+    missing = len(jobs) - len(outcomes)
+    return outcomes + [Outcome("hang", f"not run within {deadline:g} s")] * missing
+
+
+@functools.cache
+def _process() -> subprocess.Popen[bytes]:
+    """The process that serves this one, for as long as this one lives."""
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
@@ -172,25 +215,8 @@ def run_jobs(jobs: list[Job], deadline: float = 600.0, on_outcome: Any = None) -
         env=environment,
         start_new_session=True,
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    outcomes: list[Outcome] = []
-    end = time.monotonic() + deadline
-    try:
-        process.stdin.write(json.dumps([job.to_dict() for job in jobs]).encode())
-        process.stdin.close()
-        while len(outcomes) < len(jobs):
-            line = _read_line(process, end)
-            if line is None:
-                break
-            if line.startswith(b"{"):
-                outcomes.append(Outcome(**json.loads(line)))
-                if on_outcome is not None:
-                    on_outcome(jobs[len(outcomes) - 1], outcomes[-1])
-    finally:
-        _kill_session(process)
-    missing = len(jobs) - len(outcomes)
-    return outcomes + [Outcome("hang", f"not run within {deadline:g} s")] * missing
+    atexit.register(_kill_session, process.pid)
+    return process
 
 
 def _read_line(process: subprocess.Popen[bytes], end: float) -> bytes | None:
@@ -201,12 +227,24 @@ def _read_line(process: subprocess.Popen[bytes], end: float) -> bytes | None:
     return process.stdout.readline() or None
 
 
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _end_list(process: subprocess.Popen[bytes], child: bytes | None, complete: bool) -> None:
+    """Read the output of a list to its end, after killing its processes if it is not complete."""
+    if child is not None and not complete:
+        _kill_session(int(child))
+    end = time.monotonic() + _END_SECONDS
+    while (line := _read_line(process, end)) is not None:
+        if line.strip() == ENDED.encode():
+            return
+    if child is not None:
+        _kill_session(int(child))
+    _kill_session(process.pid)
     process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    _process.cache_clear()
+
+
+def _kill_session(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def parity_jobs(cases: list[Case], directory: str | Path) -> list[Job]:
@@ -240,4 +278,4 @@ def reference_case(case: Case) -> Case:
 
 
 if __name__ == "__main__":
-    serve_jobs([Job.from_dict(raw) for raw in json.load(sys.stdin)])
+    serve()

@@ -40,10 +40,10 @@ def _forward(lines: list[str], original: Callable[..., Any]) -> Callable[..., An
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values = bound.arguments
-        told = ("vp_stage", "current_microbatch", "is_first_microbatch", "checkpoint_activations_microbatch")
-        told += ("is_last_stage", "cp_group_size", "collect_non_loss_data", "num_microbatches")
+        logged = ("vp_stage", "current_microbatch", "is_first_microbatch", "checkpoint_activations_microbatch")
+        logged += ("is_last_stage", "cp_group_size", "collect_non_loss_data", "num_microbatches")
         input_tensor = _one(values["input_tensor"])
-        lines.append("forward " + " ".join(f"{n}={values[n]}" for n in told) + f" input={input_tensor is not None}")
+        lines.append("forward " + " ".join(f"{n}={values[n]}" for n in logged) + f" input={input_tensor is not None}")
         return original(*args, **kwargs)
 
     return forward_step

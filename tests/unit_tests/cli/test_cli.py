@@ -319,6 +319,7 @@ def test_help_has_examples_that_work(command, name):
     assert f"megatron-pp {name}" in out.split("examples:")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plan", "verify", "simulate", "draw"])
 def test_examples_in_help_run(command, tmp_path, monkeypatch, name):
     """Every example that needs no file of the user's."""

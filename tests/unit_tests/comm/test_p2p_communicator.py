@@ -12,7 +12,7 @@ from megatron_pp.errors import P2PTimeoutError, P2PTypeError
 from megatron_pp.p2p_communication import P2PCommunicator, WaitHandle
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
-from tests.p2p_ranks import (
+from tests.harness.p2p_ranks import (
     SHAPE,
     WAYS,
     config_of,

@@ -1,4 +1,4 @@
-"""Drawings: everything that a plan does is in them, labels fit, colours can be told apart, pages open."""
+"""Drawings: everything that a plan does is in them, labels fit, colours are distinct, pages open."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def timeline_of(schedule, p=4, m=8, v=None, network=NETWORK, shape=SHAPE):
     return simulated_timeline(simulate(plan, StageCosts.uniform(plan.placement.num_stages), network), "ms", shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_every_schedule_draws_in_every_style(schedule):
     timeline = timeline_of(schedule)

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from examples.gpt.gpt import EMBEDDING, OUTPUT, GPTStage, build_gpt_chunks
-from examples.gpt.gradients import sum_tied_gradients
-from examples.gpt.layers import CausalSelfAttention, RotaryEmbedding
+from examples.gpt.gpt import EMBEDDING, OUTPUT, CausalSelfAttention, GPTStage, RotaryEmbedding, build_gpt_chunks
+from examples.gpt.optimizer import sum_tied_gradients
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = sorted([*ROOT.glob("megatron_pp/**/*.py"), *ROOT.glob("scripts/**/*.py")])
+FOLDERS = ("benchmarks", "examples", "megatron_pp", "scripts")
+SOURCES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py"))
 RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
 UNPICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 READS_YAML = {"load", "load_all", "full_load", "unsafe_load"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt import command_line
-from examples.gpt.command_line import ARGUMENTS, parse
-from examples.gpt.description import Checkpoint, write_description
+from examples.gpt.checkpoint import Checkpoint, write_description
 from examples.gpt.distributed import Process, choose_device
 from examples.gpt.errors import (
     ArgumentError,
@@ -24,7 +24,7 @@ from examples.gpt.errors import (
     NoCheckpointError,
 )
 from examples.gpt.program import _layout, main, train
-from examples.gpt.settings import Settings
+from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
 from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleError, WorldSizeError
 from megatron_pp.plan.builder import build_plan
@@ -187,23 +187,16 @@ BAD_INPUT = {
     "a name too long": (f"--resume {'x' * 5000}", NoCheckpointError, "no run at"),
     "two folders": ("--resume a --run-dir b", ArgumentError, "both given"),
     "folder in a file": ("--run-dir /dev/null/run", ArgumentError, "no writable folder, so"),
-    "no Transformer Engine": (
-        "--transformer-impl transformer_engine",
-        ArgumentError,
-        "transformer_engine.* (cannot be imported|computes on GPUs alone)",
-    ),
-    "no apex for the optimizer": (
-        "--optimizer-impl apex",
-        ArgumentError,
-        "--optimizer-impl is apex.* (cannot be imported|computes on GPUs alone)",
-    ),
-    "no apex for norms": ("--norm-impl apex", ArgumentError, "--norm-impl is apex.* (cannot be imported|computes on)"),
     "no layers for FP8": ("--fp8 hybrid", ArgumentError, "--fp8 is hybrid, which needs --transformer-impl"),
     "unknown layers": ("--transformer-impl te", ArgumentError, "te.*local.*transformer_engine"),
     "no schedule file": ("--pipeline-schedule none.csv", ScheduleError, "none.csv: cannot be read"),
     "measured": ("--pipeline-schedule auto --pipeline-measured none.json", ScheduleError, "none.json: cannot be read"),
     "no GPUs": ("--device cuda", ArgumentError, "GPUs for 2 processes"),
 }
+LIBRARIES = {"--transformer-impl": "transformer_engine", "--optimizer-impl": "apex", "--norm-impl": "apex"}
+for flag, library in LIBRARIES.items():
+    sentence = f"{flag} is {library}.* (cannot be imported|computes on GPUs alone)"
+    BAD_INPUT[f"no {library} for {flag}"] = (f"{flag} {library}", ArgumentError, sentence)
 
 
 @pytest.fixture
@@ -246,7 +239,7 @@ def test_a_schedule_brings_its_number_of_chunks() -> None:
 
 def test_files_are_remembered_wherever_the_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    command_line.save(parse(["--pipeline-schedule", "a.csv", "--pipeline-measured", "b.json"]), tmp_path)
+    save_settings(parse(["--pipeline-schedule", "a.csv", "--pipeline-measured", "b.json"]), tmp_path, "")
     saved = json.loads((tmp_path / ARGUMENTS).read_text())
     assert (saved["pipeline_schedule"], saved["pipeline_measured"]) == (
         str(tmp_path / "a.csv"),
@@ -264,6 +257,25 @@ def test_a_toml_file_gives_settings_which_flags_override(tmp_path: Path) -> None
     assert (settings.train_steps, settings.data, settings.tensorboard) == (9, ("a", "b"), False)
     assert (settings.model.num_layers, settings.model.layernorm_epsilon, settings.learning_rate) == (8, 1e-6, 1e-3)
     assert settings.model.batch_p2p_comm is False
+
+
+AS_ON_PYTHON_3_10 = """
+import sys, tomllib
+import torch, tyro
+sys.modules["tomli"] = tomllib  # the same parser under the name that it has on PyPI
+sys.modules["tomllib"] = None  # an import of it raises ImportError
+sys.version_info = (3, 10, 0, "final", 0)
+from examples.gpt.settings import parse
+print(parse(["--config", sys.argv[1]]).train_steps)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no tomllib to lend")
+def test_a_toml_file_is_read_without_tomllib(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text("train_steps = 7")
+    command = [sys.executable, "-c", AS_ON_PYTHON_3_10, str(tmp_path / "small.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -293,7 +305,7 @@ def save_run(folder: Path, settings: Settings) -> Path:
     layout = _layout(settings, settings.make_config(2))
     write_description(Checkpoint(checkpoint, checkpoint.name, 3, layout, {}, {}))
     (folder / "checkpoints" / "latest").write_text("step-00000003\n")
-    command_line.save(settings, folder)
+    save_settings(settings, folder, "")
     return checkpoint
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from examples.gpt.checkpoint import LATEST, CheckpointWriter, find_checkpoint, load_tensors
 from examples.gpt.errors import CheckpointError, CheckpointWriteError
-from tests.forged import sealed
+from tests.harness.forged import sealed
 
 TENSORS = {"w": torch.arange(40.0), "h": torch.ones(3, 2, dtype=torch.bfloat16)}
 DESCRIPTION = "description.json"

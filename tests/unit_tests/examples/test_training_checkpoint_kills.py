@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt.checkpoint import CheckpointWriter, find_checkpoint, read_tensors
-from examples.gpt.description import Checkpoint
+from examples.gpt.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, read_tensors
 
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 LAYOUT = {"pipeline_model_parallel_size": 1}

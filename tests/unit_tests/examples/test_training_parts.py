@@ -18,11 +18,16 @@ import torch.distributed as dist
 
 from examples.gpt import interrupt
 from examples.gpt.gpt import OUTPUT, GPTStage
-from examples.gpt.gradients import GradientClipper, finalize_gradients, sum_tied_gradients
 from examples.gpt.interrupt import StopRequest
 from examples.gpt.metrics import METRICS, TENSORBOARD, Recorder, read_metrics
-from examples.gpt.optimizer import NamedAdamW, learning_rate
-from examples.gpt.pipeline_step import ComputeTimers, forward_step, mean_loss, summed_loss
+from examples.gpt.optimizer import (
+    GradientClipper,
+    NamedAdamW,
+    finalize_gradients,
+    learning_rate,
+    sum_tied_gradients,
+)
+from examples.gpt.trainer import ComputeTimers, forward_step, mean_loss, summed_loss
 from megatron_pp import parallel_state
 from tests.harness.processes import run_processes
 from tests.unit_tests.examples.test_gpt import (
@@ -86,7 +91,7 @@ def clip_what_two_ranks_hold(rank: int, size: int) -> str:
 
 
 def test_a_parameter_on_two_ranks_is_refused() -> None:
-    said = run_processes(clip_what_two_ranks_hold, 2, timeout=60)
+    said = run_processes(clip_what_two_ranks_hold, 2, timeout=60, start_method="forkserver")
     assert said == ["two ranks of the pipeline hold the same parameter"] * 2
 
 

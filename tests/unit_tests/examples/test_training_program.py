@@ -16,26 +16,9 @@ from examples.gpt.metrics import METRICS, read_metrics
 from examples.gpt.program import main, train
 from examples.gpt.run_folder import lock_folder
 from megatron_pp import parallel_state
+from tests.harness.train_flags import SMALL_MODEL
 
-SMALL = [
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "32",
-    "--micro-batch-size",
-    "2",
-    "--num-microbatches",
-    "2",
-    "--max-data-bytes",
-    "100000",
-    "--eval-steps",
-    "1",
-    "--warmup-steps",
-    "1",
-    "--no-tensorboard",
-]
+SMALL = [*SMALL_MODEL, "--num-microbatches", "2", "--max-data-bytes", "100000", "--warmup-steps", "1"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,13 @@
 """A plan that was agreed on once costs nothing when the ranks come back to it; ranks that come back to different ones
-are told."""
+get an error."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_pp.errors import PipelineMismatchError
 from megatron_pp.faults.consistency import (
@@ -22,12 +21,7 @@ from megatron_pp.faults.consistency import (
     last_change,
 )
 from megatron_pp.faults.records import IN_STEP, Entry, Progress
-from megatron_pp.faults.store import FaultStore
-from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import ToyData, toy_config
+from tests.harness.guarded_ranks import Call, Outcome, published_entries, run_programs
 
 SIZE = 3
 
@@ -108,7 +102,7 @@ def test_a_rank_that_came_back_to_an_old_plan_is_compared_by_that_plan() -> None
     assert (found.field, found.values) == ("num_microbatches (M)", {0: "8", 1: "4"})
 
 
-def test_what_differs_is_named_although_nobody_told_it_anew() -> None:
+def test_what_differs_is_named_although_nobody_published_it_anew() -> None:
     mine = (5, 0, 1, 1, 2, 2)
     there = {1: Progress(5, IN_STEP, history=mine), 2: Progress(5, IN_STEP, history=(*mine, 5, 1))}
     found = find_late_mismatch(0, Progress(5, IN_STEP, history=mine), there, _agreements())
@@ -123,38 +117,21 @@ def _run(
     microbatches: Callable[[int, int], int],
     steps: int,
     pause: float = 0.0,
-    fields: Callable[[int], dict[str, Any]] = lambda rank: {},
-) -> dict[int, BaseException | None]:
-    network = MemoryNetwork(SIZE, store=dist.HashStore())
-    raised: dict[int, BaseException | None] = dict.fromkeys(range(SIZE))
+    fields_of: Callable[[int], dict[str, Any]] = lambda rank: {},
+) -> list[Outcome]:
+    def program(rank: int) -> Iterator[Call]:
+        for step in range(1, steps + 1):
+            time.sleep(pause)
+            yield Call(microbatches(rank, step))
 
-    def rank_main(rank: int) -> None:
-        config = toy_config(**fields(rank))
-        communicator = P2PCommunicator(ThreadGroup(rank, SIZE), config, network.transport(rank))
-        try:
-            for step in range(1, steps + 1):
-                time.sleep(pause)
-                run_rank(rank, SIZE, 1, ToyData(microbatches(rank, step)), config, communicator)
-        except Exception as error:
-            raised[rank] = error
-
-    run_ranks(SIZE, rank_main, network.abort)
-    return raised
+    return run_programs([program(rank) for rank in range(SIZE)], fields_of)
 
 
 def test_only_new_plans_are_compared_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six changes of plan, two plans: two comparisons, on each rank."""
-    told: list[Entry] = []
-    publish = FaultStore.publish
-
-    def counted(store: FaultStore, record: Any) -> None:
-        if isinstance(record, Entry):
-            told.append(record)
-        publish(store, record)
-
-    monkeypatch.setattr(FaultStore, "publish", counted)
-    assert set(_run(lambda rank, step: 4 + 2 * (step % 2), steps=7).values()) == {None}
-    assert len(told) == 2 * SIZE
+    entries = published_entries(monkeypatch)
+    assert _run(lambda rank, step: 4 + 2 * (step % 2), steps=7) == [Outcome(7, None)] * SIZE
+    assert len(entries) == 2 * SIZE
 
 
 @pytest.mark.parametrize("odd_one", range(SIZE))
@@ -162,7 +139,7 @@ def test_ranks_that_come_back_to_different_plans(odd_one: int) -> None:
     """Steps 1 to 4 alternate between 6 and 4 microbatches; in step 5 one rank takes 4 where the others take 6. This
     transport does not keep plans apart, so that the last rank gets along with what the others send for a while."""
     raised = _run(lambda rank, step: 4 if step % 2 == 0 or (rank, step) == (odd_one, 5) else 6, 200, pause=0.03)
-    for error in raised.values():
+    for _, error in raised:
         assert isinstance(error, PipelineMismatchError), error
         assert error.field == "num_microbatches (M)"
         assert set(error.values.values()) == {"4", "6"}
@@ -172,7 +149,7 @@ def test_ranks_that_come_back_to_different_plans(odd_one: int) -> None:
 
 def test_a_new_plan_here_and_an_old_one_there() -> None:
     raised = _run(lambda rank, step: 8 if (rank, step) == (1, 5) else 4 + 2 * (step % 2), steps=6)
-    for error in raised.values():
+    for _, error in raised:
         assert isinstance(error, PipelineMismatchError), error
         assert error.values[1] == "8"
         assert set(error.values.values()) == {"6", "8"}
@@ -180,7 +157,7 @@ def test_a_new_plan_here_and_an_old_one_there() -> None:
 
 def test_a_rank_that_alone_checks_its_transfers() -> None:
     """Its descriptions would be taken for tensors."""
-    raised = _run(lambda rank, step: 4, 1, fields=lambda rank: {"p2p_debug": rank == 1})
-    for error in raised.values():
+    raised = _run(lambda rank, step: 4, 1, fields_of=lambda rank: {"p2p_debug": rank == 1})
+    for _, error in raised:
         assert isinstance(error, PipelineMismatchError), error
         assert error.field == "p2p_debug"

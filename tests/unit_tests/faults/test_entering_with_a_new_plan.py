@@ -27,7 +27,7 @@ def progress(step: int, state: str) -> Progress:
 @pytest.mark.parametrize(
     ("state", "step", "mismatch"),
     [
-        (ENTERING, 2, False),  # it has yet to tell what it enters with
+        (ENTERING, 2, False),  # it has not yet published what it enters with
         (IN_STEP, 2, True),  # it is in the step with the plan of the step before
         (DONE, 2, True),
         (IN_STEP, 1, False),  # it is not there yet

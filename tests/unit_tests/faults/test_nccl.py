@@ -1,4 +1,4 @@
-"""What can be said about NCCL without a GPU: aborts that wait for each other, and what torch is told to leave alone."""
+"""What can be said about NCCL without a GPU: aborts that wait for each other, and what torch is set to leave alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_the_user_has_set_stays() -> None:
     assert environ == {**SETTINGS, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
-def test_the_user_is_told_where_torch_would_end_the_process() -> None:
+def test_a_warning_where_torch_would_end_the_process() -> None:
     for environ in ({}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}):
         said = warning(environ)
         assert said is not None

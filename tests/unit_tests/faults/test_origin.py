@@ -194,11 +194,11 @@ def test_any_exception_from_any_place(place: str, kind: str) -> None:
     error = EXCEPTIONS[kind]()
     raised = outcome(place, error)
     assert raised[SIZE - 1] is error
-    told = raised[0]
-    assert type(told) is PipelinePeerError
-    assert told.rank == SIZE - 1
-    assert told.exception_type.rpartition(".")[2] == type(error).__name__
-    assert len(str(told)) < 3 * MAX_TEXT
+    reported = raised[0]
+    assert type(reported) is PipelinePeerError
+    assert reported.rank == SIZE - 1
+    assert reported.exception_type.rpartition(".")[2] == type(error).__name__
+    assert len(str(reported)) < 3 * MAX_TEXT
 
 
 @pytest.mark.parametrize("kind", EXCEPTIONS)

@@ -20,7 +20,7 @@ TIMEOUT = 4.0
 
 
 class Member:
-    """Global rank ``me`` of the pipeline of ``ranks``; ``group`` tells several over the same ranks apart."""
+    """Global rank ``me`` of the pipeline of ``ranks``; ``group`` is the name of one of several over the same ranks."""
 
     def __init__(self, store: Any, ranks: tuple[int, ...], me: int, group: str = "") -> None:
         self.aborted = threading.Event()

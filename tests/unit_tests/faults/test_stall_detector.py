@@ -308,10 +308,10 @@ def test_whom_an_instruction_waits_for() -> None:
 
 def test_what_a_rank_does() -> None:
     loop = Placement(LOOP, 4, 2)
-    told = doing(placed_one(loop, 2, "WAIT_F1.3"))
-    assert told == "waits for the activation of chunk 1, microbatch 3 from rank 1"
-    told = doing(placed_one(loop, 2, "FREE_B1.3"))
-    assert told == "waits for rank 1 to receive the gradient of chunk 1, microbatch 3"
+    words = doing(placed_one(loop, 2, "WAIT_F1.3"))
+    assert words == "waits for the activation of chunk 1, microbatch 3 from rank 1"
+    words = doing(placed_one(loop, 2, "FREE_B1.3"))
+    assert words == "waits for rank 1 to receive the gradient of chunk 1, microbatch 3"
     assert doing(placed_one(loop, 2, "F0.1")) == "is in forward of chunk 0, microbatch 1"
 
 

@@ -1,70 +1,32 @@
 """Ranks that are in different steps, by the program's own number, are an error before any of them is run.
 
 The nth call of one rank meets the nth call of the others, so that a call too many, or one left out, pairs all later
-steps wrongly, and nothing but that number tells.
+steps wrongly, and only that number shows it.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PipelineMismatchError, ScheduleInputError
 from megatron_pp.faults.consistency import StepNumber
-from megatron_pp.faults.records import Entry
-from megatron_pp.faults.store import FaultStore
-from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import ToyData, toy_config
+from tests.harness.guarded_ranks import Call, Outcome, published_entries, run_programs
 
 SIZE = 3
-
-
-class Call(NamedTuple):
-    number: int | None
-    forward_only: bool = False
-
-
-class Outcome(NamedTuple):
-    finished: int
-    error: Exception | None
-
-
-def run(programs: list[list[Call]]) -> list[Outcome]:
-    """Each rank makes the calls of its program, until one raises."""
-    network = MemoryNetwork(SIZE, store=dist.HashStore())
-    outcomes = [Outcome(0, None)] * SIZE
-
-    def rank_main(rank: int) -> None:
-        config = toy_config()
-        communicator = P2PCommunicator(ThreadGroup(rank, SIZE), config, network.transport(rank))
-        for call in programs[rank]:
-            config.step_number = call.number
-            try:
-                run_rank(rank, SIZE, 1, ToyData(3), config, communicator, forward_only=call.forward_only)
-            except Exception as error:
-                outcomes[rank] = outcomes[rank]._replace(error=error)
-                return
-            outcomes[rank] = Outcome(outcomes[rank].finished + 1, None)
-
-    run_ranks(SIZE, rank_main, network.abort)
-    return outcomes
 
 
 def training(steps: int, evaluate_every: int = 0, first: int = 1) -> list[Call]:
     calls = []
     for number in range(first, first + steps):
-        calls.append(Call(number))
+        calls.append(Call(number=number))
         if evaluate_every and number % evaluate_every == 0:
-            calls += [Call(number, forward_only=True)] * 2
+            calls += [Call(number=number, forward_only=True)] * 2
     return calls
 
 
@@ -76,8 +38,8 @@ def error_of(outcome: Outcome) -> PipelineMismatchError:
 @pytest.mark.parametrize("odd_one", range(SIZE))
 def test_a_call_too_many_is_named_with_both_numbers(odd_one: int) -> None:
     programs = [training(6) for _ in range(SIZE)]
-    programs[odd_one].insert(3, Call(3))
-    for outcome in run(programs):
+    programs[odd_one].insert(3, Call(number=3))
+    for outcome in run_programs(programs):
         assert outcome.finished == 3
         error = error_of(outcome)
         assert error.field == "step_number"
@@ -88,21 +50,21 @@ def test_a_call_too_many_is_named_with_both_numbers(odd_one: int) -> None:
 
 def test_ranks_that_begin_with_different_numbers() -> None:
     """As from checkpoints of different steps."""
-    for outcome in run([training(2, first=100), training(2, first=101), training(2, first=100)]):
+    for outcome in run_programs([training(2, first=100), training(2, first=101), training(2, first=100)]):
         assert outcome.finished == 0
         assert error_of(outcome).values[1] == "101 (begins with 101)"
 
 
 def test_a_rank_that_alone_gives_none() -> None:
-    for outcome in run([training(2), [Call(None)] * 2, training(2)]):
+    for outcome in run_programs([training(2), [Call()] * 2, training(2)]):
         assert error_of(outcome).values[1] == "none"
 
 
 def test_moves_that_were_both_agreed_on_before_are_compared_in_the_background() -> None:
     """Two calls a number; rank 1 makes one too many."""
-    programs = [[Call(number) for number in range(1, 2000) for _ in range(2)] for _ in range(SIZE)]
-    programs[1].insert(8, Call(4))
-    for outcome in run(programs):
+    programs = [[Call(number=number) for number in range(1, 2000) for _ in range(2)] for _ in range(SIZE)]
+    programs[1].insert(8, Call(number=4))
+    for outcome in run_programs(programs):
         assert error_of(outcome).field == "step_number"
 
 
@@ -119,7 +81,7 @@ def test_no_step_is_run_in_which_numbers_differ(
         mine.insert(place + 1, mine[place])
     else:
         del mine[place]
-    for outcome in run(programs):
+    for outcome in run_programs(programs):
         error_of(outcome)
         assert outcome.finished == place + too_often
 
@@ -127,23 +89,15 @@ def test_no_step_is_run_in_which_numbers_differ(
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=8))
 def test_ranks_that_count_alike_never_differ(calls: list[tuple[int, bool]]) -> None:
-    program = [Call(*call) for call in calls]
-    assert run([program] * SIZE) == [Outcome(len(program), None)] * SIZE
+    program = [Call(number=number, forward_only=only) for number, only in calls]
+    assert run_programs([program] * SIZE) == [Outcome(len(program), None)] * SIZE
 
 
 def test_a_number_that_counts_up_costs_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for the first call, one for the first that counts up from it."""
-    told: list[Entry] = []
-    publish = FaultStore.publish
-
-    def counted(store: FaultStore, record: Any) -> None:
-        if isinstance(record, Entry):
-            told.append(record)
-        publish(store, record)
-
-    monkeypatch.setattr(FaultStore, "publish", counted)
-    assert run([training(20)] * SIZE) == [Outcome(20, None)] * SIZE
-    assert len(told) == 2 * SIZE
+    entries = published_entries(monkeypatch)
+    assert run_programs([training(20)] * SIZE) == [Outcome(20, None)] * SIZE
+    assert len(entries) == 2 * SIZE
 
 
 def test_moves() -> None:

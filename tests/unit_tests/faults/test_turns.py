@@ -41,8 +41,8 @@ def test_a_rank_seen_at_rest_does_not_tell_of_the_step_that_it_begins() -> None:
     tracker.end()
     assert tracker.observe() is None
     tracker.begin(source, entering=True)  # by the other thread, before this one has asked for what is finished
-    told = tracker.finished()
-    assert (told.step, told.state, told.history) == (1, DONE, (1, 0, 1, 1))
+    record = tracker.finished()
+    assert (record.step, record.state, record.history) == (1, DONE, (1, 0, 1, 1))
 
 
 def _keys(seed: int) -> Iterator[int]:

@@ -52,9 +52,9 @@ def reason(version: str, config: dict[str, Any], **arguments: Any) -> str | None
     ],
 )
 def test_what_a_config_asks_for_and_the_engine_lacks(version: str, config: dict[str, Any], named: str | None) -> None:
-    told = reason(version, config)
-    assert (told is None) == (named is None), told
-    assert named is None or named in told
+    why = reason(version, config)
+    assert (why is None) == (named is None), why
+    assert named is None or named in why
 
 
 def test_the_combined_schedule_is_for_training_only() -> None:
@@ -67,9 +67,9 @@ def test_the_combined_schedule_is_for_training_only() -> None:
 )
 def test_pipelines_of_several_modules(version: str, keyword: str) -> None:
     name = "MultiModulePipelineCommunicator" if keyword == "p2p_communicator" else "MultiModuleProcessGroupCollection"
-    told = reason(version, {}, **{keyword: type(name, (), {})()})
-    assert told is not None
-    assert "several modules" in told
+    why = reason(version, {}, **{keyword: type(name, (), {})()})
+    assert why is not None
+    assert "several modules" in why
     assert reason(version, {}, **{keyword: SimpleNamespace()}) is None
 
 

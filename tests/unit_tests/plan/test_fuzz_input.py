@@ -18,11 +18,10 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from examples.gpt.checkpoint import CheckpointWriter, check_layout, find_checkpoint, load_tensors
-from examples.gpt.command_line import parse
-from examples.gpt.description import DESCRIPTION
+from examples.gpt.checkpoint import DESCRIPTION, CheckpointWriter, check_layout, find_checkpoint, load_tensors
 from examples.gpt.errors import CheckpointError, TrainingError
 from examples.gpt.metrics import Recorder, read_metrics
+from examples.gpt.settings import parse
 from megatron_pp.config.fields import read_flag
 from megatron_pp.config.layout_text import layers_per_stage
 from megatron_pp.errors import ConfigError, ExchangeError, InstructionError, LayoutError, PlanError, ScheduleInputError
@@ -36,8 +35,8 @@ from megatron_pp.plan.verifier import verify
 from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_line, step_line, sync_line
 from megatron_pp.tracing.recorder import chosen_steps
 from megatron_pp.tracing.run import load_run
-from tests.forged import sealed
-from tests.mutation import DEEP, mutated_bytes, mutated_json, mutated_text
+from tests.harness.forged import sealed
+from tests.harness.mutation import DEEP, mutated_bytes, mutated_json, mutated_text
 
 _ASKED = int(os.environ.get("MEGATRON_PP_FUZZ", "0"))
 _CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -290,6 +289,7 @@ def test_a_forged_description(data: st.DataObject, checkpoint: Path, tmp_path: P
 SAVED = {"train_steps": 4, "data": ["a"], "seed": 1, "tensorboard": True, "num_layers": 4, "hidden_size": 8}
 
 
+@pytest.mark.slow
 @examples(60)
 @given(st.one_of(mutated_json(SAVED), mutated_text(json.dumps(SAVED))))
 def test_the_arguments_of_a_run_to_resume(tmp_path: Path, text: str) -> None:

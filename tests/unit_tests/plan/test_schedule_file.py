@@ -75,7 +75,7 @@ def test_a_plan_that_can_not_run_is_refused(tmp_path: Path) -> None:
         build_plan(PlanSpec(str(path), 2, 1, 2, digest=family_of_file(str(path)).digest))
 
 
-def test_sizes_that_differ_are_told(tmp_path: Path) -> None:
+def test_sizes_that_differ_are_reported(tmp_path: Path) -> None:
     path = written(tmp_path, PlanSpec("1f1b", 2, 1, 4))
     with pytest.raises(PlanError, match="is a schedule of 4 microbatches on 2 ranks; this step has 5 on 2"):
         run_in_threads(2, 1, ToyData(5), pipeline_schedule=path)
@@ -165,10 +165,10 @@ def test_the_function_for_pairs_must_be_callable() -> None:
 
 def test_ranks_compare_the_content_of_their_files(tmp_path: Path) -> None:
     """Two machines may hold different files of one name."""
-    told = []
+    described = []
     for name in ("1f1b", "gpipe"):
         path = written(tmp_path, PlanSpec(name, 2, 1, 4))
         digest = family_of_file(path).digest
-        told.append(describe_step(PlanSpec("same.csv", 2, 1, 4, digest=digest), Shapes(None, None), torch.float32))
-    different = {key for key in told[0] if told[0][key] != told[1][key]}
+        described.append(describe_step(PlanSpec("same.csv", 2, 1, 4, digest=digest), Shapes(None, None), torch.float32))
+    different = {key for key in described[0] if described[0][key] != described[1][key]}
     assert different == {"digest"}

@@ -92,25 +92,17 @@ def test_pytorchs_format_is_numbered_by_stage_with_idle_cells():
     assert rows == ["0F0,0F1,,0B0,,0B1", ",1F0,1B0,1F1,1B1,"] or rows == ["0F0,0F1,,0B0,0B1", ",1F0,1B0,1F1,1B1"]
 
 
-# Tests that read the same files go to the same worker: writing them loads torch twice.
-from_torch = pytest.mark.xdist_group("torch_files")
-
-
 @pytest.fixture(scope="module")
 def torch_files(tmp_path_factory):
     """Folders with the files of PyTorch's seven schedules: (P, M) -> folder."""
-    folders = {}
-    for p, m in ((2, 4), (4, 8)):
-        folder = folders[(p, m)] = tmp_path_factory.mktemp(f"p{p}m{m}")
-        script = Path(__file__).parents[2] / "harness" / "make_torch_csv.py"
-        done = subprocess.run(
-            [sys.executable, str(script), str(folder), str(p), str(m)], capture_output=True, text=True, timeout=180
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
+    folders = {(p, m): tmp_path_factory.mktemp(f"p{p}m{m}") for p, m in ((2, 4), (4, 8))}
+    script = Path(__file__).parents[2] / "harness" / "make_torch_csv.py"
+    shapes = [str(argument) for shape, folder in folders.items() for argument in (folder, *shape)]
+    done = subprocess.run([sys.executable, str(script), *shapes], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
     return folders
 
 
-@from_torch
 @pytest.mark.parametrize("shape", [(2, 4), (4, 8)])
 @pytest.mark.parametrize("name", sorted(TORCH_SCHEDULES))
 def test_pytorchs_schedules_import_and_verify(torch_files, name, shape):
@@ -123,7 +115,6 @@ def test_pytorchs_schedules_import_and_verify(torch_files, name, shape):
             assert (plan.spec.pipeline_size, plan.spec.num_microbatches) == shape
 
 
-@from_torch
 def test_pytorchs_numbering_of_1f1b_is_read_with_a_warning(torch_files):
     """PyTorch's table of 1F1B counts the last stage's forwards from 1; the order it means is clear."""
     text = (torch_files[(4, 8)] / "Schedule1F1B.csv").read_text()
@@ -186,7 +177,6 @@ def cells_of(text):
     return [[c for c in row if c and not any(word in c for word in fsdp)] for row in csv.reader(io.StringIO(text))]
 
 
-@from_torch
 @pytest.mark.parametrize("shape", [(2, 4), (4, 8)])
 @pytest.mark.parametrize("name", COMMUNICATING)
 def test_pytorchs_communication_stays_where_it_stands(torch_files, name, shape):
@@ -198,7 +188,6 @@ def test_pytorchs_communication_stays_where_it_stands(torch_files, name, shape):
     assert parse_plan(format_plan(plan, "json")) == plan
 
 
-@from_torch
 @pytest.mark.parametrize("shape", [(2, 4), (4, 8)])
 @pytest.mark.parametrize("name", COMMUNICATING)
 def test_pytorchs_compute_order_is_written_as_it_was_read(torch_files, name, shape):
@@ -216,7 +205,6 @@ def test_what_pytorchs_rows_leave_out_is_added():
     verify(plan)
 
 
-@from_torch
 @pytest.mark.parametrize("comms", [False, True])
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in sorted(SCHEDULES)), *PAIRED])
 def test_pytorch_reads_what_is_written(name, options, comms):

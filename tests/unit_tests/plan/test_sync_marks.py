@@ -120,6 +120,7 @@ def is_accepted(plan: Plan, rank: int, program: Program) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_mutant_whose_gradients_are_not_reduced_once_is_accepted(schedule: str) -> None:
     rng = random.Random(3)

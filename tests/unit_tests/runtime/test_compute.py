@@ -12,7 +12,7 @@ from megatron_pp.module_attributes import wrapped_attribute, wrapped_attributes
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import backward_step, forward_step
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, reference_run, toy_config
-from tests.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
+from tests.harness.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
 
 # -- autocast ---------------------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ def test_without_a_pipeline_there_is_no_third_argument() -> None:
 
 
 class Marked(PipelineStage):
-    """Counts its forwards, and writes down after how many of them it was told that the first microbatch comes."""
+    """Counts its forwards, and notes after how many of them the first microbatch was announced."""
 
     def __init__(self, stage: PipelineStage) -> None:
         super().__init__(stage.inner, stage.config, stage.vp_stage)
@@ -300,7 +300,7 @@ def test_chunks_in_the_wrong_order_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_forward_step_marks_the_first_microbatch_when_it_is_told(first: bool) -> None:
+def test_forward_step_marks_the_first_microbatch_on_request(first: bool) -> None:
     stage = Marked(PipelineStage(ToyBlock(0), toy_config()))
     for mb in (0, 2):
         forward_step(

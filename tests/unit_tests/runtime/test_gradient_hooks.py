@@ -358,9 +358,9 @@ def test_finalisation_comes_once_after_the_last_backward_and_before_the_timer_st
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_finalisation_is_told_the_tokens_of_the_step(per_token: bool) -> None:
+def test_finalisation_gets_the_tokens_of_the_step(per_token: bool) -> None:
     """An int tensor on every rank: the sum over microbatches on the last stage, 0 elsewhere; None unless asked for."""
-    told: list[Any] = [None, None]
+    counts: list[Any] = [None, None]
     network = MemoryNetwork(2)
 
     def forward_step(data_iterator: Any, model: Any) -> Any:
@@ -370,7 +370,7 @@ def test_finalisation_is_told_the_tokens_of_the_step(per_token: bool) -> None:
         log = HookLog()
 
         def finalize(model: Any, num_tokens: Any) -> None:
-            told[rank] = num_tokens
+            counts[rank] = num_tokens
 
         config = logged_config(log, 1, calculate_per_token_loss=per_token, finalize_model_grads_func=finalize)
         arguments = {**step_arguments(log.make_stages(config, 1), 3), "forward_step_func": forward_step}
@@ -379,10 +379,10 @@ def test_finalisation_is_told_the_tokens_of_the_step(per_token: bool) -> None:
 
     run_ranks(2, rank_main, network.abort)
     if not per_token:
-        assert told == [None, None]
+        assert counts == [None, None]
         return
-    assert [int(tokens) for tokens in told] == [0, 15]
-    assert all(tokens.dtype == torch.int32 and tokens.dim() == 0 for tokens in told)
+    assert [int(tokens) for tokens in counts] == [0, 15]
+    assert all(tokens.dtype == torch.int32 and tokens.dim() == 0 for tokens in counts)
 
 
 def test_finalisation_is_called_as_its_signature_allows() -> None:

@@ -2,7 +2,7 @@
 
 Counted are calls of functions of this package and calls that they make into C, between two steps that differ in
 their number of microbatches alone, so that what a step does once does not count. Each bound is a little above what
-the engine needs today; whoever adds work to every instruction meets it here. `scripts/benchmark.py overhead` tells what
+the engine needs today; whoever adds work to every instruction meets it here. `scripts/benchmark.py overhead` shows what
 it costs in time.
 """
 

@@ -10,15 +10,10 @@ import torch
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime.compute import LossRecord, scaled_loss
-from megatron_pp.runtime.stage import PipelineStage
-from megatron_pp.schedules import get_forward_backward_func
-from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import HIDDEN, ToyBlock, reference_run, toy_config
-from tests.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
+from megatron_pp.testing.toy import HIDDEN, ToyBlock, reference_run
+from tests.harness.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
 
 # -- the loss ---------------------------------------------------------------------------------------------------------
 
@@ -118,18 +113,18 @@ def test_gradients_of_token_sums(per_token: bool) -> None:
         mb = next(order)
         return loss * tokens[mb], torch.tensor(tokens[mb]), mb
 
-    told: list[int] = []
+    counts: list[int] = []
     reports, blocks = in_pipeline(
         *(2, forward_with(report)),
         calculate_per_token_loss=per_token,
-        finalize_model_grads_func=lambda model, count: told.append(count),
+        finalize_model_grads_func=lambda model, count: counts.append(count),
     )
     assert reports == [[], [0, 1, 2, 3]]
     if per_token:
-        assert sorted(map(int, told)) == [0, 8]
+        assert sorted(map(int, counts)) == [0, 8]
         expected = reference(2, lambda losses: sum(loss * tokens[mb] for mb, loss in enumerate(losses)))
     else:
-        assert told == [None, None]
+        assert counts == [None, None]
         expected = reference(2, lambda losses: sum(loss * (tokens[mb] > 0) for mb, loss in enumerate(losses)) / 4)
     assert_same_gradients(blocks, expected)
 
@@ -159,23 +154,12 @@ def test_training_without_a_loss_function_takes_the_output_for_the_loss() -> Non
         output = model(x)
         return (loss_of(target, output) if model.inner.last else output), None
 
-    network, size = MemoryNetwork(2), 2
-    blocks = [ToyBlock(0), ToyBlock(1)]
-    blocks[0].last, blocks[1].last = False, True
+    def block(stage: int) -> ToyBlock:
+        made = ToyBlock(stage)
+        made.last = stage == 1
+        return made
 
-    def rank_main(rank: int) -> Any:
-        config = toy_config()
-        return get_forward_backward_func(size)(
-            forward_step_func=step,
-            data_iterator=DATA.iterator(),
-            model=PipelineStage(blocks[rank], config),
-            num_microbatches=4,
-            seq_length=3,
-            micro_batch_size=2,
-            p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
-        )
-
-    reports = run_ranks(size, rank_main, network.abort)
+    reports, blocks = in_pipeline(2, step, block=block)
     assert [loss.item() for loss in reports[1]] == reference_run(2, DATA).losses
     assert_same_gradients(blocks, reference(2, sum))
 

@@ -83,6 +83,7 @@ def test_mutant_is_caught_with_both_walls_there(mutant: type[PlanExecutor], name
     assert harm(SPECS[name], PoisoningNetwork, mutant) != ""
 
 
+@pytest.mark.slow
 def test_mutants_are_caught_without_ownership(capsys: pytest.CaptureFixture[str]) -> None:
     count: Counter[str] = Counter()
     for mutant in EARLY_RELEASES + WRONG_READS:
@@ -92,6 +93,6 @@ def test_mutants_are_caught_without_ownership(capsys: pytest.CaptureFixture[str]
             count.update(caught_by)
             count["runs"] += 1
     caught = ", ".join(f"{kind.__name__} {count[kind.__name__]}" for kind in HOSTILE_NETWORKS)
-    told = f"{len(EARLY_RELEASES + WRONG_READS)} on {len(SPECS)} plans, caught of {count['runs']}: {caught}"
+    summary = f"{len(EARLY_RELEASES + WRONG_READS)} on {len(SPECS)} plans, caught of {count['runs']}: {caught}"
     with capsys.disabled():
-        print(f"\nengine mutants, {told}")
+        print(f"\nengine mutants, {summary}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, ToyResult, reference_run
 
+EXHAUSTIVE = os.environ.get("MEGATRON_PP_EXHAUSTIVE", "") == "1"
 POLICIES: dict[str, dict[str, Any]] = {
     "overlap": {"overlap_p2p_comm": True},
     "batched": {"batch_p2p_comm": True},
@@ -21,77 +24,95 @@ def microbatch_counts(pipeline_size: int) -> list[int]:
     return sorted({1, max(1, p - 1), p, 2 * p, 2 * p + 1, 3 * p + 2})
 
 
-def group_sizes(pipeline_size: int, num_chunks: int) -> list[int]:
+def ways(pipeline_size: int, num_chunks: int) -> list[tuple[int, bool]]:
+    """Group sizes and directions."""
     p = pipeline_size
-    return [p, p + 1, 2 * p] if num_chunks > 1 else [p]
+    groups = [p, p + 1, 2 * p] if num_chunks > 1 else [p]
+    return list(itertools.product(groups, (False, True)))
 
 
-def mismatches(pipeline_size: int, num_chunks: int, num_microbatches: int, variable: bool, **fields: Any) -> list[str]:
-    """The combinations of policy, group size and direction whose result is not that of a single process."""
+def mismatches(
+    pipeline_size: int,
+    num_chunks: int,
+    num_microbatches: int,
+    variable: bool = False,
+    turn: int | None = None,
+    **fields: Any,
+) -> list[str]:
+    """The combinations of policy, group size and direction whose result is not that of a single process.
+
+    With ``turn`` one group size and direction for each policy; as it counts up, each policy meets all of them.
+    """
     data = ToyData(num_microbatches, variable=variable)
-    expected = {only: reference_run(pipeline_size * num_chunks, data, only) for only in (False, True)}
+    whole = reference_run(pipeline_size * num_chunks, data)
+    expected = {False: whole, True: ToyResult(whole.losses)}
+    all_ways = ways(pipeline_size, num_chunks)
     wrong = []
-    for policy, flags in POLICIES.items():
-        for group in group_sizes(pipeline_size, num_chunks):
-            for forward_only in (False, True):
-                result = run_in_threads(
-                    pipeline_size,
-                    num_chunks,
-                    data,
-                    forward_only=forward_only,
-                    microbatch_group_size_per_vp_stage=group,
-                    **flags,
-                    **fields,
-                )
-                difference = result.difference(expected[forward_only])
-                if difference != 0.0:
-                    what = "forward only" if forward_only else "training"
-                    wrong.append(f"{policy}, group size {group}, {what}, M={num_microbatches}: off by {difference}")
+    for number, (policy, flags) in enumerate(POLICIES.items()):
+        some = all_ways if turn is None or EXHAUSTIVE else [all_ways[(turn + number) % len(all_ways)]]
+        for group, forward_only in some:
+            result = run_in_threads(
+                pipeline_size,
+                num_chunks,
+                data,
+                forward_only=forward_only,
+                microbatch_group_size_per_vp_stage=group,
+                **flags,
+                **fields,
+            )
+            difference = result.difference(expected[forward_only])
+            if difference != 0.0:
+                what = "forward only" if forward_only else "training"
+                wrong.append(f"{policy}, group size {group}, {what}, M={num_microbatches}: off by {difference}")
     return wrong
+
+
+def over_all_counts(pipeline_size: int, num_chunks: int, variable: bool = False, **fields: Any) -> list[str]:
+    """``mismatches`` of every number of microbatches, each with the next turn; varying shapes have the other turns.
+
+    Group size, direction and policy meet in pairs with each other, and with every number of microbatches.
+    """
+    first = len(ways(pipeline_size, num_chunks)) // 2 if variable else 0
+    return [
+        text
+        for turn, count in enumerate(microbatch_counts(pipeline_size), first)
+        for text in mismatches(pipeline_size, num_chunks, count, variable, turn, **fields)
+    ]
 
 
 @pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
-@pytest.mark.parametrize("pipeline_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("pipeline_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_default_schedules_equal_one_process(pipeline_size: int, num_chunks: int, variable: bool) -> None:
-    wrong = [
-        text
-        for count in microbatch_counts(pipeline_size)
-        for text in mismatches(pipeline_size, num_chunks, count, variable)
-    ]
-    assert wrong == []
+    assert over_all_counts(pipeline_size, num_chunks, variable) == []
 
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), [("gpipe", 1), ("breadth_first", 2), ("interleaved_1f1b", 1)])
 @pytest.mark.parametrize("pipeline_size", [2, 4])
 def test_named_schedules_equal_one_process(schedule: str, num_chunks: int, pipeline_size: int) -> None:
-    wrong = [
-        text
-        for count in microbatch_counts(pipeline_size)
-        for text in mismatches(pipeline_size, num_chunks, count, False, pipeline_schedule=schedule)
-    ]
-    assert wrong == []
+    assert over_all_counts(pipeline_size, num_chunks, pipeline_schedule=schedule) == []
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("pipeline_size", [2, 4])
 def test_shared_channels_equal_one_process(pipeline_size: int, num_chunks: int) -> None:
+    """Six kinds of data, in which each policy meets all six combinations of group size and direction."""
+    kinds = itertools.product((False, True), (pipeline_size, 2 * pipeline_size, 2 * pipeline_size + 1))
     wrong = [
         text
-        for count in (pipeline_size, 2 * pipeline_size + 1)
-        for variable in (False, True)
-        for text in mismatches(pipeline_size, num_chunks, count, variable, p2p_channels="shared")
+        for turn, (variable, count) in enumerate(kinds)
+        for text in mismatches(pipeline_size, num_chunks, count, variable, turn, p2p_channels="shared")
     ]
     assert wrong == []
 
 
 @pytest.mark.parametrize("max_pending_sends", [0, 1, 5])
 def test_release_distance_does_not_change_numbers(max_pending_sends: int) -> None:
-    assert mismatches(3, 2, 7, False, max_pending_sends=max_pending_sends) == []
+    assert mismatches(3, 2, 7, max_pending_sends=max_pending_sends) == []
 
 
 def test_without_deallocation_the_numbers_are_the_same() -> None:
-    assert mismatches(3, 2, 7, False, deallocate_pipeline_outputs=False) == []
+    assert mismatches(3, 2, 7, deallocate_pipeline_outputs=False) == []
 
 
 def test_the_comparison_sees_one_wrong_bit() -> None:

@@ -14,25 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.runtime.deallocate import accumulate, backward_root, custom_backward, freed_alias
 from megatron_pp.runtime.pairs import in_turn
 from megatron_pp.runtime.stage import PipelineStage
-from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import run_in_threads, toy_step
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import (
     HIDDEN,
     ToyBlock,
     ToyData,
     ToyResult,
-    gradients_of,
     reference_run,
-    toy_config,
     toy_loss,
 )
 from megatron_pp.weight_grad import split_weight_grad
+from tests.harness.step_runs import in_pipeline, result_of
 
 DATA = ToyData(5)
 SHAPE = (DATA.seq_length, DATA.micro_batch_size, HIDDEN)
@@ -101,8 +97,6 @@ def both_alone(size: int, kind: str, flip: bool) -> ToyResult:
 
 def both_in_threads(size: int, kind: str, flip: bool, wrap: Callable[[Any], Any], **fields: Any) -> ToyResult:
     """One step of ``size`` ranks. ``wrap`` makes of a stage's list what it gives."""
-    network = MemoryNetwork(size)
-    modules = [GivesBoth(stage, stage == size - 1, kind, flip) for stage in range(size)]
     splits = SCHEDULES[fields["pipeline_schedule"]].splits_weight
 
     def forward_step(data_iterator: Iterator[Any], model: Any) -> Any:
@@ -110,22 +104,21 @@ def both_in_threads(size: int, kind: str, flip: bool, wrap: Callable[[Any], Any]
         output = model(x)
         return wrap(output) if isinstance(output, list) else output, lambda output: toy_loss(target, output)
 
-    def rank_main(rank: int) -> list[Any]:
-        config = toy_config(**fields)
-        stage = PipelineStage(modules[rank], config)
+    def converted(stage: PipelineStage) -> PipelineStage:
         if splits:
             split_weight_grad([stage])
-        communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
-        return toy_step(
-            [stage],
-            DATA,
-            communicator,
-            forward_step_func=forward_step,
-            adjust_tensor_shapes_fn=lambda receive, send: ([SHAPE, SHAPE], [SHAPE, SHAPE]),
-        )
+        return stage
 
-    reports = run_ranks(size, rank_main, network.abort)
-    return ToyResult([float(r["loss"]) for r in reports[-1]], gradients_of(dict(enumerate(modules))))
+    shapes = ([SHAPE, SHAPE], [SHAPE, SHAPE])
+    reports, modules = in_pipeline(
+        *(size, forward_step),
+        block=lambda stage: GivesBoth(stage, stage == size - 1, kind, flip),
+        wrap=converted,
+        data=DATA,
+        more={"adjust_tensor_shapes_fn": lambda receive, send: shapes},
+        **fields,
+    )
+    return result_of(reports, modules)
 
 
 POLICIES = ({"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {}, {"overlap_p2p_comm": True, "p2p_debug": True})

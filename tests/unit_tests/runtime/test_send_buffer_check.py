@@ -124,6 +124,7 @@ def test_the_write_is_caught_by_nothing_else_before_it_has_done_harm() -> None:
     assert result.difference(run(SPECS["1f1b"], PlanExecutor).result) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", FLAGS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_sound_engine_is_left_alone(schedule: str, policy: str) -> None:
@@ -207,7 +208,7 @@ def test_released_memory_is_poisoned_before_it_goes() -> None:
     assert network_run.complaints == []
     assert aliases
     assert all(before == before for _, before in aliases)
-    # The alias itself is the tensor that the watch holds, so the memory is free for all that the watch can tell.
+    # The alias itself is the tensor that the watch holds, so to the watch the memory looks free.
     assert all(there.isnan().all() for there, _ in aliases)
 
 

@@ -232,7 +232,7 @@ def test_good_input_reaches_the_network() -> None:
             call(chunks)
 
 
-def test_a_module_without_set_input_tensor_is_told_the_wrapper() -> None:
+def test_a_module_without_set_input_tensor_is_an_error_that_names_the_wrapper() -> None:
     module = torch.nn.Linear(4, 4)
     module.config = toy_config()
     with pytest.raises(
@@ -330,7 +330,7 @@ def test_keywords_are_checked_in_the_name_of_the_function(step: Any) -> None:
 # -- which pipeline ---------------------------------------------------------------------------------------------------
 
 
-def test_without_a_group_the_way_to_make_one_is_told() -> None:
+def test_without_a_group_the_error_says_how_to_make_one() -> None:
     assert not parallel_state.model_parallel_is_initialized()
     with pytest.raises(
         ScheduleInputError, match=r"parallel_state is not initialised; call parallel_state\.initialize_"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from examples.gpt.gpt import EMBEDDING, OUTPUT, GPTStage, build_gpt_chunks
-from examples.gpt.gradients import sum_tied_gradients
+from examples.gpt.optimizer import sum_tied_gradients
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator

@@ -14,9 +14,7 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime import log_once
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
-from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import placement_of, run_in_threads, toy_step
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import (
     HIDDEN,
     ToyBlock,
@@ -28,6 +26,7 @@ from megatron_pp.testing.toy import (
     toy_loss,
 )
 from megatron_pp.weight_grad import split_weight_grad
+from tests.harness.step_runs import in_pipeline, on_ranks, result_of
 
 DATA = ToyData(5)
 POLICIES = [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {}]
@@ -118,25 +117,26 @@ def test_a_parameter_that_is_an_output_keeps_its_data(policy: dict[str, Any]) ->
     assert torch.equal(learned, DATA.microbatch(0)[0])
 
 
+def forward_with_mean(data_iterator: Any, model: Any) -> Any:
+    x, _ = next(data_iterator)
+    return model(x), lambda output: (output.mean(), {})
+
+
 @every_policy
 def test_the_users_data_is_not_freed_where_a_stage_hands_it_on(policy: dict[str, Any]) -> None:
     """A first stage without layers gives the very tensor that the data iterator gave."""
     dataset = [DATA.microbatch(mb) for mb in range(DATA.num_microbatches)]
-    network, size = MemoryNetwork(2), 2
 
-    def rank_main(rank: int) -> None:
-        config = toy_config(**policy)
-        get_forward_backward_func(size)(
-            forward_step_func=lambda data, model: (model(next(data)[0]), lambda output: (output.mean(), {})),
-            data_iterator=iter(dataset),
-            model=PipelineStage(ToyBlock(1) if rank else torch.nn.Identity(), config),
-            num_microbatches=DATA.num_microbatches,
-            seq_length=DATA.seq_length,
-            micro_batch_size=DATA.micro_batch_size,
-            p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
-        )
+    class GivenData(ToyData):
+        def iterator(self) -> Any:
+            return iter(dataset)
 
-    run_ranks(size, rank_main, network.abort)
+    in_pipeline(
+        *(2, forward_with_mean),
+        block=lambda stage: ToyBlock(stage) if stage else torch.nn.Identity(),
+        data=GivenData(DATA.num_microbatches),
+        **policy,
+    )
     for mb, (x, _) in enumerate(dataset):
         assert torch.equal(x, DATA.microbatch(mb)[0])
 
@@ -293,11 +293,14 @@ class TwoStreams(torch.nn.Module):
         return a + b.sum() if self.last else [a, b]
 
 
-def pairs(num_microbatches: int) -> Any:
-    generator = torch.Generator().manual_seed(11)
-    for mb in range(num_microbatches):
-        first = torch.randn(SHAPES[0], generator=generator), torch.randn(SHAPES[1], generator=generator)
-        yield first, ToyData(num_microbatches).microbatch(mb)[1]
+class Pairs(ToyData):
+    """Inputs of two tensors."""
+
+    def iterator(self) -> Any:
+        generator = torch.Generator().manual_seed(11)
+        for mb in range(self.num_microbatches):
+            first = torch.randn(SHAPES[0], generator=generator), torch.randn(SHAPES[1], generator=generator)
+            yield first, self.microbatch(mb)[1]
 
 
 def two_streams_step(data_iterator: Any, model: Any) -> Any:
@@ -307,37 +310,27 @@ def two_streams_step(data_iterator: Any, model: Any) -> Any:
 
 def two_streams(size: int, kind: str, count: int, forward_only: bool = False, **fields: Any) -> ToyResult:
     """One step of ``size`` ranks that exchange lists of two tensors."""
-    network = MemoryNetwork(size)
-    modules = [TwoStreams(stage, stage == size - 1, kind) for stage in range(size)]
 
     def adjust(receive: list[Any], send: list[Any]) -> tuple[list[Any], list[Any]]:
         assert receive == send == [SHAPES[0]]
         return list(SHAPES), list(SHAPES)
 
-    def rank_main(rank: int) -> list[Any]:
-        config = toy_config(**fields)
-        return get_forward_backward_func(size)(
-            forward_step_func=two_streams_step,
-            data_iterator=pairs(count),
-            model=PipelineStage(modules[rank], config),
-            num_microbatches=count,
-            seq_length=3,
-            micro_batch_size=2,
-            forward_only=forward_only,
-            adjust_tensor_shapes_fn=adjust,
-            p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
+    return result_of(
+        *in_pipeline(
+            *(size, two_streams_step),
+            block=lambda stage: TwoStreams(stage, stage == size - 1, kind),
+            data=Pairs(count),
+            more={"forward_only": forward_only, "adjust_tensor_shapes_fn": adjust},
+            **fields,
         )
-
-    reports = run_ranks(size, rank_main, network.abort)
-    assert reports[:-1] == [[]] * (size - 1)
-    return ToyResult([float(r["loss"]) for r in reports[-1]], gradients_of(dict(enumerate(modules))))
+    )
 
 
 def two_streams_alone(size: int, kind: str, count: int, forward_only: bool = False) -> ToyResult:
     modules = [TwoStreams(stage, stage == size - 1, kind) for stage in range(size)]
     result = ToyResult()
     with torch.set_grad_enabled(not forward_only):
-        for x, target in pairs(count):
+        for x, target in Pairs(count).iterator():
             for module in modules:
                 x = module(x)
             loss, report = toy_loss(target, x)
@@ -375,7 +368,7 @@ def test_without_a_pipeline_shapes_are_not_adjusted() -> None:
     with pytest.raises(ValueError, match="adjust_tensor_shapes_fn is for pipelines with one model chunk a rank"):
         get_forward_backward_func(1)(
             forward_step_func=two_streams_step,
-            data_iterator=pairs(1),
+            data_iterator=Pairs(1).iterator(),
             model=PipelineStage(TwoStreams(0, True, "apart"), toy_config()),
             num_microbatches=1,
             adjust_tensor_shapes_fn=lambda receive, send: (receive, send),
@@ -399,27 +392,18 @@ def test_outputs_that_can_not_be_sent_are_refused(output: Any, words: str) -> No
         def forward(self, x: Any) -> Any:
             return output
 
-    network, size = MemoryNetwork(2), 2
     raised: dict[int, BaseException] = {}
 
-    def rank_main(rank: int) -> None:
-        config = toy_config()
+    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> None:
+        stage = PipelineStage(ToyBlock(1) if rank else Bad(), config)
         try:
-            get_forward_backward_func(size)(
-                forward_step_func=lambda data, model: (model(next(data)[0]), lambda output: (output.mean(), {})),
-                data_iterator=DATA.iterator(),
-                model=PipelineStage(Bad() if rank == 0 else ToyBlock(1), config),
-                num_microbatches=5,
-                seq_length=3,
-                micro_batch_size=2,
-                p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
-            )
+            toy_step([stage], DATA, communicator, forward_step_func=forward_with_mean)
         except BaseException as error:
             raised[rank] = error
             raise
 
     with pytest.raises(RuntimeError):
-        run_ranks(size, rank_main, network.abort, timeout=20.0)
+        on_ranks(2, rank_main, timeout=20.0)
     assert isinstance(raised[0], P2PTypeError)
     assert words in str(raised[0])
     assert 1 in raised
@@ -439,23 +423,7 @@ def test_dict_outputs_of_the_last_stage_go_to_the_loss_function() -> None:
 
         return model(x), loss_func
 
-    network, size = MemoryNetwork(2), 2
-    modules = [ToyBlock(0), Named(1)]
-
-    def rank_main(rank: int) -> list[Any]:
-        config = toy_config()
-        return get_forward_backward_func(size)(
-            forward_step_func=step,
-            data_iterator=DATA.iterator(),
-            model=PipelineStage(modules[rank], config),
-            num_microbatches=5,
-            seq_length=3,
-            micro_batch_size=2,
-            p2p_communicator=P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank)),
-        )
-
-    reports = run_ranks(size, rank_main, network.abort)
-    result = ToyResult([float(r["loss"]) for r in reports[1]], gradients_of(dict(enumerate(modules))))
+    result = result_of(*in_pipeline(2, step, block=lambda stage: Named(1) if stage else ToyBlock(0), data=DATA))
     assert result.difference(reference_run(2, DATA)) == 0.0
 
 
@@ -467,12 +435,10 @@ def test_dict_outputs_of_the_last_stage_go_to_the_loss_function() -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_training_after_an_evaluation(chunks: int, mode: Any, policy: dict[str, Any]) -> None:
     """Whatever mode the user evaluates in, nothing of it stays on the communicator (views are the hard case)."""
-    size, network = 2, MemoryNetwork(2)
+    size = 2
     blocks = [Viewing(stage) for stage in range(size * chunks)]
 
-    def rank_main(rank: int) -> list[list[float]]:
-        config = toy_config(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, **policy)
-        communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
+    def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> list[list[float]]:
         model = [PipelineStage(blocks[c * size + rank], config, c) for c in range(chunks)]
 
         def step(forward_only: bool) -> list[float]:
@@ -486,7 +452,8 @@ def test_training_after_an_evaluation(chunks: int, mode: Any, policy: dict[str, 
         with mode():
             return [before, trained, step(True)]
 
-    losses = run_ranks(size, rank_main, network.abort)[1]
+    virtual = chunks if chunks > 1 else None
+    losses = on_ranks(size, rank_main, virtual_pipeline_model_parallel_size=virtual, **policy)[1]
     expected = reference_run(size * chunks, DATA, block=Viewing)
     assert losses == [expected.losses] * 3
     assert ToyResult(expected.losses, gradients_of(dict(enumerate(blocks)))).difference(expected) == 0.0

@@ -52,9 +52,9 @@ def command(variables: str, *arguments: str, path: str = "") -> str:
     ],
 )
 @pytest.mark.parametrize("dry", [True, False])
-def test_a_wrong_value_is_told_before_anything_starts(variables: str, sentence: str, dry: bool) -> None:
+def test_a_wrong_value_is_reported_before_anything_starts(variables: str, sentence: str, dry: bool) -> None:
     if "IFNAME" in variables and not Path("/sys/class/net").is_dir():
-        pytest.skip("interfaces cannot be told here")
+        pytest.skip("interfaces cannot be listed here")
     done = launch(variables, *(["--dry-run"] if dry else []), "--help-of-the-program")
     assert done.returncode == 2
     assert done.stdout == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pp.errors import FusedWeightGradError
-from megatron_pp.weight_grad import WeightGradStore, fused_kernels, split_weight_grad
+from megatron_pp.weight_grad import WeightGradStore, fused, fused_kernels, split_weight_grad
 from megatron_pp.weight_grad.fused import add_weight_grad
+from tests.harness.transformer_engine_python import on_cpu as transformer_engine_on_cpu
 
 MICROBATCHES = 3
 
@@ -109,6 +111,88 @@ def test_the_kernel_is_that_of_the_main_grads_dtype(main_dtype: torch.dtype, ker
     add_weight_grad(kernels, x, g, main_grad)
     assert kernels.calls == [(kernel, (10, 6), (10, 4), True)]
     torch.testing.assert_close(main_grad.float(), 1 + g.t() @ x, rtol=2e-2, atol=2e-2)
+
+
+# -- without apex ------------------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """Which of torch's products ran."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        self.library = torch.library.Library("aten", "IMPL")
+        self.library.impl("addmm.dtype_out", self.addmm, "CPU")
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(fused, "_transformer_engine_gemm", lambda: None)
+
+    def addmm(self, start: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor, **scales: int) -> Tensor:
+        """torch has it for CUDA alone: half-precision factors, their products added in ``dtype``."""
+        assert start is out
+        assert a.dtype == b.dtype
+        self.names.append(f"addmm to {dtype}")
+        return out.copy_(start + a.to(dtype) @ b.to(dtype))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    made = Calls(monkeypatch)
+    yield made
+    made.library._destroy()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_torch_adds_half_precision_products_in_float32(calls: Calls, dtype: torch.dtype) -> None:
+    x, g, main_grad = torch.randn(10, 6).to(dtype), torch.randn(10, 4).to(dtype), torch.ones(4, 6)
+    add_weight_grad(None, x, g, main_grad)
+    assert calls.names == ["addmm to torch.float32"]
+    torch.testing.assert_close(main_grad, 1 + g.float().t() @ x.float())
+
+
+def test_that_call_is_one_that_torch_takes() -> None:
+    x, g, main_grad = (torch.empty(n, m, dtype=torch.bfloat16, device="meta") for n, m in ((10, 6), (10, 4), (4, 6)))
+    main_grad = main_grad.float()
+    assert torch.addmm(main_grad, g.t(), x, out_dtype=torch.float32, out=main_grad) is main_grad
+
+
+@pytest.mark.parametrize(
+    ("inputs", "main"),
+    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16"), ("float64", "float32")],
+)
+def test_other_dtypes_are_cast(calls: Calls, inputs: str, main: str) -> None:
+    x, g = torch.randn(10, 6).to(getattr(torch, inputs)), torch.randn(10, 4).to(getattr(torch, inputs))
+    main_grad = torch.ones(4, 6, dtype=getattr(torch, main))
+    add_weight_grad(None, x, g, main_grad)
+    assert calls.names == []
+    torch.testing.assert_close(main_grad.double(), 1 + g.double().t() @ x.double(), rtol=2e-2, atol=2e-2)
+
+
+def test_with_an_older_torch_transformer_engine_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through its own ``general_gemm``; only the kernel below it is a stand-in."""
+    monkeypatch.setattr(fused, "_ADDMM_WIDENS", False)
+    fused._transformer_engine_gemm.cache_clear()
+    x, g, main_grad = torch.randn(10, 6).bfloat16(), torch.randn(10, 4).bfloat16(), torch.ones(4, 6)
+    with transformer_engine_on_cpu():
+        assert fused._transformer_engine_gemm() is not None
+        add_weight_grad(None, x, g, main_grad)
+    torch.testing.assert_close(main_grad, 1 + g.float().t() @ x.float())
+    fused._transformer_engine_gemm.cache_clear()
+
+
+def test_without_either_they_are_cast(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_ADDMM_WIDENS", False)
+    x, g, main_grad = torch.randn(10, 6).bfloat16(), torch.randn(10, 4).bfloat16(), torch.ones(4, 6)
+    add_weight_grad(None, x, g, main_grad)
+    torch.testing.assert_close(main_grad, 1 + g.float().t() @ x.float())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_torchs_own_kernel_adds_into_float32() -> None:
+    x, g = torch.randn(64, 32).bfloat16().cuda(), torch.randn(64, 16).bfloat16().cuda()
+    main_grad = torch.ones(16, 32, device="cuda")
+    add_weight_grad(None, x, g, main_grad)
+    torch.testing.assert_close(main_grad, 1 + g.float().t() @ x.float(), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -107,7 +107,7 @@ class HooksEveryTime(WeightGradStore):
 
 
 class HooksNever(WeightGradStore):
-    """Nobody is told which microbatch is the last."""
+    """No microbatch counts as the last."""
 
     def begin_step(self, last: Any) -> None:
         super().begin_step({})
@@ -176,7 +176,7 @@ def test_a_mutant_is_caught(mutant: type[WeightGradStore], name: str) -> None:
     assert harm(mutant, name) != ""
 
 
-def test_what_is_left_in_the_store_is_told() -> None:
+def test_what_is_left_in_the_store_is_reported() -> None:
     assert harm(Skipped, "zb_h2") == (
         "WeightGradError: weight gradients of (chunk, microbatch) [(0, 1)] were left behind: "
         "each B that is split needs its W"
@@ -184,13 +184,13 @@ def test_what_is_left_in_the_store_is_told() -> None:
 
 
 class _NotEmptied(Skipped):
-    """What is left behind is neither told nor thrown away."""
+    """What is left behind is neither reported nor dropped."""
 
     def end_step(self) -> None:
         self.armed = False
 
 
-def test_a_store_that_is_not_emptied_is_told_by_the_next_step() -> None:
+def test_a_store_that_is_not_emptied_is_reported_by_the_next_step() -> None:
     model = torch.nn.Linear(2, 2)
     store = split_weight_grad(model)
     store.__class__ = _NotEmptied

@@ -1,0 +1,44 @@
+"""The training program on ranks that ``run_processes`` starts, in one process group for all runs: its numbers and files
+without the seconds that a launcher and new interpreters take.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from tests.harness.processes import run_processes
+
+
+@contextmanager
+def _in_the_given_group(*_: Any) -> Iterator[None]:
+    """In place of a process group for each run."""
+    from megatron_pp import parallel_state
+    from megatron_pp.runtime.communicators import close_communicators
+
+    yield
+    close_communicators()
+    parallel_state.destroy_model_parallel()
+
+
+def _rank_main(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]) -> str:
+    from examples.gpt import program
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    os.chdir(folder)
+    program.joined = _in_the_given_group  # type: ignore[assignment]
+    with redirect_stdout(StringIO()) as output:
+        for flags in runs:
+            program.train(flags)
+    return output.getvalue()
+
+
+def train(ranks: int, folder: Path, *runs: Sequence[str], timeout: float = 150.0) -> str:
+    """One run of the training program after the other, each with its flags, in ``folder``. Returns the first rank's
+    output; raises RankFailedError where a rank raises.
+    """
+    return run_processes(_rank_main, ranks, (folder, runs), timeout=timeout, start_method="forkserver")[0]
