@@ -52,6 +52,7 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     pipeline_schedule: str | None
     pipeline_measured: Measured | dict[str, Any] | str | None
     p2p_channels: str
+    p2p_max_ctas: int | None
     max_pending_sends: int
     p2p_timeout: float
     compute_timeout: float | None

@@ -9,7 +9,7 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.spec import BATCHED, Plan
 from megatron_pp.plan.sync_marks import prepares_in_forward
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
@@ -74,7 +74,7 @@ class StepCall:
         # Traced steps begin with messages that all ranks have to take part in.
         agreed = (self.spec, shapes, traced_steps(self.settings), communicator.dtype, communicator.wire is not None)
         with guarded(communicator, self.settings, executor, agreed, self.describe, self.number) as guard:
-            communicator.prepare(plan.placement.rank_edges, received, sent)
+            communicator.prepare(plan.placement.rank_edges, received, sent, self.spec.policy == BATCHED)
             if recording is not None:
                 recording.start()
             executor.run()

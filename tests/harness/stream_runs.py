@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
@@ -15,7 +17,7 @@ from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, check_streams, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyData, ToyResult, reference_run
-from megatron_pp.tracing.profiler_ranges import NvtxRanges
+from megatron_pp.tracing.profiler_ranges import ProfilerRanges
 from tests.harness.race_support import exact_data, run_plan
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -46,7 +48,7 @@ def plan_on_streams(
 ) -> StreamReport:
     """A step of ``spec``'s plan by ``executor``, on the model of ``race_support``."""
     network = StreamNetwork(spec.pipeline_size, spec.channels == ONE_WAY, record_streams=record_streams)
-    observed = partial(executor, observer=NvtxRanges())
+    observed = partial(executor, observer=ProfilerRanges(torch.cuda.nvtx.range))
     data = exact_data(spec.num_microbatches, spec.variable_shapes)
     with virtual_cuda():
         run_plan(build_plan(spec), data, network, executor=observed, core=core)
