@@ -57,6 +57,10 @@ class Rank:
         """
         shape = (self.shape[0] - 64, *self.shape[1:])
         self.overwritten = [torch.full(shape, BAD, dtype=self.dtype, device=self.device) for _ in range(2)]
+        self.announce()
+
+    def announce(self) -> None:
+        """What was issued so far to overwrite is done; the receiver may post."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._store.set(self._signal, "done")
@@ -95,7 +99,8 @@ class Rank:
 
 
 def plain_isend(me: Rank) -> float:
-    """a. torch.distributed alone: isend, deallocate, allocate, overwrite."""
+    """a. torch.distributed alone: isend, deallocate, allocate, overwrite. On NCCL torch calls ``record_stream`` for
+    every point-to-point tensor, so that the stock allocator does not reuse its memory before the send is done."""
     if me.rank == 0:
         output = me.tensor()
         work = dist.isend(output, 1)
@@ -171,6 +176,22 @@ def gradient_dropped(me: Rank) -> float:
     return 0.0
 
 
+def write_after_send(me: Rank) -> float:
+    """h. torch.distributed alone: isend, then write into what is being sent. No allocator, and nobody who keeps the
+    memory, protects from this."""
+    if me.rank == 0:
+        output = me.tensor()
+        work = dist.isend(output, 1)
+        output.fill_(BAD)
+        me.announce()
+        work.wait()
+        return 0.0
+    me.late()
+    buffer = torch.empty(me.shape, dtype=me.dtype, device=me.device)
+    dist.recv(buffer, 0)
+    return me.wrong_share(buffer)
+
+
 CASES: dict[str, Callable[[Rank], float]] = {
     "a": plain_isend,
     "b": deallocate_without_waiting,
@@ -178,6 +199,7 @@ CASES: dict[str, Callable[[Rank], float]] = {
     "d": no_deallocation,
     "e": handle_dropped,
     "f": gradient_dropped,
+    "h": write_after_send,
 }
 
 

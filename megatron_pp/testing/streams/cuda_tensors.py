@@ -45,37 +45,42 @@ class CudaTensors(TorchFunctionMode):
         special = self._special.get(name)
         if special is not None:
             return special(func, *args, **kwargs)
-        if name in _TO_HOST:
+        if name in _TO_HOST and not self.device.is_host_memory(args[0]):
             self.device.synchronize([self.device.stream], name)
         return self._call(func, *args, **kwargs)
 
     def _call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """``func`` on CPU tensors, with the device that it was given taken note of."""
-        before, target = self.target, ""
-        given = kwargs.get("device")
-        if given is not None:
-            target, kwargs["device"] = torch.device(given).type if not isinstance(given, int) else "cuda", CPU
+        if not kwargs:
+            return func(*args)
+        before, given = self.target, kwargs.get("device")
         if kwargs.pop("pin_memory", False):
-            target = "cpu"
-        if any(isinstance(one, torch.device) for one in args):
-            args = tuple(CPU if isinstance(one, torch.device) else one for one in args)
-        self.target = target or before
+            self.target = "cpu"
+        elif given is not None:
+            self.target = _kind(given)
+        if given is not None:
+            kwargs["device"] = CPU
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self.target == "cpu" and func is torch.tensor:  # no operation that the recorder sees makes it
+                self.device.keep_on_host(result.untyped_storage())
+            return result
         finally:
             self.target = before
 
     # -- functions of their own kind ----------------------------------------------------------------------------------
 
     def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        target, rest = kwargs.pop("device", None), list(args)
-        if rest and isinstance(rest[0], (torch.device, str, int)):
-            target = rest.pop(0)
+        target, rest = kwargs.get("device"), list(args)
+        if target is not None:
+            kwargs["device"] = CPU
         elif rest and isinstance(rest[0], torch.Tensor):
-            other = rest.pop(0)
-            target, rest = "cpu" if self.device.is_host_memory(other) else "cuda", [other.dtype, *rest]
-        moved = tensor if target is None else self._move(tensor, target, kwargs.pop("non_blocking", False))
-        return func(moved, *rest, **kwargs) if rest or kwargs else moved
+            target = "cpu" if self.device.is_host_memory(rest[0]) else "cuda"
+        elif rest and isinstance(rest[0], (torch.device, str, int)):
+            target, rest[0] = rest[0], CPU
+        if target is not None:
+            tensor = self._move(tensor, target, kwargs.get("non_blocking", len(rest) > 2 and rest[2]))
+        return func(tensor, *rest, **kwargs)
 
     def _cuda(self, func: Any, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
         return self._move(tensor, "cuda", non_blocking)
@@ -92,7 +97,7 @@ class CudaTensors(TorchFunctionMode):
         return said.replace("torch.", "torch.cuda.", 1) if on_device else said
 
     def _move(self, tensor: torch.Tensor, target: Any, non_blocking: bool) -> torch.Tensor:
-        kind = "cuda" if isinstance(target, int) else torch.device(target).type
+        kind = _kind(target)
         if kind == ("cpu" if self.device.is_host_memory(tensor) else "cuda"):
             return tensor
         before, self.target = self.target, kind
@@ -115,3 +120,8 @@ class CudaTensors(TorchFunctionMode):
         if name != "copy_" or (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
             return False
         return self.device.is_host_memory(args[0]) != self.device.is_host_memory(args[1])
+
+
+def _kind(device: Any) -> str:
+    """``cuda`` or ``cpu``; a number counts CUDA devices."""
+    return "cuda" if isinstance(device, int) else torch.device(device).type

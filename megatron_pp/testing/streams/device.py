@@ -138,9 +138,6 @@ class VirtualDevice:
             self._blocks[key] = Block(0, storage.nbytes(), self.host)
             weakref.finalize(storage, self._forget_host, key).atexit = False
 
-    def knows(self, storage: Any) -> bool:
-        return storage._cdata in self._blocks
-
     def block_of(self, storage: Any) -> Block:
         """The block under ``storage``; one that is not known yet is allocated on the current stream."""
         key = storage._cdata
@@ -157,8 +154,11 @@ class VirtualDevice:
             return
         block = self.block_of(tensor.untyped_storage())
         size, first = tensor.element_size(), int(tensor.storage_offset())
-        last = first + sum(int((n - 1) * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        for race in block.use(self._step(kind, what, lane, block), first * size, (last + 1) * size, lane.clock):
+        if tensor.is_contiguous():
+            count = tensor.numel()
+        else:
+            count = 1 + sum(int((n - 1) * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        for race in block.use(self._step(kind, what, lane, block), first * size, (first + count) * size, lane.clock):
             key = (race.kind, race.first.what, race.first.instruction, race.second.what, race.second.instruction)
             self.races.setdefault(key, race)
 

@@ -245,6 +245,7 @@ class StreamNetwork(MemoryNetwork):
     def _complete(self, work: MemoryWork) -> None:
         assert isinstance(work, StreamWork)
         self._done[work.queue] = work.end
+        join(self._lanes[work.queue].clock, work.end)
         super()._complete(work)
 
 

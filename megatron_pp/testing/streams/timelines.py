@@ -28,11 +28,9 @@ class Timeline:
         self.name = name
         self.clock: Clock = {number: 0}
 
-    def advance(self) -> int:
-        """One more step; returns its number."""
-        tick = self.clock[self.number] + 1
-        self.clock[self.number] = tick
-        return tick
+    def advance(self) -> None:
+        """One more step."""
+        self.clock[self.number] += 1
 
 
 class Transfer(Protocol):
@@ -77,10 +75,10 @@ class Lane(Timeline):
             join(self.clock, self.host.clock)
         return self.clock
 
-    def issue(self) -> int:
-        """The host issues an operation; returns its tick."""
+    def issue(self) -> None:
+        """The host issues an operation."""
         self.now()
-        return self.advance()
+        self.advance()
 
     def wait_for(self, clock: Mapping[int, int], pending: Iterable[Transfer]) -> None:
         """What is issued from now on comes after what ``clock`` and ``pending`` say."""

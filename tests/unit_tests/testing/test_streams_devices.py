@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pp.testing.streams import StreamReport
+from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
+from megatron_pp.testing.threads import run_ranks
 from tests.harness.stream_runs import on_one_device
 
 
@@ -31,7 +36,7 @@ def test_streams_wait_for_nobody_unless_told(edge_in: bool, edge_out: bool) -> N
     assert kinds(on_one_device(program)) == ["write/read"] * ((not edge_in) + (not edge_out))
 
 
-@pytest.mark.parametrize("synchronize", ["event", "stream", "device", "item", "nothing"])
+@pytest.mark.parametrize("synchronize", ["event", "stream", "device", "item", "query", "nothing"])
 def test_what_the_host_has_waited_for_is_over(synchronize: str) -> None:
     def program() -> torch.Tensor:
         side = torch.cuda.Stream()
@@ -44,6 +49,8 @@ def test_what_the_host_has_waited_for_is_over(synchronize: str) -> None:
             event.synchronize()
         elif synchronize == "stream":
             side.synchronize()
+        elif synchronize == "query":
+            assert side.query()
         elif synchronize == "device":
             torch.cuda.synchronize()
         return y + 1
@@ -118,6 +125,21 @@ def test_pinned_memory_is_the_hosts(non_blocking: bool) -> None:
     assert kinds(on_one_device(program)) == (["read/write"] if non_blocking else [])
 
 
+@pytest.mark.parametrize("move", [lambda m: m.to("cuda"), lambda m: m.cuda(), lambda m: m.to(torch.device("cuda", 0))])
+def test_a_model_moves_to_the_device_and_back(move: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    def program() -> list[str]:
+        model = torch.nn.Linear(2, 2, device="cpu")
+        kinds = [model.weight.device.type]
+        kinds.append(move(model).weight.device.type)
+        kinds.append(model(torch.ones(1, 2)).device.type)
+        kinds.append(model.cpu().weight.double().device.type)
+        return [*kinds, torch.ones(1).to(model.weight).device.type, torch.ones(1, device="cpu").cuda().device.type]
+
+    report = on_one_device(program)
+    assert not report.races, str(report)
+    assert report.results == [["cpu", "cuda", "cuda", "cpu", "cpu", "cuda"]]
+
+
 def test_a_backward_runs_where_its_forward_ran() -> None:
     def program() -> tuple[list[bool], bool]:
         layer, side, seen = torch.nn.Linear(4, 4), torch.cuda.Stream(), []
@@ -149,3 +171,62 @@ def test_torch_is_as_before_afterwards() -> None:
     assert report.results == [(True, True, 0)]
     assert before == (torch.cuda.Stream, torch.cuda.is_available, torch.Tensor.record_stream)
     assert not torch.ones(1).is_cuda
+
+
+# -- transfers, and a host that runs ahead of the device ---------------------------------------------------------------
+
+
+class TwoRanks:
+    """Rank 0 sends two tensors to rank 1; what each then sees of the device, step by step."""
+
+    def __init__(self) -> None:
+        self.network = StreamNetwork(2, seed=None, run_ahead=True)
+        self.network.held = lambda work: True
+        self.host_is_ahead = threading.Barrier(2)
+        self.released = threading.Event()
+
+    def run(self, rank: int) -> dict[str, Any]:
+        with self.network.running(rank):
+            transport, peer, tensor = self.network.transport(rank), 1 - rank, torch.full((4,), float(rank + 1))
+            post = transport.isend if rank == 0 else transport.irecv
+            works = [post(tensor, peer, "A") for _ in range(2)]
+            before, after = torch.cuda.Event(), torch.cuda.Event()
+            before.record()
+            works[0].wait()
+            after.record()
+            seen: dict[str, Any] = {"behind": [works[0].is_completed(), before.query(), after.query()]}
+            if self.host_is_ahead.wait(20.0) == 0:
+                self.network.held = lambda work: False
+                self.network.progress()
+                self.released.set()
+            self.released.wait(20.0)
+            after.synchronize()
+            torch.cuda.synchronize()
+            seen["done"] = [works[1].is_completed(), after.query(), torch.cuda.current_stream().query()]
+            return {**seen, "got": tensor.tolist()}
+
+
+def test_the_host_runs_ahead_of_transfers_that_are_held() -> None:
+    two = TwoRanks()
+    with virtual_cuda():
+        sender, receiver = run_ranks(2, two.run, two.network.abort)
+    assert sender["behind"] == receiver["behind"] == [False, True, False]
+    assert sender["done"] == receiver["done"] == [True, True, True]
+    assert receiver["got"] == [1.0] * 4
+
+
+def test_a_host_that_waits_for_its_device_is_woken_by_an_abort() -> None:
+    network = StreamNetwork(2, seed=None, run_ahead=True)
+
+    def run(rank: int) -> str:
+        if rank == 1:  # never posts its end
+            network.abort("rank 1 was killed")
+            return ""
+        with network.running(rank):
+            network.transport(rank).irecv(torch.empty(4), 1, "A").wait()
+            with pytest.raises(RuntimeError, match="aborted: rank 1 was killed"):
+                torch.cuda.synchronize()
+            return "woken"
+
+    with virtual_cuda():
+        assert run_ranks(2, run) == ["woken", ""]

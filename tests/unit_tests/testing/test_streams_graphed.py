@@ -26,13 +26,13 @@ SAFE = [("1f1b", 4, "batched"), ("interleaved_1f1b", 2, "batched")]
 
 
 def wrong_gradients(schedule: str, size: int, policy: str) -> int:
-    """How many gradients of parameters are not those of one process, where bytes are read as late as can be: of six
+    """How many gradients of parameters are not those of one process, where bytes are read as late as can be: of four
     orders in which the ranks may run, the worst."""
     chunks = 1 if schedule == "1f1b" else 2
     more = {**GRAPHED, **POLICIES[policy], "pipeline_schedule": schedule}
     expected = reference_run(size * chunks, DATA)
     wrong = []
-    for seed in range(6):
+    for seed in range(4):
         result = run_in_threads(size, chunks, DATA, network=LastMomentNetwork(size, seed=seed, pollable=True), **more)
         wrong.append(sum(bool((grad != expected.grads[name]).any()) for name, grad in result.grads.items()))
     return max(wrong)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
@@ -17,7 +19,7 @@ from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.streams.process_group import process_group, virtual_distributed
 from megatron_pp.testing.threads import run_ranks
-from megatron_pp.testing.toy import ToyData, ToyResult, merged, reference_run, toy_config
+from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, merged, reference_run, toy_config
 from tests.harness.stream_runs import POLICIES
 
 
@@ -27,7 +29,16 @@ def nccl_settings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.WARNING, logger="megatron_pp")
 
 
-def step_on_nccl(size: int, chunks: int, data: ToyData, **fields: Any) -> tuple[StreamReport, ToyResult]:
+def step_on_nccl(
+    size: int,
+    chunks: int,
+    data: ToyData,
+    *,
+    block: Callable[[int], torch.nn.Module] = ToyBlock,
+    errors: dict[int, str] | None = None,
+    **fields: Any,
+) -> tuple[StreamReport, ToyResult]:
+    """A step over process groups; ``errors`` takes what ranks raise, which is raised where it is None."""
     network, store = StreamNetwork(size, seed=None), dist.HashStore()
 
     def rank_main(rank: int) -> ToyResult:
@@ -41,7 +52,12 @@ def step_on_nccl(size: int, chunks: int, data: ToyData, **fields: Any) -> tuple[
             assert isinstance(communicator.transport, ProcessGroupTransport)
             assert (communicator.transport.backend, communicator.device.type) == ("nccl", "cuda")
             try:
-                return run_rank(rank, size, chunks, data, config, communicator)
+                return run_rank(rank, size, chunks, data, config, communicator, block=block)
+            except Exception as error:
+                if errors is None:
+                    raise
+                errors[rank] = f"{type(error).__name__}: {error}"
+                return ToyResult()
             finally:
                 close_guard(communicator)
                 communicator.transport.close()
@@ -79,3 +95,28 @@ def test_tracing_with_events(tmp_path: Path) -> None:
     report, _ = step_on_nccl(2, 1, ToyData(4), overlap_p2p_comm=True, trace_dir=str(tmp_path), trace_steps="1")
     assert not report.races, str(report)
     assert len(list(tmp_path.glob("trace-*.jsonl"))) == 2
+
+
+class FailingBlock(ToyBlock):
+    """Fails in its second forward, on the last stage."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.stage == 1 and self.calls == 2:
+            raise ValueError("this stage fails")
+        return super().forward(x)
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+
+def test_a_failure_reaches_the_rank_whose_device_waits() -> None:
+    """The guard aborts communicators: the device of rank 0 goes on, and the guard has the last word."""
+    errors: dict[int, str] = {}
+    step_on_nccl(2, 1, ToyData(4), overlap_p2p_comm=True, block=FailingBlock, errors=errors)
+    assert errors[1] == "ValueError: this stage fails"
+    assert errors[0].startswith("PipelinePeerError")
+    assert "this stage fails" in errors[0]
