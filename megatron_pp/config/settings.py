@@ -49,6 +49,7 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     batch_p2p_sync: bool
     deallocate_pipeline_outputs: bool
     defer_embedding_wgrad_compute: bool
+    cuda_graph_impl: str | bool
     pipeline_schedule: str | None
     pipeline_measured: Measured | dict[str, Any] | str | None
     p2p_channels: str
@@ -110,7 +111,7 @@ def checked(rule: Callable[..., Any], *args: Any) -> Any:
         raise ScheduleInputError(f"config.{error}") from error
 
 
-# In the order of the settings. mtp_standalone is a field of Megatron's alone.
+# In the order of the settings. mtp_standalone and cuda_graph_impl are fields of Megatron's alone.
 _FIELDS = {name: TransformerConfig.__dataclass_fields__.get(name) for name in StepSettings._fields}
 _DEFAULTS: tuple[tuple[str, Any], ...] = tuple(
     (name, False if field is None else None if field.default is dataclasses.MISSING else field.default)

@@ -9,7 +9,7 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import BATCHED, Plan
+from megatron_pp.plan.spec import BATCHED, Plan, PlanSpec
 from megatron_pp.plan.sync_marks import prepares_in_forward
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
@@ -17,6 +17,7 @@ from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.dict_activations import NamedSteps
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
+from megatron_pp.runtime.graph_order import TE_GRAPHS, check_graph_order
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import group_sizes, messages
 from megatron_pp.runtime.pairs import PairRunner
@@ -54,6 +55,8 @@ class StepCall:
         self.weights = store_of(inputs.chunks)
         fields = spec_fields(inputs, settings, size, self.weights is not None)
         self.messages = messages(inputs, settings, size, self.tp_size, self.cp_size)
+        if settings.cuda_graph_impl == TE_GRAPHS:
+            check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
         self.spec = plan_spec(fields, settings, self.communicator)
