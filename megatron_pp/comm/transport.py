@@ -249,15 +249,15 @@ class ProcessGroupTransport(Transport):
 
     def prepare(self, needs: Preparation, timeout: timedelta) -> None:
         self._follow_timeout()
-        if self.backend != "nccl":  # only which of the messages are large makes a difference
+        if self.backend == "nccl":
+            needs = needs._replace(received_bytes=0, sent_bytes=0)
+        else:  # only which of the messages are large makes a difference
             needs = needs._replace(with_shapes=False, batched=False, **self._large_or_none(needs))
         if needs in self._prepared:
             return
         made = self._make_channels(self._channels_for(needs), timeout)
-        if self.warm_up and self.backend == "nccl":
-            self._warm_up(made)
-            if needs.batched:
-                self._warm_up_batches(needs.edges)
+        if self.backend == "nccl":
+            self._warm_up(needs, made)
         self._prepared.add(needs)
 
     def _large_or_none(self, needs: Preparation) -> dict[str, float]:
@@ -312,21 +312,33 @@ class ProcessGroupTransport(Transport):
             if self._threads is not None:
                 self._threads.limit = (limit,)
 
-    def _warm_up(self, keys: Iterable[Key]) -> None:
-        """One small message through each new channel for tensors: the communicators exist before the first step needs
-        them."""
+    def _warm_up(self, needs: Preparation, made: list[Key]) -> None:
+        """Small messages: the communicators that ``needs`` uses exist before the first step. ``made``: new channels."""
+        if needs.batched:
+            # The first batch makes the group's communicator, which takes all ranks; they cannot wait for shapes then.
+            if self.warm_up or needs.with_shapes:
+                self._warm_up_batches(needs.edges)
+        elif self.warm_up:
+            own = [key for key in made if key[2] != SHAPES]
+            self._warm_up_channels(own if self.one_way else self._ways(needs.edges))
+
+    def _ways(self, edges: Iterable[Edge]) -> list[Key]:
+        """What this rank is an end of, in an order that is the same on all ranks."""
+        keys = [key for s, t in sorted(edges) for key in ((s, t, ACT), (t, s, GRAD))]
+        return [key for together in in_rounds(keys) for key in together if self.rank in key[:2]]
+
+    def _warm_up_channels(self, keys: Iterable[Key]) -> None:
+        """One message along each, one after the other."""
         token = torch.zeros(1, device=self.device)
         for source, target, channel in keys:
-            if channel != SHAPES:
-                work = self.isend(token, target, channel) if source == self.rank else self.irecv(token, source, channel)
-                work.wait()
+            work = self.isend(token, target, channel) if source == self.rank else self.irecv(token, source, channel)
+            work.wait()
         torch.cuda.synchronize(self.device)
 
     def _warm_up_batches(self, edges: Iterable[Edge]) -> None:
-        """A batch of small messages along every edge, both ways. The first batch of a group makes its communicator,
-        which takes all its ranks."""
+        """A batch of messages along every edge, both ways."""
         token = torch.zeros(1, device=self.device)
-        ways = [way for s, t in sorted(edges) for way in ((s, t, ACT), (t, s, GRAD)) if self.rank in way[:2]]
+        ways = self._ways(edges)
         received = [torch.empty_like(token) for _ in ways]
         requests = [
             P2PRequest(True, token, t, kind) if s == self.rank else P2PRequest(False, buffer, s, kind)
