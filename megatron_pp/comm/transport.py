@@ -252,7 +252,8 @@ class ProcessGroupTransport(Transport):
         if self.backend == "nccl":
             needs = needs._replace(received_bytes=0, sent_bytes=0)
         else:  # only which of the messages are large makes a difference
-            needs = needs._replace(with_shapes=False, batched=False, **self._large_or_none(needs))
+            received, sent = map(self._size_if_large, (needs.received_bytes, needs.sent_bytes))
+            needs = Preparation(needs.edges, received_bytes=received, sent_bytes=sent)
         if needs in self._prepared:
             return
         made = self._make_channels(self._channels_for(needs), timeout)
@@ -260,11 +261,10 @@ class ProcessGroupTransport(Transport):
             self._warm_up(needs, made)
         self._prepared.add(needs)
 
-    def _large_or_none(self, needs: Preparation) -> dict[str, float]:
-        """The sizes of messages that need a channel of their own on gloo, 0 for others."""
+    def _size_if_large(self, size: float) -> float:
+        """The size of messages that need a channel of their own on gloo, 0 for others."""
         has_channels = self.one_way and "gloo" in dist.get_backend(self.group)
-        sizes = {"received_bytes": needs.received_bytes, "sent_bytes": needs.sent_bytes}
-        return {name: size if has_channels and size >= GLOO_DETACHED_BYTES else 0 for name, size in sizes.items()}
+        return size if has_channels and size >= GLOO_DETACHED_BYTES else 0
 
     def _channels_for(self, needs: Preparation) -> list[Key]:
         """This rank's channels, in an order that is the same on all ranks."""

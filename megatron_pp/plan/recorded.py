@@ -1,9 +1,9 @@
 """Memory that PyTorch's allocator keeps back after a transfer over NCCL.
 
-torch calls ``record_stream`` for every tensor that is sent or received (``ProcessGroupNCCL::pointToPoint``). A freed one
-can then be used again only when the stream of its communicator has done all that was posted to it until then, also
-receives that wait for their peers. So an input that was received on a channel stays after its backward until the
-receives that were posted ahead on that channel are there.
+torch calls ``record_stream`` for every tensor that is sent or received (``ProcessGroupNCCL::pointToPoint``). Memory
+that is freed can then be used again only when the stream of its communicator has done all that was posted to it until
+then, also receives that wait for their peers. So an input that was received on a channel stays after its backward until
+the receives that were posted ahead on that channel are there.
 """
 
 from __future__ import annotations

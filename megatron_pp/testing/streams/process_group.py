@@ -117,7 +117,7 @@ class VirtualGroup(dist.ProcessGroup):
         self._desc = desc
 
     @property
-    def group_desc(self) -> str:  # type: ignore[override]
+    def group_desc(self) -> str:
         return self._desc
 
     def _set_default_backend(self, kind: Any) -> None:

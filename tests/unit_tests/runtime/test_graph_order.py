@@ -70,6 +70,6 @@ def test_a_step_is_refused_before_anything_is_sent(policy: str) -> None:
         run_in_threads(2, 1, ToyData(4), network=_Silent(2), pipeline_schedule="gpipe", **graphed)
     with pytest.raises(AssertionError, match="a transfer was posted"):
         run_in_threads(2, 1, ToyData(4), network=_Silent(2), pipeline_schedule="1f1b", **graphed)
+    local: dict[str, Any] = {policy: True, "cuda_graph_impl": "local"}
     with pytest.raises(AssertionError, match="a transfer was posted"):
-        local = {policy: True, "cuda_graph_impl": "local"}
         run_in_threads(2, 1, ToyData(4), network=_Silent(2), pipeline_schedule="gpipe", **local)
