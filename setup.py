@@ -31,7 +31,11 @@ EXTRAS = {
     "megatron": ["megatron-core>=0.16", "tqdm"],
     # Weight gradients of Transformer Engine's layers as a step of their own. Needs CUDA and a compiler.
     "te": ["transformer-engine[pytorch]"],
-    "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "ruff", "mypy", "import-linter"],
+    "test": [
+        *("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "ruff", "mypy", "import-linter"),
+        # What the Python of Transformer Engine imports, which scripts/setup_env.sh gets for the tests.
+        *("einops", "onnxscript", "pydantic>=2"),
+    ],
 }
 # apex (its fused weight gradient kernel) is deliberately no extra: the package called `apex` on PyPI is something
 # else. Build it from https://github.com/NVIDIA/apex with its CUDA extensions; megatron_pp looks for it at run time.

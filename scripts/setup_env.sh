@@ -76,6 +76,11 @@ install() { # EXTRA...
     # torch first and alone: megatron-core and others take any version, and must find the pinned one in place.
     "${pip[@]}" torch setuptools wheel >&2
     "${pip[@]}" --no-build-isolation --editable "$root${joined:+[$joined]}" >&2
+    if [[ " $* " == *" test "* ]]; then
+        # All of Transformer Engine's Python, without the compiled part: the tests have a stand-in for that. In a folder of
+        # its own, since Megatron-core takes any transformer_engine that it finds for a whole one.
+        "${pip[@]}" --no-deps --upgrade --target "$venv/transformer_engine_python" transformer-engine >&2
+    fi
     (cd / && "$python" -c 'import torch, megatron_pp') || die "torch and megatron_pp cannot be imported from $venv"
     printf '%s\n%s\n' "$(fingerprint)" "$*" >"$stamp.new"
     mv -f -- "$stamp.new" "$stamp"

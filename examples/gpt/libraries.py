@@ -1,7 +1,7 @@
 """Which library each part of training comes from: torch, NVIDIA apex, or Transformer Engine (in FP8 where asked for).
 
 Chosen before any communication. Asked for and absent is an error; ``auto`` takes the fused form where it is there, on a
-GPU. Written against the documented interfaces of apex and of Transformer Engine 1.13 to 2.18; neither has been run on a
+GPU. Written against the documented interfaces of apex and of Transformer Engine 1.13 to 2.20; neither has been run on a
 GPU so far. Transformer Engine's layers start with the weights of the local ones, to the bit; their GELU is the tanh
 approximation, that of the local layers is exact.
 """
@@ -27,6 +27,8 @@ _RECIPES = {
     "blockwise": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
 }
+_COMPILED = {"apex.optimizers": "amp_C", "apex.normalization": "fused_layer_norm_cuda"}
+"""What these need besides: apex can be installed without it, and then fails at the first call."""
 _INSTALL = {
     "apex": "build it from NVIDIA's source with its CUDA extensions (the package apex on PyPI is something else)",
     TE: "install transformer_engine[pytorch]",
@@ -88,6 +90,7 @@ def _find(flag: str, wanted: str, library: str, module: str, name: str, on_gpu: 
     if wanted != "auto" or not on_gpu:
         return None
     try:
+        importlib.import_module(_COMPILED.get(module, module))
         return getattr(importlib.import_module(module), name, None)
     except Exception:  # a half-built extension raises what it likes
         return None
@@ -97,6 +100,7 @@ def _required(flag: str, library: str, module: str, on_gpu: bool) -> Any:
     if not on_gpu:
         raise ArgumentError(f"{flag} is {library}, which computes on GPUs alone; leave {flag} out")
     try:
+        importlib.import_module(_COMPILED.get(module, module))
         return importlib.import_module(module)
     except Exception as error:  # a half-built extension raises what it likes
         advice = f"{_INSTALL[library]}, or leave {flag} out"

@@ -102,7 +102,7 @@ def _timeline(args: argparse.Namespace) -> Timeline:
         title = f"{traced.measured.plan.spec.describe()}, step {traced.step} as measured"
         return simulated_timeline(traced.measured, MILLISECONDS, title=title)
     plan, shape = verified_single_plan(args), model_shape(args)
-    return simulated_timeline(simulate(plan, *costs_of(args, plan, None, shape)), cost_unit(args), shape)
+    return simulated_timeline(simulate(plan, *costs_of(args, plan, None, shape), args.device), cost_unit(args), shape)
 
 
 def _print_text(timeline: Timeline, width: int, console: Console) -> None:

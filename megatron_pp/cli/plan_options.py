@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,24 @@ from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.sim.naive import NAIVE, naive_plan
-from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, ONE_WAY, OVERLAP, POLICIES, Plan, PlanSpec
+from megatron_pp.plan.spec import (
+    CHANNELS,
+    DEVICE_RULES,
+    EXPLICIT,
+    HOOKS,
+    ONE_WAY,
+    OVERLAP,
+    POLICIES,
+    Plan,
+    PlanSpec,
+    checked_device,
+)
 from megatron_pp.plan.verifier import verify
 
 _DEFAULT_SCHEDULE = "1f1b"
 _DEFAULT_RANKS = 4
 _NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches")
-_LOWERING = ("policy", "channels", "variable_shapes", "release_after", "lookahead", "grad_sync", "param_sync")
+_LOWERING = ("policy", "channels", "variable_shapes", "release_after", "lookahead", "grad_sync", "param_sync", "device")
 
 
 def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
@@ -43,6 +55,15 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--variable-shapes", action="store_true", help="shapes travel ahead of the tensors")
     group.add_argument("--release-after", type=whole, default=1, metavar="N", help="slots from a send to its release")
     group.add_argument("--lookahead", type=whole, default=1, metavar="N", help="slots that a receive is posted ahead")
+    group.add_argument(
+        "--device",
+        action="extend",
+        type=_rules,
+        default=[],
+        metavar="RULE",
+        help=f"rules that hold where it runs, {', '.join(DEVICE_RULES)} (or a list: a,b,c): the plan is lowered for "
+        "them and verified under them together; default rendezvous, which always holds",
+    )
     group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), default=HOOKS)
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
     imported = "a plan in our JSON or PyTorch's CSV (where it is compute-only, lowered as --policy and --channels say)"
@@ -54,6 +75,14 @@ def whole(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
+
+
+def _rules(text: str) -> tuple[str, ...]:
+    """Rules of a device with commas between them, for argparse."""
+    try:
+        return checked_device(text.split(","))
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def whole_list(text: str) -> list[int]:
@@ -124,7 +153,7 @@ def _imported(args: argparse.Namespace) -> Plan:
         plan = load_plan(args.source, **_given(args, _LOWERING))
     for note in notes:
         _note(args, str(note.message))
-    return plan
+    return replace(plan, spec=replace(plan.spec, device=tuple(args.device))) if args.device else plan
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ EXAMPLES = """examples:
   megatron-pp simulate -s 1f1b -P 4 -M 16 --forward-ms 10 --backward-ms 20 --p2p-ms 0.5
   megatron-pp simulate -s zb_v -P 8 -M 32 --forward-ms 10 --backward-ms 10 --weight-ms 10 \\
       --bandwidth 25 --layers 32 --hidden-size 4096 --seq-length 4096 --vocab-size 32000 --tensor-parallel 8
+  megatron-pp simulate -s interleaved_1f1b -P 4 -V 2 -M 16 --p2p-ms 0.1 --device one_queue
   megatron-pp simulate --compare all -P 8 -V 1,2 -M 16,32 --forward-ms 10 --backward-ms 20 \\
       --layers 32 --hidden-size 4096 --seq-length 4096 --memory-limit 40
 
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     traced = traced_findings(args)
     plan = traced.measured.plan if traced is not None and names_no_plan(args) else verified_single_plan(args)
     shape = model_shape(args)
-    result = simulate(plan, *costs_of(args, plan, traced, shape))
+    result = simulate(plan, *costs_of(args, plan, traced, shape), args.device)
     peaks = Peaks(
         result.peak_activations(_weight_shares(args, plan, shape)), peak_bytes(plan, shape) if shape else None
     )

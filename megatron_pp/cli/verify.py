@@ -16,6 +16,7 @@ SUMMARY = "check a plan: completeness, deadlock, buffer lifetime, memory"
 EXAMPLES = """examples:
   megatron-pp verify -s interleaved_1f1b -P 8 -V 4 -M 32
   megatron-pp verify --import plan.csv
+  megatron-pp verify --import plan.json --device one_queue,device_sync
 
 exit codes: 0 accepted, 1 refused (and why), 2 wrong arguments or a file that is not a plan
 """

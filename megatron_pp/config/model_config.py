@@ -109,6 +109,10 @@ class ModelParallelConfig:
         None, "the program's number of the step, or a function that returns it; ranks compare theirs", cli=False
     )
     warm_up_p2p: bool = setting(True, "connect neighbours when the communicator is made, not within the first step")
+    device_sync: bool | None = setting(
+        None,
+        "compute may synchronise the device, so no receive is posted ahead; None: where timers are at log level 2",
+    )
     p2p_debug: bool = setting_from_env(
         "MEGATRON_PP_P2P_DEBUG", read_flag, "check shapes, dtypes and order of every transfer (slow)"
     )

@@ -13,7 +13,7 @@ from megatron_pp.config.checks import whole_number
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.plan.measured import Measured
-from megatron_pp.plan.spec import ONE_WAY
+from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
 
 
 class StepSettings(NamedTuple):  # five times faster to make than a frozen dataclass
@@ -59,6 +59,7 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     compute_timeout: float | None
     step_number: int | Callable[[], int] | None
     warm_up_p2p: bool
+    device_sync: bool | None
     p2p_debug: bool
     trace_dir: str | None
     trace_steps: str | None
@@ -81,6 +82,21 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     def shapes_vary(self) -> bool:
         """Whether microbatches differ in shape."""
         return bool(self.variable_seq_lengths or self.mtp_standalone)
+
+    @property
+    def device_rules(self) -> tuple[str, ...]:
+        """The plan's rules of a CUDA device that runs this step; see ``plan.spec``."""
+        holds = {
+            ONE_QUEUE: True,
+            DEVICE_SYNC: self._timers_synchronise if self.device_sync is None else self.device_sync,
+            STATIC_BUFFERS: self.cuda_graph_impl == "transformer_engine",
+        }
+        return tuple(rule for rule, true in holds.items() if true)
+
+    @property
+    def _timers_synchronise(self) -> bool:
+        """Whether Megatron's timers run around each forward and backward, where they synchronise the device."""
+        return getattr(self.timers, "_log_level", 0) >= 2
 
     @property
     def one_way(self) -> bool:

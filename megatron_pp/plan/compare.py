@@ -60,7 +60,7 @@ def _candidate(
 ) -> Candidate:
     try:
         plan, _ = verified_plan(spec)
-        result = simulate(plan, costs.regrouped(plan.placement.num_stages), network)
+        result = simulate(plan, costs.regrouped(plan.placement.num_stages), network, spec.device)
         peak = max(peak_bytes(plan, shape)) if shape else None
     except PlanError as error:
         return Candidate(spec, refused=str(error))

@@ -1,8 +1,8 @@
 """Lowering: from a compute order to a full plan with communication.
 
 Between two entries of a rank's order lies a *boundary*; boundary i is before entry i. At a boundary stand, in this
-order: posts (sends and receives), releases, gradient syncs, waits and hand-offs for the entry that follows, other
-syncs. Each message has a *round*, the logical slot at whose end it is produced (``clock.py``).
+order: posts (sends and receives), releases, gradient syncs, waits and hand-offs for the entry that follows (in order of
+rounds), other syncs. Each message has a *round*, the logical slot at whose end it is produced (``clock.py``).
 
 ``overlap``  A send is posted right after its operation and released ``release_after`` entries later. A receive is
              posted when its message is due, or ``lookahead`` slots ahead of its use if that is earlier, and waited
@@ -11,15 +11,23 @@ syncs. Each message has a *round*, the logical slot at whose end it is produced 
              ``variable_shapes``, one per round).
 ``plain``    The same messages, singly, waited together.
 
+On a one-way channel the next receive is posted once the one before has been waited for: with one hardware queue it
+would hold back compute until then. Under ``overlap`` a receive that is due while the one before is not used for long
+is posted all the same, as late as its sender has no need of it: what then holds the queue back has an earlier round, so
+nothing hangs.
+
 At one boundary receives are posted before sends wherever that is free (one-way channels, and within a batch): gloo
 announces a receive in the data of the other direction, behind a message that is already on its way.
 
 With ``overlap_pairs``, a pair is one entry: what its halves wait for comes before it, what they send after it.
 
 With ``shared`` channels, both ends must post in one order: posts then stand in the order of rounds, no receive ahead of
-its round. With ``variable_shapes`` a receive is complete only once its shape has come, so its wait follows it at once,
-at its round's boundary: a sender is never held up by a receiver that is in no hurry, and what is posted later on the
-channel cannot overtake it.
+its round. With ``variable_shapes`` a receive is complete only once its shape has come, so it is waited at its round's
+boundary: a sender is never held up by a receiver that is in no hurry, and what is posted later on the channel cannot
+overtake it.
+
+Where compute synchronises the device (DEVICE_SYNC) no receive is posted ahead of its round: compute would wait for what
+may depend on it. With STATIC_BUFFERS a gradient is released before the operation after the next backward.
 """
 
 from __future__ import annotations
@@ -28,6 +36,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pp.plan.clock import Clocked, run_clock
@@ -45,7 +54,7 @@ from megatron_pp.plan.instruction import (
 )
 from megatron_pp.plan.order_check import check_orders
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.spec import BATCHED, ONE_WAY, OVERLAP, Plan, PlanSpec
+from megatron_pp.plan.spec import BATCHED, DEVICE_SYNC, ONE_WAY, OVERLAP, PLAIN, STATIC_BUFFERS, Plan, PlanSpec
 from megatron_pp.plan.sync_marks import syncs_of
 
 Order = Sequence[Instruction]
@@ -63,6 +72,11 @@ class _Post(NamedTuple):
     post: Instruction
     finish: Instruction  # the WAIT or FREE that belongs to it
     use: int  # for a receive, the entry that consumes it; for a send, the one that produced it
+
+    @property
+    def channel(self) -> tuple[int, str]:
+        """Among the one-way channels of its rank."""
+        return self.post.peer, self.post.op
 
 
 def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str = "") -> Plan:
@@ -90,22 +104,36 @@ class _RankLowering:
         self.order = clocked.orders[rank]
         self.ends = clocked.ends[rank]
         self.result_ends = clocked.result_ends
+        self.lookahead = 0 if DEVICE_SYNC in spec.device else spec.lookahead
         self.posts: dict[int, list[_Post]] = defaultdict(list)
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
-        self.inputs: dict[int, list[Instruction]] = defaultdict(list)  # waits and hand-offs
+        # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
+        self.inputs: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)
 
     def program(self) -> list[Instruction]:
         sends, receives = self._messages()
-        if self.spec.policy == OVERLAP:
-            self._place_late_finishes(sends, receives)
         for send in sends:
             self.posts[send.use + 1].append(send)
-        for receive, boundary in zip(receives, self._receive_boundaries(receives), strict=True):
-            self.posts[boundary].append(receive)
+        if self.spec.policy == OVERLAP:
+            self._place_releases(sends)
+        if self.spec.policy == OVERLAP and not self.spec.variable_shapes:
+            for receive in receives:
+                self.inputs[receive.use].append((receive.round, receive.finish))
+        if self._looks_ahead:
+            self._place_ahead(receives)
+        else:
+            for receive in receives:
+                self.posts[self._due(receive)].append(receive)
         return self._emit()
 
+    @property
+    def _looks_ahead(self) -> bool:
+        return self.spec.policy == OVERLAP and self.spec.channels == ONE_WAY and not self.spec.variable_shapes
+
     def _messages(self) -> tuple[list[_Post], list[_Post]]:
-        """This rank's ends of all messages, sends and receives; hand-offs within the rank go to their place at once."""
+        """This rank's ends of all messages, sends and receives, in the order of rounds; hand-offs within the rank go to
+        their place at once.
+        """
         sends: list[_Post] = []
         receives: list[_Post] = []
         for i, entry in enumerate(self.order):
@@ -117,14 +145,14 @@ class _RankLowering:
                 if target is not None and self.placement.homes[target][0] != self.rank:
                     moves = MOVES[RESULT_OF[at.op]]
                     sends.append(self._post(self.ends[i], at, target, target, moves.send, moves.free, i))
-        return sends, receives
+        return sorted(sends), sorted(receives)
 
     def _receive(self, i: int, at: Instruction, source: int, receives: list[_Post]) -> None:
         """The input that entry ``i`` gets from stage ``source``."""
         result = RESULT_OF[at.op]
         moves = MOVES[result]
         if self.placement.homes[source][0] == self.rank:
-            self.inputs[i].append(Instruction(moves.hand, at.stage, at.mb, NONE, at.chunk))
+            self.inputs[i].append((0, Instruction(moves.hand, at.stage, at.mb, NONE, at.chunk)))
         else:
             due = self.result_ends[(result, source)][at.mb]
             receives.append(self._post(due, at, source, at.stage, moves.recv, moves.wait, i))
@@ -135,8 +163,8 @@ class _RankLowering:
         first, last = Instruction(post, stage, mb, peer, chunk), Instruction(finish, stage, mb, peer, chunk)
         return _Post(due, -TOWARDS[RESULT_OF[at.op]], to, mb, first, last, use)
 
-    def _place_late_finishes(self, sends: list[_Post], receives: list[_Post]) -> None:
-        """Under ``overlap``: releases some entries after their send, waits right before the use.
+    def _place_releases(self, sends: list[_Post]) -> None:
+        """Under ``overlap``, some entries after the send.
 
         An output is released before its own backward at the latest: the gradient that comes back shows that the send is
         done, and what is released then needs no memory in the backward.
@@ -147,14 +175,18 @@ class _RankLowering:
             for at in entry.members or (entry,)
             if at.op in BACKWARD_OPS
         }
+        turns = sorted(set(backwards.values()))
         for send in sends:
             boundary = min(send.use + 1 + self.spec.release_after, len(self.order))
+            following = bisect_right(turns, send.use)
             if send.finish.op == FREE_F:
                 boundary = min(boundary, backwards.get((send.finish.stage, send.finish.mb), boundary))
-            self.releases[boundary].append(send.finish)
-        if not self.spec.variable_shapes:
-            for receive in receives:
-                self.inputs[receive.use].append(receive.finish)
+            elif STATIC_BUFFERS in self.spec.device and following < len(turns):
+                boundary = min(boundary, turns[following] + 1)
+            if boundary == send.use + 1 < len(self.order):  # right before its backward: behind the gradient
+                self.inputs[boundary].append((self.ends[boundary], send.finish))
+            else:
+                self.releases[boundary].append(send.finish)
 
     def _ahead(self, use: int) -> int:
         """The boundary ``lookahead`` slots before the entry ``use`` starts.
@@ -165,28 +197,39 @@ class _RankLowering:
         on four ranks would take 1.4% longer where a transfer takes as long as a forward).
         """
         if self.placement.num_chunks > 1:
-            return max(0, use - self.spec.lookahead)
+            return max(0, use - self.lookahead)
         length = len(self.order[use].members) or 1
-        return bisect_right(self.ends, self.ends[use] - length - self.spec.lookahead)
+        return bisect_right(self.ends, self.ends[use] - length - self.lookahead)
 
-    def _receive_boundaries(self, receives: list[_Post]) -> list[int]:
-        """Where each receive is posted: at its round's boundary, or earlier by look-ahead where channels allow, in the
-        sender's order.
+    def _due(self, receive: _Post) -> int:
+        """The boundary of its round."""
+        return bisect_right(self.ends, receive.round)
+
+    def _place_ahead(self, receives: list[_Post]) -> None:
+        """Post each receive when it is due, or by look-ahead earlier, but behind the wait of the one before it on its
+        channel; where that comes too late, when it is due or as late as the sender does not have to wait for it.
         """
-        boundaries = [bisect_right(self.ends, receive.round) for receive in receives]
-        ahead = self.spec.policy == OVERLAP and self.spec.channels == ONE_WAY and not self.spec.variable_shapes
-        if not ahead:
-            return boundaries
-        by_round = sorted(range(len(receives)), key=lambda k: receives[k].round, reverse=True)
-        # Channel -> boundary of the receive that comes after in FIFO order
-        earliest_later: dict[tuple[int, str], int] = {}
-        for k in by_round:
-            receive = receives[k]
-            channel = (receive.post.peer, receive.post.op)
-            wanted = min(boundaries[k], self._ahead(receive.use))
-            boundaries[k] = min(wanted, earliest_later.get(channel, wanted))
-            earliest_later[channel] = boundaries[k]
-        return boundaries
+        lines: dict[tuple[int, str], list[_Post]] = defaultdict(list)
+        for receive in receives:
+            lines[receive.channel].append(receive)
+        for line in lines.values():
+            for before, receive, after in zip([None, *line], line, [*line[1:], None], strict=False):
+                due = self._due(receive)
+                wanted = min(due, self._ahead(receive.use))
+                if before is None or before.use < wanted:
+                    self.posts[wanted].append(receive)
+                elif before.use <= due or (boundary := self._latest(receive, after)) == due:
+                    self.inputs[min(before.use, due)].append((before.round, receive.post))
+                else:
+                    self.posts[boundary].append(receive)
+
+    def _latest(self, receive: _Post, after: _Post | None) -> int:
+        """The last boundary at which nothing waits for the receive yet: one slot after its round, as its sender runs
+        another operation before the release or the channel's next send; at its round where that operation is the next
+        send's own, or synchronises the device.
+        """
+        at_once = DEVICE_SYNC in self.spec.device or (after is not None and after.round == receive.round + 1)
+        return min(bisect_right(self.ends, receive.round + (0 if at_once else 1)), receive.use)
 
     def _emit(self) -> list[Instruction]:
         before, after = syncs_of(self.spec, self.rank, self.order)
@@ -198,7 +241,7 @@ class _RankLowering:
             program += self.releases.get(i, ())
             program += after.get(i - 1, ())
             if i < len(self.order):
-                program += self.inputs.get(i, ())
+                program += [at for _, at in sorted(self.inputs.get(i, ()), key=itemgetter(0))]
                 program += before.get(i, ())
                 program.append(self.order[i])
         return program
@@ -208,12 +251,16 @@ class _RankLowering:
             for together in map(_receives_first, self._batches(posts)):
                 program.append(batch(p.post for p in together))
                 program += _waits(together) + _releases(together)
+        elif self.spec.channels == ONE_WAY:
+            self._emit_one_way(posts, program)
         elif self.spec.variable_shapes:
-            self._emit_one_by_one(posts, program)
+            for p in posts:
+                program += (p.post, p.finish) if p.post.op in RECV_OPS else (p.post,)
         else:
-            program += [p.post for p in (_receives_first(posts) if self.spec.channels == ONE_WAY else posts)]
-            if self.spec.policy != OVERLAP:
-                program += _waits(posts) + _releases(posts)
+            program += [p.post for p in posts]
+            program += [] if self.spec.policy == OVERLAP else _waits(posts)
+        if self.spec.policy == PLAIN:
+            program += _releases(posts)
 
     def _batches(self, posts: list[_Post]) -> Iterable[list[_Post]]:
         """All messages of a boundary in one batch; where shapes travel ahead as a batch of their own, a batch per
@@ -223,14 +270,17 @@ class _RankLowering:
             return [posts]
         return [list(same) for _, same in groupby(posts, key=lambda p: p.round)]
 
-    def _emit_one_by_one(self, posts: list[_Post], program: list[Instruction]) -> None:
-        """Every receive waited where it is posted; where channels are one-way, sends need not stand behind it."""
-        if self.spec.channels == ONE_WAY:
-            posts = sorted(posts, key=lambda p: p.post.op in RECV_OPS)
-        for p in posts:
-            program += (p.post, p.finish) if p.post.op in RECV_OPS else (p.post,)
-        if self.spec.policy != OVERLAP:
-            program += _releases(posts)
+    def _emit_one_way(self, posts: list[_Post], program: list[Instruction]) -> None:
+        """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel."""
+        receives = [p for p in posts if p.post.op in RECV_OPS]
+        first: dict[tuple[int, str], _Post] = {}
+        for p in receives:
+            first.setdefault(p.channel, p)
+        program += [p.post for p in first.values()]
+        program += [p.post for p in posts if p.post.op in SEND_OPS]
+        if not self._looks_ahead:
+            for p in receives:
+                program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
 
 
 def _receives_first(posts: list[_Post]) -> list[_Post]:

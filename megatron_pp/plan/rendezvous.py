@@ -1,37 +1,50 @@
-"""The half of ``verify`` that runs all ranks against each other, under rendezvous semantics.
+"""The half of ``verify`` that runs all ranks against each other, under the rules of the device.
 
-A send completes only when the matching receive is posted, and the other way round. Operations on one queue run
-strictly in the order in which they were posted; a batch is one entry of its queue and leaves it as a whole
-(``queues.py``). A wait holds back all that follows on its rank, while what was posted goes on. That is what NCCL does
-with large messages, and what gloo does always. The outcome does not depend on the order in which ranks are advanced
-(each step only ever enables more), so one run decides.
+``rendezvous``   A send completes only when the matching receive is posted, and the other way round. Operations on one
+                 queue run strictly in the order in which they were posted; a batch is one entry of its queue and leaves
+                 it as a whole (``queues.py``). A wait holds back all that follows on its rank, while what was posted
+                 goes on. NCCL is so with large messages, gloo always.
+``one_queue``    Besides, what is posted behind an unfinished operation of its own queue holds back all that follows on
+                 its rank, compute included: with CUDA_DEVICE_MAX_CONNECTIONS=1 everything goes through one hardware
+                 queue, whose head waits for the stream that it belongs to.
+``device_sync``  Besides, compute holds back all that follows on its rank until everything that the rank has posted is
+                 over, as ``torch.cuda.synchronize()`` within it does.
+
+The outcome does not depend on the order in which ranks are advanced (each step only ever enables more), so one run
+decides. A rule only adds to what is waited for: a plan that passes under several rules together passes under each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import POST_OF, Instruction
 from megatron_pp.plan.queues import DATA, SHAPE, End, Entry, QueueMachine
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, RENDEZVOUS, Plan
 
 
-def check_rendezvous(plan: Plan) -> None:
+def check_rendezvous(plan: Plan, device: Collection[str] = ()) -> None:
     """Raises PlanError where the plan can hang or a receive would get another message than it is meant for, with the
-    cycle in words.
+    cycle in words. ``device``: rules that hold besides rendezvous; others than ONE_QUEUE and DEVICE_SYNC say nothing
+    here.
     """
-    _Run(plan).run()
+    _Run(plan, [rule for rule in (ONE_QUEUE, DEVICE_SYNC) if rule in device]).run()
 
 
 class _Run:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, rules: list[str]) -> None:
         self.plan = plan
         self.machine = QueueMachine(plan)
         self.shapes_first = plan.spec.variable_shapes
+        self.rules = rules
+        self.one_queue = ONE_QUEUE in rules
+        self.device_sync = DEVICE_SYNC in rules
         self.at = [0] * len(plan.programs)
         self.posted: list[dict[tuple[str, tuple[Any, ...], str], Entry]] = [{} for _ in plan.programs]
+        self.open: list[list[Entry]] = [[] for _ in plan.programs]  # posted, and unfinished when last looked at
         self.blocked: dict[int, Entry] = {}  # rank -> the entry that its current instruction waits for
         self.ready: list[int] = list(range(len(plan.programs)))
 
@@ -63,17 +76,18 @@ class _Run:
         """Post what ``at`` posts. Returns the entry that ``at`` has to wait for before the next one can start."""
         if at.op in POST_OF:
             return self._await(rank, at)
+        if at.op in ins.COMPUTE_OPS:
+            return self._unfinished(rank) if self.device_sync else None
         if at.op not in ins.POST_OPS and at.op != ins.BATCH:
             return None
         if self.shapes_first:
             # The shape of a single receive is waited where the receive is; that of a batch or a send, here.
             shape = self._once(rank, at, SHAPE)
             if at.op in ins.RECV_OPS:
-                return None
+                return self._in_front_of(shape)
             if at.op == ins.BATCH and not shape.is_done:
                 return shape
-        self._once(rank, at, DATA)
-        return None
+        return self._in_front_of(self._once(rank, at, DATA))
 
     def _await(self, rank: int, at: Instruction) -> Entry | None:
         """What a WAIT or FREE still waits for."""
@@ -91,6 +105,16 @@ class _Run:
         del self.posted[rank][(post, of, DATA)]  # nothing asks for it again
         return None
 
+    def _in_front_of(self, entry: Entry) -> Entry | None:
+        """What holds back all that follows ``entry`` on its rank, where everything goes through one hardware queue."""
+        held = self.one_queue and not entry.is_done and entry.queue[0] is not entry
+        return entry.queue[0] if held else None
+
+    def _unfinished(self, rank: int) -> Entry | None:
+        """What a synchronisation of the device waits for."""
+        self.open[rank] = [entry for entry in self.open[rank] if not entry.is_done]
+        return next(iter(self.open[rank]), None)
+
     def _once(self, rank: int, at: Instruction, part: str) -> Entry:
         """The entry of ``at``, posted now unless it was before the rank had to wait."""
         posted, keys = self.posted[rank], [(one.op, one[1:], part) for one in at.members or (at,)]
@@ -100,6 +124,8 @@ class _Run:
             for key in keys:
                 posted[key] = entry
             self._settle()
+            if self.device_sync:
+                self.open[rank].append(entry)
         return entry
 
     def _settle(self) -> None:
@@ -123,16 +149,25 @@ class _Run:
                 lines.append(f"rank {current} is at its end")
                 break
             head = _head_in_front_of(entry)
-            current_at = self.plan.programs[current][self.at[current]]
-            behind = "" if head.entry is entry else f" (its {entry.at} is queued behind it)"
             other = "receive" if head.is_send else "send"
             lines.append(
-                f"rank {current} waits at {current_at} for rank {head.peer} to post the {other} that matches "
-                f"{head.at}{behind}"
+                f"rank {current} waits at {self._held_at(current)} for rank {head.peer} to post the {other} that "
+                f"matches {head.at}{self._queued(current, entry, head)}"
             )
             current = head.peer
         start = seen.index(current) if current in seen else 0
-        return f"deadlock under rendezvous: {'; '.join(lines[start:])}"
+        return f"deadlock under {' and '.join(self.rules or [RENDEZVOUS])}: {'; '.join(lines[start:])}"
+
+    def _held_at(self, rank: int) -> str:
+        at = self.plan.programs[rank][self.at[rank]]
+        return f"{at}, which synchronises the device," if at.op in ins.COMPUTE_OPS else str(at)
+
+    def _queued(self, rank: int, entry: Entry, head: End) -> str:
+        """Which instruction of the rank stands behind ``head`` in its queue, where it is another one."""
+        at = self.plan.programs[rank][self.at[rank]]
+        if at.op in ins.POST_OPS or at.op == ins.BATCH:
+            return "" if head.entry.at is at else f" (its {at} is queued behind it, and all that follows behind that)"
+        return "" if head.entry is entry else f" (its {entry.at} is queued behind it)"
 
 
 def _head_in_front_of(entry: Entry) -> End:

@@ -89,6 +89,6 @@ class _FilePlan:
 
     def programs(self, spec: PlanSpec) -> tuple[tuple[Instruction, ...], ...] | None:
         """The file's own programs, where they were lowered for ``spec``."""
-        of_the_run = ("schedule", "measured", "digest", "group_size", "split_backward")
+        of_the_run = ("schedule", "measured", "digest", "group_size", "split_backward", "device")
         mine = replace(self.plan.spec, **{name: getattr(spec, name) for name in of_the_run})
         return self.plan.programs if mine == spec else None

@@ -226,6 +226,8 @@ def spec_from_values(values: dict[str, Any]) -> PlanSpec:
         raise ExchangeError(f"the spec lacks {', '.join(missing)}")
     measured = values.pop("measured", None)
     for name, value in values.items():
+        if name == "device" and isinstance(value, list):
+            value = values[name] = tuple(value)
         expected = type(known[name].default) if known[name].default is not MISSING else _REQUIRED[name]
         if type(value) is not expected:
             raise ExchangeError(f"the spec's {name} is {value!r}; it must be of type {expected.__name__}")

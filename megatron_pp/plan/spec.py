@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from megatron_pp.errors import PlanError
@@ -17,6 +18,12 @@ POLICIES = (OVERLAP, BATCHED, PLAIN)
 ONE_WAY = "one_way"  # every (source, destination, activation or gradient) is a FIFO of its own
 SHARED = "shared"  # everything between two ranks is one FIFO, in the order each of them posted
 CHANNELS = (ONE_WAY, SHARED)
+
+RENDEZVOUS = "rendezvous"  # a send completes when its receive is posted, a channel runs in posting order: always true
+ONE_QUEUE = "one_queue"  # all that a rank issues goes through one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
+DEVICE_SYNC = "device_sync"  # compute may synchronise the device, as Megatron's timers do at log level 2
+STATIC_BUFFERS = "static_buffers"  # graphed layers reuse an input gradient's buffer after the next backward
+DEVICE_RULES = (RENDEZVOUS, ONE_QUEUE, DEVICE_SYNC, STATIC_BUFFERS)
 
 HOOKS = "hooks"  # data-parallel hooks fire in the last backward of a chunk, outside no_sync
 EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as Megatron does
@@ -55,6 +62,7 @@ class PlanSpec:
     overlap_pairs     a forward right before a full backward of another microbatch is a pair, to be run as one
     digest            of the schedule file's content; empty for a named family
     split_backward    whether the model can put weight gradients off; where not, the plan has no W
+    device            which of DEVICE_RULES hold where the plan runs: it is lowered for them and verified under them
     """
 
     schedule: str
@@ -74,11 +82,13 @@ class PlanSpec:
     measured: Measured | None = None
     digest: str = ""
     split_backward: bool = True
+    device: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _one_of("lowering policy", self.policy, POLICIES)
         _one_of("channels", self.channels, CHANNELS)
         _one_of("grad_sync", self.grad_sync, (HOOKS, EXPLICIT))
+        object.__setattr__(self, "device", checked_device(self.device))
         for name, value, least in (
             ("pipeline size", self.pipeline_size, 1),
             ("number of model chunks", self.num_chunks, 1),
@@ -126,6 +136,17 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(f"rank {r}: {format_program(p)}" for r, p in enumerate(self.programs))
+
+
+def checked_device(rules: Collection[str]) -> tuple[str, ...]:
+    """``rules`` in the order of DEVICE_RULES, each once, without RENDEZVOUS, which always holds. Raises PlanError for
+    one that is not known.
+    """
+    if isinstance(rules, str):
+        rules = rules.split(",")
+    for rule in rules:
+        _one_of("device rule", rule, DEVICE_RULES)
+    return tuple(rule for rule in DEVICE_RULES[1:] if rule in rules)
 
 
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:

@@ -1,9 +1,11 @@
-"""Accept or refuse a plan: completeness, buffer lifetime, memory (``lifetime.py``), rendezvous deadlock and crossing
-messages (``rendezvous.py``), and whether it runs its own compute order (``order_check.py``). What is refused is refused
-with the rank, the instruction and the cycle or the missing piece."""
+"""Accept or refuse a plan: completeness, buffer lifetime, memory (``lifetime.py``), deadlock and crossing messages
+(``rendezvous.py``) and buffers that are reused (``static_buffers.py``) under the rules of the device, and whether it
+runs its own compute order (``order_check.py``). What is refused is refused with the rank, the instruction and the cycle
+or the missing piece."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_pp.errors import PlanError
@@ -12,7 +14,8 @@ from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.lifetime import RankPeaks, check_rank
 from megatron_pp.plan.order_check import check_programs
 from megatron_pp.plan.rendezvous import check_rendezvous
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.spec import STATIC_BUFFERS, Plan, checked_device
+from megatron_pp.plan.static_buffers import check_static_buffers
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,12 @@ class Verdict:
     ranks        peaks of live pipeline tensors
     activations  peak of what the chunks themselves keep, in units of one chunk's forward; a waiting weight gradient
                  counts its share (``activations.py``)
+    device       the rules of the device that it was verified under, besides rendezvous
     """
 
     ranks: tuple[RankPeaks, ...]
     activations: tuple[float, ...]
+    device: tuple[str, ...] = ()
 
     @property
     def worst_rank(self) -> int:
@@ -35,8 +40,9 @@ class Verdict:
     def __str__(self) -> str:
         r = self.worst_rank
         each = self.ranks[r].each
+        under = f" under {' and '.join(self.device)}" if self.device else ""
         return (
-            f"deadlock-free, every send waited before its buffer is released; peak on rank {r}: "
+            f"deadlock-free{under}, every send waited before its buffer is released; peak on rank {r}: "
             f"{self.ranks[r].tensors} pipeline tensors "
             f"({each.outputs} outputs, {each.inputs} inputs, {each.act_buffers + each.grad_buffers} receive buffers, "
             f"{each.pending_sends} pending sends, {each.in_flight} microbatch chunks in flight); "
@@ -44,14 +50,24 @@ class Verdict:
         )
 
 
-def verify(plan: Plan, deallocate: bool = True, weight_share: Shares = WEIGHT_SHARE) -> Verdict:
+def verify(
+    plan: Plan,
+    deallocate: bool = True,
+    weight_share: Shares = WEIGHT_SHARE,
+    device: Collection[str] | None = None,
+) -> Verdict:
     """Raises PlanError for a plan that is incomplete, hangs, or reads, frees or receives wrongly.
 
     ``weight_share``: what a split backward keeps until its W, of a forward's memory; one number or one per stage.
+    ``device``: which of DEVICE_RULES hold together where the plan runs; by default those it was lowered for. Rendezvous
+    always does.
     """
+    rules = plan.spec.device if device is None else checked_device(device)
     if len(plan.programs) != plan.spec.pipeline_size:
         raise PlanError(f"the plan has {len(plan.programs)} rank programs for a pipeline of {plan.spec.pipeline_size}")
     peaks = tuple(check_rank(plan, rank, deallocate) for rank in range(len(plan.programs)))
-    check_rendezvous(plan)
+    check_rendezvous(plan, rules)
+    if STATIC_BUFFERS in rules:
+        check_static_buffers(plan)
     check_programs(plan)
-    return Verdict(peaks, peak_activations(plan, weight_share))
+    return Verdict(peaks, peak_activations(plan, weight_share), rules)

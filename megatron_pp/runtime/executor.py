@@ -20,7 +20,7 @@ from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.errors import P2PShapeError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
 from megatron_pp.runtime.compute import Activation, Steps
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.log_once import warn_once
@@ -76,6 +76,7 @@ class PlanExecutor:
         self.sends: dict[str, dict[Key, WaitHandle]] = {ins.SEND_F: {}, ins.SEND_B: {}}
         self.deferred: deque[tuple[WaitHandle, Instruction]] = deque()
         self.max_deferred = max_pending_sends if communicator.transport.pollable else 0
+        self._finished_in_place = ins.FREE_B if STATIC_BUFFERS in plan.spec.device else None
         self._sync_open = False
 
     def run(self) -> None:
@@ -254,7 +255,7 @@ class PlanExecutor:
     def _free(self, at: Instruction) -> None:
         """Finish a send now, or a few sends later where the transport can report that it is still on its way."""
         handle = self.sends[ins.POST_OF[at.op]].pop(at[1:3])
-        if self.max_deferred and not handle.is_completed():
+        if self.max_deferred and at.op != self._finished_in_place and not handle.is_completed():
             self.deferred.append((handle, at))
         else:
             self._wait_then_free(handle, at)

@@ -6,17 +6,23 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config import rules
+from megatron_pp.config.hardware_queues import queue_advice
 from megatron_pp.config.microbatch_counts import check_group_size, explain_microbatch_count
 from megatron_pp.config.settings import StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
 from megatron_pp.plan.orders import INTERLEAVED, Family
+from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
-from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
+from megatron_pp.plan.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, Plan, PlanSpec
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.log_once import warn_once
+
+_BLACKWELL = 10  # compute capability
 
 
 def spec_fields(inputs: StepInputs, settings: StepSettings, pipeline_size: int, is_converted: bool) -> dict[str, Any]:
@@ -56,7 +62,8 @@ def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PC
         )
     # A send is posted before the one that is ``release_after`` operations older is waited for: one more is pending.
     after = 1 if communicator.transport.pollable else max(1, int(settings.max_pending_sends) - 1)
-    return _kept_spec(**fields, variable_shapes=communicator.variable_shapes, release_after=after)
+    device = settings.device_rules if communicator.transport.backend == "nccl" else ()
+    return _kept_spec(**fields, variable_shapes=communicator.variable_shapes, release_after=after, device=device)
 
 
 _kept_spec = lru_cache(maxsize=256)(PlanSpec)
@@ -101,6 +108,24 @@ def checkpoint_flags(
     if forward_only and any(op.chunk > 0 for op in forwards):
         window = len(forwards)
     return {(op.chunk, op.mb): k % window >= partial for k, op in enumerate(forwards)}
+
+
+def advice_on_queues(plan: Plan, settings: StepSettings, communicator: P2PCore) -> str | None:
+    """What is to be said of CUDA_DEVICE_MAX_CONNECTIONS, if anything."""
+    if communicator.transport.backend != "nccl":
+        return None
+    splits_layers = settings.tensor_model_parallel_size > 1 or settings.context_parallel_size > 1
+    needs_one = splits_layers and torch.cuda.get_device_capability(communicator.device)[0] < _BLACKWELL
+    return _kept_advice(plan.spec, plan.placement, needs_one)
+
+
+@lru_cache(maxsize=128)
+def _kept_advice(spec: PlanSpec, placement: Placement, needs_one: bool) -> str | None:
+    """The variable is read once for each spec."""
+    edges = [rank for edge in placement.rank_edges for rank in edge]
+    channels = 2 * max(map(edges.count, edges), default=0)  # an edge has one for activations and one for gradients
+    shares_one = spec.channels != ONE_WAY or spec.policy == BATCHED
+    return queue_advice(1 + (1 if shares_one else channels) + spec.overlap_pairs, needs_one)
 
 
 def warn_of_limits(plan: Plan, is_converted: bool) -> None:

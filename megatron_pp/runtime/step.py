@@ -21,7 +21,13 @@ from megatron_pp.runtime.graph_order import TE_GRAPHS, check_graph_order
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import group_sizes, messages
 from megatron_pp.runtime.pairs import PairRunner
-from megatron_pp.runtime.plan_choice import checkpoint_flags, plan_spec, spec_fields, warn_of_limits
+from megatron_pp.runtime.plan_choice import (
+    advice_on_queues,
+    checkpoint_flags,
+    plan_spec,
+    spec_fields,
+    warn_of_limits,
+)
 from megatron_pp.runtime.send_buffer_check import executor_for
 from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
 from megatron_pp.tracing.recorder import Observer, message_bytes, observers, step_recording, traced_steps
@@ -68,6 +74,8 @@ class StepCall:
         plan = build_plan(self.spec, self._announce)
         if not self.spec.forward_only:
             warn_of_limits(plan, self.weights is not None)
+        if (advice := advice_on_queues(plan, self.settings, communicator)) is not None:
+            self._announce(advice)
         steps = self.make_steps(plan)
         sent = received = message_bytes(shapes.send, communicator.dtype)
         if shapes.receive != shapes.send:

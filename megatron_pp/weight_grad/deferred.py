@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,9 +81,12 @@ class Waiting(NamedTuple):
 
 def versions(deferred: Any) -> int:
     """Grows with every in-place change of what ``deferred`` keeps."""
-    return sum([tensor._version for tensor in deferred.kept])
+    total = 0
+    for tensor in deferred.kept:
+        total += tensor._version
+    return total
 
 
-def frozen(deferred: Any) -> tuple[int, ...]:
-    """The ids of its parameters that are frozen now."""
-    return tuple([id(parameter) for parameter in deferred.parameters if not parameter.requires_grad])
+def frozen(parameters: Iterable[Tensor]) -> tuple[int, ...]:
+    """The ids of those that are frozen now."""
+    return tuple([id(parameter) for parameter in parameters if not parameter.requires_grad])

@@ -78,7 +78,7 @@ class WeightGradStore:
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self._whole: dict[int, Tensor] = {}
         self._logged: set[tuple[str, str]] = set()
-        self._layers: list[tuple[nn.Module, int]] = []
+        self._layers: list[tuple[nn.Module, int, bool]] = []
         self._delayed: list[tuple[nn.Module, int]] = []
         self.abort_step()
 
@@ -90,7 +90,7 @@ class WeightGradStore:
 
     def own(self, layer: nn.Module, chunk: int, delays: bool) -> None:
         """Register a layer of ``chunk``; ``delays``: it has a queue of its own."""
-        self._layers.append((layer, chunk))
+        self._layers.append((layer, chunk, delays))
         if delays:
             self._delayed.append((layer, chunk))
 
@@ -163,7 +163,7 @@ class WeightGradStore:
             self.casts.clear()
             for run in delayed:
                 run.end_backward()
-        self._queues[key].extend(Waiting(-1, run, 0, frozen(run)) for run in delayed)
+        self._queues[key].extend(Waiting(-1, run, 0, frozen(run.parameters)) for run in delayed)
         if not split:
             self.run(chunk, mb)
 
@@ -225,10 +225,10 @@ class WeightGradStore:
 
     def leave(self, deferred: Deferred) -> None:
         """Queue ``deferred``; for a layer's backward where ``running()`` puts it off."""
-        current = self._current
+        current, parameters = self._current, deferred.parameters
         assert current is not None
-        current.left.update(map(id, deferred.parameters))
-        self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen(deferred)))
+        current.left.update(map(id, parameters))
+        self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen(parameters)))
 
     def arrive(self, parameter: Tensor, leaf: Tensor) -> None:
         """Called when autograd has finished a leaf's gradient; there is none where layers queued it, or added it to
@@ -293,8 +293,8 @@ class WeightGradStore:
 
     def _look_up_parameters(self) -> None:
         """The chunks and the leaf of each parameter; for each step, since parameters may be replaced."""
-        for layer, chunk in self._layers:
-            hooked = hooked_names(layer)
+        for layer, chunk, delays in self._layers:
+            hooked = hooked_names(layer) if delays else ()
             for name, parameter in layer._parameters.items():
                 if parameter is not None:
                     chunks = (chunk, _NEVER) if name in hooked else (chunk,)

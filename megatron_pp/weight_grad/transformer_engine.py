@@ -8,6 +8,7 @@ only if there is none. So each microbatch runs as if it were the only one, and t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ def delays_weight_grad(layer: nn.Module) -> bool:
 
 def delayed_names(layer: nn.Module) -> list[str]:
     """Parameters whose gradients are left to ``backward_dw()``: all but a norm's, which have theirs from autograd."""
-    return [name for name in layer._parameters if delays_weight_grad(layer) and not name.startswith("layer_norm")]
+    names = layer._parameters if delays_weight_grad(layer) else ()
+    return [name for name in names if not name.startswith("layer_norm")]
 
 
 def hooked_names(layer: nn.Module) -> list[str]:
@@ -47,12 +49,15 @@ class DelayedRun:
     def end_backward(self) -> None:
         self._entries += self._queued()
         self._grads = _exchange(self.parameters, self._grads)
-        if not self._entries and all(grad is None for grad in self._grads):
-            self.parameters = []
+        if not self._entries:  # it was not used, or its weights are frozen: a bias may have its gradient from autograd
+            have = [grad is not None for grad in self._grads]
+            self.parameters, self._grads = list(compress(self.parameters, have)), list(compress(self._grads, have))
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """(parameter, gradient) for each; None where the layer added it to ``main_grad``, or its hooks took it."""
         fused, grads, sums = bool(self.layer.fuse_wgrad_accumulation), self._grads, dict[Tensor, Tensor]()
+        if not self._entries:
+            return zip(self.parameters, grads, strict=True)
         left = self._queued() - self._entries
         while (waiting := self._queued()) > left:  # more than once where the layer is used several times
             aside = _exchange(self.parameters, grads)

@@ -85,13 +85,13 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 def assert_all_corrupted(shares: list[float], transport: str) -> None:
     corrupted = sum(share > 0 for share in shares)
-    said = (
+    summary = (
         f"{corrupted} of {len(shares)} transfers were corrupted, wrong elements: {[f'{100 * s:.4g}%' for s in shares]}"
     )
-    print(said)
+    print(summary)
     if corrupted == 0 and transport == "gloo":
-        pytest.skip(f"gloo copies eagerly here, so that the race cannot show: {said}")
-    assert corrupted == len(shares), said
+        pytest.skip(f"gloo copies eagerly here, so that the race cannot show: {summary}")
+    assert corrupted == len(shares), summary
 
 
 @EACH_DTYPE

@@ -1,4 +1,5 @@
-"""Megatron-core's GPTModel on virtual devices: no stream race, whole and with split backwards.
+"""Megatron-core's GPTModel on virtual devices: no stream race, whole and with split backwards, and with Megatron's own
+forward and backward step.
 
 Nothing is redirected: its code sees ``torch.cuda``. In a process of its own, as Megatron's state is the process's.
 """
@@ -7,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 from tests.functional_tests.megatron_support import needs_megatron
@@ -20,7 +20,13 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-CASES = [("overlap", "1f1b", False), ("batched", "1f1b", False), ("overlap", "zb_h1", True)]
+# (policy, schedule, are backwards split, does Megatron call the engine through the plug-in)
+CASES = [
+    ("overlap", "1f1b", False, False),
+    ("batched", "1f1b", False, False),
+    ("overlap", "zb_h1", True, False),
+    ("overlap", "1f1b", False, True),
+]
 
 
 def run_cases(rank: int, size: int) -> list[dict[str, Any]]:
@@ -28,20 +34,12 @@ def run_cases(rank: int, size: int) -> list[dict[str, Any]]:
     return [run_gpt(*case) for case in CASES]
 
 
-def run_gpt(policy: str, schedule: str, split: bool) -> dict[str, Any]:
-    """A step of a GPT of two layers, a rank each. The only process of its job: all groups but the pipeline's have one
-    member."""
-    import torch
+def set_up() -> None:
+    """Megatron's groups, of this process alone, and its random state."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
 
-    from megatron_pp.comm.p2p_communicator import P2PCommunicator
-    from megatron_pp.schedules import get_forward_backward_func
-    from megatron_pp.testing.streams import check_streams, virtual_cuda
-    from megatron_pp.weight_grad import split_weight_grad
+    from megatron_pp.testing.streams import virtual_cuda
 
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -49,6 +47,12 @@ def run_gpt(policy: str, schedule: str, split: bool) -> dict[str, Any]:
         parallel_state.initialize_model_parallel()
     with virtual_cuda():
         model_parallel_cuda_manual_seed(1)
+
+
+def gpt_config(policy: str, schedule: str) -> Any:
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
     config = TransformerConfig(
         num_layers=1,
         hidden_size=16,
@@ -60,6 +64,26 @@ def run_gpt(policy: str, schedule: str, split: bool) -> dict[str, Any]:
         **POLICIES[policy],
     )
     config.pipeline_schedule = schedule
+    return config
+
+
+def run_gpt(policy: str, schedule: str, split: bool, plugged_in: bool) -> dict[str, Any]:
+    """A step of a GPT of two layers, a rank each. The only process of its job: all groups but the pipeline's have one
+    member."""
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_pp.comm.p2p_communicator import P2PCommunicator
+    from megatron_pp.integrations import megatron_core
+    from megatron_pp.schedules import get_forward_backward_func
+    from megatron_pp.testing.streams import check_streams
+    from megatron_pp.weight_grad import split_weight_grad
+
+    set_up()
+    config = gpt_config(policy, schedule)
 
     def forward_step(data_iterator: Any, model: Any) -> Any:
         tokens = next(data_iterator).cuda(non_blocking=True)
@@ -73,21 +97,28 @@ def run_gpt(policy: str, schedule: str, split: bool) -> dict[str, Any]:
         model = GPTModel(config, spec, WORDS, LENGTH, pre_process=first, post_process=last).train()
         if split:
             split_weight_grad([model])
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups.pp = communicator.pp_group
         batches = [torch.randint(0, WORDS, (2, LENGTH), device="cpu").pin_memory() for _ in range(MICROBATCHES)]
-        reports = get_forward_backward_func(RANKS)(
+        reports = schedule_function(
             forward_step_func=forward_step,
             data_iterator=iter(batches),
             model=model,
             num_microbatches=MICROBATCHES,
             seq_length=LENGTH,
             micro_batch_size=2,
+            forward_only=False,
             p2p_communicator=communicator,
-            pg_collection=SimpleNamespace(pp=communicator.pp_group),
+            pg_collection=groups,
         )
         assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
         return [float(report["loss"]) for report in reports]
 
-    report = check_streams(rank_main, RANKS, config)
+    with megatron_core.installed(strict=True):
+        schedule_function = (
+            schedules.get_forward_backward_func(RANKS) if plugged_in else get_forward_backward_func(RANKS)
+        )
+        report = check_streams(rank_main, RANKS, config)
     return {"races": list(map(str, report.races)), "losses": report.results[-1], "operations": report.operations}
 
 

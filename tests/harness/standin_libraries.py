@@ -1,140 +1,24 @@
-"""Stand-ins for Transformer Engine and apex: modules of their names, in a folder to put on ``sys.path``.
+"""For the training program: Transformer Engine's own layers on the CPU, and stand-ins for apex.
 
-They check what is passed to them against the signatures that the real libraries document, and compute in plain torch.
-They show that the right thing is chosen and called as documented, and nothing about the real libraries' arithmetic.
+Those for apex are modules of its names, in a folder to put on ``sys.path``. They check what is passed to them against
+the documented signatures, and compute in plain torch: they show nothing about the real library's arithmetic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-TRANSFORMER_ENGINE = """
-import torch, torch.nn.functional as F
-from torch import nn
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
 
-CALLS = []
-
-class _Queue:
-    def __init__(self): self.entries = []
-    def qsize(self): return len(self.entries)
-
-class _WeightGradStore:
-    def __init__(self, delay): self.context, self.enabled = _Queue() if delay else None, delay
-    def delay_wgrad_compute(self): return self.enabled
-
-class _Matmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, layer):
-        ctx.save_for_backward(x, weight); ctx.layer = layer
-        return x @ weight.t()
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        flat = lambda t: t.reshape(-1, t.shape[-1])
-        if ctx.layer.wgrad_store.enabled:
-            ctx.layer.wgrad_store.context.entries.append((weight, flat(grad), flat(x)))
-            return grad @ weight, None, None
-        return grad @ weight, flat(grad).t() @ flat(x), None
-
-class _Base(nn.Module):
-    def _setup(self, delay, params_dtype, device):
-        assert params_dtype is torch.float32 and isinstance(device, torch.device)
-        self.wgrad_store = _WeightGradStore(delay)
-    def need_backward_dw(self): return self.wgrad_store.enabled
-    def backward_dw(self):
-        if not self.wgrad_store.enabled: return
-        for _ in range(self._matrices):
-            weight, grad, x = self.wgrad_store.context.entries.pop(0)
-            weight.grad = grad.t() @ x  # assigns, as the real one does without fused accumulation
-    _matrices = 1
-    def _note(self, is_first_microbatch):
-        CALLS.append((type(self).__name__, is_first_microbatch, FP8[-1] if FP8 else None))
-
-class Linear(_Base):
-    def __init__(self, in_features, out_features, bias=True, params_dtype=None, device="cuda",
-                 delay_wgrad_compute=False):
-        super().__init__(); self._setup(delay_wgrad_compute, params_dtype, device); assert bias is False
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-    def forward(self, inp, is_first_microbatch=None):
-        self._note(is_first_microbatch)
-        return _Matmul.apply(inp, self.weight, self)
-
-class LayerNormLinear(_Base):
-    def __init__(self, in_features, out_features, eps=1e-5, bias=True, params_dtype=None, device="cuda",
-                 delay_wgrad_compute=False):
-        super().__init__(); self._setup(delay_wgrad_compute, params_dtype, device); assert bias is False
-        self.eps = eps
-        self.layer_norm_weight = nn.Parameter(torch.ones(in_features))
-        self.layer_norm_bias = nn.Parameter(torch.zeros(in_features))
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-    def forward(self, inp, is_first_microbatch=None):
-        self._note(is_first_microbatch)
-        x = F.layer_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        return _Matmul.apply(x, self.weight, self)
-
-class LayerNormMLP(_Base):
-    _matrices = 2
-    def __init__(self, hidden_size, ffn_hidden_size, eps=1e-5, bias=True, activation="gelu", params_dtype=None,
-                 device="cuda", delay_wgrad_compute=False):
-        super().__init__(); self._setup(delay_wgrad_compute, params_dtype, device); assert bias is False
-        assert activation == "gelu"
-        self.eps = eps
-        self.layer_norm_weight = nn.Parameter(torch.ones(hidden_size))
-        self.layer_norm_bias = nn.Parameter(torch.zeros(hidden_size))
-        self.fc1_weight = nn.Parameter(torch.empty(ffn_hidden_size, hidden_size))
-        self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size))
-    def forward(self, inp, is_first_microbatch=None):
-        self._note(is_first_microbatch)
-        x = F.layer_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        return _Matmul.apply(F.gelu(_Matmul.apply(x, self.fc1_weight, self)), self.fc2_weight, self)
-
-class DotProductAttention(nn.Module):
-    def __init__(self, num_attention_heads, kv_channels, attention_dropout=0.0, qkv_format="sbhd",
-                 attn_mask_type="causal", layer_number=None):
-        super().__init__()
-        assert (qkv_format, attn_mask_type) == ("sbhd", "causal") and layer_number >= 1
-        self.shape, self.dropout = (num_attention_heads, kv_channels), attention_dropout
-    def forward(self, query_layer, key_layer, value_layer):
-        for t in (query_layer, key_layer, value_layer):
-            assert tuple(t.shape[2:]) == self.shape and t.is_contiguous()
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query_layer, key_layer, value_layer))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-class LayerNorm(nn.LayerNorm):
-    pass
-
-def checkpoint(function, *args, use_reentrant=True):
-    assert use_reentrant is False
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
-
-FP8 = []
-class autocast:
-    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None):
-        self.recipe = recipe
-    def __enter__(self): FP8.append(type(self.recipe).__name__ + " " + self.recipe.fp8_format.name)
-    def __exit__(self, *_): FP8.pop()
-
-def is_fp8_available(return_reason=False): return (True, "")
-def is_fp8_block_scaling_available(return_reason=False): return (False, "needs compute capability 9.0")
-"""
-
-RECIPES = """
-import enum
-from dataclasses import dataclass
-
-class Format(enum.Enum):
-    E4M3 = 1
-    HYBRID = 2
-
-@dataclass
-class DelayedScaling:
-    fp8_format: Format = Format.HYBRID
-
-@dataclass
-class Float8BlockScaling:
-    fp8_format: Format = Format.E4M3
-"""
+from tests.harness.transformer_engine_python import on_cpu
 
 FUSED_ADAM = """
 import torch
@@ -168,20 +52,80 @@ class FusedLayerNorm(torch.nn.LayerNorm):
 """
 
 MODULES = {
-    "transformer_engine/__init__.py": "__version__ = '2.18.stand-in'",
-    "transformer_engine/pytorch/__init__.py": TRANSFORMER_ENGINE,
-    "transformer_engine/common/__init__.py": "",
-    "transformer_engine/common/recipe/__init__.py": RECIPES,
     "apex/__init__.py": "",
     "apex/optimizers/__init__.py": FUSED_ADAM,
     "apex/normalization/__init__.py": FUSED_NORM,
+    "amp_C.py": "",
+    "fused_layer_norm_cuda.py": "",
 }
 
 
 def write(folder: Path) -> Path:
-    """Put them into ``folder``."""
+    """Put apex into ``folder``."""
     for name, text in MODULES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder
+
+
+class DotProductAttention(nn.Module):
+    """It has no weights, and its kernels are many."""
+
+    def __init__(
+        self, num_attention_heads: int, kv_channels: int, attention_dropout: float, qkv_format: str,
+        attn_mask_type: str, layer_number: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert (qkv_format, attn_mask_type, attention_dropout) == ("sbhd", "causal", 0)
+        assert layer_number >= 1
+        self.shape = num_attention_heads, kv_channels
+
+    def forward(self, *qkv: Tensor) -> Tensor:
+        assert all(tuple(t.shape[2:]) == self.shape and t.is_contiguous() for t in qkv)
+        out = F.scaled_dot_product_attention(*(t.permute(1, 2, 0, 3) for t in qkv), is_causal=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class Noted:
+    """What the layers were called with: (kind of layer, is_first_microbatch, FP8 recipe)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, bool | None, str | None]] = []
+        self.fp8: list[str] = []
+
+    @contextmanager
+    def autocast(self, enabled: bool, recipe: Any, amax_reduction_group: Any = None) -> Iterator[None]:
+        """Stands for FP8, whose kernels the CPU does not have: inside, layers compute as outside."""
+        assert enabled
+        self.fp8.append(f"{type(recipe).__name__} {recipe.fp8_format.name}")
+        yield
+        self.fp8.pop()
+
+    def wrapped(self, kind: str, forward: Any) -> Any:
+        def noting(layer: Any, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+            self.calls.append((kind, is_first_microbatch, self.fp8[-1] if self.fp8 else None))
+            return forward(layer, x, is_first_microbatch=is_first_microbatch)
+
+        return noting
+
+
+def checkpoint(function: Any, *args: Any, use_reentrant: bool) -> Any:
+    """The real one saves the state of CUDA's random numbers."""
+    assert not use_reentrant
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+
+@contextmanager
+def transformer_engine_for_training() -> Iterator[Noted]:
+    """The real layers and norms; attention, FP8 regions and recomputation are stand-ins."""
+    noted = Noted()
+    with ExitStack() as stack:
+        te = stack.enter_context(on_cpu())
+        instead = {"DotProductAttention": DotProductAttention, "autocast": noted.autocast, "checkpoint": checkpoint}
+        instead["LayerNorm"] = partial(te.LayerNorm, device="cpu")  # else it asks for the number of the GPU
+        stack.enter_context(mock.patch.multiple(te, **instead))
+        for kind in ("Linear", "LayerNormLinear", "LayerNormMLP"):
+            layer = getattr(te, kind)
+            stack.enter_context(mock.patch.object(layer, "forward", noted.wrapped(kind, layer.forward)))
+        yield noted

@@ -2,6 +2,7 @@
 
 Transfers follow the rules of ``rendezvous.py`` (``network_model.py`` has them with time): a WAIT or FREE holds its rank
 until the transfer is over, while what was posted before goes on; a hand-off between chunks of one rank costs nothing.
+The rules of the device, where any are given, hold a rank in other instructions too, as in ``rendezvous.py``.
 Events are worked off in the order of time, so the cost grows with the number of instructions, times the logarithm of
 the number of ranks.
 """
@@ -9,6 +10,7 @@ the number of ranks.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from heapq import heappop, heappush
 
 from megatron_pp.errors import PlanError
@@ -20,17 +22,22 @@ from megatron_pp.plan.queues import Entry
 from megatron_pp.plan.rendezvous import check_rendezvous
 from megatron_pp.plan.sim.network_model import Announcement, Arrival, TimedQueues
 from megatron_pp.plan.sim.simulation import Simulation, TransferLog, Waits
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, Plan, checked_device
 
 
-def simulate(plan: Plan, costs: StageCosts, network: Network = FREE) -> Simulation:
+def simulate(plan: Plan, costs: StageCosts, network: Network = FREE, device: Collection[str] = ()) -> Simulation:
     """One step of ``plan``: when each instruction of each rank starts and ends, from time 0, in the unit of ``costs``.
 
-    Raises PlanError where the costs are not for the plan's stages, and where the plan hangs.
+    ``device``: the rules of the device, of DEVICE_RULES: ONE_QUEUE holds a rank where it posts behind an unfinished
+    transfer, DEVICE_SYNC at the end of each operation until all that it has posted is over. Raises PlanError where the
+    costs are not for the plan's stages, where the plan hangs, and for these two on gloo, which has no device.
     """
+    rules = checked_device(device)
+    if network.gloo and (ONE_QUEUE in rules or DEVICE_SYNC in rules):
+        raise PlanError(f"{' and '.join(rules)}: gloo's transfers wait for no device; leave the rule or gloo out")
     if costs.num_stages != plan.placement.num_stages:
         raise PlanError(f"costs are given for {costs.num_stages} stages; the plan has {plan.placement.num_stages}")
-    return _Run(plan, costs, network).run()
+    return _Run(plan, costs, network, rules).run()
 
 
 class _Rank:
@@ -46,32 +53,48 @@ class _Rank:
         self.waits = Waits()
         self.posted: dict[Message, Entry] = {}
         self.awaited: Entry | None = None
+        self.open: list[Entry] = []  # posted, and unfinished when last looked at
+        self.is_syncing = False  # its operation is over, and it waits for all that is open
 
     @property
     def is_done(self) -> bool:
-        return self.next == len(self.program)
+        return self.next == len(self.program) and not self.is_syncing
 
     def note(self, start: float, end: float) -> None:
         self.starts.append(start)
         self.ends.append(end)
 
     def end_wait(self, entry: Entry, now: float) -> None:
-        """The current instruction waited until ``now`` for ``entry``; put the time down to its cause."""
-        since = self.starts[-1]
-        if self.program[self.next].op in ins.FREE_OPS:
+        """The rank waited until ``now`` for ``entry``; put the time down to its cause."""
+        if self.is_syncing:
+            since, self.ends[-1] = self.ends[-1], now
+            op = ins.FREE_F if entry.at.op in ins.SEND_OPS else ins.WAIT_F
+        else:
+            since, op = self.starts[-1], self.program[self.next].op
+            self.ends.append(now)
+            self.next += 1
+        if op in ins.FREE_OPS:
             self.waits.release += now - since
+        elif op not in ins.WAIT_OPS:  # a post, held back by what is in front of it
+            self.waits.queued += now - since
         elif entry.last is not None:
             self.waits.add_receive(since, now, entry.last)
-        self.ends.append(now)
-        self.next += 1
+
+    def unfinished(self) -> Entry | None:
+        """The oldest transfer that is not over."""
+        self.open = [entry for entry in self.open if entry.left]
+        return next(iter(self.open), None)
 
 
 class _Run:
     """The event loop: a rank runs until it computes or has to wait; a transfer until it is there."""
 
-    def __init__(self, plan: Plan, costs: StageCosts, network: Network) -> None:
+    def __init__(self, plan: Plan, costs: StageCosts, network: Network, rules: Collection[str]) -> None:
         self.plan = plan
         self.costs = costs
+        self.rules = rules
+        self.one_queue = ONE_QUEUE in rules
+        self.device_sync = DEVICE_SYNC in rules
         self.queues = TimedQueues(plan, network)
         self.late_receives = plan.spec.variable_shapes  # as in rendezvous.py: its WAIT posts such a receive in full
         self.ranks = [_Rank(plan, r) for r in range(len(plan.programs))]
@@ -92,7 +115,7 @@ class _Run:
                 self.queues.announce(what, now)
                 self._plan_network_events()
         if not all(rank.is_done for rank in self.ranks):
-            check_rendezvous(self.plan)  # names the cycle
+            check_rendezvous(self.plan, self.rules)  # names the cycle
             raise PlanError("the plan comes to a stop before its end")
         return Simulation(
             self.plan,
@@ -109,6 +132,11 @@ class _Run:
 
     def _advance(self, rank: _Rank, now: float) -> None:
         """Run ``rank`` until it computes (it comes back when that is over) or has to wait."""
+        if rank.is_syncing:
+            rank.awaited = rank.unfinished()
+            if rank.awaited is not None:
+                return
+            rank.is_syncing = False
         program = rank.program
         while rank.next < len(program):
             at = program[rank.next]
@@ -123,7 +151,11 @@ class _Run:
                     rank.awaited = entry
                     return
             elif op == ins.BATCH or op in ins.SEND_OPS or (op in ins.RECV_OPS and not self.late_receives):
-                self._post(rank, at, now)
+                entry = self._post(rank, at, now)
+                if self.one_queue and entry.queue[0] is not entry:
+                    rank.starts.append(now)
+                    rank.awaited = entry.queue[-2]
+                    return
             rank.note(now, now)
             rank.next += 1
 
@@ -134,6 +166,7 @@ class _Run:
             rank.busy += took
             now += took
         rank.next += 1
+        rank.is_syncing = self.device_sync
         self._plan_event(now, rank)
 
     def _awaited(self, rank: _Rank, at: Instruction, now: float) -> Entry:
@@ -146,11 +179,14 @@ class _Run:
             raise PlanError(f"rank {rank.number}: {at} ({at.name}) waits for what was never posted")
         return entry
 
-    def _post(self, rank: _Rank, at: Instruction, now: float) -> None:
+    def _post(self, rank: _Rank, at: Instruction, now: float) -> Entry:
         entry = self.queues.send_off(rank.number, at, now)
         for end in entry.ends:
             rank.posted[end.message] = entry
+        if self.device_sync:
+            rank.open.append(entry)
         self._plan_network_events()
+        return entry
 
     def _plan_network_events(self) -> None:
         """What the network will do of itself because of what was just posted or has just ended."""

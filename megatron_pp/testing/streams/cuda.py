@@ -19,6 +19,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from megatron_pp.testing.streams.cuda_tensors import CUDA
 from megatron_pp.testing.streams.device import VirtualDevice, current_device
+from megatron_pp.testing.streams.recorder import PassingMode
 from megatron_pp.testing.streams.timelines import Clock, Lane, Transfer
 
 _OPEN = threading.Lock()  # torch.cuda is one for the process
@@ -241,5 +242,5 @@ def virtual_cuda() -> Iterator[None]:
     places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]
     places += [(torch.autograd, "_engine_run_backward", _run_backward), (torch.Tensor, "record_stream", _record_stream)]
     importlib.import_module("torch._dynamo")  # torch imports it late, and it wants the real torch.cuda then
-    with _OPEN, replaced(places), patch.dict(os.environ, {_NVTX: "1"}):
+    with _OPEN, replaced(places), patch.dict(os.environ, {_NVTX: "1"}), PassingMode():
         yield

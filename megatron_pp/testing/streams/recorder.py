@@ -53,13 +53,21 @@ def recording(device: VirtualDevice, checks: bool = True) -> Iterator[None]:
         yield
 
 
-class _Recorder(TorchDispatchMode):
-    """Enters each operation of this thread in the books of ``device``."""
+class PassingMode(TorchDispatchMode):
+    """Passes operations on. Around threads that have modes of their own it puts back torch's flags of modes, which are
+    the process's, not a thread's."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """torch would wrap ``__torch_dispatch__``, at a cost for each operation; nothing is compiled here."""
         return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(PassingMode):
+    """Enters each operation of this thread in the books of ``device``."""
 
     def __init__(self, device: VirtualDevice, tensors: CudaTensors, checks: bool) -> None:
         super().__init__()

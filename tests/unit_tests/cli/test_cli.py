@@ -115,7 +115,46 @@ def test_verify_says_what_is_wrong_with_a_file_and_where(command, tmp_path):
     assert "refused: rank 0: at the end of the plan, of chunk 0, microbatch 1" in out
 
 
+def test_verify_under_the_rules_of_a_device(command, tmp_path):
+    """A plan by name is lowered for them; one from a file is refused where it was not."""
+    words = ("verify", "-s", "interleaved_1f1b", "-P", 2, "-M", 4)
+    code, out, _ = command(*words, "--device", "static_buffers,one_queue", "--device", "device_sync")
+    assert code == 0
+    assert "deadlock-free under one_queue and device_sync and static_buffers, every send waited" in out
+    path = tmp_path / "plan.json"
+    save_plan(build_plan(PlanSpec("interleaved_1f1b", 2, 2, 4)), path)
+    assert command("verify", "--import", path, "--device", "rendezvous,one_queue")[0] == 0
+    code, out, _ = command("verify", "--import", path, "--device", "device_sync")
+    assert code == 1
+    assert "refused: deadlock under device_sync: rank 0 waits at F0.1, which synchronises the device, for rank 1" in out
+    refused(command("verify", "--device", "one_queue,fast"), 2, "device rule 'fast' is not known; it is one of rendez")
+
+
 # --- simulate
+
+
+def test_simulate_under_the_rules_of_a_device(command):
+    words = [
+        "simulate",
+        "-s",
+        "gpipe",
+        "-P",
+        2,
+        "-M",
+        4,
+        "--forward-ms",
+        1,
+        "--backward-ms",
+        2,
+        "--p2p-ms",
+        3,
+        "--json",
+    ]
+    spans = {
+        rule: json.loads(command(*words, "--device", rule)[1])["makespan"] for rule in ("rendezvous", "device_sync")
+    }
+    assert spans["rendezvous"] == json.loads(command(*words)[1])["makespan"] < spans["device_sync"]
+    refused(command(*words, "--device", "one_queue", "--gloo"), 2, "one_queue: gloo's transfers wait for no device")
 
 
 def test_simulate_gives_the_closed_form(command):

@@ -23,6 +23,7 @@ from examples.gpt.errors import (
     DataError,
     NoCheckpointError,
 )
+from examples.gpt.libraries import choose_libraries
 from examples.gpt.program import _layout, main, train
 from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
@@ -30,6 +31,7 @@ from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleErro
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
 from tests.harness.plan_text import save_plan
+from tests.harness.standin_libraries import write as write_apex
 
 
 def config_of(*argv: str, world_size: int = 2) -> TransformerConfig:
@@ -218,6 +220,22 @@ def test_bad_input_is_told_before_any_communication(
     assert main(flags.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"train.py: {error.__name__}: ") or error is ConfigError
+
+
+def test_auto_leaves_apex_alone_without_its_compiled_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Python imports all the same, and fails at the first call."""
+    monkeypatch.syspath_prepend(write_apex(tmp_path))
+    gpu = torch.device("cuda")
+    whole = choose_libraries(Settings(), gpu, split=False)
+    assert whole.fused_adam.__module__ == "apex.optimizers"
+    assert whole.parts.norm.__module__ == "apex.normalization"
+    for name in ("amp_C", "fused_layer_norm_cuda"):
+        monkeypatch.setitem(sys.modules, name, None)
+    bare = choose_libraries(Settings(), gpu, split=False)
+    assert bare.fused_adam is None
+    assert bare.parts.norm is torch.nn.LayerNorm
+    for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.usefixtures("second_of_two")

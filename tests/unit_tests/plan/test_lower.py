@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -66,9 +67,9 @@ def test_overlap_by_hand() -> None:
 
 
 def test_overlap_with_shapes_ahead_by_hand() -> None:
-    """A receive is complete only when its shape has come: it is waited where it is posted, and posted at its round."""
+    """A receive is complete only when its shape has come: it is posted at its round, and waited at that boundary."""
     assert lines("1f1b", 2, 1, 2, policy=OVERLAP, variable_shapes=True) == [
-        "F0.0 SEND_F0.0 F0.1 SEND_F0.1 RECV_B0.0 WAIT_B0.0 FREE_F0.0 B0.0 RECV_B0.1 WAIT_B0.1 FREE_F0.1 "
+        "F0.0 SEND_F0.0 F0.1 RECV_B0.0 SEND_F0.1 WAIT_B0.0 FREE_F0.0 B0.0 RECV_B0.1 WAIT_B0.1 FREE_F0.1 "
         "ENABLE_GRAD_SYNC0 B0.1",
         "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 B0.0 SEND_B0.0 F0.1 FREE_B0.0 ENABLE_GRAD_SYNC0 B0.1 SEND_B0.1 "
         "FREE_B0.1",
@@ -76,9 +77,10 @@ def test_overlap_with_shapes_ahead_by_hand() -> None:
 
 
 def test_forward_only_by_hand() -> None:
+    """Rank 1's next receive is posted behind the wait of the one before."""
     assert lines("1f1b", 2, 1, 3, policy=OVERLAP, forward_only=True) == [
         "F0.0 SEND_F0.0 F0.1 SEND_F0.1 FREE_F0.0 F0.2 SEND_F0.2 FREE_F0.1 FREE_F0.2",
-        "RECV_F0.0 RECV_F0.1 WAIT_F0.0 F0.0 RECV_F0.2 WAIT_F0.1 F0.1 WAIT_F0.2 F0.2",
+        "RECV_F0.0 WAIT_F0.0 RECV_F0.1 F0.0 WAIT_F0.1 RECV_F0.2 F0.1 WAIT_F0.2 F0.2",
     ]
     assert lines("gpipe", 2, 1, 2, policy=PLAIN, forward_only=True) == [
         "F0.0 SEND_F0.0 FREE_F0.0 F0.1 SEND_F0.1 FREE_F0.1",
@@ -244,13 +246,20 @@ def test_overlap_releases_some_operations_after_the_send(release_after: int) -> 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 def test_overlap_posts_receives_ahead_and_waits_right_before_the_use(lookahead: int) -> None:
+    """Ahead of its use, but not of the wait before it on its channel, unless it is due."""
     spec = PlanSpec("interleaved_1f1b", 4, 2, 8, lookahead=lookahead)
-    for program in map(flat, lowered_plan(spec).programs):
+    without = lowered_plan(replace(spec, lookahead=0)).programs
+    for program, late in zip(map(flat, lowered_plan(spec).programs), map(flat, without), strict=True):
         index = compute_index(program)
+        due = dict(zip(late, compute_index(late), strict=True))
+        waited: dict[tuple[str, int], int] = {}
         for i, at in enumerate(program):
-            if at.op in ins.RECV_OPS:
+            if at.op in ins.WAIT_OPS:
+                waited[KIND_OF[at.op], at.peer] = index[i]
+            elif at.op in ins.RECV_OPS:
                 use = index[use_of(program, at)]
-                assert index[i] <= max(0, use - lookahead), at
+                earliest = max(use - lookahead, waited.get((KIND_OF[at.op], at.peer), 0))
+                assert index[i] <= earliest or index[i] == due[at], at
                 assert index[index_of(program, f"{FINISHES[at.op]}{at.chunk}.{at.mb}")] == use, at
 
 

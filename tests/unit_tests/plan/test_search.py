@@ -79,11 +79,14 @@ def test_finds_interleaving_without_its_extra_memory() -> None:
 
 
 def test_measured_times_and_transfers_gain_from_the_search() -> None:
-    """Between the memory of ZB-H1 (4) and ZB-H2 (7) there is something for 6: named orders leave it unused."""
+    """Between the memory of ZB-H1 (4) and ZB-H2 (7) there is something for 6: named orders leave it unused.
+
+    With two receives of a channel posted ahead it would be 28.9, and such a plan hangs in one hardware queue.
+    """
     measured = Measured(1.0, 1.3, 0.8, transfer=0.2, memory_limit=6.0)
     result = search("auto", 4, 1, 8, measured)
     assert min(c.makespan for c, fits in result.named if fits) == pytest.approx(31.7)
-    assert result.best.makespan <= 28.9 + 1e-6
+    assert result.best.makespan <= 29.1 + 1e-6
 
 
 def test_a_limit_per_rank_is_kept_on_each() -> None:

@@ -91,13 +91,13 @@ class WritesUnseen(WritesToOutput):
     through_data = True
 
 
-class WritesUnseenOnRankOne(WritesUnseen):
-    """The rank before the last, whose first backward comes before the FREE_F where that is put off."""
+class WritesUnseenOnTheFirstRank(WritesUnseen):
+    """There the first FREE_F stands before the gradient, and where it is put off, the backward comes first."""
 
     microbatch = 0
 
     def _send_f(self, at: Instruction) -> None:
-        if self.rank == 1:
+        if self.rank == 0:
             super()._send_f(at)
         else:
             PlanExecutor._send_f(self, at)
@@ -115,7 +115,7 @@ def test_a_write_is_found_when_a_backward_uses_the_output_up() -> None:
     """With the FREE_F put off: what was sent is compared when its gradient has come back."""
     spec = PlanSpec("1f1b", 3, 1, 8, overlap_pairs=True)
     with pytest.raises(SendBufferError, match="written to") as caught:
-        run(spec, watched(WritesUnseenOnRankOne), pollable=True)
+        run(spec, watched(WritesUnseenOnTheFirstRank), pollable=True)
     assert (caught.value.posted_by, caught.value.broken_by) == ("SEND_F0.0", "B0.0")
 
 

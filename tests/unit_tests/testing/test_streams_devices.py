@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
-from tests.harness.stream_runs import on_one_device
+from megatron_pp.testing.toy import ToyData
+from tests.harness.stream_runs import on_one_device, toy_step_on_streams
 
 
 def kinds(report: StreamReport) -> list[str]:
@@ -166,14 +169,42 @@ def test_the_33rd_stream_is_the_first_again() -> None:
 
 
 def test_torch_is_as_before_afterwards() -> None:
-    before = torch.cuda.Stream, torch.cuda.is_available, torch.Tensor.record_stream
+    def state() -> tuple[Any, ...]:
+        cuda = torch.cuda.Stream, torch.cuda.is_available, torch.Tensor.record_stream
+        return (*cuda, os.environ.get("MEGATRON_PP_NVTX"), is_in_torch_dispatch_mode())
+
+    before = state()
     report = on_one_device(lambda: (torch.cuda.is_available(), torch.ones(1).is_cuda, torch.cuda.current_device()))
     assert report.results == [(True, True, 0)]
-    assert before == (torch.cuda.Stream, torch.cuda.is_available, torch.Tensor.record_stream)
+    toy_step_on_streams("1f1b", 3, ToyData(3))
+    assert state() == before
     assert not torch.ones(1).is_cuda
 
 
 # -- transfers, and a host that runs ahead of the device ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reply", [True, False])
+def test_an_answer_shows_that_the_question_was_sent(reply: bool) -> None:
+    """A match joins both ranks: who has received what was computed from its message may use the memory again."""
+    network = StreamNetwork(2)
+
+    def run(rank: int) -> None:
+        with network.running(rank):
+            transport, tensor, answer = network.transport(rank), torch.ones(4), torch.empty(4)
+            if rank == 0:
+                transport.isend(tensor, 1, "A")
+                if reply:
+                    transport.irecv(answer, 1, "G").wait()
+                tensor.add_(1)
+            else:
+                transport.irecv(tensor, 0, "A").wait()
+                if reply:
+                    transport.isend(tensor * 2, 0, "G").wait()
+
+    with virtual_cuda():
+        report = StreamReport.of(network, run_ranks(2, run, network.abort))
+    assert kinds(report) == ([] if reply else ["read/write"])
 
 
 class TwoRanks:

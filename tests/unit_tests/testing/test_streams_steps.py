@@ -12,7 +12,7 @@ from megatron_pp.errors import PipelineError
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
 from megatron_pp.runtime.pairs import HalfCall, on_two_streams
-from megatron_pp.testing.pipeline import toy_step
+from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.streams import check_streams
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config, toy_loss
 from megatron_pp.weight_grad import split_weight_grad
@@ -76,6 +76,28 @@ def report_of(forward_step: Any, **fields: Any) -> Any:
         toy_step(chunks, data, communicator, forward_step_func=forward_step)
 
     return check_streams(rank_main, 2, config)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipe_v"])
+def test_training_steps_one_after_the_other(schedule: str) -> None:
+    """Memory of one step is reused in the next; parameters change in between."""
+    fields = {"pipeline_schedule": schedule, "virtual_pipeline_model_parallel_size": 2, **OVERLAP}
+    config = toy_config(overlapped_forward_backward=on_two_streams, **fields)
+
+    def rank_main(communicator: P2PCommunicator) -> list[float]:
+        chunks = toy_chunks(placement_of(config, 2, 2), communicator.rank, config)
+        split_weight_grad(chunks)
+        optimizer = torch.optim.Adam([p for chunk in chunks for p in chunk.parameters()])
+        losses = []
+        for step in range(3):
+            optimizer.zero_grad()
+            losses += [float(r["loss"]) for r in toy_step(chunks, ToyData(4, first=4 * step), communicator)]
+            optimizer.step()
+        return losses
+
+    report = check_streams(rank_main, 2, config)
+    assert not report.races, str(report)
+    assert sum(map(len, report.results)) == 12
 
 
 class OnASideStream:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.errors import WeightGradSplitError
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.toy import ToyData, reference_run
 from megatron_pp.weight_grad import check_wrappers, split_weight_grad, store, transformer_engine, unsplit_weight_grad
 from megatron_pp.weight_grad.transformer_engine import delays_weight_grad
 from tests.harness.transformer_engine_python import on_cpu
@@ -22,6 +25,7 @@ from tests.harness.transformer_engine_python import on_cpu
 # Importing it takes seconds: on one worker.
 pytestmark = pytest.mark.xdist_group("transformer_engine")
 WIDTH, MICROBATCHES = 8, 3
+SPLITTING = [name for name, family in SCHEDULES.items() if family.search is None and family.splits_weight]
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +35,14 @@ def te() -> Iterator[Any]:
 
 
 def new_model(te: Any, delay: bool = True, fuse: bool = False, bias: bool = True, kind: Any = torch.float32) -> Any:
-    torch.manual_seed(5)
     common = {"delay_wgrad_compute": delay, "fuse_wgrad_accumulation": fuse, "bias": bias}
     common |= {"params_dtype": kind, "device": torch.device("cpu")}
     layers = te.LayerNormLinear(WIDTH, WIDTH, **common), te.LayerNormMLP(WIDTH, 2 * WIDTH, **common)
     model = nn.Sequential(te.Linear(WIDTH, WIDTH, **common), *layers, nn.Linear(WIDTH, WIDTH, dtype=kind))
+    generator = torch.Generator().manual_seed(5)  # not torch's own: ranks are threads in some tests
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) / 2)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
     return model
 
 
@@ -151,6 +155,24 @@ def test_gradients_add_up_over_microbatches_in_every_order_of_w(te: Any, mode: s
         assert harm(te, mode, w_order, bias=bias) == [], w_order
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", SPLITTING)
+def test_every_schedule_with_w_gives_the_gradients_of_one_process(te: Any, name: str, fuse: bool) -> None:
+    size, chunks, data = 2, SCHEDULES[name].chunks or 2, ToyData(5, hidden=WIDTH)
+    stages: dict[int, nn.Module] = {}
+
+    def block(stage: int) -> nn.Module:
+        model = stages[stage] = new_model(te, fuse=fuse)
+        return with_main_grads(model) if fuse else model
+
+    config = {"pipeline_schedule": name, "overlap_p2p_comm": True, "hidden_size": WIDTH}
+    run_in_threads(size, chunks, data, block=block, prepare=split_weight_grad, **config)
+    expected = reference_run(size * chunks, data, block=lambda stage: new_model(te, delay=False))
+    got = {f"{number}.{key}": grad for number, stage in stages.items() for key, grad in gradients(stage).items()}
+    assert got.keys() == expected.grads.keys()
+    assert differing(expected.grads, got, exact=True) == []
+
+
 # -- one fault each ----------------------------------------------------------------------------------------------------
 
 
@@ -246,18 +268,18 @@ def test_a_layer_that_is_used_twice_in_a_microbatch(te: Any) -> None:
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, parameter.grad, msg=name)
 
 
-def test_frozen_parameters_have_no_gradient(te: Any) -> None:
-    model = new_model(te)
-    frozen = [model[0].bias, model[1].layer_norm_bias]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
+@pytest.mark.parametrize("frozen", [("0.bias", "1.layer_norm_bias"), ("2.fc1_weight", "2.fc2_weight")])
+def test_frozen_parameters_have_no_gradient(te: Any, frozen: tuple[str, ...]) -> None:
+    expected, model = new_model(te, delay=False), new_model(te)
+    for name in frozen:
+        for each in (expected, model):
+            each.get_parameter(name).requires_grad_(False)
+    for mb in range(MICROBATCHES):
+        loss_of(expected, mb).backward()
     split_step(model, (0, 1, 2))
-    expected = whole_gradients(te)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, expected[name], msg=name)
-        else:
-            assert parameter.grad is None
+    for name, grad in gradients(expected).items():
+        torch.testing.assert_close(gradients(model)[name], grad, msg=name)
+    assert all(gradients(model)[name] is None for name in frozen)
 
 
 def test_a_layer_built_without_delay_is_whole(te: Any) -> None:

@@ -167,6 +167,7 @@ def test_other_dtypes_are_cast(calls: Calls, inputs: str, main: str) -> None:
     torch.testing.assert_close(main_grad.double(), 1 + g.double().t() @ x.double(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.xdist_group("transformer_engine")
 def test_with_an_older_torch_transformer_engine_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through its own ``general_gemm``; only the kernel below it is a stand-in."""
     monkeypatch.setattr(fused, "_ADDMM_WIDENS", False)

@@ -1,0 +1,163 @@
+"""Which of the device's rules the engine plans for, and what it does under them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.config.hardware_queues import VARIABLE
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.errors import PlanError
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, STATIC_BUFFERS, PlanSpec
+from megatron_pp.runtime import log_once, plan_choice, step
+from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.pairs import in_turn
+from megatron_pp.testing.adversarial_transports import LastMomentNetwork
+from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
+from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.toy import ToyData, reference_run, toy_config
+from tests.harness.plan_text import index_of, save_plan
+from tests.harness.race_support import exact_data, network_for, run_plan
+
+
+class DeviceNetwork(MemoryNetwork):
+    """Says that it is NCCL, so that the engine plans for a device."""
+
+    def transport(self, rank: int) -> MemoryTransport:
+        transport = super().transport(rank)
+        transport.backend, transport.pollable = "nccl", True
+        return transport
+
+
+class Timers:
+    """Megatron's timers, at one of its log levels."""
+
+    def __init__(self, log_level: int) -> None:
+        self._log_level = log_level
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timers:
+        return self
+
+    def start(self, barrier: bool = False) -> None: ...
+
+    def stop(self, barrier: bool = False) -> None: ...
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> set[PlanSpec]:
+    """The specs of the plans that are run."""
+    specs: set[PlanSpec] = set()
+
+    def noted(spec: PlanSpec, announce: Any) -> Any:
+        specs.add(spec)
+        return build_plan(spec, announce)
+
+    monkeypatch.setattr(step, "build_plan", noted)
+    return specs
+
+
+@pytest.mark.parametrize(
+    ("fields", "device"),
+    [
+        ({}, (ONE_QUEUE,)),
+        ({"timers": Timers(1)}, (ONE_QUEUE,)),
+        ({"timers": Timers(2)}, (ONE_QUEUE, DEVICE_SYNC)),
+        ({"timers": Timers(2), "device_sync": False}, (ONE_QUEUE,)),
+        ({"device_sync": True}, (ONE_QUEUE, DEVICE_SYNC)),
+        ({"cuda_graph_impl": "local"}, (ONE_QUEUE,)),
+        ({"cuda_graph_impl": "transformer_engine"}, (ONE_QUEUE, STATIC_BUFFERS)),
+    ],
+)
+def test_on_nccl_the_plan_is_for_the_rules_that_the_config_implies(
+    planned: set[PlanSpec], fields: dict[str, Any], device: tuple[str, ...]
+) -> None:
+    data = ToyData(4)
+    expected = reference_run(4, data)
+    for network, rules in ((DeviceNetwork(2), device), (MemoryNetwork(2), ())):
+        planned.clear()
+        result = run_in_threads(2, 2, data, network=network, overlap_p2p_comm=True, **fields)
+        assert {spec.device for spec in planned} == {rules}
+        assert result.difference(expected) == 0.0
+
+
+def test_a_file_that_hangs_in_one_queue_is_refused_on_nccl_and_runs_on_gloo(tmp_path: Path) -> None:
+    plan = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 2))
+    program = list(plan.programs[0])
+    early = program.pop(index_of(program, "RECV_F1.1"))
+    program.insert(index_of(program, "RECV_F1.0") + 1, early)
+    path = tmp_path / "early.json"
+    save_plan(replace(plan, programs=(tuple(program), *plan.programs[1:])), path)
+    fields: dict[str, Any] = {"pipeline_schedule": str(path), "overlap_p2p_comm": True}
+    data = ToyData(2)
+    assert run_in_threads(2, 2, data, **fields).difference(reference_run(4, data)) == 0.0
+    with pytest.raises(PlanError, match=r"deadlock under one_queue: rank 0 waits at RECV_F1\.1 for rank 1"):
+        run_in_threads(2, 2, data, network=DeviceNetwork(2), **fields)
+
+
+class NotesWhatItDefers(PlanExecutor):
+    deferred_ops: set[str]
+
+    def _free(self, at: ins.Instruction) -> None:
+        super()._free(at)
+        self.deferred_ops.update(later.op for _, later in self.deferred)
+
+
+@pytest.mark.parametrize("device", [(), (STATIC_BUFFERS,)])
+def test_a_gradient_in_a_static_buffer_is_released_where_the_plan_says(device: tuple[str, ...]) -> None:
+    """Elsewhere a transport that can be asked has its releases put off while their sends are under way."""
+    noting = type("Noting", (NotesWhatItDefers,), {"deferred_ops": set()})
+    plan = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 4, device=device))
+    run_plan(plan, exact_data(4), network_for(plan, LastMomentNetwork, seed=1, pollable=True), executor=noting)
+    assert noting.deferred_ops == {ins.FREE_F} | (set() if device else {ins.FREE_B})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fields", "streams"),
+    [
+        ("1f1b", {}, 5),  # of the middle rank: compute, and two one-way channels to either side
+        ("zb_v", {}, 9),  # on a V, two more to either side
+        ("1f1b", {"overlapped_forward_backward": in_turn}, 6),  # the other half of a pair
+        ("zb_v", {"p2p_channels": "shared"}, 2),
+        ("zb_v", {"overlap_p2p_comm": False, "batch_p2p_comm": True}, 2),
+    ],
+)
+def test_the_streams_of_the_pipeline_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    schedule: str,
+    fields: dict[str, Any],
+    streams: int,
+) -> None:
+    """With two queues fewer than these there is a warning, once; with as many none."""
+    chunks = 2 if schedule == "zb_v" else 1
+    fields = {"pipeline_schedule": schedule, "overlap_p2p_comm": True, **fields}
+    for queues, warnings in ((max(2, streams - 1), streams > 2), (streams, False)):
+        monkeypatch.setenv(VARIABLE, str(queues))
+        log_once._warn.cache_clear()
+        plan_choice._kept_advice.cache_clear()
+        caplog.clear()
+        network = DeviceNetwork(3, fields.get("p2p_channels") != "shared")
+        run_in_threads(3, chunks, ToyData(4), network=network, **fields)
+        said = [record.message for record in caplog.records if VARIABLE in record.message]
+        assert len(said) == warnings
+        assert all(f"is {queues}: the pipeline uses {streams} streams, of which some share a queue" in s for s in said)
+
+
+def test_tensor_parallel_layers_need_one_queue_before_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "8")
+    plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
+    for capability, needed in (((9, 0), True), ((10, 0), False)):
+        plan_choice._kept_advice.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, now=capability: now)
+        for field in ("tensor_model_parallel_size", "context_parallel_size"):
+            config = StepSettings.from_config(toy_config(**{field: 2}))
+            advice = plan_choice.advice_on_queues(plan, config, P2PCore(DeviceNetwork(2).transport(0), config))
+            assert (advice is not None and "before Blackwell" in advice) == needed
+    assert plan_choice.advice_on_queues(plan, config, P2PCore(MemoryNetwork(2).transport(0), config)) is None
