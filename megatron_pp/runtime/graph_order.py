@@ -10,13 +10,11 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import chain
 
+from megatron_pp.config.settings import TE_GRAPHS
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, without_pairs
 from megatron_pp.plan.spec import PlanSpec
-
-TE_GRAPHS = "transformer_engine"
-"""Of ``config.cuda_graph_impl``."""
 
 
 def check_graph_order(spec: PlanSpec, interleaved: bool) -> None:

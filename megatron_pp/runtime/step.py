@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.config.settings import StepSettings
+from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded
 from megatron_pp.plan.builder import build_plan
@@ -17,7 +17,7 @@ from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.dict_activations import NamedSteps
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
-from megatron_pp.runtime.graph_order import TE_GRAPHS, check_graph_order
+from megatron_pp.runtime.graph_order import check_graph_order
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import group_sizes, messages
 from megatron_pp.runtime.pairs import PairRunner

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from megatron_pp.config.settings import TE_GRAPHS
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.spec import PlanSpec
-from megatron_pp.runtime.graph_order import TE_GRAPHS, captured_order, check_graph_order
+from megatron_pp.runtime.graph_order import captured_order, check_graph_order
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
