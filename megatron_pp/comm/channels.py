@@ -6,27 +6,35 @@ connection per group, on which receives are announced behind large messages of t
 ``torch.distributed.new_group(use_local_synchronization=True)`` cannot make them: its members meet under a name that
 contains how many groups each is in (``_hash_ranks_to_str``, torch 2.13), which differs between the ranks of a pipeline
 of three or more. And where the default group is bound to a device, it splits that group, which is collective over all
-its ranks. So the groups are made here, on the job's store; torch knows nothing of them, and ``close`` ends them.
+its ranks. So the groups are made here, on the job's store, and ``close`` ends them. torch knows their global ranks, but
+they are not in its tables of names (``pg_names``): those count in such names, so that groups which the program makes
+later could not meet. NCCL's flight recorder takes name, description and ranks from the groups themselves.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from datetime import timedelta
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_pp.comm.nccl_options import channel_options
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError, P2PTransferError
 
-_POLL = 0.002  # seconds
+_SLICE = timedelta(seconds=0.1)  # of a wait in the store, between looks at whether the channels were aborted
 logger = logging.getLogger("megatron_pp")
 
 Key = tuple[int, int, str]
 """(source, target, kind of message), ranks of the pipeline."""
+
+SHAPES = "shapes"
+"""The kind of message that travels on the CPU, both ways along one channel, whatever the backend of the others."""
 
 
 class Channel(NamedTuple):
@@ -36,30 +44,75 @@ class Channel(NamedTuple):
     peer: int
 
 
+def in_rounds(keys: Iterable[Key]) -> list[list[Key]]:
+    """``keys`` in rounds, in none of which a rank is an end twice: a colouring of the edges by first fit.
+
+    Ranks that make their channels in this order wait for each other along a chain as long as there are rounds, not
+    along the pipeline. Neighbours in a loop need 4 rounds (6 where their number is odd), in a V 8.
+    """
+    rounds: list[list[Key]] = []
+    busy: defaultdict[int, set[int]] = defaultdict(set)  # rank -> its rounds
+    for key in keys:
+        first = next(n for n in count() if n not in busy[key[0]] and n not in busy[key[1]])
+        if first == len(rounds):
+            rounds.append([])
+        rounds[first].append(key)
+        for rank in key[:2]:
+            busy[rank].add(first)
+    return rounds
+
+
 class ChannelGroups:
     """The one-way channels of pipeline rank ``rank``. ``name``: of the pipeline on ``store``, which all ranks share.
 
-    ``timeout``: of the groups on NCCL. Those on gloo keep the timeout with which they are made; their transfers are
-    waited for with a timeout of their own.
+    members   global ranks of the pipeline
+    options   of the pipeline group's own backend; on NCCL, channels have them too
+    max_ctas  ``config.p2p_max_ctas``
+    timeout   of the groups on NCCL. Those on gloo keep the timeout with which they are made; their transfers are
+              waited for with a timeout of their own.
     """
 
-    def __init__(self, backend: str, store: dist.Store, name: str, rank: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        backend: str,
+        store: dist.Store,
+        name: str,
+        rank: int,
+        members: list[int],
+        options: Any,
+        max_ctas: int | None = None,
+    ) -> None:
         self.backend = backend
         self.store = store
         self.name = name
         self.rank = rank
-        self.timeout = timeout
+        self.members = members
+        self.options = options
+        self.max_ctas = max_ctas
+        self.timeout: timedelta = options._timeout
         self.aborted = False
         self.channels: dict[Key, Channel] = {}
 
     def make(self, keys: Iterable[Key], patience: timedelta) -> list[Key]:
         """Make those of ``keys`` that this rank is an end of and that are missing; returns them. Both ends call it, and
-        wait for each other as long as ``patience``. ``keys`` must come in one order on all ranks.
+        wait for each other as long as ``patience``. ``keys`` must come in one order on all ranks (``in_rounds``).
         """
         made = [key for key in keys if self.rank in key[:2] and key not in self.channels]
         for key in made:
             self.channels[key] = self._make(key, patience)
         return made
+
+    def follow_timeout(self, timeout: timedelta) -> None:
+        """The pipeline group's timeout is now ``timeout`` (torch's ``_set_pg_timeout``, Megatron's
+        ``update_pg_timeout``): so is that of the channels."""
+        self.timeout = timeout
+        for (_, _, kind), channel in self.channels.items():
+            if self._carrier(kind) == "nccl":
+                channel.group._get_backend(torch.device("cuda"))._set_default_timeout(timeout)
+
+    def _carrier(self, kind: str) -> str:
+        """The backend of channels for this kind of message."""
+        return "gloo" if kind == SHAPES else self.backend
 
     def _make(self, key: Key, patience: timedelta) -> Channel:
         source, target, kind = key
@@ -69,9 +122,12 @@ class ChannelGroups:
         nth = self.store.add(f"{where}/made by {end}", 1)
         store = dist.PrefixStore(f"{where}/{nth}", self.store)
         self._meet_other_end(store, end, key, patience)
+        name, ranks = f"{where}/{nth}", [self.members[source], self.members[target]]
         try:
-            if self.backend == "nccl":
-                group = _nccl(store, end, self.timeout, f"pp_{kind}_{source}_{target}")
+            if self._carrier(kind) == "nccl":
+                options = channel_options(self.options, self.max_ctas)
+                options._timeout, options.global_ranks_in_group, options.group_name = self.timeout, ranks, name
+                group = _nccl(store, end, options)
             else:
                 group = _gloo(store, end, patience)
         except RuntimeError as error:
@@ -79,6 +135,9 @@ class ChannelGroups:
                 f"pipeline rank {self.rank}: channel {key} was not made within {patience.total_seconds():g} s "
                 f"(config.p2p_timeout), though its other end had begun to make it: {error}"
             ) from error
+        group._set_group_name(name)  # type: ignore[arg-type]
+        group._set_group_desc(f"megatron_pp {kind} {source} to {target}")
+        dist.distributed_c10d._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
         return Channel(group, 1 - end)
 
     def _meet_other_end(self, store: dist.Store, end: int, key: Key, patience: timedelta) -> None:
@@ -87,7 +146,7 @@ class ChannelGroups:
         until = time.monotonic() + patience.total_seconds()
         for word in ("came", "answered"):
             store.set(f"end {end} {word}", "1")
-            while not store.check([f"end {1 - end} {word}"]):
+            while not _is_set(store, f"end {1 - end} {word}"):
                 if self.aborted:
                     raise CommunicatorClosedError(
                         f"pipeline rank {self.rank}: closed while channel {key} was being made"
@@ -98,18 +157,27 @@ class ChannelGroups:
                         f"pipeline rank {self.rank}: the other end of channel {key} {missing}, after "
                         f"{patience.total_seconds():g} s (config.p2p_timeout)"
                     )
-                time.sleep(_POLL)
 
     def close(self) -> None:
         """Shut the groups down, unless they were aborted."""
         channels = list(self.channels.values())
         self.channels.clear()
         for channel in channels:
+            dist.distributed_c10d._world.pg_group_ranks.pop(channel.group, None)
             if self.backend == "nccl" and not self.aborted:
                 try:
                     channel.group.shutdown()
                 except RuntimeError as error:  # the program goes on, or ends, without it
                     logger.warning("closing an NCCL communicator: %s", error)
+
+
+def _is_set(store: dist.Store, key: str) -> bool:
+    """Whether ``key`` is set, within a slice of time."""
+    try:
+        store.wait([key], _SLICE)
+    except RuntimeError:  # the time is over, or the store is gone, which the next line reports
+        return store.check([key])
+    return True
 
 
 def pipeline_name(group: dist.ProcessGroup, backend: str, device: torch.device) -> str:
@@ -130,11 +198,7 @@ def _gloo(store: dist.Store, rank: int, timeout: timedelta) -> dist.ProcessGroup
     return _group_of(backend, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, store, rank)
 
 
-def _nccl(store: dist.Store, rank: int, timeout: timedelta, name: str) -> dist.ProcessGroup:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    if hasattr(options, "group_name"):  # for torch's flight recorder
-        options.group_name = name  # type: ignore[assignment]
+def _nccl(store: dist.Store, rank: int, options: Any) -> dist.ProcessGroup:
     backend = dist.ProcessGroupNCCL(store, rank, 2, options)
     device = torch.device("cuda", torch.cuda.current_device())
     return _group_of(backend, device, dist.ProcessGroup.BackendType.NCCL, store, rank)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_pp.comm.transport import P2PRequest, Transport
+from megatron_pp.comm.transport import Edge, P2PRequest, Preparation, Transport
 from megatron_pp.comm.wait_handle import Tensors, WaitHandle
 from megatron_pp.comm.wire_check import STAMP_LENGTH, WireCheck
 from megatron_pp.config.settings import StepSettings
@@ -58,6 +58,7 @@ class P2PCore:
         self.rank = transport.rank
         self.size = transport.size
         self.device = transport.device
+        self.shape_device = transport.device if transport.shape_device is None else transport.shape_device
         self.settings = settings = StepSettings.from_config(config)
         self.dtype = settings.pipeline_dtype
         self.shapes_vary = settings.shapes_vary
@@ -145,9 +146,12 @@ class P2PCore:
             torch.cuda.synchronize(self.device)
         return handles
 
-    def prepare(self, edges: Iterable[tuple[int, int]], received_bytes: float = 0, sent_bytes: float = 0) -> None:
+    def prepare(
+        self, edges: Iterable[Edge], received_bytes: float = 0, sent_bytes: float = 0, batched: bool = False
+    ) -> None:
         """``Transport.prepare``, waiting for as long as ``config.p2p_timeout``."""
-        self.transport.prepare(edges, received_bytes, sent_bytes, self.patience)
+        needs = Preparation(tuple(edges), batched, self.variable_shapes, received_bytes, sent_bytes)
+        self.transport.prepare(needs, self.patience)
 
     def wait_all(self) -> None:
         """Wait on every unfinished handle, dropped ones included."""
@@ -218,14 +222,14 @@ class P2PCore:
     def empty_header(self) -> torch.Tensor:
         """A buffer for what ``_header_of`` returns."""
         length = _HEADER_LENGTH if self.wire is None else _HEADER_LENGTH + STAMP_LENGTH
-        return torch.empty(length, dtype=torch.int64, device=self.device)
+        return torch.empty(length, dtype=torch.int64, device=self.shape_device)
 
     def _header_of(self, tensor: torch.Tensor, member: int = 0) -> torch.Tensor:
         """Number of dimensions and the dimensions, as int64; in debug mode also the stamp of the wire check."""
         padded = [tensor.dim(), *tensor.shape] + [0] * (MAX_DIMENSIONS - tensor.dim())
         if self.wire is not None:
             padded += self.wire.stamp(tensor.dtype, member)
-        return torch.tensor(padded, dtype=torch.int64, device=self.device)
+        return torch.tensor(padded, dtype=torch.int64, device=self.shape_device)
 
     def decode_header(
         self, header: torch.Tensor, peer: int, what: str, expected: Any = None, member: int = 0

@@ -57,7 +57,7 @@ class P2PCommunicator(P2PCore):
     def __init__(self, pp_group: Any, config: Any, transport: Transport | None = None) -> None:
         if transport is None:
             settings = StepSettings.from_config(config)
-            transport = ProcessGroupTransport(pp_group, settings.one_way, settings.warm_up_p2p)
+            transport = ProcessGroupTransport(pp_group, settings.one_way, settings.warm_up_p2p, settings.p2p_max_ctas)
         super().__init__(transport, config)
         self.pp_group = pp_group
         self.next_in_group = (self.rank + 1) % self.size
@@ -67,7 +67,8 @@ class P2PCommunicator(P2PCore):
         self.virtual_pipeline_model_parallel_size = self.settings.virtual_pipeline_model_parallel_size
         # Between neighbours of the config's own placement; where no schedule is named, stages are placed in a loop.
         kind = placement_kind(self.settings.pipeline_schedule)
-        self.prepare(Placement(kind, self.size, self.virtual_pipeline_model_parallel_size or 1).rank_edges)
+        placement = Placement(kind, self.size, self.virtual_pipeline_model_parallel_size or 1)
+        self.prepare(placement.rank_edges, batched=self.settings.policy == BATCHED)
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors | list[None] | None:
         """Receive activations from the previous rank: one tensor for one shape, a list for a list of shapes; None(s)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_pp.comm.abort import abort_groups
 from megatron_pp.comm.at_exit import call_at_exit
-from megatron_pp.comm.channels import Channel, ChannelGroups, Key, pipeline_name
+from megatron_pp.comm.channels import SHAPES, Channel, ChannelGroups, Key, in_rounds, pipeline_name
 from megatron_pp.comm.gloo import LARGE_BYTES, ChannelThreads
 from megatron_pp.errors import P2PError, P2PTransferError
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
@@ -41,6 +41,26 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
+class ShapeTransfer:
+    """The work of a shape that travels ahead of a tensor, on gloo where tensors go over NCCL.
+
+    A tensor is received only once its shape is known, so whoever asks whether a message is done asks for its tensors.
+    """
+
+    __slots__ = ("_groups", "_work")
+
+    def __init__(self, work: Work, groups: ChannelGroups) -> None:
+        self._work = work
+        self._groups = groups
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """The host waits for as long as NCCL would."""
+        return self._work.wait(self._groups.timeout if timeout is None else timeout)
+
+    def is_completed(self) -> bool:
+        return True
+
+
 class P2PRequest(NamedTuple):
     """One member of a batch."""
 
@@ -50,11 +70,28 @@ class P2PRequest(NamedTuple):
     channel: str
 
 
+class Preparation(NamedTuple):
+    """What plans need of a transport.
+
+    edges           (source, target) of activations; gradients go back along them
+    batched         whether all messages go out as batches
+    with_shapes     whether shapes travel ahead of tensors
+    received_bytes, sent_bytes  sizes of the activations that this rank receives and sends, 0 if unknown
+    """
+
+    edges: tuple[Edge, ...]
+    batched: bool = False
+    with_shapes: bool = False
+    received_bytes: float = 0
+    sent_bytes: float = 0
+
+
 class Transport(Protocol):
     """Point-to-point transfers between the ranks of one pipeline group. Subclasses inherit the methods that do nothing.
 
     rank, size   this rank and the number of ranks in the group
     device       where tensors must lie
+    shape_device where the shapes that travel ahead of tensors must lie; None: with the tensors
     pollable     whether ``Work.is_completed`` is right before ``wait`` (NCCL does; gloo of large messages)
     blocks_host  whether ``Work.wait`` returns when the transfer is done; else (NCCL) the current stream waits for it
     aborted      whether ``abort`` was called
@@ -66,6 +103,7 @@ class Transport(Protocol):
     rank: int
     size: int
     device: torch.device
+    shape_device: torch.device | None = None
     pollable: bool = False
     blocks_host: bool = True
     aborted: bool = False
@@ -91,11 +129,8 @@ class Transport(Protocol):
         """Post all requests as one grouped call; one work per request, or one for all."""
         ...
 
-    def prepare(self, edges: Iterable[Edge], received_bytes: float, sent_bytes: float, timeout: timedelta) -> None:
-        """Make the channels for activations along ``edges`` (source, target) and for gradients back. Collective.
-        ``received_bytes``, ``sent_bytes``: sizes of the activations that this rank receives and sends, 0 if unknown.
-        ``timeout``: for each channel.
-        """
+    def prepare(self, needs: Preparation, timeout: timedelta) -> None:
+        """Make what ``needs`` says, where it is missing. Collective. ``timeout``: for each channel."""
         return
 
     def use_agreement(self, number: int) -> None:
@@ -124,22 +159,32 @@ class ProcessGroupTransport(Transport):
 
     On NCCL, and on gloo where messages are large, each one-way channel has a process group of its own
     (``channels.py``), made and warmed up when the plan's edges are known, never in the middle of a step
-    (pytorch#129140, Megatron-LM#5240). Other channels share the given group, on gloo distinguished by tag.
+    (pytorch#129140, Megatron-LM#5240). Other channels share the given group, on gloo distinguished by tag. Batches on
+    NCCL go over the given group; plans that have nothing else make no channels for tensors.
+
+    On NCCL, shapes that travel ahead of tensors go from host to host over gloo: the host needs them, and would
+    otherwise wait for the device. ``max_ctas``: ``config.p2p_max_ctas``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, one_way: bool = True, warm_up: bool = True) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, one_way: bool = True, warm_up: bool = True, max_ctas: int | None = None
+    ) -> None:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
         self.one_way = one_way
         self.warm_up = warm_up
+        self.max_ctas = max_ctas
         self.backend = backend_of(group)
         self.pollable = self.backend == "nccl"
         self.blocks_host = self.backend != "nccl"
         self.device = device_of(self.backend)
+        self.shape_device = torch.device("cpu")
+        self._prepared: set[Preparation] = set()
         # Here, as construction is the one place that all members reach together; on NCCL it may be collective.
         self.name = pipeline_name(group, self.backend, self.device)
-        self._tags = self._base_tags = _TAGS if one_way else dict.fromkeys(_TAGS, _SHARED_TAG)
+        # On NCCL only shapes have tags, on channels of their own.
+        self._tags = self._base_tags = _TAGS if one_way or self.pollable else dict.fromkeys(_TAGS, _SHARED_TAG)
         self._agreement = 0
         self._groups: ChannelGroups | None = None
         self._channels: dict[Key, Channel] = {}
@@ -151,6 +196,8 @@ class ProcessGroupTransport(Transport):
             call_at_exit(self.end)
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        if self._threads is None and not tensor.is_cuda:
+            return self._shape_transfer("send", tensor, peer, channel)
         own = self._channels.get((self.rank, peer, channel)) if self._channels else None
         group, end = (self.group, peer) if own is None else own
         tag = self._tags[channel]
@@ -167,6 +214,8 @@ class ProcessGroupTransport(Transport):
         return self._threads.follow(("sends", channel, "to", peer), work, ahead=large)
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        if self._threads is None and not tensor.is_cuda:
+            return self._shape_transfer("recv", tensor, peer, channel)
         own = self._channels.get((peer, self.rank, channel)) if self._channels else None
         group, end = (self.group, peer) if own is None else own
         try:
@@ -179,7 +228,7 @@ class ProcessGroupTransport(Transport):
         return self._threads.follow(("receives", channel, "from", peer), work)
 
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
-        if self.backend != "nccl":  # gloo has no grouped call: the same operations, each at once
+        if self.backend != "nccl" or not requests[0].tensor.is_cuda:  # gloo has no grouped call: each at once
             return [(self.isend if r.is_send else self.irecv)(r.tensor, r.peer, r.channel) for r in requests]
         ops = [
             dist.P2POp(dist.isend if r.is_send else dist.irecv, r.tensor, self.global_rank(r.peer), self.group)
@@ -190,40 +239,120 @@ class ProcessGroupTransport(Transport):
         except RuntimeError as error:
             self._post_failed(error, f"batch of {len(ops)} sends and receives")
 
+    def _shape_transfer(self, method: str, tensor: torch.Tensor, peer: int, channel: str) -> ShapeTransfer:
+        own = self._channels.get((min(self.rank, peer), max(self.rank, peer), SHAPES))
+        if own is None or self._groups is None:
+            raise P2PError(f"pipeline rank {self.rank}: no channel for shapes was made with rank {peer}")
+        try:
+            work = getattr(own.group, method)([tensor], own.peer, self._tags[channel])
+        except RuntimeError as error:
+            self._post_failed(error, f"shape on channel {channel}, with rank {peer}")
+        return ShapeTransfer(work, self._groups)
+
     def _post_failed(self, error: RuntimeError, what: str) -> NoReturn:
         """Raise ``error`` as the failure of a transfer; subclasses such as out of memory are raised as they are."""
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             raise error
         raise P2PTransferError(f"pipeline rank {self.rank}, {what}: it cannot be posted: {error}") from error
 
-    def prepare(self, edges: Iterable[Edge], received_bytes: float, sent_bytes: float, timeout: timedelta) -> None:
-        if not self.one_way:
+    def prepare(self, needs: Preparation, timeout: timedelta) -> None:
+        self._follow_timeout()
+        if self.backend == "nccl":
+            needs = needs._replace(received_bytes=0, sent_bytes=0)
+        else:  # only which of the messages are large makes a difference
+            received, sent = map(self._size_if_large, (needs.received_bytes, needs.sent_bytes))
+            needs = Preparation(needs.edges, received_bytes=received, sent_bytes=sent)
+        if needs in self._prepared:
             return
-        if self.backend != "nccl":  # both ends of an edge know the same size: one of what it sends, the other receives
-            bytes_of = {True: sent_bytes, False: received_bytes}
-            mine = [edge for edge in edges if self.rank in edge]
-            large = [edge for edge in mine if bytes_of[self.rank == edge[0]] >= GLOO_DETACHED_BYTES]
-            edges = large if "gloo" in dist.get_backend(self.group) else []
-        keys = [key for s, t in sorted(edges) for key in ((s, t, ACT), (t, s, GRAD))]
-        if all(key in self._channels for key in keys if self.rank in key[:2]):
-            return
+        made = self._make_channels(self._channels_for(needs), timeout)
+        if self.backend == "nccl":
+            self._warm_up(needs, made)
+        self._prepared.add(needs)
+
+    def _size_if_large(self, size: float) -> float:
+        """The size of messages that need a channel of their own on gloo, 0 for others."""
+        has_channels = self.one_way and "gloo" in dist.get_backend(self.group)
+        return size if has_channels and size >= GLOO_DETACHED_BYTES else 0
+
+    def _channels_for(self, needs: Preparation) -> list[Key]:
+        """This rank's channels, in an order that is the same on all ranks."""
+        edges = sorted(needs.edges)
+        keys = [key for s, t in edges for key in ((s, t, ACT), (t, s, GRAD))]
+        if needs.with_shapes:
+            keys += sorted({(min(edge), max(edge), SHAPES) for edge in edges})
+        if self.backend == "nccl":
+            with_tensors = self.one_way and not needs.batched
+            wanted = {key for key in keys if with_tensors or key[2] == SHAPES}
+        else:  # both ends of an edge know the same size: one of what it sends, the other of what it receives
+            sent, received = needs.sent_bytes > 0, needs.received_bytes > 0
+            large = [(s, t) for s, t in edges if (sent and s == self.rank) or (received and t == self.rank)]
+            wanted = {key for s, t in large for key in ((s, t, ACT), (t, s, GRAD))}
+        return [key for together in in_rounds(keys) for key in together if key in wanted and self.rank in key[:2]]
+
+    def _make_channels(self, keys: list[Key], timeout: timedelta) -> list[Key]:
+        """Those of ``keys`` that were missing."""
+        if not keys:
+            return []
         if self._groups is None:
-            limit: timedelta = self.group._get_backend(self.device).options._timeout
-            self._groups = ChannelGroups(self.backend, self.store, self.name, self.rank, limit)
+            members = dist.get_process_group_ranks(self.group)
+            self._groups = ChannelGroups(
+                self.backend, self.store, self.name, self.rank, members, self._options, self.max_ctas
+            )
+            if self._threads is not None:
+                self._threads.limit = (self._groups.timeout,)
+            self._channels = self._groups.channels
+            # torch does not end these groups: they are closed with the transport, or when the program ends.
+            self._close_groups = weakref.finalize(self, self._groups.close)
+        return self._groups.make(keys, timeout)
+
+    @property
+    def _options(self) -> Any:
+        """Of the pipeline group's backend."""
+        return self.group._get_backend(self.device).options
+
+    def _follow_timeout(self) -> None:
+        """The pipeline group's timeout may have been changed."""
+        if self._groups is None:
+            return
+        limit: timedelta = self._options._timeout
+        if limit != self._groups.timeout:
+            self._groups.follow_timeout(limit)
             if self._threads is not None:
                 self._threads.limit = (limit,)
-            self._channels = self._groups.channels
-            # torch does not know these groups: they are closed with the transport, or when the program ends.
-            self._close_groups = weakref.finalize(self, self._groups.close)
-        made = self._groups.make(keys, timeout)
-        if self.warm_up and self.backend == "nccl":
-            self._warm_up(made)
 
-    def _warm_up(self, keys: Iterable[Key]) -> None:
-        """One small message through each new channel: the communicators exist before the first step needs them."""
+    def _warm_up(self, needs: Preparation, made: list[Key]) -> None:
+        """Small messages: the communicators that ``needs`` uses exist before the first step. ``made``: new channels."""
+        if needs.batched:
+            # The first batch makes the group's communicator, which takes all ranks; they cannot wait for shapes then.
+            if self.warm_up or needs.with_shapes:
+                self._warm_up_batches(needs.edges)
+        elif self.warm_up:
+            own = [key for key in made if key[2] != SHAPES]
+            self._warm_up_channels(own if self.one_way else self._ways(needs.edges))
+
+    def _ways(self, edges: Iterable[Edge]) -> list[Key]:
+        """What this rank is an end of, in an order that is the same on all ranks."""
+        keys = [key for s, t in sorted(edges) for key in ((s, t, ACT), (t, s, GRAD))]
+        return [key for together in in_rounds(keys) for key in together if self.rank in key[:2]]
+
+    def _warm_up_channels(self, keys: Iterable[Key]) -> None:
+        """One message along each, one after the other."""
         token = torch.zeros(1, device=self.device)
         for source, target, channel in keys:
             work = self.isend(token, target, channel) if source == self.rank else self.irecv(token, source, channel)
+            work.wait()
+        torch.cuda.synchronize(self.device)
+
+    def _warm_up_batches(self, edges: Iterable[Edge]) -> None:
+        """A batch of messages along every edge, both ways."""
+        token = torch.zeros(1, device=self.device)
+        ways = self._ways(edges)
+        received = [torch.empty_like(token) for _ in ways]
+        requests = [
+            P2PRequest(True, token, t, kind) if s == self.rank else P2PRequest(False, buffer, s, kind)
+            for (s, t, kind), buffer in zip(ways, received, strict=True)
+        ]
+        for work in self.batch(requests):
             work.wait()
         torch.cuda.synchronize(self.device)
 

@@ -95,6 +95,11 @@ class ModelParallelConfig:
     p2p_channels: str = setting(
         "one_way", "one_way: a channel per direction and kind; shared: the given group alone", choices=rules.CHANNELS
     )
+    p2p_max_ctas: int | None = setting(
+        None,
+        "thread blocks of the GPU that one transfer may occupy on NCCL, also while it waits for its peer; None: as the "
+        "pipeline group has it, or else 8",
+    )
     max_pending_sends: int = setting(2, "unfinished sends that may pile up before the schedule waits for one")
     p2p_timeout: float = setting(600.0, "seconds until a transfer without answer is an error")
     compute_timeout: float | None = setting(

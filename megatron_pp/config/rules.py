@@ -77,6 +77,8 @@ def check_communication(config: Any) -> None:
     """Also of a step's settings."""
     one_of("p2p_channels", config.p2p_channels, CHANNELS)
     whole_number("max_pending_sends", config.max_pending_sends, at_least=0)
+    if config.p2p_max_ctas is not None:
+        whole_number("p2p_max_ctas", config.p2p_max_ctas, hint="None for the pipeline group's own")
     _check_seconds("p2p_timeout", config.p2p_timeout)
     if config.compute_timeout is not None:
         _check_seconds("compute_timeout", config.compute_timeout)

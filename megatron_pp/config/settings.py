@@ -15,6 +15,9 @@ from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
 
+TE_GRAPHS = "transformer_engine"
+"""Of ``cuda_graph_impl``: layers run in CUDA graphs of Transformer Engine, as Megatron captures them."""
+
 
 class StepSettings(NamedTuple):  # five times faster to make than a frozen dataclass
     """The options of one step, by the names of the config's fields (see `TransformerConfig`).
@@ -53,6 +56,7 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     pipeline_schedule: str | None
     pipeline_measured: Measured | dict[str, Any] | str | None
     p2p_channels: str
+    p2p_max_ctas: int | None
     max_pending_sends: int
     p2p_timeout: float
     compute_timeout: float | None
@@ -88,7 +92,7 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
         holds = {
             ONE_QUEUE: True,
             DEVICE_SYNC: self._timers_synchronise if self.device_sync is None else self.device_sync,
-            STATIC_BUFFERS: self.cuda_graph_impl == "transformer_engine",
+            STATIC_BUFFERS: self.cuda_graph_impl == TE_GRAPHS,
         }
         return tuple(rule for rule, true in holds.items() if true)
 

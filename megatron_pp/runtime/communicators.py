@@ -29,11 +29,13 @@ _built_from = attrgetter(
     "policy",
     "batch_p2p_sync",
     "p2p_channels",
+    "p2p_max_ctas",
     "p2p_timeout",
     "p2p_debug",
     "virtual_pipeline_model_parallel_size",
     "pipeline_schedule",
 )
+_of_transport = attrgetter("p2p_channels", "p2p_max_ctas")  # what its transport is, which several may share
 
 # Process-wide, as process groups are. A communicator holds its group, so weak keys alone would keep a destroyed one.
 _KEPT: WeakKeyDictionary[Any, dict[tuple[Any, ...], P2PCommunicator]] = WeakKeyDictionary()
@@ -59,7 +61,7 @@ def communicator_for(pp_group: Any, config: Any) -> P2PCommunicator:
             "torch.distributed.destroy_process_group and make the groups anew"
         )
     if found is None:
-        same = (c.transport for c in kept.values() if c.settings.p2p_channels == settings.p2p_channels)
+        same = (c.transport for c in kept.values() if _of_transport(c.settings) == _of_transport(settings))
         found = kept[key] = P2PCommunicator(pp_group, settings, next(same, None))
     found.config = config  # for its timers
     return found

@@ -7,6 +7,7 @@ function of your own may interleave the halves as its model allows, as DualPipeV
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,18 +55,35 @@ def in_turn(forward_call: HalfCall, backward_call: HalfCall) -> None:
 def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
     """The backward on the current CUDA stream, the forward on another one beside it; in turn without a CUDA device.
 
-    Both streams wait for each other before and after, so that memory can go from one to the other.
+    Both streams wait for each other before and after, so that memory can go from one to the other. The other stream is
+    the same for all pairs: torch has 32 of a priority, and the next one would be that of an NCCL communicator.
     """
     if not torch.cuda.is_available():
         in_turn(forward_call, backward_call)
         return
     current = torch.cuda.current_stream()
-    side = torch.cuda.Stream(current.device)  # one of torch's pool: cheap
+    side = _side_stream(current.device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         forward_call()
     backward_call()
     current.wait_stream(side)
+
+
+class _SideStreams(threading.local):
+    """By device; a thread has its own, as it has a current stream of its own."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, torch.cuda.Stream] = {}
+
+
+_SIDE_STREAMS = _SideStreams()
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _SIDE_STREAMS.of:
+        _SIDE_STREAMS.of[device] = torch.cuda.Stream(device)
+    return _SIDE_STREAMS.of[device]
 
 
 class PairRunner:

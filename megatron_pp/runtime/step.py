@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.config.settings import StepSettings
+from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded, instruction_marks
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.spec import BATCHED, Plan, PlanSpec
 from megatron_pp.plan.sync_marks import prepares_in_forward
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
@@ -17,6 +17,7 @@ from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.dict_activations import NamedSteps
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
+from megatron_pp.runtime.graph_order import check_graph_order
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import group_sizes, messages
 from megatron_pp.runtime.pairs import PairRunner
@@ -63,6 +64,8 @@ class StepCall:
         self.weights = store_of(inputs.chunks)
         fields = spec_fields(inputs, settings, size, self.weights is not None)
         self.messages = messages(inputs, settings, size, self.tp_size, self.cp_size)
+        if settings.cuda_graph_impl == TE_GRAPHS:
+            check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
         self.spec = plan_spec(fields, settings, self.communicator)
@@ -86,7 +89,7 @@ class StepCall:
         agreed = (self.spec, shapes, traced_steps(self.settings), communicator.dtype, communicator.wire is not None)
         step = executor, agreed, self.describe, self.number, self.followed_by
         with guarded(communicator, self.settings, *step) as guard:
-            communicator.prepare(plan.placement.rank_edges, received, sent)
+            communicator.prepare(plan.placement.rank_edges, received, sent, self.spec.policy == BATCHED)
             if recording is not None:
                 recording.start()
             executor.run()

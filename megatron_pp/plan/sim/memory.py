@@ -3,8 +3,8 @@
 Activations of a layer are counted as in arXiv 2205.05198 (section 4, in bytes for 16-bit activations:
 s b h (34 + 5 a s / h), less with tensor parallelism and recomputation); what the weight gradients still need after a
 split backward as in arXiv 2401.10241 (appendix: 32 s b h; where a layer is recomputed that is more than its forward
-kept). Parameters, gradients and optimizer states are those of Megatron's mixed-precision optimizer. Kernels' workspace
-and fragmentation are not counted.
+kept). Parameters, gradients and optimizer states are those of Megatron's mixed-precision optimizer. What the allocator
+keeps back of messages is counted as on NCCL (``recorded.py``). Kernels' workspace and fragmentation are not counted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.activations import kept_timeline
 from megatron_pp.plan.lifetime import tensors_timeline
+from megatron_pp.plan.recorded import recorded_timeline
 from megatron_pp.plan.spec import Plan
 
 NONE = "none"
@@ -170,8 +171,9 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     kept = [0.0 if plan.spec.forward_only else shape.kept_bytes(s, total) for s in range(total)]
     late = [shape.kept_for_weights(s, total) for s in range(total)]
     inside = kept_timeline(plan.programs[rank], stages, kept, late)  # the chunks' own activations
-    tensors = tensors_timeline(plan, rank, deallocate)
-    after = array("d", (i + t * shape.message_bytes for i, t in zip(inside, tensors, strict=True)))
+    tensors, recorded = tensors_timeline(plan, rank, deallocate), recorded_timeline(plan, rank, deallocate)
+    timelines = zip(inside, tensors, recorded, strict=True)
+    after = array("d", (i + (t + r) * shape.message_bytes for i, t, r in timelines))
     return RankMemory(shape.static_bytes(stages, total), after)
 
 

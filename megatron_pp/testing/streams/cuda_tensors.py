@@ -45,7 +45,7 @@ class CudaTensors(TorchFunctionMode):
         special = self._special.get(name)
         if special is not None:
             return special(func, *args, **kwargs)
-        if name in _TO_HOST:
+        if name in _TO_HOST and not self.device.is_host_memory(args[0]):
             self.device.synchronize([self.device.stream], name)
         return self._call(func, *args, **kwargs)
 
@@ -61,7 +61,10 @@ class CudaTensors(TorchFunctionMode):
         if given is not None:
             kwargs["device"] = CPU
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self.target == "cpu" and func is torch.tensor:  # no operation that the recorder sees makes it
+                self.device.keep_on_host(result.untyped_storage())
+            return result
         finally:
             self.target = before
 

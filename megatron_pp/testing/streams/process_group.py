@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_pp.testing.memory_transport import End
 from megatron_pp.testing.streams.cuda import replaced
+from megatron_pp.testing.streams.cuda_tensors import CUDA
 from megatron_pp.testing.streams.device import current_device
 from megatron_pp.testing.streams.network import StreamNetwork, StreamWork
 
@@ -90,17 +91,20 @@ class VirtualNCCL:
         self.is_aborted = True
         self.network.abort_communicator(self._id, self.device.rank)
 
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
+
     def shutdown(self) -> None:
         """Nothing is left open."""
 
 
 class VirtualGroup(dist.ProcessGroup):
-    """``ProcessGroup`` over a ``VirtualNCCL``."""
+    """``ProcessGroup`` over a ``VirtualNCCL``, or over torch's own gloo, which carries what lies in host memory."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._nccl: VirtualNCCL | None = None
-        self._name = ""
+        self._backends: dict[str, Any] = {}  # by type of device
+        self._name = self._desc = ""
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -109,33 +113,45 @@ class VirtualGroup(dist.ProcessGroup):
     def group_name(self) -> str:  # type: ignore[override]
         return self._name
 
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
     def _set_default_backend(self, kind: Any) -> None:
         """There is one."""
 
     def _register_backend(self, device: torch.device, kind: Any, backend: Any = None) -> None:
-        self._nccl = backend
+        self._backends[device.type] = backend
 
     def _get_backend(self, device: torch.device) -> Any:
-        if device.type != "cuda":
+        if device.type not in self._backends:
             raise RuntimeError(f"no backend for {device}")
-        return self.backend
+        return self._backends[device.type]
 
     @property
     def backend(self) -> VirtualNCCL:
-        assert self._nccl is not None
-        return self._nccl
+        return self._get_backend(CUDA)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        if not tensors[0].is_cuda:
+            return self._backends["cpu"].send(tensors, peer, tag)
         return self.backend.post([(True, tensors[0], peer)])
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        if not tensors[0].is_cuda:
+            return self._backends["cpu"].recv(tensors, peer, tag)
         return self.backend.post([(False, tensors[0], peer)])
 
     def abort(self) -> None:
-        self.backend.abort()
+        for backend in self._backends.values():
+            backend.abort()
 
     def shutdown(self) -> None:
-        self.backend.shutdown()
+        for backend in self._backends.values():
+            backend.shutdown()
 
 
 class _WorldPerThread:

@@ -1,0 +1,72 @@
+"""Memory that PyTorch's allocator keeps back after a transfer over NCCL.
+
+torch calls ``record_stream`` for every tensor that is sent or received (``ProcessGroupNCCL::pointToPoint``). Memory
+that is freed can then be used again only when the stream of its communicator has done all that was posted to it until
+then, also receives that wait for their peers. So an input that was received on a channel stays after its backward until
+the receives that were posted ahead on that channel are there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.spec import BATCHED, ONE_WAY, Plan
+
+_POSTS = frozenset(ins.SEND_OPS) | frozenset(ins.RECV_OPS)
+_FINISHES = frozenset(ins.WAIT_OPS) | frozenset(ins.FREE_OPS)
+
+
+def recorded_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:
+    """Pipeline tensors of ``rank`` that are freed and cannot be used again yet, right after each instruction of
+    ``plan.timed(rank)``. ``deallocate``: as in ``check_rank``.
+    """
+    walk = _Walk(plan, deallocate or plan.spec.forward_only)
+    for at in plan.timed(rank):
+        for one in at.members or (at,):
+            walk.advance(one)
+        yield walk.held
+
+
+class _Walk:
+    def __init__(self, plan: Plan, gives_back: bool) -> None:
+        self.plan = plan
+        self.gives_back = gives_back
+        self.posted: Counter[Hashable] = Counter()
+        self.finished: Counter[Hashable] = Counter()
+        self.stream_of: dict[tuple[str, int, int], Hashable] = {}  # post, stage, microbatch -> its stream
+        self.waiting: list[tuple[Hashable, int]] = []  # freed tensors: stream, and how much of it must be done
+        self.uses = (ins.FORWARD,) if plan.spec.forward_only else ins.BACKWARD_OPS
+
+    @property
+    def held(self) -> int:
+        return len(self.waiting)
+
+    def advance(self, at: Instruction) -> None:
+        if at.op in _POSTS:
+            stream = self.stream_of[(at.op, at.stage, at.mb)] = self._stream(at)
+            self.posted[stream] += 1
+        elif at.op in _FINISHES:
+            stream = self.stream_of[(ins.POST_OF[at.op], at.stage, at.mb)]
+            self.finished[stream] += 1
+            self.waiting = [(s, count) for s, count in self.waiting if self.finished[s] < count]
+            if at.op == ins.FREE_B or (at.op == ins.FREE_F and self.gives_back):
+                self._free(ins.POST_OF[at.op], at)
+        elif at.op in self.uses:
+            self._free(ins.RECV_F, at)
+            self._free(ins.RECV_B, at)
+            if not self.gives_back:
+                self._free(ins.SEND_F, at)
+
+    def _free(self, post: str, at: Instruction) -> None:
+        """The tensor that ``post`` moved is not used any more, if there is one."""
+        stream = self.stream_of.pop((post, at.stage, at.mb), None)
+        if stream is not None and self.finished[stream] < self.posted[stream]:
+            self.waiting.append((stream, self.posted[stream]))
+
+    def _stream(self, at: Instruction) -> Hashable:
+        """The communicator, each of which has a stream: the group's for batches, a pair's, or a channel's."""
+        spec = self.plan.spec
+        return None if spec.policy == BATCHED else (at.peer, at.op) if spec.channels == ONE_WAY else at.peer

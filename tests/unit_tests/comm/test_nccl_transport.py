@@ -1,0 +1,175 @@
+"""What the transport for NCCL makes and asks for, on virtual devices: communicators, options, timeouts, waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_pp.comm.channels import SHAPES
+from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.faults.attach import close_guard
+from megatron_pp.runtime.pairs import on_two_streams
+from megatron_pp.testing.pipeline import run_rank
+from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
+from megatron_pp.testing.streams.device import VirtualDevice
+from megatron_pp.testing.streams.network import StreamTransport
+from megatron_pp.testing.streams.process_group import VirtualNCCL, process_group, virtual_distributed
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
+from megatron_pp.testing.toy import ToyData, toy_config
+from tests.harness.stream_runs import on_one_device
+
+SIZE = 3
+
+
+@pytest.fixture(autouse=True)
+def nccl_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
+def on_ranks(look: Callable[[P2PCommunicator, int], Any], **fields: Any) -> list[Any]:
+    """What ``look(communicator, rank)`` returns on each rank of a pipeline over virtual NCCL."""
+    network, store = StreamNetwork(SIZE, seed=None), dist.HashStore()
+
+    def rank_main(rank: int) -> Any:
+        with network.running(rank), process_group(network, rank, store) as group:
+            communicator = P2PCommunicator(group, toy_config(**fields))
+            try:
+                return look(communicator, rank)
+            finally:
+                close_guard(communicator)
+                communicator.transport.close()
+
+    with virtual_cuda(), virtual_distributed():
+        return run_ranks(SIZE, rank_main, network.abort)
+
+
+def channels_of(communicator: P2PCommunicator) -> dict[Any, Any]:
+    return communicator.transport._channels  # type: ignore[attr-defined, no-any-return]
+
+
+def backend_of(channel: Any) -> VirtualNCCL:
+    return channel.group._get_backend(torch.device("cuda"))  # type: ignore[no-any-return]
+
+
+def step(communicator: P2PCommunicator, rank: int, **data: Any) -> None:
+    """One step of the toy model."""
+    run_rank(rank, SIZE, 1, ToyData(4, **data), communicator.config, communicator)
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_batched_plans_have_no_channels_and_a_warm_group(warm_up: bool) -> None:
+    def look(communicator: P2PCommunicator, rank: int) -> tuple[bool, int]:
+        is_connected = bool(communicator.pp_group.backend._id)
+        step(communicator, rank)
+        return is_connected, len(channels_of(communicator))
+
+    assert on_ranks(look, batch_p2p_comm=True, warm_up_p2p=warm_up) == [(warm_up, 0)] * SIZE
+
+
+def test_other_plans_have_warm_channels_with_options_of_their_own() -> None:
+    def look(communicator: P2PCommunicator, rank: int) -> list[tuple[Any, ...]]:
+        assert not communicator.pp_group.backend._id
+        seen = []
+        for (source, target, _), channel in channels_of(communicator).items():
+            options = backend_of(channel).options
+            assert backend_of(channel)._id
+            assert (options.group_name, options.global_ranks_in_group) == (channel.group.group_name, [source, target])
+            seen.append((options.is_high_priority_stream, options.config.max_ctas))
+        return seen
+
+    in_a_line = [2, 4, 2]
+    assert on_ranks(look, overlap_p2p_comm=True) == [[(True, 8)] * count for count in in_a_line]
+    assert on_ranks(look, p2p_max_ctas=3)[0] == [(True, 3)] * 2
+
+
+def test_channels_follow_the_timeout_of_the_pipeline_group() -> None:
+    """As Megatron's ``update_pg_timeout`` sets it, after the first steps."""
+    later = timedelta(minutes=3)
+
+    def look(communicator: P2PCommunicator, rank: int) -> set[timedelta]:
+        communicator.pp_group.backend._set_default_timeout(later)
+        step(communicator, rank)
+        return {backend_of(channel).options._timeout for channel in channels_of(communicator).values()}
+
+    assert on_ranks(look, overlap_p2p_comm=True) == [{later}] * SIZE
+
+
+@pytest.mark.parametrize("policy", [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {"p2p_channels": "shared"}])
+def test_shapes_travel_from_host_to_host(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for the device nowhere in a step: fixed shapes and variable ones have the same waits."""
+    waits: dict[str, list[str]] = {}
+
+    def synchronize(device: VirtualDevice, lanes: Any, what: str, *, of: Any = VirtualDevice.synchronize) -> None:
+        waits.setdefault(name, []).append(what)
+        of(device, lanes, what)
+
+    monkeypatch.setattr(VirtualDevice, "synchronize", synchronize)
+
+    def look(communicator: P2PCommunicator, rank: int) -> int:
+        step(communicator, rank, variable=communicator.shapes_vary)
+        return sum(key[2] == SHAPES for key in channels_of(communicator))
+
+    name = "fixed"
+    assert on_ranks(look, **policy) == [0] * SIZE
+    name = "variable"
+    assert on_ranks(look, variable_seq_lengths=True, **policy) == [1, 2, 1]
+    assert sorted(waits["variable"]) == sorted(waits["fixed"])
+
+
+class SlowSends(StreamTransport):
+    """No send is done before somebody waits for it, and ``waits`` has what was still pending then."""
+
+    def __init__(self, network: StreamNetwork, rank: int) -> None:
+        super().__init__(network, rank)
+        self.pending = 0
+        self.waits: list[int] = []
+
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Any:
+        work = super().isend(tensor, peer, channel)
+        self.pending += 1
+
+        def wait(*args: Any) -> bool:
+            self.waits.append(self.pending)
+            self.pending -= 1
+            return work.wait(*args)
+
+        return SimpleNamespace(wait=wait, is_completed=lambda: False)
+
+
+@pytest.mark.parametrize("bound", [0, 2, 100])
+def test_compute_waits_for_sends_only_beyond_the_bound(bound: int) -> None:
+    """``max_pending_sends`` unfinished sends are left alone while there is something to compute."""
+    network, microbatches = StreamNetwork(SIZE), 12
+    transports = [SlowSends(network, rank) for rank in range(SIZE)]
+
+    def rank_main(rank: int) -> None:
+        config = toy_config(overlap_p2p_comm=True, max_pending_sends=bound)
+        with network.running(rank):
+            communicator = P2PCommunicator(ThreadGroup(rank, SIZE), config, transports[rank])
+            run_rank(rank, SIZE, 1, ToyData(microbatches), config, communicator)
+
+    with virtual_cuda():
+        run_ranks(SIZE, rank_main, network.abort)
+    for transport, sends in zip(transports, (microbatches, 2 * microbatches, microbatches), strict=True):
+        assert len(transport.waits) == sends
+        in_the_step, at_its_end = transport.waits[: sends - bound], transport.waits[max(0, sends - bound) :]
+        assert all(bound < pending <= bound + 3 for pending in in_the_step)
+        assert at_its_end == sorted(range(1, len(at_its_end) + 1), reverse=True)
+
+
+def test_pairs_have_one_other_stream() -> None:
+    def program() -> tuple[int, bool]:
+        seen: list[Any] = []
+        current = torch.cuda.current_stream()
+        for _ in range(5):
+            call: Any = lambda: seen.append(torch.cuda.current_stream())  # noqa: E731
+            on_two_streams(call, call)
+        return len(set(seen)), seen[1] == current != seen[0]
+
+    assert on_one_device(program).results == [(2, True)]
