@@ -394,7 +394,7 @@ class ProcessGroupTransport(Transport):
 
     @property
     def limit(self) -> timedelta:
-        return self.group._get_backend(self.device).options._timeout
+        return self._options._timeout
 
     @property
     def store(self) -> dist.Store:
