@@ -209,6 +209,7 @@ def second_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("second_of_two")
 @pytest.mark.parametrize(("flags", "error", "sentence"), BAD_INPUT.values(), ids=BAD_INPUT)
 def test_bad_input_is_told_before_any_communication(
@@ -288,6 +289,7 @@ print(parse(["--config", sys.argv[1]]).train_steps)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no tomllib to lend")
 def test_a_toml_file_is_read_without_tomllib(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text("train_steps = 7")
@@ -327,6 +329,7 @@ def save_run(folder: Path, settings: Settings) -> Path:
     return checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("second_of_two")
 @pytest.mark.parametrize(
     ("flags", "difference"),

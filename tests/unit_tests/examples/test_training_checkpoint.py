@@ -212,6 +212,7 @@ def full_disk(_: int) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     first, second = run_processes(on_two_ranks, 2, (str(tmp_path),), timeout=120, start_method="forkserver")
     assert first == second

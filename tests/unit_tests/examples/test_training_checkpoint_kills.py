@@ -88,6 +88,7 @@ def loaded_step(checkpoint: Checkpoint) -> int:
     return checkpoint.step
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*multi-threaded.*fork")
 def test_a_kill_at_any_moment_of_saving_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def flags(folder: Path, more: str = "") -> list[str]:
     return [*SMALL, "--run-dir", str(folder), *more.split()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -79,6 +80,7 @@ def test_what_breaks_a_run_off_is_no_bad_input(tmp_path: Path, capsys: pytest.Ca
     assert told[0].startswith("train.py: NonFiniteLossError: step ")
 
 
+@pytest.mark.slow
 def test_each_kind_of_failure_has_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, new = tmp_path / "run", "--train-steps 0"
     resume = ["--resume", str(folder)]

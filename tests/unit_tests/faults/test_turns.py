@@ -58,6 +58,7 @@ def _keys(seed: int) -> Iterator[int]:
             key = draw.randint(max(0, newest - 6), newest)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_turns")
 def test_ranks_that_change_plans_alike_never_differ() -> None:
     store = dist.HashStore()

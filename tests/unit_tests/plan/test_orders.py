@@ -146,6 +146,7 @@ def test_zero_bubble_schedules_never_idle_within_a_ranks_span(size: int) -> None
         assert [events[-1].end - events[0].start for events in computed] == list(simulation.busy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 17, 40])
 def test_peaks_of_memory_are_those_of_the_papers(size: int, microbatches: int) -> None:

@@ -128,6 +128,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=1000 if EXHAUSTIVE else 60)
 @given(runs())
 def test_whatever_is_drawn(run: dict[str, Any]) -> None:

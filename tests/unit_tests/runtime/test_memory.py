@@ -98,6 +98,7 @@ def run_counted(
     return run_ranks(spec.pipeline_size, rank_main, network.abort)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("deallocate", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)

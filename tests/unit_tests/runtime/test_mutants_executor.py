@@ -62,6 +62,7 @@ def harm(
     return f"off by {off}" if off else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", HOSTILE_NETWORKS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("name", MORE_SPECS)
 def test_first_wall_stands_alone(name: str, network: type[HostileNetwork]) -> None:
@@ -70,6 +71,7 @@ def test_first_wall_stands_alone(name: str, network: type[HostileNetwork]) -> No
         assert harm(MORE_SPECS[name], network, core=OwnsNothing, seed=seed) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", EARLY_RELEASES)
 def test_second_wall_stands_alone(mutant: type[PlanExecutor]) -> None:
     """An engine that frees early, with handles that own the bytes."""

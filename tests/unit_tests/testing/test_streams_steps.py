@@ -28,6 +28,7 @@ def assert_sound(schedule: str, size: int, data: ToyData, **more: Any) -> None:
     assert difference == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -148,6 +148,7 @@ def harm(te: Any, mode: str, w_order: Any = (0, 1, 2), mutate: Any = None, **opt
 MODES = ["grad", "main_grad", "fused", "fused, first marked", "main_grad, hooks", "fused, hooks"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_add_up_over_microbatches_in_every_order_of_w(te: Any, mode: str, bias: bool) -> None:
@@ -155,6 +156,7 @@ def test_gradients_add_up_over_microbatches_in_every_order_of_w(te: Any, mode: s
         assert harm(te, mode, w_order, bias=bias) == [], w_order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", SPLITTING)
 def test_every_schedule_with_w_gives_the_gradients_of_one_process(te: Any, name: str, fuse: bool) -> None:
