@@ -25,6 +25,11 @@ from megatron_pp.testing.streams.device import current_device
 from megatron_pp.testing.streams.network import StreamNetwork, StreamWork
 
 _IDS = itertools.count()
+_REDUCTIONS: dict[Any, Any] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
+}
 _batch_of_torch = dist.batch_isend_irecv
 
 
@@ -94,6 +99,19 @@ class VirtualNCCL:
         """Nothing is left open."""
 
 
+class _Done(dist._Work):
+    """Of what the current stream has been made to wait for already."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[call-arg]
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
 class VirtualGroup(dist.ProcessGroup):
     """``ProcessGroup`` over a ``VirtualNCCL``."""
 
@@ -130,6 +148,36 @@ class VirtualGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         return self.backend.post([(False, tensors[0], peer)])
+
+    # Collectives exchange all members' tensors, which is more than NCCL sends, and the same to streams.
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        kind = dist.ReduceOp.SUM if options is None else options.reduceOp
+        combine = next(function for name, function in _REDUCTIONS.items() if kind == name)
+        for theirs in self._exchange(tensors[0]):
+            combine(tensors[0], theirs, out=tensors[0])
+        return _Done()
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        peers = [rank for rank in range(self.size()) if rank != self.rank()]
+        if self.rank() == options.rootRank:
+            return self.backend.post([(True, tensors[0], peer) for peer in peers])
+        return self.backend.post([(False, tensors[0], options.rootRank)])
+
+    def barrier(self, opts: Any = None) -> Any:
+        """The host waits, as in ProcessGroupNCCL."""
+        self.allreduce([torch.zeros(1)])
+        self.backend.device.synchronize([self.backend.device.stream], "a barrier")
+        return _Done()
+
+    def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        peers = [rank for rank in range(self.size()) if rank != self.rank()]
+        theirs = [torch.empty_like(mine) for _ in peers]
+        if peers:
+            sends = [(True, mine, peer) for peer in peers]
+            receives = [(False, tensor, peer) for tensor, peer in zip(theirs, peers, strict=True)]
+            self.backend.post([*sends, *receives]).wait()
+        return theirs
 
     def abort(self) -> None:
         self.backend.abort()
@@ -173,6 +221,8 @@ def virtual_distributed() -> Iterator[None]:
             (dist, "ProcessGroup", VirtualGroup),
             (dist, "ProcessGroupNCCL", VirtualNCCL),
             (dist, "batch_isend_irecv", _batch_isend_irecv),
+            (dist, "init_process_group", _init_process_group),
+            (dist, "destroy_process_group", _destroy_process_group),
         ]
     ):
         yield
@@ -181,18 +231,32 @@ def virtual_distributed() -> Iterator[None]:
 @contextmanager
 def process_group(network: StreamNetwork, rank: int, store: Any) -> Iterator[dist.ProcessGroup]:
     """In the thread of ``rank``: the job's default group, with ``store`` (one ``HashStore`` for all ranks)."""
-    group = VirtualGroup(store, rank, network.size)
-    nccl = VirtualNCCL(dist.PrefixStore("world", store), rank, network.size)
-    group._register_backend(torch.device("cuda"), None, nccl)
+    _join_job(rank, network.size, store)
+    try:
+        yield c10d._get_default_group()
+    finally:
+        _destroy_process_group()
+
+
+def _join_job(rank: int, size: int, store: Any) -> None:
+    group = VirtualGroup(store, rank, size)
+    group._register_backend(torch.device("cuda"), None, VirtualNCCL(dist.PrefixStore("world", store), rank, size))
     group._set_group_name("0")
     world: Any = c10d._world
     world.pg_map[group] = ("nccl", store)
     world.pg_names[group] = "0"
-    world.pg_group_ranks[group] = {rank: rank for rank in range(network.size)}
+    world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     world.default_pg = group
-    try:
-        yield group
-    finally:
-        world.default_pg = None
-        for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
-            del table[group]
+
+
+def _init_process_group(backend: str, *, store: Any, rank: int, world_size: int, timeout: Any = None) -> None:
+    """``torch.distributed.init_process_group`` in the thread of a rank."""
+    assert backend == "nccl", "a virtual device has no other"
+    _join_job(rank, world_size, store)
+
+
+def _destroy_process_group() -> None:
+    world: Any = c10d._world
+    group, world.default_pg = world.default_pg, None
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
+        del table[group]
