@@ -158,8 +158,17 @@ class VirtualGroup(dist.ProcessGroup):
             combine(tensors[0], theirs, out=tensors[0])
         return _Done()
 
+    def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any = None) -> Any:
+        everyone = self._exchange(tensors[0])
+        everyone.insert(self.rank(), tensors[0])
+        for output, tensor in zip(outputs[0], everyone, strict=True):
+            output.copy_(tensor)
+        return _Done()
+
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         peers = [rank for rank in range(self.size()) if rank != self.rank()]
+        if not peers:
+            return _Done()
         if self.rank() == options.rootRank:
             return self.backend.post([(True, tensors[0], peer) for peer in peers])
         return self.backend.post([(False, tensors[0], options.rootRank)])
@@ -196,6 +205,7 @@ class _WorldPerThread:
         local = self._local
         if not hasattr(local, "world"):
             local.world = c10d._World()
+            local.world.groups_made = 0  # torch's own count is one for the process
         return local.world
 
     def __getattr__(self, name: str) -> Any:
@@ -223,6 +233,7 @@ def virtual_distributed() -> Iterator[None]:
             (dist, "batch_isend_irecv", _batch_isend_irecv),
             (dist, "init_process_group", _init_process_group),
             (dist, "destroy_process_group", _destroy_process_group),
+            (dist, "new_group", _new_group),
         ]
     ):
         yield
@@ -231,32 +242,52 @@ def virtual_distributed() -> Iterator[None]:
 @contextmanager
 def process_group(network: StreamNetwork, rank: int, store: Any) -> Iterator[dist.ProcessGroup]:
     """In the thread of ``rank``: the job's default group, with ``store`` (one ``HashStore`` for all ranks)."""
-    _join_job(rank, network.size, store)
+    _init_process_group("nccl", store=store, rank=rank, world_size=network.size)
     try:
         yield c10d._get_default_group()
     finally:
         _destroy_process_group()
 
 
-def _join_job(rank: int, size: int, store: Any) -> None:
-    group = VirtualGroup(store, rank, size)
-    group._register_backend(torch.device("cuda"), None, VirtualNCCL(dist.PrefixStore("world", store), rank, size))
-    group._set_group_name("0")
-    world: Any = c10d._world
-    world.pg_map[group] = ("nccl", store)
-    world.pg_names[group] = "0"
-    world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
-    world.default_pg = group
-
-
 def _init_process_group(backend: str, *, store: Any, rank: int, world_size: int, timeout: Any = None) -> None:
     """``torch.distributed.init_process_group`` in the thread of a rank."""
     assert backend == "nccl", "a virtual device has no other"
-    _join_job(rank, world_size, store)
+    c10d._world.default_pg = _join(range(world_size), rank, store)
 
 
-def _destroy_process_group() -> None:
+def _new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+    """``torch.distributed.new_group``: all ranks of the job make all groups, in one order."""
     world: Any = c10d._world
-    group, world.default_pg = world.default_pg, None
+    store, mine = world.pg_map[world.default_pg][1], world.default_pg.rank()
+    members = range(world.default_pg.size()) if ranks is None else sorted(ranks)
+    if mine in members:
+        return _join(members, mine, store)
+    world.groups_made += 1
+    return dist.GroupMember.NON_GROUP_MEMBER
+
+
+def _join(members: Sequence[int], rank: int, store: Any) -> VirtualGroup:
+    """``members``: the ranks in the job."""
+    world: Any = c10d._world
+    name, place = str(world.groups_made), members.index(rank)
+    world.groups_made += 1
+    group = VirtualGroup(store, place, len(members))
+    backend = VirtualNCCL(dist.PrefixStore(f"group {name}", store), place, len(members))
+    group._register_backend(torch.device("cuda"), None, backend)
+    group._set_group_name(name)
+    world.pg_map[group] = ("nccl", store)
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {member: number for number, member in enumerate(members)}
+    return group
+
+
+def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """One group, or all."""
+    world: Any = c10d._world
+    ended = list(world.pg_map) if group is None or group is world.default_pg else [group]
     for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
-        del table[group]
+        for one in ended:
+            del table[one]
+    if world.default_pg in ended:
+        world.default_pg = None
+        world.groups_made = 0
