@@ -109,7 +109,7 @@ def _sides(test: ast.expr) -> tuple[bool | None, bool | None]:
 
 
 def _any(sides: list[bool | None]) -> bool | None:
-    return next((side for side in sides if side is not None), None)
+    return False if False in sides else (True if True in sides else None)
 
 
 def _all(sides: list[bool | None]) -> bool | None:

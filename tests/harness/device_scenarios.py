@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import os
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -19,15 +18,15 @@ import torch.distributed as dist
 from examples.gpt import distributed, libraries, metrics
 from examples.gpt.errors import ArgumentError
 from examples.gpt.program import train
+from examples.gpt.settings import parse
 from megatron_pp.comm import abort
-from megatron_pp.comm.transport import ProcessGroupTransport
+from megatron_pp.comm.transport import P2PRequest, ProcessGroupTransport
 from megatron_pp.errors import P2PTransferError
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.runtime.pairs import on_two_streams
 from megatron_pp.testing.streams import StreamNetwork
 from megatron_pp.testing.streams.cuda import replaced
 from megatron_pp.testing.toy import ToyData
-from megatron_pp.tracing.recorder import flush_traces
 from megatron_pp.weight_grad.fused import add_weight_grad, fused_kernels
 from tests.functional_tests import race_cases
 from tests.harness import processes
@@ -68,7 +67,6 @@ def steps(folder: Path) -> None:
     ):
         report, _ = step_on_nccl(2, 2, ToyData(4), **fields)
         assert not report.races, report
-    flush_traces()
     assert len(list(folder.glob("trace-*.jsonl"))) == 2
 
 
@@ -96,17 +94,11 @@ def what_the_library_raises(folder: Path) -> None:
             abort.abort_groups([group])
         whole()
         with pytest.raises(P2PTransferError, match=r"batch of 1 .* cannot be posted: NCCL communicator was aborted"):
-            transport.batch([race_request(transport)])
+            transport.batch([P2PRequest(True, torch.zeros(1), 1 - transport.rank, "A")])
 
     with replaced([(abort, "_NCCL_PATIENCE", 0.1)]):
         on_ranks(2, program)
     released.set()
-
-
-def race_request(transport: ProcessGroupTransport) -> Any:
-    from megatron_pp.comm.transport import P2PRequest
-
-    return P2PRequest(True, torch.zeros(1), 1 - transport.rank, "A")
 
 
 def _raises(*_: Any) -> None:
@@ -157,13 +149,17 @@ def the_trainer_s_parts(folder: Path) -> None:
         with pytest.raises(ArgumentError, match=r"--norm-impl is apex, but apex\.normalization cannot be imported"):
             libraries._required("--norm-impl", "apex", "apex.normalization", True)
         assert libraries._find("--norm-impl", "auto", "apex", "apex.normalization", "FusedLayerNorm", True) is None
+        assert libraries._find("--flag", "auto", "any", "math", "sqrt", True) is math.sqrt
+        assert libraries._find("--flag", "any", "any", "math", "sqrt", True) is math.sqrt
+        with pytest.raises(ArgumentError, match=r"transformer_engine, but .* cannot be imported"):
+            libraries._transformer_engine(parse(["--transformer-impl", "transformer_engine"]), device, False)
 
     on_ranks(1, program)
 
 
 def the_training_program(folder: Path) -> None:
     """A run that is continued, on one rank, in this thread: the program's signal handlers are the main thread's."""
-    flags = [*SMALL_MODEL, *"--device cuda --num-microbatches 2 --max-data-bytes 100000 --warmup-steps 1".split()]
+    flags = [*SMALL_MODEL, "--device", "cuda", "--num-microbatches", "2", "--warmup-steps", "1"]
     network = StreamNetwork(1, seed=None)
     with virtual_machine(), network.running(0):
         train([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2"])

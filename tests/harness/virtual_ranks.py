@@ -1,4 +1,4 @@
-"""Ranks as threads on virtual devices, in place of processes on GPUs: `run_processes` for what is to run without one."""
+"""Ranks as threads on virtual devices, in place of processes on GPUs: `run_processes` without a GPU."""
 
 from __future__ import annotations
 

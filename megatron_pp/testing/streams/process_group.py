@@ -151,27 +151,32 @@ class VirtualGroup(dist.ProcessGroup):
 
     # Collectives exchange all members' tensors, which is more than NCCL sends, and the same to streams.
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
-        kind = dist.ReduceOp.SUM if options is None else options.reduceOp
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         combine = next(function for name, function in _REDUCTIONS.items() if kind == name)
-        for theirs in self._exchange(tensors[0]):
-            combine(tensors[0], theirs, out=tensors[0])
+        for tensor in tensors:
+            for theirs in self._exchange(tensor):
+                combine(tensor, theirs, out=tensor)
         return _Done()
 
-    def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any = None) -> Any:
+    allreduce_coalesced = allreduce  # type: ignore[assignment]
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
+    ) -> Any:
         everyone = self._exchange(tensors[0])
         everyone.insert(self.rank(), tensors[0])
         for output, tensor in zip(outputs[0], everyone, strict=True):
             output.copy_(tensor)
         return _Done()
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:  # type: ignore[override]
         peers = [rank for rank in range(self.size()) if rank != self.rank()]
         if not peers:
             return _Done()
-        if self.rank() == options.rootRank:
+        if self.rank() == opts.rootRank:
             return self.backend.post([(True, tensors[0], peer) for peer in peers])
-        return self.backend.post([(False, tensors[0], options.rootRank)])
+        return self.backend.post([(False, tensors[0], opts.rootRank)])
 
     def barrier(self, opts: Any = None) -> Any:
         """The host waits, as in ProcessGroupNCCL."""
@@ -205,7 +210,7 @@ class _WorldPerThread:
         local = self._local
         if not hasattr(local, "world"):
             local.world = c10d._World()
-            local.world.groups_made = 0  # torch's own count is one for the process
+            local.world.made = []  # this rank's groups, None for others': torch's tables are all threads'
         return local.world
 
     def __getattr__(self, name: str) -> Any:
@@ -249,9 +254,12 @@ def process_group(network: StreamNetwork, rank: int, store: Any) -> Iterator[dis
         _destroy_process_group()
 
 
-def _init_process_group(backend: str, *, store: Any, rank: int, world_size: int, timeout: Any = None) -> None:
+def _init_process_group(
+    backend: str, *, store: Any = None, rank: int = 0, world_size: int = 1, timeout: Any = None
+) -> None:
     """``torch.distributed.init_process_group`` in the thread of a rank."""
     assert backend == "nccl", "a virtual device has no other"
+    store = dist.HashStore() if store is None and world_size == 1 else store
     c10d._world.default_pg = _join(range(world_size), rank, store)
 
 
@@ -262,19 +270,19 @@ def _new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) ->
     members = range(world.default_pg.size()) if ranks is None else sorted(ranks)
     if mine in members:
         return _join(members, mine, store)
-    world.groups_made += 1
+    world.made.append(None)
     return dist.GroupMember.NON_GROUP_MEMBER
 
 
 def _join(members: Sequence[int], rank: int, store: Any) -> VirtualGroup:
     """``members``: the ranks in the job."""
     world: Any = c10d._world
-    name, place = str(world.groups_made), members.index(rank)
-    world.groups_made += 1
+    name, place = str(len(world.made)), members.index(rank)
     group = VirtualGroup(store, place, len(members))
     backend = VirtualNCCL(dist.PrefixStore(f"group {name}", store), place, len(members))
     group._register_backend(torch.device("cuda"), None, backend)
     group._set_group_name(name)
+    world.made.append(group)
     world.pg_map[group] = ("nccl", store)
     world.pg_names[group] = name
     world.pg_group_ranks[group] = {member: number for number, member in enumerate(members)}
@@ -284,10 +292,10 @@ def _join(members: Sequence[int], rank: int, store: Any) -> VirtualGroup:
 def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     """One group, or all."""
     world: Any = c10d._world
-    ended = list(world.pg_map) if group is None or group is world.default_pg else [group]
-    for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
-        for one in ended:
-            del table[one]
-    if world.default_pg in ended:
+    everything = group is None or group is world.default_pg
+    for one in world.made if everything else [group]:
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
+            table.pop(one, None)
+    if everything:
         world.default_pg = None
-        world.groups_made = 0
+        world.made.clear()
