@@ -20,13 +20,16 @@ from examples.gpt.errors import ArgumentError
 from examples.gpt.program import train
 from examples.gpt.settings import parse
 from megatron_pp.comm import abort
-from megatron_pp.comm.transport import P2PRequest, ProcessGroupTransport
+from megatron_pp.comm.transport import P2PRequest, ProcessGroupTransport, SoloTransport
 from megatron_pp.errors import P2PTransferError
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.pairs import on_two_streams
 from megatron_pp.testing.streams import StreamNetwork
 from megatron_pp.testing.streams.cuda import replaced
 from megatron_pp.testing.toy import ToyData
+from megatron_pp.tracing.recorder import Tracer, chosen_steps
 from megatron_pp.weight_grad.fused import add_weight_grad, fused_kernels
 from tests.functional_tests import race_cases
 from tests.harness import processes
@@ -68,6 +71,25 @@ def steps(folder: Path) -> None:
         report, _ = step_on_nccl(2, 2, ToyData(4), **fields)
         assert not report.races, report
     assert len(list(folder.glob("trace-*.jsonl"))) == 2
+
+
+def times_of_events(folder: Path) -> None:
+    """A traced step's times are read from its events later."""
+
+    def program(group: dist.ProcessGroup) -> None:
+        plan = build_plan(PlanSpec("1f1b", 1, 1, 1))
+        tracer = Tracer(folder, chosen_steps("1"), SoloTransport(torch.device("cuda", 0)), 1)
+        recording = tracer.next_step(plan, 1.0)
+        assert recording is not None
+        recording.start()
+        for at in plan.programs[0]:
+            recording.begin(at)
+            recording.end(at)
+        recording.finish()
+        tracer.resolve_pending()
+
+    on_ranks(1, program)
+    assert '"step"' in next(folder.glob("trace-*.jsonl")).read_text()
 
 
 def a_failure(folder: Path) -> None:
@@ -177,6 +199,7 @@ def the_soak_on_nccl(folder: Path) -> None:
 
 SCENARIOS: tuple[Scenario, ...] = (
     steps,
+    times_of_events,
     a_failure,
     what_the_library_raises,
     kernels,

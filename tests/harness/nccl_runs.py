@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,6 @@ from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cud
 from megatron_pp.testing.streams.process_group import process_group, virtual_distributed
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, merged, toy_config
-from megatron_pp.tracing.recorder import flush_traces
-
-_FLUSHING = threading.Lock()  # flush_traces is for one thread of a process, and here are all ranks
 
 
 def step_on_nccl(
@@ -52,8 +48,6 @@ def step_on_nccl(
                 errors[rank] = f"{type(error).__name__}: {error}"
                 return ToyResult()
             finally:
-                with _FLUSHING:
-                    flush_traces()
                 close_guard(communicator)
                 communicator.transport.close()
 

@@ -103,7 +103,7 @@ class _Done(dist._Work):
     """Of what the current stream has been made to wait for already."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[call-arg]
+        super().__init__()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
@@ -159,7 +159,7 @@ class VirtualGroup(dist.ProcessGroup):
                 combine(tensor, theirs, out=tensor)
         return _Done()
 
-    allreduce_coalesced = allreduce  # type: ignore[assignment]
+    allreduce_coalesced = allreduce
 
     def allgather(  # type: ignore[override]
         self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
