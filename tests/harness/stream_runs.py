@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from megatron_pp.comm.communicator import P2PCore
@@ -15,7 +14,7 @@ from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, check_streams, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyData, ToyResult, reference_run
-from megatron_pp.tracing.profiler_ranges import NvtxRanges
+from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
 from tests.harness.race_support import exact_data, run_plan
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -46,7 +45,10 @@ def plan_on_streams(
 ) -> StreamReport:
     """A step of ``spec``'s plan by ``executor``, on the model of ``race_support``."""
     network = StreamNetwork(spec.pipeline_size, spec.channels == ONE_WAY, record_streams=record_streams)
-    observed = partial(executor, observer=NvtxRanges())
+
+    def observed(*args: Any, **more: Any) -> PlanExecutor:  # with ranges of its own on each rank
+        return executor(*args, observer=ranges_if_profiling(), **more)
+
     data = exact_data(spec.num_microbatches, spec.variable_shapes)
     with virtual_cuda():
         run_plan(build_plan(spec), data, network, executor=observed, core=core)
