@@ -1,11 +1,14 @@
 #!/usr/bin/env python
-"""Everything of the race suite that needs a GPU, in one call: two ranks over NCCL, on two GPUs or sharing one.
+"""Everything of the race suite that needs a GPU, in one call: two ranks over NCCL, on two GPUs, then sharing one.
 
     scripts/gpu_check.sh                   check, print, and write docs/gpu_results.md
     scripts/gpu_check.sh --out FILE        write elsewhere
+    scripts/gpu_check.sh --seconds 120     in less time
     scripts/gpu_check.sh --cpu             the same over gloo without a GPU: tries the script, checks nothing of CUDA
 
-Installs nothing; needs torch with CUDA, and ends within 8 minutes. Exit status 1 where a check failed.
+Each section has its share of the time, and what a section leaves goes to those after it. Results are printed as they
+come, and written after each section: a run that is ended early (SIGTERM, Ctrl-C) leaves what it has, with a list of
+what was not run. Exit status 1 where a check failed or was not run.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 for folder in (str(ROOT), str(ROOT / "scripts")):
@@ -32,7 +37,7 @@ from benchmarks import gpu as gpu_benchmark  # noqa: E402
 from tests.functional_tests.race_cases import KEEP_FREED_MEMORY_MAPPED, ONE_GPU_ENVIRONMENT  # noqa: E402
 from tests.harness.processes import run_processes  # noqa: E402
 
-DEADLINE = 460.0  # seconds for everything
+STARTING = 15.0  # seconds: no section gets less, since its ranks need that long to start
 CASES = {
     "a": "plain isend, deallocated",
     "b": "ours, deallocated without waiting",
@@ -47,8 +52,9 @@ CASES = {
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: docs/gpu_results.md, with --cpu nowhere")
-    parser.add_argument("--repeats", type=int, default=20, help="of every case of the race, for each dtype")
+    parser.add_argument("--repeats", type=int, default=10, help="of every case of the race, for each dtype")
     parser.add_argument("--megabytes", type=int, default=64, help="of a tensor")
+    parser.add_argument("--seconds", type=float, default=460.0, help="for everything (default: %(default)g)")
     parser.add_argument("--cpu", action="store_true", help="gloo on the CPU; writes only to --out")
     args = parser.parse_args(argv)
     if args.out is None and not args.cpu:
@@ -60,101 +66,137 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.cpu:
         os.environ.update(KEEP_FREED_MEMORY_MAPPED)  # for the ranks, which are new processes
-    check = Check(args)
-    check.run()
-    text = check.report.text(args.cpu)
-    print(text)
+    report = Report(args.out, tried=args.cpu)
+    try:
+        Check(args, report).run()
+    except KeyboardInterrupt:
+        print("gpu_check: ended early", file=sys.stderr)
+    report.save()
+    print("\n".join(report.verdict()))
     if args.out is not None:
-        args.out.write_text(text)
         print(f"wrote {args.out}")
-    return 1 if check.report.failures else 0
+    return 1 if report.failures or report.not_run else 0
 
 
 class Report:
-    """Lines of Markdown, and what failed."""
+    """Lines of Markdown, printed as they come; what failed, and what was not run (yet)."""
 
-    def __init__(self) -> None:
+    def __init__(self, out: Path | None, tried: bool) -> None:
+        self.out = out
+        self.tried = tried
         self.lines: list[str] = []
         self.failures: list[str] = []
+        self.not_run: list[str] = []
 
-    def heading(self, text: str) -> None:
-        self.lines += ["", f"## {text}", ""]
+    def add(self, *lines: str) -> None:
+        self.lines += lines
+        print(*lines, sep="\n", flush=True)
 
     def paragraph(self, text: str) -> None:
-        self.lines += ["", text, ""]
+        self.add("", text, "")
 
     def table(self, columns: list[str], rows: list[list[str]]) -> None:
-        self.lines += [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-        self.lines += [f"| {' | '.join(row)} |" for row in rows]
+        self.add(f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}")
+        self.add(*(f"| {' | '.join(row)} |" for row in rows))
 
     def check(self, good: bool, what: str) -> str:
         if not good:
             self.failures.append(what)
         return "yes" if good else "**NO**"
 
-    def text(self, tried: bool) -> str:
-        what = "tried without a GPU (--cpu)" if tried else f"measured on {datetime.date.today().isoformat()}"
-        failed = [f"- FAILED: {failure}" for failure in self.failures] or ["All checks passed."]
-        return "\n".join(["# On a GPU", "", f"Written by scripts/gpu_check.sh; {what}.", "", *failed, *self.lines, ""])
+    def verdict(self) -> list[str]:
+        bad = [f"- FAILED: {failure}" for failure in self.failures]
+        return bad + [f"- NOT RUN: {section}" for section in self.not_run] or ["All checks passed."]
+
+    def save(self) -> None:
+        if self.out is None:
+            return
+        what = "tried without a GPU (--cpu)" if self.tried else f"measured on {datetime.date.today().isoformat()}"
+        head = ["# On a GPU", "", f"Written by scripts/gpu_check.sh; {what}.", ""]
+        self.out.write_text("\n".join([*head, *self.verdict(), *self.lines, ""]))
+
+
+class Section(NamedTuple):
+    """A part of the check at one place. ``share``: of the time, about the seconds that it needs at most."""
+
+    place: str
+    title: str
+    share: float
+    work: Callable[..., None]
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.title}"
 
 
 class Check:
     """Runs the sections one after the other, each in processes of its own, until the time is up."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, report: Report) -> None:
         self.args = args
-        self.report = Report()
-        self.until = time.monotonic() + DEADLINE
+        self.report = report
         self.bytes = args.megabytes * 2**20
-        if args.cpu:
-            self.places = {"gloo": ("gloo", ("cpu", "cpu"))}
-        else:
-            self.places = {"two ranks on one GPU": ("nccl", ("cuda:0", "cuda:0"))}
-            if torch.cuda.device_count() > 1:
-                self.places["two GPUs"] = ("nccl", ("cuda:0", "cuda:1"))
+        self.ends = time.monotonic() + args.seconds
+        self.budget = 0.0  # seconds of the section that runs
+        self.places = {"gloo": ("gloo", ("cpu", "cpu"))} if args.cpu else _places_of_gpus()
+        self.sections = [section for place in self.places for section in self._sections(place)]
+        report.not_run = [str(section) for section in self.sections]
+
+    def _sections(self, place: str) -> list[Section]:
+        found = [
+            Section(place, "facts", 30.0, self._facts),
+            Section(place, "race", 80.0, self._race),
+            Section(place, "steps", 90.0, self._steps),
+            Section(place, "overlap", 40.0, self._overlap),
+        ]
+        if not self.args.cpu:
+            found.insert(1, Section(place, "stream", 30.0, self._stream))
+            if place == next(iter(self.places)):  # it takes two GPUs where there are two
+                found.append(Section(place, "engines", 50.0, self._engines))
+        return found
 
     def run(self) -> None:
-        for name, (backend, devices) in self.places.items():
-            self.report.heading(name)
-            sections: list[tuple[str, Callable[..., None]]] = [
-                ("facts", self._facts),
-                ("stream", self._stream),
-                ("race", self._race),
-                ("steps", self._steps),
-                ("overlap", self._overlap),
-                ("engines", self._engines),
-            ]
-            for title, section in sections:
-                try:
-                    section(backend, devices)
-                except Exception as error:
-                    self.report.check(False, f"{name}: {title}: {type(error).__name__}: {str(error)[:600]}")
+        place = ""
+        for number, section in enumerate(self.sections):
+            left = self.ends - time.monotonic()
+            if left <= 0.0:
+                return
+            share = section.share / sum(other.share for other in self.sections[number:])
+            self.budget = min(left, max(left * share, STARTING))
+            if section.place != place:
+                place = section.place
+                self.report.add("", f"## {place}", "")
+            try:
+                section.work(*self.places[place])
+            except Exception as error:
+                self.report.check(False, f"{section}: {type(error).__name__}: {str(error)[:600]}")
+                self.report.paragraph(f"FAILED: {self.report.failures[-1]}")
+            self.report.not_run.remove(str(section))
+            self.report.save()
 
     def _ranks(self, place: tuple[str, tuple[str, ...]], work: Callable[..., Any], *args: Any) -> list[Any]:
-        """``work`` on both ranks; raises what a rank raised, or when the time is up."""
+        """``work`` on all ranks; raises what a rank raised, or when the section's time is up."""
         backend, devices = place
-        left = self.until - time.monotonic()
-        if left < 10.0:
-            raise TimeoutError(f"no time is left of the {DEADLINE:.0f} s")
+        began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             where = gpu_ranks.Place(backend, devices, f"{folder}/store")
             environment = ONE_GPU_ENVIRONMENT if where.shared and backend == "nccl" else {"GLOO_SOCKET_IFNAME": "lo"}
-            return run_processes(
-                gpu_ranks.enter,
-                len(devices),
-                (where, work, args),
-                backend=None,
-                timeout=min(left, 200.0),
-                environment=environment,
-            )
+            try:
+                return run_processes(
+                    gpu_ranks.enter,
+                    len(devices),
+                    (where, work, args),
+                    backend=None,
+                    timeout=round(max(0.0, self.budget), 1),
+                    environment=environment,
+                )
+            finally:
+                self.budget -= time.monotonic() - began
 
     def _facts(self, *place: Any) -> None:
         found = self._ranks(place, gpu_ranks.facts)[0]
-        self.report.lines.append(", ".join(f"{key} {value}" for key, value in found.items()) + ".")
+        self.report.add(", ".join(f"{key} {value}" for key, value in found.items()) + ".")
 
     def _stream(self, *place: Any) -> None:
-        if self.args.cpu:
-            return
         found = self._ranks(place, gpu_ranks.release_stall, self.bytes)[0]
         ours, control = found["ours"], found["wait at once"]
         busy, key = 4 * gpu_ranks.FORWARD_MS, "first to last forward, stream ms"
@@ -218,19 +260,28 @@ class Check:
         self.report.table(["variant", "ms (min)", "ms (median)", "peak MB"], rows)
 
     def _engines(self, *place: Any) -> None:
-        """`benchmark.py gpu`, with the peers that are installed; last, for it alone may be cut short."""
-        if self.args.cpu:
-            return
-        left = self.until - time.monotonic()
-        if left < 60.0:
-            self.report.paragraph("The engines side by side: not yet measured, no time was left.")
-            return
+        """`benchmark.py gpu`, with the peers that are installed."""
+        sizes = [self.args.megabytes / 8, self.args.megabytes / 2]
         measured = gpu_benchmark.run(
-            argparse.Namespace(mib=[8.0, 32.0], forward_ms=10.0, microbatches=8, rounds=3, timeout=left - 10.0)
+            argparse.Namespace(mib=sizes, forward_ms=10.0, microbatches=8, rounds=3, timeout=self.budget)
         )
         self.report.paragraph(f"{measured.title}: forward 10 ms, backward 20 ms, M=8. {' '.join(measured.notes)}")
         rows = [[_cell(row.get(column)) for column in measured.columns] for row in measured.rows]
         self.report.table(measured.columns, rows)
+
+
+def _places_of_gpus() -> dict[str, tuple[str, tuple[str, str]]]:
+    """Backend and devices of the ranks."""
+    places = {"two ranks on one GPU": ("nccl", ("cuda:0", "cuda:0"))}
+    if torch.cuda.device_count() > 1:
+        places = {"two GPUs": ("nccl", ("cuda:0", "cuda:1")), **places}
+    return places
+
+
+def _ended(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends the run as Ctrl-C does; `timeout` sends it twice."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _cell(value: Any) -> str:
@@ -238,4 +289,5 @@ def _cell(value: Any) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _ended)
     raise SystemExit(main())

@@ -84,18 +84,18 @@ class Stream:
 
 
 class Event:
-    """``torch.cuda.Event``. Times are counts of operations that the rank has issued."""
+    """``torch.cuda.Event``. An operation that the rank has issued takes a microsecond, ``_sleep`` what it says."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **more: Any) -> None:
         self._device = _here()
         self._clock: Clock = {}
         self._pending: set[Transfer] = set()
-        self._time = 0
+        self._time = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         lane = self._device.stream if stream is None else stream.lane
         self._clock, self._pending = dict(lane.now()), set(lane.unfinished())
-        self._time = self._device.operations
+        self._time = 1e-3 * self._device.operations + self._device.slept
 
     def wait(self, stream: Stream | None = None) -> None:
         lane = self._device.stream if stream is None else stream.lane
@@ -114,7 +114,7 @@ class Event:
 
     def elapsed_time(self, other: Event) -> float:
         """Milliseconds, as torch's."""
-        return (other._time - self._time) * 1e-3
+        return other._time - self._time
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -137,6 +137,13 @@ def _on_stream(chosen: Stream | None) -> Iterator[None]:
         return
     with chosen:
         yield
+
+
+def _sleep(cycles: int) -> None:
+    """At one gigahertz."""
+    here = _here()
+    here.stream_step()
+    here.slept += 1e-6 * cycles
 
 
 def _synchronize(device: Any = None) -> None:
@@ -200,6 +207,7 @@ _REPLACED: dict[str, Any] = {
     **{name: _constant(0) for name in ("current_device", "memory_allocated", "max_memory_allocated")},
     **{name: _constant(0) for name in ("memory_reserved", "max_memory_reserved")},
     "device_count": _constant(1),
+    "get_device_name": _constant("virtual device"),
     "get_device_capability": _constant((9, 0)),
     "is_current_stream_capturing": _constant(False),
     "device": _on_device,
@@ -210,6 +218,7 @@ _REPLACED: dict[str, Any] = {
     "current_stream": current_stream,
     "default_stream": default_stream,
     "synchronize": _synchronize,
+    "_sleep": _sleep,
     "default_generators": (torch.default_generator,),
 }
 _REPLACED_NVTX = {"range_push": _range_push, "range_pop": _range_pop, "range": _range, "mark": _nothing}
@@ -240,6 +249,8 @@ def virtual_cuda() -> Iterator[None]:
     quote. One at a time in a process."""
     places: list[tuple[Any, str, Any]] = [(torch.cuda, name, new) for name, new in _REPLACED.items()]
     places += [(torch.cuda.nvtx, name, new) for name, new in _REPLACED_NVTX.items()]
+    places += [(torch, "set_default_device", _nothing)]  # all new tensors lie on the device as it is
+    places += [(torch.cuda.nccl, "version", _constant((0, 0, 0)))]
     places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]
     places += [(torch.autograd, "_engine_run_backward", _run_backward), (torch.Tensor, "record_stream", _record_stream)]
     importlib.import_module("torch._dynamo")  # torch imports it late, and it wants the real torch.cuda then

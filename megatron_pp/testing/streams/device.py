@@ -76,6 +76,7 @@ class VirtualDevice:
         self.ranges: list[str] = []  # open NVTX ranges: the engine's instruction is one
         self.races: dict[tuple[str, ...], StreamRace] = {}
         self.operations = 0
+        self.slept = 0.0  # milliseconds in ``torch.cuda._sleep``
         self._pools: dict[bool, list[Lane]] = {False: [], True: []}
         self._turns = {False: itertools.count(), True: itertools.count()}
         self._blocks: dict[int, Block] = {}  # by address of the storage

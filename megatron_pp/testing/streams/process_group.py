@@ -26,6 +26,11 @@ from megatron_pp.testing.streams.device import current_device
 from megatron_pp.testing.streams.network import StreamNetwork, StreamWork
 
 _IDS = itertools.count()
+_REDUCTIONS: dict[Any, Any] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
+}
 _batch_of_torch = dist.batch_isend_irecv
 
 
@@ -98,6 +103,19 @@ class VirtualNCCL:
         """Nothing is left open."""
 
 
+class _Done(dist._Work):
+    """Of what the current stream has been made to wait for already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
 class VirtualGroup(dist.ProcessGroup):
     """``ProcessGroup`` over a ``VirtualNCCL``, or over torch's own gloo, which carries what lies in host memory."""
 
@@ -145,6 +163,50 @@ class VirtualGroup(dist.ProcessGroup):
             return self._backends["cpu"].recv(tensors, peer, tag)
         return self.backend.post([(False, tensors[0], peer)])
 
+    # Collectives exchange all members' tensors, which is more than NCCL sends, and the same to streams.
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        combine = next(function for name, function in _REDUCTIONS.items() if kind == name)
+        for tensor in tensors:
+            for theirs in self._exchange(tensor):
+                combine(tensor, theirs, out=tensor)
+        return _Done()
+
+    allreduce_coalesced = allreduce
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        everyone = self._exchange(tensors[0])
+        everyone.insert(self.rank(), tensors[0])
+        for output, tensor in zip(outputs[0], everyone, strict=True):
+            output.copy_(tensor)
+        return _Done()
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:  # type: ignore[override]
+        peers = [rank for rank in range(self.size()) if rank != self.rank()]
+        if not peers:
+            return _Done()
+        if self.rank() == opts.rootRank:
+            return self.backend.post([(True, tensors[0], peer) for peer in peers])
+        return self.backend.post([(False, tensors[0], opts.rootRank)])
+
+    def barrier(self, opts: Any = None) -> Any:
+        """The host waits, as in ProcessGroupNCCL."""
+        self.allreduce([torch.zeros(1)])
+        self.backend.device.synchronize([self.backend.device.stream], "a barrier")
+        return _Done()
+
+    def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        peers = [rank for rank in range(self.size()) if rank != self.rank()]
+        theirs = [torch.empty_like(mine) for _ in peers]
+        if peers:
+            sends = [(True, mine, peer) for peer in peers]
+            receives = [(False, tensor, peer) for tensor, peer in zip(theirs, peers, strict=True)]
+            self.backend.post([*sends, *receives]).wait()
+        return theirs
+
     def abort(self) -> None:
         for backend in self._backends.values():
             backend.abort()
@@ -164,6 +226,7 @@ class _WorldPerThread:
         local = self._local
         if not hasattr(local, "world"):
             local.world = c10d._World()
+            local.world.made = []  # this rank's groups, None for others': torch's tables are all threads'
         return local.world
 
     def __getattr__(self, name: str) -> Any:
@@ -189,6 +252,9 @@ def virtual_distributed() -> Iterator[None]:
             (dist, "ProcessGroup", VirtualGroup),
             (dist, "ProcessGroupNCCL", VirtualNCCL),
             (dist, "batch_isend_irecv", _batch_isend_irecv),
+            (dist, "init_process_group", _init_process_group),
+            (dist, "destroy_process_group", _destroy_process_group),
+            (dist, "new_group", _new_group),
         ]
     ):
         yield
@@ -197,18 +263,55 @@ def virtual_distributed() -> Iterator[None]:
 @contextmanager
 def process_group(network: StreamNetwork, rank: int, store: Any) -> Iterator[dist.ProcessGroup]:
     """In the thread of ``rank``: the job's default group, with ``store`` (one ``HashStore`` for all ranks)."""
-    group = VirtualGroup(store, rank, network.size)
-    nccl = VirtualNCCL(dist.PrefixStore("world", store), rank, network.size)
-    group._register_backend(torch.device("cuda"), None, nccl)
-    group._set_group_name("0")
-    world: Any = c10d._world
-    world.pg_map[group] = ("nccl", store)
-    world.pg_names[group] = "0"
-    world.pg_group_ranks[group] = {rank: rank for rank in range(network.size)}
-    world.default_pg = group
+    _init_process_group("nccl", store=store, rank=rank, world_size=network.size)
     try:
-        yield group
+        yield c10d._get_default_group()
     finally:
-        world.default_pg = None
+        _destroy_process_group()
+
+
+def _init_process_group(
+    backend: str, *, store: Any = None, rank: int = 0, world_size: int = 1, timeout: Any = None
+) -> None:
+    """``torch.distributed.init_process_group`` in the thread of a rank."""
+    assert backend == "nccl", "a virtual device has no other"
+    store = dist.HashStore() if store is None and world_size == 1 else store
+    c10d._world.default_pg = _join(range(world_size), rank, store)
+
+
+def _new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+    """``torch.distributed.new_group``: all ranks of the job make all groups, in one order."""
+    world: Any = c10d._world
+    store, mine = world.pg_map[world.default_pg][1], world.default_pg.rank()
+    members = range(world.default_pg.size()) if ranks is None else sorted(ranks)
+    if mine in members:
+        return _join(members, mine, store)
+    world.made.append(None)
+    return dist.GroupMember.NON_GROUP_MEMBER
+
+
+def _join(members: Sequence[int], rank: int, store: Any) -> VirtualGroup:
+    """``members``: the ranks in the job."""
+    world: Any = c10d._world
+    name, place = str(len(world.made)), members.index(rank)
+    group = VirtualGroup(store, place, len(members))
+    backend = VirtualNCCL(dist.PrefixStore(f"group {name}", store), place, len(members))
+    group._register_backend(torch.device("cuda"), None, backend)
+    group._set_group_name(name)
+    world.made.append(group)
+    world.pg_map[group] = ("nccl", store)
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {member: number for number, member in enumerate(members)}
+    return group
+
+
+def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """One group, or all."""
+    world: Any = c10d._world
+    everything = group is None or group is world.default_pg
+    for one in world.made if everything else [group]:
         for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
-            del table[group]
+            table.pop(one, None)
+    if everything:
+        world.default_pg = None
+        world.made.clear()

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.comm.transport import ProcessGroupTransport
-from megatron_pp.faults.attach import close_guard
 from megatron_pp.runtime.pairs import on_two_streams
-from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
-from megatron_pp.testing.streams.process_group import process_group, virtual_distributed
-from megatron_pp.testing.threads import run_ranks
-from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, merged, reference_run, toy_config
+from megatron_pp.testing.toy import ToyData, reference_run
+from tests.harness.nccl_runs import FailingBlock, step_on_nccl
 from tests.harness.stream_runs import POLICIES
 
 
@@ -27,44 +18,6 @@ from tests.harness.stream_runs import POLICIES
 def nccl_settings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     caplog.set_level(logging.WARNING, logger="megatron_pp")
-
-
-def step_on_nccl(
-    size: int,
-    chunks: int,
-    data: ToyData,
-    *,
-    block: Callable[[int], torch.nn.Module] = ToyBlock,
-    errors: dict[int, str] | None = None,
-    **fields: Any,
-) -> tuple[StreamReport, ToyResult]:
-    """A step over process groups; ``errors`` takes what ranks raise, which is raised where it is None."""
-    network, store = StreamNetwork(size, seed=None), dist.HashStore()
-
-    def rank_main(rank: int) -> ToyResult:
-        config = toy_config(
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            variable_seq_lengths=data.variable,
-            **fields,
-        )
-        with network.running(rank), process_group(network, rank, store) as group:
-            communicator = P2PCommunicator(group, config)
-            assert isinstance(communicator.transport, ProcessGroupTransport)
-            assert (communicator.transport.backend, communicator.device.type) == ("nccl", "cuda")
-            try:
-                return run_rank(rank, size, chunks, data, config, communicator, block=block)
-            except Exception as error:
-                if errors is None:
-                    raise
-                errors[rank] = f"{type(error).__name__}: {error}"
-                return ToyResult()
-            finally:
-                close_guard(communicator)
-                communicator.transport.close()
-
-    with virtual_cuda(), virtual_distributed():
-        results = run_ranks(size, rank_main, network.abort)
-    return StreamReport.of(network, results), merged(results)
 
 
 @pytest.mark.parametrize(
@@ -95,22 +48,6 @@ def test_tracing_with_events(tmp_path: Path) -> None:
     report, _ = step_on_nccl(2, 1, ToyData(4), overlap_p2p_comm=True, trace_dir=str(tmp_path), trace_steps="1")
     assert not report.races, str(report)
     assert len(list(tmp_path.glob("trace-*.jsonl"))) == 2
-
-
-class FailingBlock(ToyBlock):
-    """Fails in its second forward, on the last stage."""
-
-    calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.stage == 1 and self.calls == 2:
-            raise ValueError("this stage fails")
-        return super().forward(x)
-
-    def __init__(self, stage: int) -> None:
-        super().__init__(stage)
-        self.stage = stage
 
 
 def test_a_failure_reaches_the_rank_whose_device_waits() -> None:

@@ -1,0 +1,196 @@
+"""Which lines of the project run only on a GPU or over NCCL, found in its syntax, and which of them a program runs.
+
+A line is one of the device's where it
+
+* names CUDA, NCCL or NVTX (strings and attributes count; docstrings, imports and annotations do not);
+* stands in the branch of a condition on the device (``backend == "nccl"``, ``is_cuda``, ``on_gpu``, ...), also after an
+  ``if`` for other devices that returns;
+* stands in a function or class that is named after the device, or that calls ``torch.cuda`` whatever comes.
+
+Lines outside functions run wherever a module is imported; the branch of a condition that only other devices get to is
+not the device's.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_FOLDERS = ("megatron_pp", "scripts", "examples", "benchmarks")
+_VIRTUAL = ROOT / "megatron_pp" / "testing" / "streams"  # the virtual device itself
+
+_DEVICE = re.compile(r"cuda(?![_ ]?graph)|nccl|nvtx", re.IGNORECASE)  # Megatron's options on CUDA graphs are no device
+_CONDITION = re.compile(rf"{_DEVICE.pattern}|\bon_gpu\b", re.IGNORECASE)
+_QUESTIONS = {"is_available", "device_count"}  # answered without a device, too
+_LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+_Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def project_files() -> list[Path]:
+    return [
+        path
+        for folder in _FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not path.is_relative_to(_VIRTUAL) and device_lines(path)
+    ]
+
+
+def device_lines(path: Path) -> dict[int, int]:
+    """First line of each statement of the device -> its last one (of a compound statement's head)."""
+    found: dict[int, int] = {}
+    _Finder(found).functions(ast.parse(path.read_text()).body, None)
+    return found
+
+
+class _Finder:
+    """``on_device``: whether only the device gets to a block (True), only other devices do (False), or both (None)."""
+
+    def __init__(self, found: dict[int, int]) -> None:
+        self.found = found
+
+    def block(self, body: Sequence[ast.stmt], on_device: bool | None) -> None:
+        for statement in body:
+            self._statement(statement, on_device)
+            if isinstance(statement, ast.If) and isinstance(statement.body[-1], _LEAVES):
+                on_device = _or_else(_sides(statement.test)[1], on_device)
+
+    def functions(self, body: Sequence[ast.stmt], on_device: bool | None) -> None:
+        """Of a module or a class: what else stands there runs wherever it is imported."""
+        for statement in body:
+            if isinstance(statement, (*_Function, ast.ClassDef)):
+                self._statement(statement, on_device)
+
+    def _statement(self, statement: ast.stmt, on_device: bool | None) -> None:
+        if isinstance(statement, (ast.Import, ast.ImportFrom, ast.Pass)) or _is_docstring(statement):
+            return
+        if isinstance(statement, (*_Function, ast.ClassDef)):
+            named = True if _DEVICE.search(statement.name) else on_device
+            if isinstance(statement, ast.ClassDef):
+                self.functions(statement.body, named)
+            else:
+                self.block(statement.body, True if any(map(_calls_device, statement.body)) else named)
+            return
+        if on_device or (on_device is None and _names_device(statement)):
+            self.found[statement.lineno] = _end_of_head(statement)
+        then, otherwise = _sides(statement.test) if isinstance(statement, ast.If) else (None, None)
+        self.block(getattr(statement, "body", []), _or_else(then, on_device))
+        self.block(getattr(statement, "orelse", []), _or_else(otherwise, on_device))
+        self.block(getattr(statement, "finalbody", []), on_device)
+        for handler in getattr(statement, "handlers", []):
+            self.block(handler.body, on_device)
+
+
+def _or_else(known: bool | None, before: bool | None) -> bool | None:
+    return before if known is None else known
+
+
+def _sides(test: ast.expr) -> tuple[bool | None, bool | None]:
+    """Who gets to the two branches of a condition: only the device, only others, or both (None)."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        then, otherwise = _sides(test.operand)
+        return otherwise, then
+    if isinstance(test, ast.BoolOp):
+        thens, others = (list(sides) for sides in zip(*map(_sides, test.values), strict=True))
+        # `a and b` is true only where every part is, `a or b` false.
+        return (_any(thens), _all(others)) if isinstance(test.op, ast.And) else (_all(thens), _any(others))
+    code = ast.unparse(test)
+    if not _CONDITION.search(code) or "device_count" in code:
+        return None, None
+    is_other = isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.NotEq, ast.IsNot))
+    return not is_other, is_other
+
+
+def _any(sides: list[bool | None]) -> bool | None:
+    return False if False in sides else (True if True in sides else None)
+
+
+def _all(sides: list[bool | None]) -> bool | None:
+    return sides[0] if len(set(sides)) == 1 else None
+
+
+def _names_device(statement: ast.stmt) -> bool:
+    return _DEVICE.search(ast.unparse(_head(statement))) is not None
+
+
+def _calls_device(statement: ast.stmt) -> bool:
+    """Whether the head of a function's statement calls ``torch.cuda`` whatever the device is."""
+    if isinstance(statement, (*_Function, ast.ClassDef, ast.If)):
+        return False
+    return any(_is_device_call(node) for node in _unconditional(_head(statement)))
+
+
+def _unconditional(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.IfExp, ast.BoolOp, ast.Lambda)):
+            yield from _unconditional(child)
+
+
+def _is_device_call(node: ast.AST) -> bool:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    return ast.unparse(node.func).startswith("torch.cuda.") and node.func.attr not in _QUESTIONS
+
+
+def _head(statement: ast.stmt) -> ast.AST:
+    """The statement without the blocks in it."""
+    for name in ("test", "iter", "subject"):
+        if hasattr(statement, "body") and hasattr(statement, name):
+            return getattr(statement, name)  # type: ignore[no-any-return]
+    if isinstance(statement, (ast.With, ast.AsyncWith)):
+        return ast.Tuple([item.context_expr for item in statement.items], ast.Load())
+    if isinstance(statement, ast.AnnAssign):
+        return statement.value or ast.Pass()
+    return ast.Pass() if isinstance(statement, ast.Try) else statement
+
+
+def _end_of_head(statement: ast.stmt) -> int:
+    body = getattr(statement, "body", None)
+    return statement.end_lineno or statement.lineno if not body else max(statement.lineno, body[0].lineno - 1)
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+class LineLog:
+    """Which lines of some files run while ``watching``, in this thread and in those that start meanwhile."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.lines: dict[str, set[int]] = {str(path): set() for path in files}
+        self._seen: dict[CodeType, set[int] | None] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        before = sys.gettrace()
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            threading.settrace(before)  # type: ignore[arg-type]
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if code not in self._seen:
+            self._seen[code] = self.lines.get(code.co_filename)
+        return None if self._seen[code] is None else self._line
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            self.lines[frame.f_code.co_filename].add(frame.f_lineno)
+        return self._line
+
+    def missing(self, path: Path) -> list[int]:
+        """The first lines of the device's statements in ``path`` that did not run."""
+        ran = self.lines[str(path)]
+        return [first for first, last in device_lines(path).items() if ran.isdisjoint(range(first, last + 1))]

@@ -1,0 +1,210 @@
+"""Programs that between them run every line of the project that a GPU or NCCL reaches, on virtual devices."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.gpt import distributed, libraries, metrics
+from examples.gpt.errors import ArgumentError
+from examples.gpt.program import train
+from examples.gpt.settings import parse
+from megatron_pp.comm import abort
+from megatron_pp.comm.transport import P2PRequest, ProcessGroupTransport, SoloTransport
+from megatron_pp.errors import P2PTransferError
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.runtime.pairs import on_two_streams
+from megatron_pp.testing.streams import StreamNetwork
+from megatron_pp.testing.streams.cuda import replaced
+from megatron_pp.testing.toy import ToyData
+from megatron_pp.tracing.recorder import Tracer, chosen_steps
+from megatron_pp.weight_grad.fused import add_weight_grad, fused_kernels
+from tests.functional_tests import race_cases
+from tests.harness import processes
+from tests.harness.nccl_runs import FailingBlock, step_on_nccl
+from tests.harness.train_flags import SMALL_MODEL
+from tests.harness.virtual_ranks import run_on_virtual_devices, virtual_machine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import gpu_check
+import gpu_ranks
+import soak
+
+Scenario = Callable[[Path], None]
+
+
+def on_ranks(size: int, program: Callable[[dist.ProcessGroup], None]) -> None:
+    """``program`` with the process group of a job of ``size`` ranks."""
+    store = dist.HashStore()
+
+    def rank_main(rank: int, size: int) -> None:
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size)
+        assert dist.group.WORLD is not None
+        program(dist.group.WORLD)
+        dist.destroy_process_group()
+
+    with virtual_machine():
+        run_on_virtual_devices(rank_main, size)
+
+
+def steps(folder: Path) -> None:
+    """Channels, batches and their synchronisation, traces by events, NVTX ranges, pairs on two streams, debug mode."""
+    for fields in (
+        {"overlap_p2p_comm": True, "trace_dir": str(folder), "trace_steps": "1"},
+        {"batch_p2p_comm": True, "batch_p2p_sync": True},
+        {"overlap_p2p_comm": True, "p2p_debug": True},
+        {"overlap_p2p_comm": True, "pipeline_schedule": "dualpipe_v", "overlapped_forward_backward": on_two_streams},
+    ):
+        report, _ = step_on_nccl(2, 2, ToyData(4), **fields)
+        assert not report.races, report
+    assert len(list(folder.glob("trace-*.jsonl"))) == 2
+
+
+def times_of_events(folder: Path) -> None:
+    """A traced step's times are read from its events later."""
+
+    def program(group: dist.ProcessGroup) -> None:
+        plan = build_plan(PlanSpec("1f1b", 1, 1, 1))
+        tracer = Tracer(folder, chosen_steps("1"), SoloTransport(torch.device("cuda", 0)), 1)
+        recording = tracer.next_step(plan, 1.0)
+        assert recording is not None
+        recording.start()
+        for at in plan.programs[0]:
+            recording.begin(at)
+            recording.end(at)
+        recording.finish()
+        tracer.resolve_pending()
+
+    on_ranks(1, program)
+    assert '"step"' in next(folder.glob("trace-*.jsonl")).read_text()
+
+
+def a_failure(folder: Path) -> None:
+    errors: dict[int, str] = {}
+    step_on_nccl(2, 1, ToyData(4), overlap_p2p_comm=True, block=FailingBlock, errors=errors)
+    assert errors[0].startswith("PipelinePeerError")
+
+
+def what_the_library_raises(folder: Path) -> None:
+    """A batch on an aborted communicator; an abort that raises, one that does not return; a close that raises."""
+    released = threading.Event()
+
+    def program(group: dist.ProcessGroup) -> None:
+        transport = ProcessGroupTransport(group)
+        transport.prepare([(0, 1)], 0.0, 0.0, timedelta(seconds=30))
+        for channel in transport._channels.values():
+            channel.group.shutdown = _raises  # type: ignore[method-assign]
+        transport.close()
+        group._set_group_name("a hash")  # as split_group names its groups
+        assert ProcessGroupTransport(group).name == "0-1 in group a hash"
+        aborts: list[Any] = [_raises, lambda: released.wait(30.0)]
+        whole = group.abort
+        for group.abort in aborts:  # type: ignore[method-assign]
+            abort.abort_groups([group])
+        whole()
+        with pytest.raises(P2PTransferError, match=r"batch of 1 .* cannot be posted: NCCL communicator was aborted"):
+            transport.batch([P2PRequest(True, torch.zeros(1), 1 - transport.rank, "A")])
+
+    with replaced([(abort, "_NCCL_PATIENCE", 0.1)]):
+        on_ranks(2, program)
+    released.set()
+
+
+def _raises(*_: Any) -> None:
+    raise RuntimeError("NCCL says no")
+
+
+def kernels(folder: Path) -> None:
+    """apex's extension where it is there, and where it is not; torch's addmm with a wide output."""
+
+    def program(group: dist.ProcessGroup) -> None:
+        name, module = "fused_weight_gradient_mlp_cuda", ModuleType("stand-in")
+        sys.modules[name] = module
+        assert fused_kernels() is module
+        del sys.modules[name]
+        assert fused_kernels() is None
+        main_grad = torch.zeros(2, 2)
+        add_weight_grad(None, torch.ones(3, 2), torch.ones(3, 2), main_grad)
+        assert main_grad.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+    on_ranks(1, program)
+
+
+def the_gpu_check(folder: Path) -> None:
+    """scripts/gpu_check.py with all its sections, and the engines of benchmarks/gpu.py."""
+    few = {"1f1b": SCHEDULES["1f1b"]}
+    places = [
+        *((module, "run_processes", run_on_virtual_devices) for module in (gpu_check, processes)),
+        *((module, "LATE", 0.05) for module in (gpu_ranks, race_cases)),
+        (gpu_ranks, "SCHEDULES", few),
+        (gpu_check, "STARTING", 60.0),
+    ]
+    out = folder / "results.md"
+    with virtual_machine(*places):
+        code = gpu_check.main(["--repeats", "1", "--megabytes", "1", "--seconds", "300", "--out", str(out)])
+    assert "All checks passed." in out.read_text(), out.read_text()
+    assert code == 0
+    with virtual_machine((torch.cuda, "device_count", lambda: 2)):
+        assert list(gpu_check._places_of_gpus()) == ["two GPUs", "two ranks on one GPU"]
+
+
+def the_trainer_s_parts(folder: Path) -> None:
+    def program(group: dist.ProcessGroup) -> None:
+        device = distributed.choose_device("cuda", distributed.Process())
+        assert device == torch.device("cuda", 0)
+        with pytest.raises(ArgumentError, match="this machine has 1 GPUs for 2 processes"):
+            distributed.choose_device("cuda", distributed.Process(local_world_size=2))
+        assert (metrics.peak_tflops(device), metrics.peak_memory_gib(device)) == (0.0, 0.0)
+        with pytest.raises(ArgumentError, match=r"--norm-impl is apex, but apex\.normalization cannot be imported"):
+            libraries._required("--norm-impl", "apex", "apex.normalization", True)
+        assert libraries._find("--norm-impl", "auto", "apex", "apex.normalization", "FusedLayerNorm", True) is None
+        assert libraries._find("--flag", "auto", "any", "math", "sqrt", True) is math.sqrt
+        assert libraries._find("--flag", "any", "any", "math", "sqrt", True) is math.sqrt
+        with pytest.raises(ArgumentError, match=r"transformer_engine, but .* cannot be imported"):
+            libraries._transformer_engine(parse(["--transformer-impl", "transformer_engine"]), device, False)
+
+    on_ranks(1, program)
+
+
+def the_training_program(folder: Path) -> None:
+    """A run that is continued, on one rank, in this thread: the program's signal handlers are the main thread's."""
+    flags = [*SMALL_MODEL, "--device", "cuda", "--num-microbatches", "2", "--warmup-steps", "1"]
+    network = StreamNetwork(1, seed=None)
+    with virtual_machine(), network.running(0):
+        train([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2"])
+        trainer = train([*flags, "--resume", str(folder / "run"), "--train-steps", "3"])
+    assert trainer.steps_done == 3
+    assert not network.devices[0].races, list(network.devices[0].races.values())
+
+
+def the_soak_on_nccl(folder: Path) -> None:
+    """Its command line and what it says; the run itself is processes that are killed."""
+    with virtual_machine((sys, "argv", ["soak.py", "--backend", "nccl"])):
+        assert soak.parse_arguments().backend == "nccl"
+    assert soak._other_backend("nccl") == ""
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    steps,
+    times_of_events,
+    a_failure,
+    what_the_library_raises,
+    kernels,
+    the_gpu_check,
+    the_trainer_s_parts,
+    the_training_program,
+    the_soak_on_nccl,
+)

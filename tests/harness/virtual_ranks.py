@@ -1,0 +1,42 @@
+"""Ranks as threads on virtual devices, in place of processes on GPUs: `run_processes` without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
+from megatron_pp.testing.streams.cuda import replaced
+from megatron_pp.testing.streams.process_group import virtual_distributed
+from megatron_pp.testing.threads import run_ranks
+
+
+def run_on_virtual_devices(
+    rank_main: Callable[..., Any],
+    size: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout: float = 60.0,
+    backend: str | None = None,
+    environment: dict[str, str] | None = None,
+) -> list[Any]:
+    """As ``run_processes``, within ``virtual_machine``: ``rank_main(rank, size, *args)`` makes the process group."""
+    assert backend is None
+    network = StreamNetwork(size, seed=None, record_streams=True)
+
+    def run(rank: int) -> Any:
+        with network.running(rank):
+            return rank_main(rank, size, *args)
+
+    with patch.dict(os.environ, environment or {}):
+        return run_ranks(size, run, network.abort, timeout)
+
+
+@contextmanager
+def virtual_machine(*places: tuple[Any, str, Any]) -> Iterator[None]:
+    """``torch.cuda`` and ``torch.distributed`` are virtual, and so is what ``places`` says: (place, name, new) each."""
+    with virtual_cuda(), virtual_distributed(), patch.dict(os.environ), replaced(list(places)):
+        yield

@@ -1,0 +1,101 @@
+"""Every line of the project that is there for a GPU or for NCCL runs on virtual devices."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.harness.device_lines import ROOT, LineLog, device_lines, project_files
+from tests.harness.device_scenario_megatron import SCRIPT, lines_of_the_script
+from tests.harness.device_scenarios import SCENARIOS
+from tests.harness.processes import run_processes
+
+# (file, line): why no scenario runs it.
+_ONLY_WITHOUT_A_GPU = "part of what replaces torch.zeros on machines that have no GPU"
+EXEMPT = {
+    ("benchmarks/engine_megatron.py", 'if kwargs.get("device") == "cuda":'): _ONLY_WITHOUT_A_GPU,
+    ("benchmarks/engine_megatron.py", 'kwargs["device"] = "cpu"'): _ONLY_WITHOUT_A_GPU,
+}
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_every_line_of_the_device_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    log = LineLog(project_files())
+    for scenario in SCENARIOS:
+        folder = tmp_path / scenario.__name__
+        folder.mkdir()
+        with log.watching():
+            scenario(folder)
+    log.lines[str(SCRIPT)] |= run_processes(lines_of_the_script, 1, backend=None, timeout=120.0)[0]
+
+    exempt, missing, total = set(), [], 0
+    for path in project_files():
+        name, lines = str(path.relative_to(ROOT)), path.read_text().splitlines()
+        left = {(name, lines[number - 1].strip()): number for number in log.missing(path)}
+        total += len(device_lines(path))
+        print(f"{name}: {len(device_lines(path)) - len(left)} of {len(device_lines(path))} lines of the device run")
+        exempt |= left.keys() & EXEMPT.keys()
+        missing += [f"{name}:{number}: {line}" for (_, line), number in left.items() if (name, line) not in EXEMPT]
+    print(f"{total} lines of the device: {total - len(exempt) - len(missing)} run, {len(exempt)} exempt")
+    assert not missing, "no scenario runs\n" + "\n".join(missing)
+    assert exempt == EXEMPT.keys(), "exempt, but they run or are gone"
+
+
+PROGRAM = '''
+import torch
+
+NAME = "nccl"                                # runs wherever it is imported
+
+def both(backend, x):
+    """Of "nccl" and gloo."""
+    y = x + 1
+    if backend != "nccl":                    # DEVICE
+        return y
+    y += 1                                   # DEVICE
+    for i in range(y):                       # DEVICE
+        y += i                               # DEVICE
+    return y                                 # DEVICE
+
+def ternary(device):
+    return 1 if device.type == "cuda" else 2  # DEVICE
+
+def whole(device):
+    began = 1                                # DEVICE
+    torch.cuda.synchronize(device)           # DEVICE
+    return began                             # DEVICE
+
+def asked(x):
+    if x and not torch.cuda.is_available():  # DEVICE
+        return "no cuda here"
+    if x:
+        return 1
+    return 2
+
+class _CudaThing:
+    size = "cuda"
+
+    def get(self):
+        return self.size                     # DEVICE
+'''
+
+
+def test_lines_of_the_device_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    marked = [number for number, line in enumerate(PROGRAM.splitlines(), 1) if "# DEVICE" in line]
+    assert list(device_lines(path)) == marked
+
+
+def test_lines_that_do_not_run_are_missed(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text("def on_cuda(x):\n    if x:\n        return 1\n    return 2\n")
+    names: dict[str, object] = {}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    log = LineLog([path])
+    with log.watching():
+        names["on_cuda"](True)  # type: ignore[operator]
+    assert log.missing(path) == [4]
