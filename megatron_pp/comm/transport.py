@@ -345,8 +345,10 @@ class ProcessGroupTransport(Transport):
 
     def _warm_up_batches(self, edges: Iterable[Edge]) -> None:
         """A batch of messages along every edge, both ways."""
-        token = torch.zeros(1, device=self.device)
         ways = self._ways(edges)
+        if not ways:  # a pipeline of one rank
+            return
+        token = torch.zeros(1, device=self.device)
         received = [torch.empty_like(token) for _ in ways]
         requests = [
             P2PRequest(True, token, t, kind) if s == self.rank else P2PRequest(False, buffer, s, kind)

@@ -20,7 +20,7 @@ from examples.gpt.errors import ArgumentError
 from examples.gpt.program import train
 from examples.gpt.settings import parse
 from megatron_pp.comm import abort
-from megatron_pp.comm.transport import P2PRequest, ProcessGroupTransport, SoloTransport
+from megatron_pp.comm.transport import P2PRequest, Preparation, ProcessGroupTransport, SoloTransport
 from megatron_pp.errors import P2PTransferError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
@@ -104,7 +104,10 @@ def what_the_library_raises(folder: Path) -> None:
 
     def program(group: dist.ProcessGroup) -> None:
         transport = ProcessGroupTransport(group)
-        transport.prepare([(0, 1)], 0.0, 0.0, timedelta(seconds=30))
+        needs, patience = Preparation(((0, 1),)), timedelta(seconds=30)
+        transport.prepare(needs, patience)
+        group._get_backend(transport.device)._set_default_timeout(patience)  # as Megatron's update_pg_timeout
+        transport.prepare(needs, patience)
         for channel in transport._channels.values():
             channel.group.shutdown = _raises  # type: ignore[method-assign]
         transport.close()
