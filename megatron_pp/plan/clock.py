@@ -4,7 +4,7 @@ none.
 Lowering hangs communication on this clock. Since every operation takes whole slots, all ranks' boundaries fall on whole
 numbers, and the end of the producing operation is a number (the message's *round*) that both ends of a transfer know.
 Exchanges that every rank works off in the order of rounds cannot deadlock: the lowest unfinished round waits for
-nobody.
+no other.
 """
 
 from __future__ import annotations

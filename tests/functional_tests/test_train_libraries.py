@@ -153,7 +153,7 @@ def test_under_fp8_the_first_microbatch_of_each_step_is_marked(results: dict[str
     assert sum(first for kind, first, _ in again if kind == "Linear") == 2 * (1 + 2 + 1)
 
 
-def test_what_can_not_be_is_refused_before_the_run_begins(results: dict[str, Any]) -> None:
+def test_what_cannot_be_is_refused_before_the_run_begins(results: dict[str, Any]) -> None:
     sentences = {
         "no recipe": "--fp8-recipe is mxfp8, which this release of Transformer Engine does not have; it has delayed",
         "norms of another": "--norm-impl is apex, but the norms of --transformer-impl transformer_engine are inside",

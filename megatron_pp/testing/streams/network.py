@@ -5,8 +5,8 @@ a batch as one; a match joins both ranks. ``wait`` makes the current stream wait
 whether the device is done. A transfer keeps nothing alive, as a DMA engine does.
 
 The bytes are copied when both ends are at the head of their queues. A program that waits for a transfer goes on to use
-its bytes, so the thread of the rank stops in ``wait`` until they are there, though a real host would not; where nobody
-looks at the bytes (``run_ahead``), it does not stop.
+its bytes, so the thread of the rank stops in ``wait`` until they are there, though a real host would not; where the
+bytes are not looked at (``run_ahead``), it does not stop.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class StreamNetwork(MemoryNetwork):
         return True
 
     def abort_communicator(self, name: str, rank: int) -> None:
-        """As ncclCommAbort on ``rank``: the streams go on, and nobody is told that the bytes are not there."""
+        """As ncclCommAbort on ``rank``: the streams go on, although the bytes are not there."""
         with self.changed:
             for work in self._unfinished:
                 work.finished = work.finished or work.queue == (name, rank)

@@ -230,7 +230,7 @@ def test_compare_ranks_under_a_memory_limit(command):
     assert command(*arguments, "--memory-limit", 0.001)[0] == 1
 
 
-def test_compare_all_names_what_can_not_be_had(command):
+def test_compare_all_names_what_cannot_be_had(command):
     code, out, _ = command("simulate", "--compare", "all", "-P", 4, "-V", "2,3", "-M", 5, *MODEL)
     assert code == 0
     assert "16 layers do not divide over 12 stages" in out
@@ -331,7 +331,7 @@ def test_what_is_written_to_a_link_or_a_pipe_leaves_it_one(command, tmp_path):
         ("report .", ["there are no traces"]),
     ],
 )
-def test_what_can_not_be_done_is_said_in_one_line(command, tmp_path, monkeypatch, arguments, words):
+def test_what_cannot_be_done_is_said_in_one_line(command, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     refused(command(*arguments.split()), 2, *words)
     assert os.listdir(tmp_path) == []

@@ -157,7 +157,7 @@ def test_a_transfer_that_is_over_holds_nothing(threads: ChannelThreads) -> None:
     assert gone() is None
 
 
-def test_what_can_not_be_ended_is_said_when_it_is_closed(
+def test_what_cannot_be_ended_is_said_when_it_is_closed(
     threads: ChannelThreads, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gloo_threads, "_PATIENCE", 0.05)

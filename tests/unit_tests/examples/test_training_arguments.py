@@ -212,7 +212,7 @@ def second_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("second_of_two")
 @pytest.mark.parametrize(("flags", "error", "sentence"), BAD_INPUT.values(), ids=BAD_INPUT)
-def test_bad_input_is_told_before_any_communication(
+def test_bad_input_is_reported_before_any_communication(
     flags: str, error: type[Exception], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(error, match=sentence):
@@ -240,7 +240,7 @@ def test_auto_leaves_apex_alone_without_its_compiled_parts(tmp_path: Path, monke
 
 
 @pytest.mark.usefixtures("second_of_two")
-def test_a_schedule_file_that_does_not_fit_is_told_before_any_communication(tmp_path: Path) -> None:
+def test_a_schedule_file_that_does_not_fit_is_reported_before_any_communication(tmp_path: Path) -> None:
     save_plan(build_plan(PlanSpec("1f1b", 2, 1, 5)), tmp_path / "mine.csv", "torch-csv")
     flags = ["--pipeline-schedule", str(tmp_path / "mine.csv")]
     with pytest.raises(PlanError, match="is a schedule of 5 microbatches on 2 ranks; this step has 8 on 2"):

@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         save(tmp_path / "checkpoints", 1)
 
 
-def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
 
     with monkeypatch.context() as patch:

@@ -66,7 +66,7 @@ def test_a_whole_plan_for_just_this_run_is_taken_as_it_stands_and_another_one_lo
     assert build_plan(plain).programs != build_plan(here).programs
 
 
-def test_a_plan_that_can_not_run_is_refused(tmp_path: Path) -> None:
+def test_a_plan_that_cannot_run_is_refused(tmp_path: Path) -> None:
     plan, path = build_plan(PlanSpec("1f1b", 2, 1, 2)), tmp_path / "early.json"
     assert format_program(plan.programs[0][:2]) == "F0.0 SEND_F0.0"
     early = (*plan.programs[0][1::-1], *plan.programs[0][2:])

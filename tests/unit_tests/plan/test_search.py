@@ -157,7 +157,7 @@ def test_measurements_of_another_pipeline_are_refused() -> None:
         search("auto", 4, 1, 8, Measured.from_dict({"forward": [1, 1, 1]}))
 
 
-def test_the_scheduler_reports_what_can_not_be_done() -> None:
+def test_the_scheduler_reports_what_cannot_be_done() -> None:
     placement = Placement("v", 2, 2)
     slots = [pattern_slots(v_half_offsets(2, rank), microbatches=3) for rank in range(2)]
     problem = Problem(placement, 3, MemoryModel.in_chunks(placement, 1.0), StageCosts.uniform(4))

@@ -387,7 +387,7 @@ def test_without_a_pipeline_shapes_are_not_adjusted() -> None:
         (torch.ones(3, 2, HIDDEN, dtype=torch.float64), "a tensor of torch.float64 cannot be sent between stages"),
     ],
 )
-def test_outputs_that_can_not_be_sent_are_refused(output: Any, words: str) -> None:
+def test_outputs_that_cannot_be_sent_are_refused(output: Any, words: str) -> None:
     class Bad(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             return output
