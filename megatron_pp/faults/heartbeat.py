@@ -109,8 +109,10 @@ class Heartbeat:
                 self._tracker.rest()  # the store's process may have ended
             with self.lock:
                 self.lock.notify_all()
-                if self._closed:
+                if self._closed and here is None:
                     return
+                if self._closed:  # since ``here`` was observed: once more, for the end
+                    continue
                 if here is None and not worked:  # outside a step, and no store to publish to
                     self._outbox.clear()
                     self._published = None
