@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh leaves what it has when its time ends, and when it is told to end."""
+"""scripts/gpu_check.sh leaves what it has when its time ends, and when a signal ends it."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ def refusal(path: Path) -> str | None:
 
 
 def refused(path: Path) -> str:
-    told = refusal(path)
-    assert told is not None
-    return told
+    message = refusal(path)
+    assert message is not None
+    return message
 
 
 @contextmanager

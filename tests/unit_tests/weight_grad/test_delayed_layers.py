@@ -82,7 +82,7 @@ def with_megatrons_hooks(model: nn.Module) -> Counter[Tensor]:
 
 
 def loss_of(model: nn.Module, mb: int, **marks: bool) -> Tensor:
-    """``marks``: what the layers of Transformer Engine are told of the microbatch."""
+    """``marks``: what the layers of Transformer Engine get to know of the microbatch."""
     *layers, last = model
     x = torch.randn(3, 2, WIDTH, generator=torch.Generator().manual_seed(mb)).to(last.weight.dtype)
     for layer in layers:
