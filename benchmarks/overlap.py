@@ -38,6 +38,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.tasks import Task
 from megatron_pp.plan.verifier import verify
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.deallocate import deallocate_output_tensor
@@ -221,23 +222,23 @@ class FreesAtOnce(PlanExecutor):
         for handle in self.unwaited:
             handle.wait()
 
-    def _forward(self, at: ins.Instruction) -> None:
+    def _forward(self, at: Task) -> None:
         super()._forward(at)
         if at.stage == self.last_stage:
             self._copies(at).clear()  # which is not sent
 
-    def _send_f(self, at: ins.Instruction) -> None:
-        copy, key = self._copies(at).popleft(), at[1:3]
-        self.sends[ins.SEND_F][key] = self.communicator.post_send(copy, at.peer, ACT)
-        deallocate_output_tensor(self.outputs[key], True)
+    def _send_f(self, at: Task) -> None:
+        copy = self._copies(at).popleft()
+        self.handles[at.message] = self.communicator.post_send(copy, at.peer, ACT)
+        deallocate_output_tensor(self.outputs[at.key], True)
 
-    def _free(self, at: ins.Instruction) -> None:
+    def _free(self, at: Task) -> None:
         if at.op == ins.FREE_F:
-            self.unwaited.append(self.sends[ins.SEND_F].pop(at[1:3]))
+            self.unwaited.append(self.handles.pop(at.message))
         else:
             super()._free(at)
 
-    def _copies(self, at: ins.Instruction) -> deque[torch.Tensor]:
+    def _copies(self, at: Task) -> deque[torch.Tensor]:
         copies: deque[torch.Tensor] = self.steps.chunks[at.chunk].inner.copies  # type: ignore[attr-defined]
         return copies
 
