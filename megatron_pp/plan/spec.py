@@ -9,6 +9,7 @@ from functools import cached_property
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import Instruction, format_program, without_pairs
 from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.names import unknown
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.tasks import Task
 
@@ -163,4 +164,4 @@ def checked_device(rules: Collection[str]) -> tuple[str, ...]:
 
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise PlanError(f"{what} {value!r} is not known; it is one of {', '.join(known)}")
+        raise PlanError(unknown(what, value, known))

@@ -96,7 +96,7 @@ def test_any_text_as_a_plan(text: str) -> None:
 @given(data=st.one_of(st.binary(max_size=200), mutated_bytes(TEXTS["json"].encode())))
 def test_any_bytes_as_a_plan_file(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(data)
-    _only(ExchangeError, lambda: load_plan(tmp_path / "plan.json"))
+    _only(PlanError, lambda: load_plan(tmp_path / "plan.json"))
 
 
 PAIR_IN_PAIR = TEXTS["json"].replace('{"op"', '{"op": "PAIR", "members": [' * 500 + '{"op"', 1)
