@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine_ours import SECONDS
 from benchmarks.engines import Work, first_input, loss_of
 from benchmarks.memory import peak_bytes
 from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
@@ -144,7 +145,7 @@ class VariantStep:
         self.plan = wait_at_once(plan) if variant == WAIT_AT_ONCE else plan
         self.executor = FreesAtOnce if variant == FREE_AT_ONCE else PlanExecutor
         make_stage = (stages or (TimedStage, CopyingStage))[variant == FREE_AT_ONCE]
-        self.config = SimpleNamespace(pipeline_dtype=torch.float32)
+        self.config = SimpleNamespace(pipeline_dtype=torch.float32, p2p_timeout=SECONDS, compute_timeout=SECONDS)
         self.communicator = P2PCommunicator(group, self.config, transport)
         self.communicator.prepare(plan.placement.rank_edges, work.message_bytes, work.message_bytes)
         inner = [make_stage(sweep.forward, sweep.backward) for _ in range(work.num_chunks)]

@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Before torch is imported: one thread a rank, and gloo on the loopback, or a machine's own settings where given.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silence torch's profiler, which counts the memory
 if Path("/sys/class/net/lo").exists():
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 for folder in (str(ROOT), str(Path(__file__).resolve().parent)):
