@@ -29,6 +29,7 @@ from megatron_pp.runtime.plan_choice import (
     warn_of_limits,
 )
 from megatron_pp.runtime.send_buffer_check import executor_for
+from megatron_pp.runtime.sync_advice import unsynchronised
 from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
 from megatron_pp.tracing.recorder import Observer, message_bytes, observers, step_recording, traced_steps
 from megatron_pp.weight_grad import check_wrappers, store_of
@@ -77,6 +78,9 @@ class StepCall:
         plan = build_plan(self.spec, self._announce)
         if not self.spec.forward_only:
             warn_of_limits(plan, self.weights is not None)
+            synchronised = self.communicator.pp_group, self.inputs.pg_collection
+            for sentence in unsynchronised(self.settings, self.inputs.chunks, plan.placement, *synchronised):
+                self._announce(sentence)
         if (advice := advice_on_queues(plan, self.settings, communicator)) is not None:
             self._announce(advice)
         steps = self.make_steps(plan)
