@@ -31,6 +31,8 @@ EXTRAS = {
     "megatron": ["megatron-core>=0.16", "tqdm"],
     # Weight gradients of Transformer Engine's layers as a step of their own. Needs CUDA and a compiler.
     "te": ["transformer-engine[pytorch]"],
+    # The documentation site; scripts/docs.sh builds it.
+    "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"],
     "test": [
         *("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "ruff", "mypy", "import-linter"),
         # What the Python of Transformer Engine imports, which scripts/setup_env.sh gets for the tests.
