@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +26,9 @@ def test_the_library_example_trains(tmp_path: Path) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_the_config_table_is_up_to_date() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "config_table.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_config_table_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = str(ROOT / "scripts" / "config_table.py")
+    monkeypatch.setattr(sys, "argv", [script, "--check"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    assert ended.value.code in (0, None)
