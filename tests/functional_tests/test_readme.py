@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,9 @@ def test_the_library_example_trains_the_same_under_any_schedule(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("command", ["config_table.py", "readme_tables.py", "readme_picture.py"])
-def test_what_a_command_made_is_up_to_date(command: str) -> None:
-    arguments = [sys.executable, str(ROOT / "scripts" / command), "--check"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+def test_what_a_command_made_is_up_to_date(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = str(ROOT / "scripts" / command)
+    monkeypatch.setattr(sys, "argv", [script, "--check"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    assert ended.value.code in (0, None)
