@@ -316,7 +316,7 @@ def test_what_is_written_to_a_link_or_a_pipe_leaves_it_one(command, tmp_path):
         ("simulate --layers 6 --hidden-size 8 --seq-length 8", ["6 layers do not divide over 4 stages"]),
         ("simulate --memory-limit 3", ["--memory-limit is for --compare"]),
         ("simulate --compare 1f1b --memory-limit 3", ["--memory-limit needs the shape of the model"]),
-        ("simulate --compare 1f1b -s gpipe", ["--schedule does not go with --compare, which names the schedules itself"]),
+        ("simulate --compare 1f1b -s gpipe", ["--schedule does not go with --compare, which names the schedules"]),
         ("simulate --compare 1f1b,nonsense", ["'nonsense' is not known"]),
         ("simulate --link 3-4:1", ["--link 3-4 is no link between two of 4 ranks"]),
         ("simulate --link 1-1:1", ["--link 1-1 is no link between two of 4 ranks"]),
