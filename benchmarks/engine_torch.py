@@ -57,7 +57,8 @@ def _group_for_each_direction(group: Any) -> Iterator[None]:
 
     if not torch.cuda.is_available() and group not in stage._PP_DIRECTION_GROUP_CACHE:
         ranks = list(range(group.size()))
-        stage._PP_DIRECTION_GROUP_CACHE[group] = (torch.distributed.new_group(ranks), torch.distributed.new_group(ranks))
+        downstream, upstream = torch.distributed.new_group(ranks), torch.distributed.new_group(ranks)
+        stage._PP_DIRECTION_GROUP_CACHE[group] = (downstream, upstream)
     with torch.distributed.config.patch(pipeline_per_direction_p2p=True):
         yield
 

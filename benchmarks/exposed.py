@@ -39,7 +39,9 @@ def run(args: argparse.Namespace) -> Report:
             for schedule in args.schedules
             for ratio in args.ratios
         ]
-        per_rank = run_on_shaped_network(_rank, size, (works, sweep, args.engines), args.rate_mbit, args.timeout, peers=True)
+        per_rank = run_on_shaped_network(
+            _rank, size, (works, sweep, args.engines), args.rate_mbit, args.timeout, peers=True
+        )
         for place, (ratio, work) in enumerate(works):
             rows += _rows(ratio, work, sweep, [rank[place] for rank in per_rank])
     return Report(

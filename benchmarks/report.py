@@ -17,6 +17,10 @@ class BenchmarkError(RuntimeError):
     """A benchmark cannot run here; the message names what is missing."""
 
 
+class NoDeviceError(BenchmarkError):
+    """There is no GPU here, for a benchmark that needs one."""
+
+
 @dataclass
 class Report:
     """``columns`` are the columns that tables show, in order; ``rows`` may hold more, for the JSON."""
