@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -37,10 +38,13 @@ def run(args: argparse.Namespace) -> int:
     for place, name in enumerate(names):
         print(f"\n== [{place + 1}/{len(names)}] {name}, after {time.monotonic() - began:.0f} s", flush=True)
         started = time.monotonic()
-        outcomes[name] = _run_one(name, args)
-        seconds[name] = time.monotonic() - started
-        if outcomes[name] == _INTERRUPTED:
+        try:
+            outcomes[name] = _run_one(name, args)
+        except KeyboardInterrupt:
+            outcomes[name] = _INTERRUPTED
             break
+        finally:
+            seconds[name] = time.monotonic() - started
     _print_outcomes(names, outcomes, seconds)
     if _INTERRUPTED in outcomes.values():
         return 130
@@ -55,22 +59,21 @@ def _run_one(name: str, args: argparse.Namespace) -> str:
         code = process.wait(args.deadline)
     except subprocess.TimeoutExpired:
         return f"not done within {args.deadline:g} s"
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     finally:
         _end(process)
     return {0: _OK, NO_DEVICE: _LEFT_OUT}.get(code, f"exit code {code}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, on which the benchmark removes its namespaces and processes; after a while SIGKILL for all of them."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    """SIGTERM, on which a benchmark removes its namespaces and ranks; then SIGKILL for what is left of its session."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _print_outcomes(names: list[str], outcomes: dict[str, str], seconds: dict[str, float]) -> None:

@@ -75,7 +75,7 @@ def shaped_network(size: int, rate_mbit: float) -> Iterator[list[Place]]:
     remove_orphans()
     prefix = f"mpp{os.getpid()}"
     places = [Place(f"{prefix}_{rank}", f"v{rank}_{(rank + 1) % size}", f"10.77.0.{rank + 1}") for rank in range(size)]
-    with _sigterm_unwinds():
+    with sigterm_unwinds():
         try:
             _make(places, rate_mbit)
             yield places
@@ -95,7 +95,7 @@ def remove_orphans() -> list[str]:
 
 
 @contextlib.contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
+def sigterm_unwinds() -> Iterator[None]:
     """SIGTERM ends the process as an exception does, through every ``finally``."""
     if threading.current_thread() is not threading.main_thread():
         yield

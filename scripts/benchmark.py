@@ -50,12 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     from benchmarks.all import NO_DEVICE
     from benchmarks.megatron_library import SOURCE_VARIABLE, source
     from benchmarks.report import BenchmarkError, NoDeviceError
+    from benchmarks.shaped_network import sigterm_unwinds
 
     try:
         if args.megatron_source is not None:
             os.environ[SOURCE_VARIABLE] = str(args.megatron_source.resolve())
             source()  # refuses what is no checkout
-        result = args.run(args)
+        with sigterm_unwinds():
+            result = args.run(args)
     except BenchmarkError as error:
         print(f"benchmark.py {args.subcommand}: {error}", file=sys.stderr)
         return NO_DEVICE if isinstance(error, NoDeviceError) else 2

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "benchmark.py"
@@ -41,9 +42,12 @@ def test_a_failure_ends_no_other(tmp_path: Path) -> None:
 def test_an_interrupt_ends_the_benchmark_that_runs_and_lists_the_rest(tmp_path: Path) -> None:
     process = start(tmp_path, "tracing", "growth")
     assert process.stdout is not None
-    head = ""
-    while "tracing" not in head:
-        head += process.stdout.readline()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while "tracing" not in process.stdout.readline():
+        pass
+    while not children.read_text():
+        time.sleep(0.05)
+    time.sleep(1.0)  # the benchmark has been started; now it is being waited for
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=120)
     assert outcomes(printed) == [["tracing", "interrupted"], ["growth", "not", "started"]]
