@@ -63,6 +63,7 @@ class SplitTimedStage(torch.nn.Module):
         self.seconds = (forward_seconds, input_seconds)
         self.weight_seconds = weight_seconds
         self.wgrad_store = _Waiting()
+        self.fuse_wgrad_accumulation = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = _SplitTimed.apply(x, self.weight, self)
