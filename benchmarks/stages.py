@@ -62,8 +62,8 @@ class SplitTimedStage(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.seconds = (forward_seconds, input_seconds)
         self.weight_seconds = weight_seconds
-        self.wgrad_store = _Waiting()
         self.fuse_wgrad_accumulation = False
+        self.wgrad_store = _Waiting()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = _SplitTimed.apply(x, self.weight, self)
