@@ -43,7 +43,7 @@ def exposed(report: Report) -> Any:
         }
         widest = max(row["transfer / F"] for row in rows)
         axes.set(title=panel, xlim=(0, 1.65 * widest), ylim=(0, 1.15 * max(top, 5.0)))
-        axes.set(xlabel="transfer / forward", ylabel="step over its bound, % (shaded: wanted)")
+        axes.set(xlabel="transfer / forward", ylabel="over bound, % (shaded: wanted)")
         axes.set_xticks([tick for tick in (0, 0.5, 1.0, 1.5) if tick <= widest])
         lines(axes, by_engine)
         wanted(axes, 0, 5, upright=False)

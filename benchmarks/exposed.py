@@ -15,7 +15,7 @@ from benchmarks.sweep import add_arguments as add_sweep_arguments
 
 HELP = "communication left exposed on a slow link, as transfers grow from 0.05 to 1.5 of a forward (needs root)"
 RATIOS = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5)
-QUICK = {"ratios": [0.1, 0.5, 1.0], "rounds": 1, "forward_ms": 40.0}
+QUICK = {"ratios": [0.1, 0.5, 1.0], "rounds": 1, "forward_ms": 35.0}
 COLUMNS = (
     *("P", "schedule", "transfer / F", "measured transfer / F", "engine"),
     *("bound ms", "ms (min)", "ms (median)", "over bound"),

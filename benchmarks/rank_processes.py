@@ -1,4 +1,4 @@
-"""Ranks as processes, forked from one that has imported torch and the peers, which else takes each of them 10 s."""
+"""Ranks as processes, forked from one that has imported torch and the peers; the import takes 10 s."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@
 Every pair of ranks has a link (a veth pair) of its own, and each direction of it a token bucket of its own, so that
 no transfer takes another link's bandwidth. Nothing outside the namespaces is changed.
 
-Namespaces go when the benchmark ends, by SIGTERM too. Their names carry the process id of the benchmark: what one that
-was killed has left is removed by the next that starts.
+Namespaces are removed when the benchmark ends, also by SIGTERM. Their names have the process id of the benchmark: what a
+killed one has left, the next one removes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def shaped_network(size: int, rate_mbit: float) -> Iterator[list[Place]]:
 
 
 def remove_orphans() -> list[str]:
-    """Remove the namespaces of benchmarks that are no more; returns their names."""
+    """Remove the namespaces of benchmarks that have ended; returns their names."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     found = [match for line in listed.splitlines() if (match := _NAME.fullmatch(line.split()[0]))]
     orphans = [match[0] for match in found if not os.path.exists(f"/proc/{match[1]}")]
