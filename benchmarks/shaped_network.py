@@ -10,8 +10,8 @@
 Every pair of ranks has a link (a veth pair) of its own, and each direction of it a token bucket of its own, so that
 no transfer takes another link's bandwidth. Nothing outside the namespaces is changed.
 
-Namespaces are removed when the benchmark ends, also by SIGTERM. Their names have the process id of the benchmark: what a
-killed one has left, the next one removes.
+Namespaces are removed when the benchmark ends, also by SIGTERM. Their names have the process id of the benchmark: what
+a killed one has left, the next one removes.
 """
 
 from __future__ import annotations
