@@ -1,4 +1,4 @@
-"""How the charts of docs/performance.md look: colours, rows of dots, labels at the ends of lines, SVG with real text."""
+"""How the charts of docs/performance.md look: colours, rows of dots, lines named at their ends, SVG with text."""
 
 from __future__ import annotations
 
@@ -77,14 +77,17 @@ def look(name: str, place: int) -> dict[str, Any]:
     return {"color": color, "marker": marker}
 
 
-def dot_rows(axes: Any, rows: Sequence[str], series: Mapping[str, Values], label: str = "", shown: str = "{:.3g}") -> None:
-    """A row of dots for each of ``rows``, from the top, with one dot for each series; values of ``label`` in numbers."""
+def dot_rows(
+    axes: Any, rows: Sequence[str], series: Mapping[str, Values], label: str = "", shown: str = "{:.3g}"
+) -> None:
+    """A row for each of ``rows``, from the top, with a dot for each series; those of ``label`` with their values."""
     spread = min(0.16, 0.6 / len(series))
     for place, (name, values) in enumerate(series.items()):
         shift = (place - (len(series) - 1) / 2) * spread
         points = [(value, row + shift) for row, value in enumerate(values) if value is not None]
         size = 90 if name in ("predicted", "simulated") else 42
-        axes.scatter(*zip(*points, strict=True), s=size, label=name, zorder=3, linewidths=1.6, clip_on=False, **look(name, place))
+        looks = {**look(name, place), "s": size, "linewidths": 1.6, "zorder": 3, "clip_on": False}
+        axes.scatter(*zip(*points, strict=True), label=name, **looks)
         for value, height in points if name == label else ():
             axes.annotate(
                 shown.format(value), (value, height), (7, 0), textcoords="offset points", va="center", fontsize=9,
@@ -125,12 +128,13 @@ def lines(axes: Any, series: Mapping[str, Sequence[tuple[float, float]]]) -> Non
         )  # fmt: skip
 
 
-def target(axes: Any, value: float, text: str, vertical: bool = True) -> None:
-    """A dotted line at what a value is wanted to stay below."""
-    (axes.axvline if vertical else axes.axhline)(value, linestyle=":", color="#333333", linewidth=1.4, zorder=2)
-    if vertical:
-        axes.annotate(text, (value, 0), (3, 4), xycoords=("data", "axes fraction"), textcoords="offset points",
-                      fontsize=9, color="#333333")  # fmt: skip
-    else:
-        axes.annotate(text, (1, value), (0, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-                      ha="right", fontsize=9, color="#333333")  # fmt: skip
+def target(axes: Any, value: float, text: str) -> None:
+    """A dotted upright line at what values are wanted to stay below."""
+    axes.axvline(value, linestyle=":", color="#333333", linewidth=1.4, zorder=2)
+    places = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    axes.annotate(text, (value, 0), (3, 4), fontsize=9, color="#333333", **places)
+
+
+def wanted(axes: Any, low: float, high: float, upright: bool) -> None:
+    """Shade where values are wanted to be, between two values of y, or (``upright``) of x."""
+    (axes.axvspan if upright else axes.axhspan)(low, high, color="#EAF3F8", zorder=0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chart_style import dot_rows, key, lines, new_chart, save_svg, style, target
+from benchmarks.chart_style import dot_rows, key, lines, new_chart, save_svg, style, target, wanted
 from benchmarks.report import Report, Row
 
 
@@ -42,11 +42,11 @@ def exposed(report: Report) -> Any:
             for engine in _labels(rows, ("engine",))
         }
         widest = max(row["transfer / F"] for row in rows)
-        axes.set(title=panel, xlim=(0, 1.5 * widest), ylim=(0, 1.15 * max(top, 5.0)))
-        axes.set(xlabel="transfer / forward", ylabel="step over its bound, %")
+        axes.set(title=panel, xlim=(0, 1.65 * widest), ylim=(0, 1.15 * max(top, 5.0)))
+        axes.set(xlabel="transfer / forward", ylabel="over bound, % (shaded: wanted)")
         axes.set_xticks([tick for tick in (0, 0.5, 1.0, 1.5) if tick <= widest])
         lines(axes, by_engine)
-        target(axes, 5, "wanted: below 5%", vertical=False)
+        wanted(axes, 0, 5, upright=False)
     for axes in all_axes[len(panels) :]:
         axes.set_visible(False)
     return figure
@@ -103,7 +103,7 @@ def prediction(report: Report) -> Any:
     rows = _labels(points, columns)
     figure, (axes,) = new_chart(1, 1, 1.6 + 0.36 * len(rows))
     dot_rows(axes, rows, _series(points, columns, "ratio", "percent"))
-    axes.axvspan(-5, 5, color="#EAF3F8", zorder=0)
+    wanted(axes, -5, 5, upright=True)
     axes.axvline(0, color="#777777", linewidth=1)
     widest = max(6.0, *(1.1 * abs(row["percent"]) for row in points))
     axes.set(xlabel="predicted step time over the measured one, % (shaded: wanted)", xlim=(-widest, widest))

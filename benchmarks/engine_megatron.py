@@ -35,7 +35,7 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
 
 
 def _stand_in_for_cuda() -> None:
-    """Of the CPU's stand-ins for CUDA put in only those that a schedule itself asks for: the whole shim would slow down
+    """Replace only those functions of CUDA that a schedule itself calls: the whole shim of the tests would slow down
     every `torch.empty`, and be counted as Megatron's overhead.
     """
     if not torch.cuda.is_available() and torch.zeros is not _zeros_on_cpu:

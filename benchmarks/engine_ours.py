@@ -16,7 +16,6 @@ from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.weight_grad import split_weight_grad
 
-
 SECONDS = 100.0  # that a rank waits; less than the process groups of the benchmarks wait
 
 

@@ -51,13 +51,14 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
 def _group_for_each_direction(group: Any) -> Iterator[None]:
     """Within, stages that are made send activations and gradients through process groups of their own.
 
-    torch makes these groups with ``split_group``, which gloo does not have; here ``new_group`` makes them.
+    torch makes these groups with ``split_group``, which only NCCL has; here ``new_group`` makes them.
     """
     from torch.distributed.pipelining import stage
 
-    if not torch.cuda.is_available() and group not in stage._PP_DIRECTION_GROUP_CACHE:
+    if group not in stage._PP_DIRECTION_GROUP_CACHE:
         ranks = list(range(group.size()))
-        stage._PP_DIRECTION_GROUP_CACHE[group] = (torch.distributed.new_group(ranks), torch.distributed.new_group(ranks))
+        downstream, upstream = torch.distributed.new_group(ranks), torch.distributed.new_group(ranks)
+        stage._PP_DIRECTION_GROUP_CACHE[group] = (downstream, upstream)
     with torch.distributed.config.patch(pipeline_per_direction_p2p=True):
         yield
 

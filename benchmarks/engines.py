@@ -87,7 +87,7 @@ def make_step(engine: str, work: Work, rank: int, group: Any, make_stage: MakeSt
 
 
 def comparable(engine: str, work: Work) -> Work:
-    """``work`` as ``engine`` can do it: torch communicates in one way, and Megatron-core overlaps with chunks only."""
+    """``work`` with the policy that ``engine`` has: torch has one, and Megatron-core overlaps only with chunks."""
     if engine.startswith("torch"):
         return replace(work, policy="overlap")
     if engine.startswith("megatron") and work.num_chunks == 1 and work.policy == "overlap":
@@ -98,7 +98,8 @@ def comparable(engine: str, work: Work) -> Work:
 def available_steps(
     work: Work, rank: int, group: Any, make_stage: MakeStage, transport: Any = None, engines: Sequence[str] = ENGINES
 ) -> tuple[dict[str, Step], dict[str, str]]:
-    """(engine -> step, engine -> remark): of each engine a step of ``work`` in the way it has, or why it has none."""
+    """(engine -> step, engine -> remark): a step of ``work`` of each engine that has one; in the remarks why not, or
+    which other policy it has."""
     steps: dict[str, Step] = {}
     remarks: dict[str, str] = {}
     for engine in engines:
@@ -113,7 +114,7 @@ def available_steps(
 
 
 def surroundings(engine: str) -> AbstractContextManager[None]:
-    """What a step of ``engine`` runs within; entering it is no part of the step."""
+    """The context that a step of ``engine`` runs in; entering it is no part of the step."""
     if not engine.startswith("megatron"):
         return nullcontext()
     from benchmarks.megatron_library import load

@@ -15,7 +15,7 @@ from benchmarks.sweep import add_arguments as add_sweep_arguments
 
 HELP = "communication left exposed on a slow link, as transfers grow from 0.05 to 1.5 of a forward (needs root)"
 RATIOS = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5)
-QUICK = {"ratios": [0.1, 0.5, 1.0], "rounds": 1, "forward_ms": 40.0}
+QUICK = {"ratios": [0.1, 0.5, 1.0], "rounds": 1, "forward_ms": 35.0}
 COLUMNS = (
     *("P", "schedule", "transfer / F", "measured transfer / F", "engine"),
     *("bound ms", "ms (min)", "ms (median)", "over bound"),
@@ -39,7 +39,9 @@ def run(args: argparse.Namespace) -> Report:
             for schedule in args.schedules
             for ratio in args.ratios
         ]
-        per_rank = run_on_shaped_network(_rank, size, (works, sweep, args.engines), args.rate_mbit, args.timeout, peers=True)
+        per_rank = run_on_shaped_network(
+            _rank, size, (works, sweep, args.engines), args.rate_mbit, args.timeout, peers=True
+        )
         for place, (ratio, work) in enumerate(works):
             rows += _rows(ratio, work, sweep, [rank[place] for rank in per_rank])
     return Report(

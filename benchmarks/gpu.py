@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.engines import Work, available_steps, surroundings
 from benchmarks.megatron_library import versions
-from benchmarks.report import BenchmarkError, Report, Row
+from benchmarks.report import NoDeviceError, Report, Row
 
 HELP = "the engines on a GPU, two ranks sharing it over sockets; step time by CUDA events"
 QUICK = {"mib": [8.0], "rounds": 3}
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     if not torch.cuda.is_available():
-        raise BenchmarkError("there is no GPU here; the other subcommands run on the CPU")
+        raise NoDeviceError("there is no GPU here; the other subcommands run on the CPU")
     from tests.harness.processes import run_processes
 
     works = [
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> Report:
         "Step time on a GPU, two ranks",
         ["setting", "MiB", "engine", "ms (min)", "ms (median)", "peak MiB rank 0", "peak MiB rank 1"],
         rows,
-        {"gpu": torch.cuda.get_device_name(0), "forward ms": args.forward_ms, "microbatches": args.microbatches, **versions()},
+        versions()
+        | {"gpu": torch.cuda.get_device_name(0), "forward ms": args.forward_ms, "microbatches": args.microbatches},
         ["Compute is a kernel that spins for a known time. Two ranks on one GPU take turns on it."],
     )
 

@@ -1,4 +1,4 @@
-"""Megatron-core as a Python package and, beside it in one process, the one of a source checkout.
+"""Megatron-core as installed and, in the same process, that of a source checkout.
 
 Both are named `megatron`. Each is imported while the other's modules are out of `sys.modules`, so that engines of
 both can take turns in one run. `--megatron-source PATH` of scripts/benchmark.py gives the checkout to this process
@@ -32,7 +32,7 @@ _VERSION_FILE = Path("megatron", "core", "package_info.py")
 
 @dataclass(frozen=True)
 class Library:
-    """One Megatron-core: its loaded modules, by the names that they import each other under."""
+    """One Megatron-core: its loaded modules by name."""
 
     modules: dict[str, ModuleType]
 
@@ -103,7 +103,7 @@ def _take_modules() -> dict[str, ModuleType]:
 
 
 def versions() -> dict[str, str]:
-    """What stands under a table: the version of the package, and version and commit of the checkout, where they are."""
+    """For the line below a table: the version of the package, and version and commit of the checkout, if there."""
     found: dict[str, str] = {}
     with contextlib.suppress(PackageNotFoundError):
         found["megatron-core"] = version("megatron-core")

@@ -17,7 +17,12 @@ from benchmarks.shaped_network import Place, shaped_network
 
 
 def run_on_shaped_network(
-    function: Callable[..., Any], size: int, args: tuple[Any, ...], rate_mbit: float, timeout: float, peers: bool = False
+    function: Callable[..., Any],
+    size: int,
+    args: tuple[Any, ...],
+    rate_mbit: float,
+    timeout: float,
+    peers: bool = False,
 ) -> list[Any]:
     """``function(rank, size, *args)`` on every rank, with gloo over links of ``rate_mbit``; results in rank order."""
     with tempfile.TemporaryDirectory() as folder, shaped_network(size, rate_mbit) as places:

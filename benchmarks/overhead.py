@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(microbatches: int) -> list[tuple[Work, int]]:
-    """(what is run, on which rank it is looked at); a rank that both receives and sends where there is one."""
+    """(work, rank that is measured): a rank that both receives and sends, where there is one."""
 
     def work(schedule: str, p: int, v: int, policy: str) -> Work:
         return Work(schedule, p, v, microbatches, _SHAPE, policy)

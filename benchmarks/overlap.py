@@ -1,4 +1,4 @@
-"""What it costs to be safe: the same steps with outputs freed unsafely, waited for right after the send, and as ours.
+"""The cost of safety: the same steps with outputs freed unsafely, waited for right after the send, and as ours.
 
 All three run one plan of compute and one communicator, in turns; they differ only in when an output's send is waited
 for and its memory given back:
@@ -67,7 +67,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One table row's worth of work on every rank."""
+    """The work and the lengths of compute of three table rows, one for each variant."""
 
     work: Work
     sweep: Sweep
@@ -289,6 +289,6 @@ def _rows(setting: Setting, per_rank: list[dict[str, Any]]) -> list[Row]:
 
 
 def _without_transfers(setting: Setting) -> float:
-    """Seconds of the step where nothing needs time but compute."""
+    """Seconds of the step if transfers take no time."""
     costs = StageCosts.uniform(setting.work.num_stages, setting.sweep.forward, setting.sweep.backward, 0.0)
     return simulate(build_plan(setting.spec), costs, Network(0, link=Link(bandwidth=1e15))).makespan

@@ -24,7 +24,7 @@ from megatron_pp.plan.spec import POLICIES
 from megatron_pp.tracing.run import load_run
 
 HELP = "the simulator's step time against the measured one, on a slow link (needs root)"
-QUICK = {"forward_ms": 40.0, "rounds": 1}
+QUICK = {"forward_ms": 30.0, "rounds": 1}
 _WARMUP = 1
 
 

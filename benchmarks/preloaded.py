@@ -1,4 +1,4 @@
-"""What the process that ranks are forked from imports for the benchmarks that run peers."""
+"""Imported once for all ranks of a benchmark that runs peers, by the process that they are forked from."""
 
 from __future__ import annotations
 

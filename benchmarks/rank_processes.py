@@ -1,4 +1,4 @@
-"""Ranks as processes, forked from one that has imported torch and the peers: two Megatrons take 10 s of each otherwise."""
+"""Ranks as processes, forked from one that has imported torch and the peers; the import takes 10 s."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def run_ranks(function: Callable[..., Any], size: int, args: tuple[Any, ...], peers: bool = False, **options: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], size: int, args: tuple[Any, ...], peers: bool = False, **options: Any
+) -> list[Any]:
     """`tests.harness.processes.run_processes`, with its options: ``function(rank, size, *args)`` on every rank.
 
     ``peers``: import Megatron-core and the checkout before the ranks are forked.

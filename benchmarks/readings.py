@@ -25,21 +25,20 @@ def overhead(report: Report) -> str:
     column = "outside us (median)"
     ours = _values(report.rows, column, engine="ours")
     text = f"Our engine takes {_range(ours)} us outside the model for each virtual microbatch"
-    peers = [
-        f"{name} {_range(theirs)} us (ours is {_range(_values(report.rows, 'ours / it', engine=engine), '{:.2f}')} of it)"
-        for engine, name in PEERS.items()
-        if (theirs := _values(report.rows, column, engine=engine))
-    ]
+    peers = []
+    for engine, name in PEERS.items():
+        theirs = _values(report.rows, column, engine=engine)
+        if theirs:
+            share = _range(_values(report.rows, "ours / it", engine=engine), "{:.2f}")
+            peers.append(f"{name} {_range(theirs)} us (ours is {share} of it)")
     return f"{text}; {_list(peers)}."
 
 
 def exposed(report: Report) -> str:
     within = [row for row in report.rows if row["transfer / F"] <= 1.0]
     ours = [row for row in within if row["engine"] == "ours"]
-    text = (
-        f"As long as a transfer takes no longer than a forward, our steps take {_range(_values(ours, 'over bound'), '{:.2f}')} "
-        f"times their bound"
-    )
+    over = _range(_values(ours, "over bound"), "{:.2f}")
+    text = f"As long as a transfer takes no longer than a forward, our steps take {over} times their bound"
     peers = [
         f"{name} {_range(theirs, '{:.2f}')}"
         for engine, name in PEERS.items()
@@ -57,9 +56,7 @@ def exposed(report: Report) -> str:
 
 
 def overlap(report: Report) -> str:
-    ours, waits = (
-        _values(report.rows, "of free at once", variant=variant) for variant in ("ours", "wait at once")
-    )
+    ours, waits = (_values(report.rows, "of free at once", variant=variant) for variant in ("ours", "wait at once"))
     saved = [
         f"{100 * (row['of free at once'] / mine - 1):.0f}"
         for row, mine in zip(_rows(report.rows, variant="wait at once"), ours, strict=True)
@@ -81,8 +78,8 @@ def memory(report: Report) -> str:
         ratios = [worst[setting, engine] / worst[setting, "ours"] for setting in settings if (setting, engine) in worst]
         if ratios:
             peers.append(f"that of {name} {_range(ratios)} times as much")
-    exact = "what `verify` predicts" if max(off) == 0 else f"within {max(off):.2g} activations of what `verify` predicts"
-    return f"Our worst rank holds {exact}; {_list(peers)}."
+    near = "" if max(off) == 0 else f"within {max(off):.2g} activations of "
+    return f"Our worst rank holds {near}what `verify` predicts; {_list(peers)}."
 
 
 def bubble(report: Report) -> str:
@@ -123,12 +120,12 @@ def training(report: Report) -> str:
 
 def growth(report: Report) -> str:
     last = report.rows[-1]
+    look_up = _range(_values(report.rows, "cached us"), "{:.2f}")
     return (
         f"The largest plan, {last['P x V x M']} with {last['instructions']:,} instructions, is built in "
-        f"{shown(last['build s'])} s and verified in {shown(last['verify s'])} s, once per training run and on every rank. "
-        f"Looking it up takes {_range(_values(report.rows, 'cached us'), '{:.2f}')} us at any size, and the time outside "
-        f"the model per virtual microbatch falls with the number of microbatches, to "
-        f"{last['outside us / virtual microbatch']:.1f} us."
+        f"{shown(last['build s'])} s and verified in {shown(last['verify s'])} s, once per training run and on every "
+        f"rank. Looking it up takes {look_up} us at any size, and the time outside the model per virtual microbatch "
+        f"falls with the number of microbatches, to {last['outside us / virtual microbatch']:.1f} us."
     )
 
 
@@ -149,7 +146,7 @@ def _worst(row: Row) -> float:
 
 
 def _range(values: Sequence[float], form: str = "{:.3g}") -> str:
-    """"2 to 7", or the value where all look the same."""
+    """ "2 to 7", or the value where all look the same."""
     low, high = form.format(min(values)), form.format(max(values))
     return low if low == high else f"{low} to {high}"
 

@@ -1,4 +1,4 @@
-"""What a benchmark found: rows with named columns, as JSON, and as a table for a terminal or a page of Markdown."""
+"""The results of a benchmark: rows with named columns, as JSON, and as a table for a terminal or a page of Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ Row = dict[str, Any]
 
 
 class BenchmarkError(RuntimeError):
-    """A benchmark cannot run here; the message names what is missing."""
+    """A benchmark cannot run here, or failed; the message says why."""
+
+
+class NoDeviceError(BenchmarkError):
+    """There is no GPU here, for a benchmark that needs one."""
 
 
 @dataclass

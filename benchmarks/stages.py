@@ -77,7 +77,7 @@ class SplitTimedStage(torch.nn.Module):
 
 
 class _Queue:
-    """As much of a queue as is asked of it: its length."""
+    """A queue of which only the length is asked."""
 
     def __init__(self) -> None:
         self.count = 0

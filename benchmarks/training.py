@@ -155,7 +155,7 @@ def _our_gpt_row(args: argparse.Namespace) -> Row:
             command += [f"--{name}", str(value)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, env=dict(os.environ))
         if done.returncode != 0:
-            raise BenchmarkError(f"scripts/train.py failed: {done.stderr.strip().splitlines()[-1:]}")
+            raise BenchmarkError("scripts/train.py failed:\n" + "\n".join(done.stderr.strip().splitlines()[-8:]))
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rates = [record["tokens_per_second"] for record in records if "tokens_per_second" in record][2:]
     tokens = args.microbatches * args.micro_batch * args.seq

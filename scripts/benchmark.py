@@ -47,17 +47,20 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, run the subcommand, print and write its report."""
     argv = sys.argv[1:] if argv is None else argv
     args = _parser("--quick" in argv).parse_args(argv)
+    from benchmarks.all import NO_DEVICE
     from benchmarks.megatron_library import SOURCE_VARIABLE, source
-    from benchmarks.report import BenchmarkError
+    from benchmarks.report import BenchmarkError, NoDeviceError
+    from benchmarks.shaped_network import sigterm_unwinds
 
     try:
         if args.megatron_source is not None:
             os.environ[SOURCE_VARIABLE] = str(args.megatron_source.resolve())
             source()  # refuses what is no checkout
-        result = args.run(args)
+        with sigterm_unwinds():
+            result = args.run(args)
     except BenchmarkError as error:
         print(f"benchmark.py {args.subcommand}: {error}", file=sys.stderr)
-        return 2
+        return NO_DEVICE if isinstance(error, NoDeviceError) else 2
     if isinstance(result, int):
         return result
     print(result.text())
