@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_pp import draw
 from megatron_pp.draw.chrome import render_chrome_steps
 from megatron_pp.draw.html import Table, render_html
 from megatron_pp.draw.ticks import percent, short
@@ -24,9 +25,7 @@ def report_picture(found: Findings, traced: TracedRun, output: str) -> str | byt
     tables."""
     timelines = [_measured(found.step, found.measured), _predicted(found)]
     if Path(output).suffix == ".png":
-        from megatron_pp.draw.png import render_png
-
-        return render_png(timelines)
+        return draw.png(timelines)
     return render_html(timelines, f"run {traced.name}", report_tables(found))
 
 
