@@ -59,7 +59,6 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
         "lanes": lanes,
         "hasTransfers": timeline.has_transfers,
         "inBytes": timeline.memory_in_bytes,
-        "mostMemory": timeline.most_memory,
         "shades": [[c.hex for c in row] for row in shades],
         "inks": [[ink_on(c).hex for c in row] for row in shades],
     }

@@ -36,7 +36,7 @@ def legend_keys(timelines: Sequence[Timeline]) -> list[Key]:
         keys.append(Key(SHADES, "lighter shades: later chunks"))
     keys.append(Key(IDLE, "idle"))
     if any(t.has_waits for t in timelines):
-        keys.append(Key(WAIT, "waiting for a transfer"))
+        keys.append(Key(WAIT, "waiting"))
     if any(t.has_transfers for t in timelines):
         keys += [Key(ACTIVATION, "activation in transfer"), Key(GRADIENT, "gradient in transfer")]
     if any(t.most_memory for t in timelines):

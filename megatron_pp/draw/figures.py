@@ -22,10 +22,10 @@ from matplotlib.path import Path
 from matplotlib.text import Text
 
 from megatron_pp.draw.facts import IDLE, MEMORY, SHADES, Key, costs_line, legend_keys, summary
-from megatron_pp.draw.labels import choose_labels, fitting_width, text_width
+from megatron_pp.draw.labels import Labels, choose_labels, fitting_width, text_width
 from megatron_pp.draw.merged import pieces, thinned
 from megatron_pp.draw.palette import DARK, LIGHT, OPERATIONS, Colour, Theme, block_colour, block_name, ink_on
-from megatron_pp.draw.ticks import short, size_label, tick_label, tick_step
+from megatron_pp.draw.ticks import tick_label, tick_step, value_ticks
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.errors import PlanError
 
@@ -185,8 +185,7 @@ class _Picture:
                 self._strip(((t.start, t.end) for t in sent[k]), below, _STRIP, colour)
         return y + pitch * len(timeline.lanes) - _ROW_GAP
 
-    def _blocks(self, timeline: Timeline, lane: Lane, top: float, labels: tuple[float, int]) -> None:
-        size, named_chunks = labels
+    def _blocks(self, timeline: Timeline, lane: Lane, top: float, labels: Labels) -> None:
         for piece in pieces(lane.compute, self.scale):
             x, below = _LEFT + piece.left, top
             for op, share in piece.shares:
@@ -197,9 +196,12 @@ class _Picture:
             at, width = piece.event.instruction, piece.right - piece.left
             colour = block_colour(at.op, at.chunk, timeline.num_chunks)
             self._box(x, top, max(width - 0.7, 0.6), _ROW, colour)
-            label = block_name(at, named_chunks)
-            if text_width(label, size) + 1.5 <= width:
-                self._text(x + width / 2 - 0.3, top + _ROW / 2 + 0.36 * size, label, ink_on(colour), size, "center")
+            lines = labels.lines(block_name(at, labels.chunks))
+            if max(text_width(line, labels.size) for line in lines) + 1.5 <= width:
+                first = top + _ROW / 2 + labels.size * (0.36 if len(lines) == 1 else -0.12)
+                for k, line in enumerate(lines):
+                    below = first + 0.98 * k * labels.size
+                    self._text(x + width / 2 - 0.3, below, line, ink_on(colour), labels.size, "center")
 
     def _strip(self, spans: Iterable[tuple[float, float]], y: float, height: float, colour: Colour) -> None:
         """Thin bars; those that touch are one."""
@@ -217,10 +219,9 @@ class _Picture:
     def _memory(self, timeline: Timeline, most: float, y: float) -> float:
         """A curve for each rank, all schedules to one scale."""
         floor = y + _CURVES
-        for value in (0.0, most / 2, most):
+        for value, name in value_ticks(most, timeline.memory_in_bytes):
             at = floor - value / most * (_CURVES - 6)
             self._box(_LEFT, at - 0.4, self.end * self.scale, 0.8, self.theme.rule, 1)
-            name = size_label(value) if timeline.memory_in_bytes else short(value)
             self._text(_LEFT - 8, at + 3.5, name, self.theme.soft, 10, ha="right")
         for lane, colour in zip(timeline.lanes, self._ramp(len(timeline.lanes)), strict=True):
             points: list[tuple[float, float]] = []

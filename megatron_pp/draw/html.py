@@ -15,6 +15,7 @@ from importlib.resources import files
 from megatron_pp.draw.columns import ColumnStore, timeline_columns
 from megatron_pp.draw.facts import ACTIVATION, GRADIENT, MEMORY, SHADES, WAIT, costs_line, legend_keys, summary
 from megatron_pp.draw.palette import DARK, LIGHT, NAMES
+from megatron_pp.draw.ticks import value_ticks
 from megatron_pp.draw.timeline import Timeline
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # heading, column names, rows
@@ -23,7 +24,13 @@ Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # heading, column na
 def render_html(timelines: Sequence[Timeline], title: str, tables: Sequence[Table] = ()) -> str:
     """One page with ``timelines`` one below the other on a common time axis, and ``tables`` of text after them."""
     store = ColumnStore()
-    head = {"names": NAMES, "timelines": [timeline_columns(t, store) for t in timelines]}
+    most = max(t.most_memory for t in timelines)
+    head = {
+        "names": NAMES,
+        "mostMemory": most,
+        "memoryTicks": value_ticks(most, timelines[0].memory_in_bytes),
+        "timelines": [timeline_columns(t, store) for t in timelines],
+    }
     page = files("megatron_pp.draw").joinpath("page")
     parts = {
         "TITLE": escape(title),

@@ -7,13 +7,13 @@ const WAITS = ["wait for an activation", "wait for a gradient", "release an outp
 const ROW = { block: 22, strip: 3, gap: 5 };
 const CURVES = 70; // height of the chart of memory
 const AXIS = 22;
-const LABEL = { largest: 11, smallest: 7, room: 3 }; // font sizes, and pixels around a label
+const LABEL = { largest: 11, stacked: 9.5, good: 7.5, smallest: 6, room: 3 }; // font sizes, in one line or two; pixels around a label
 
 const view = { from: 0, to: 1, end: 1, picked: -1 };
 let charts = [];
 let colours = {};
 let names = {}; // of operations
-let mostMemory = 1;
+let mostMemory = 0, memoryTicks = [];
 
 async function unpack(id) {
   const text = document.getElementById(id).textContent.trim();
@@ -150,25 +150,43 @@ function setFont(pen, size) {
   pen.font = `${size}px system-ui, sans-serif`;
 }
 
-// The size of a chart's labels, and how many chunks they distinguish: all, or 1 where F1.3 does not fit and the shade
-// alone shows the chunk.
+// How a chart's blocks are labelled, as in labels.py: the first form in a good size, else the last in the smallest.
 function chooseLabels(chart, pen) {
   const room = x(chart, view.from + chart.shortBlock) - x(chart, view.from) - LABEL.room;
+  const last = ((chart.chunks - 1) << 20) | (chart.microbatches - 1);
+  const forms = [[chart.chunks, false], [chart.chunks, true], [1, true]].slice(0, chart.chunks > 1 ? 3 : 2);
+  let form = {};
   setFont(pen, 100);
-  for (const chunks of new Set([chart.chunks, 1])) {
-    const last = ((chart.chunks - 1) << 20) | (chart.microbatches - 1);
-    const widest = Math.max(...chart.ops.map((op) => pen.measureText(blockName((op << 30) | last, chunks)).width));
-    const size = Math.floor((room / widest) * 1000) / 10;
-    if (size >= LABEL.smallest) return [Math.min(LABEL.largest, size), chunks];
+  for (const [chunks, stacked] of forms) {
+    const lines = chart.ops.flatMap((op) => labelLines((op << 30) | last, chunks, stacked));
+    const size = (100 * room) / Math.max(...lines.map((line) => pen.measureText(line).width));
+    form = { chunks, stacked, size: Math.min(stacked ? LABEL.stacked : LABEL.largest, Math.max(LABEL.smallest, size)) };
+    if (size >= LABEL.good) break;
   }
-  return [LABEL.smallest, 1];
+  return form;
+}
+
+function labelLines(code, chunks, stacked) {
+  const name = blockName(code, chunks);
+  return stacked ? [name[0], name.slice(1)] : [name];
+}
+
+function drawLabel(chart, pen, code, form, from, to, y) {
+  if (to - from <= form.size / 2) return;
+  const lines = labelLines(code, form.chunks, form.stacked);
+  const width = Math.max(...lines.map((line) => pen.measureText(line).width));
+  if (to - from < width + 1) return;
+  pen.fillStyle = chart.inks[code >>> 30][(code >>> 20) & 1023];
+  const middle = (from + to) / 2, first = y + ROW.block / 2 - ((lines.length - 1) * form.size) / 2;
+  lines.forEach((line, k) => pen.fillText(line, middle, first + k * form.size + 0.5));
+  chart.labels.push({ name: lines.join(""), left: middle - width / 2, right: middle + width / 2, y, size: form.size });
 }
 
 function drawBlocks(chart, pen, lane, y) {
   const { starts, lengths, codes } = lane.compute;
   const [first, last] = visible(chart, lane.compute);
-  const [size, named] = chooseLabels(chart, pen);
-  setFont(pen, size);
+  const form = chooseLabels(chart, pen);
+  setFont(pen, form.size);
   pen.textAlign = "center";
   let pixel = -1, filled = [0, 0, 0, 0]; // of blocks thinner than a pixel, each operation's share of the pixel, stacked
   const flush = () => {
@@ -194,15 +212,7 @@ function drawBlocks(chart, pen, lane, y) {
     pen.globalAlpha = faded ? 0.25 : 1;
     pen.fillStyle = chart.shades[op][chunk];
     pen.fillRect(a, y, b - a > 3 ? b - a - 0.6 : b - a, ROW.block);
-    const from = Math.max(a, margin(chart)), to = Math.min(b, chart.width - 8);
-    if (to - from > size) { // a label of two letters is wider than that
-      const label = blockName(codes[i], named), width = pen.measureText(label).width;
-      if (to - from >= width + 1) {
-        pen.fillStyle = chart.inks[op][chunk];
-        pen.fillText(label, (from + to) / 2, y + ROW.block / 2 + 0.5);
-        chart.labels.push({ label, left: (from + to - width) / 2, right: (from + to + width) / 2, y, size });
-      }
-    }
+    drawLabel(chart, pen, codes[i], form, Math.max(a, margin(chart)), Math.min(b, chart.width - 8), y);
     pen.globalAlpha = 1;
   }
   flush();
@@ -236,11 +246,11 @@ function mixed(one, other, share) {
 function drawMemory(chart, pen, floor) {
   setFont(pen, 10);
   pen.textAlign = "right";
-  for (const value of [0, mostMemory / 2, mostMemory]) {
+  for (const [value, label] of memoryTicks) {
     pen.fillStyle = colours.rule;
     pen.fillRect(margin(chart), floor - memoryHeight(value), chart.width - 8 - margin(chart), 1);
     pen.fillStyle = colours.soft;
-    pen.fillText(amount(chart, value), margin(chart) - 4, floor - memoryHeight(value));
+    pen.fillText(label, margin(chart) - 4, floor - memoryHeight(value));
   }
   pen.save();
   pen.beginPath();
@@ -457,8 +467,7 @@ async function start() {
     lanes: t.lanes.map((lane) => laneOf(buffer, lane)),
     margin: Math.max(52, 8 + 7 * Math.max(...t.lanes.map((lane) => lane.name.length))),
   }));
-  names = head.names;
-  mostMemory = Math.max(...charts.map((c) => c.mostMemory));
+  ({ names, mostMemory, memoryTicks } = head);
   view.end = view.to = Math.max(...charts.map((c) => c.end)) || 1;
   readColours();
   charts.forEach(listen);
