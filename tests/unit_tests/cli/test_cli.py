@@ -249,7 +249,7 @@ def test_draw_prints_the_timeline(command):
 def test_draw_grids_and_what_they_cost(command):
     code, out, _ = command("draw", "--style", "grid", "-s", "naive,gpipe,1f1b", "-P", 4, "-M", 4)
     assert code == 0
-    assert "stage 3     .  .  . F0 B0 F1 B1 F2 B2 F3 B3" in out
+    assert "rank 3      .  .  . F0 B0 F1 B1 F2 B2 F3 B3" in out
     assert "75.0%" in out
     assert "4 3 2 1" in out
 
@@ -257,7 +257,7 @@ def test_draw_grids_and_what_they_cost(command):
 @pytest.mark.parametrize(
     ("name", "beginning"),
     [
-        ("a.svg", b"<svg"),
+        ("a.svg", b"<?xml"),
         ("a.html", b"<!DOCTYPE html>"),
         ("a.png", b"\x89PNG"),
         ("a.json", b'{"displayTimeUnit"'),
