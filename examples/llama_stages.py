@@ -173,7 +173,8 @@ def largest_difference(
     for stage in stages:
         for name, parameter in stage.inner.named_parameters():
             ours, theirs = parameter.grad, whole[name].grad
-            assert ours is not None and theirs is not None, f"{name} has no gradient"
+            assert ours is not None, f"{name} has no gradient"
+            assert theirs is not None, f"{name} has no gradient in one process"
             differences.append((ours - theirs).abs().max().item())
     return max(differences)
 

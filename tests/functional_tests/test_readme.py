@@ -7,14 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.harness.pages import ROOT, code_blocks, run_page
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_library_example_trains(tmp_path: Path) -> None:
-    files = {"example.py": code_blocks("README.md")["block1"]}
-    outputs = run_page(files, ["example.py"], tmp_path, 2)["example.py"]
-    printed = "".join(output.printed for output in outputs)
-    losses = [float(line.split()[1]) for line in printed.splitlines() if re.fullmatch(r"\d+ [\d.]+", line)]
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    script = tmp_path / "example.py"
+    script.write_text(code.group(1))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if re.fullmatch(r"\d+ [\d.]+", line)]
     assert len(losses) == 5
     assert losses[-1] < 0.9 * losses[0]
 
