@@ -23,7 +23,9 @@ shown = []
 display = types.ModuleType("IPython.display")
 display.SVG = ElementTree.fromstring
 display.display = shown.append
-sys.modules["IPython"], sys.modules["IPython.display"] = types.ModuleType("IPython"), display
+ipython = types.ModuleType("IPython")
+ipython.version_info = (9, 0)  # matplotlib asks
+sys.modules["IPython"], sys.modules["IPython.display"] = ipython, display
 """
 END = "\nprint([picture.tag for picture in shown])\n"
 
@@ -44,8 +46,7 @@ def test_it_runs(path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pictures = done.stdout.splitlines()[-1]
     assert pictures == str(["{http://www.w3.org/2000/svg}svg"] * code.count("display(SVG("))
-    assert "1f1b" in done.stdout
-    assert "auto_v" not in done.stderr
+    assert "1f1b " in done.stdout
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
