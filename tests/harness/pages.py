@@ -37,7 +37,7 @@ def run_page(
     files: dict[str, str], scripts: list[str], folder: Path, ranks: int, timeout: float = 120.0
 ) -> dict[str, list[PageOutput]]:
     """Write ``files`` (name -> code) into ``folder`` and run each of ``scripts`` on ``ranks`` processes, with
-    torchrun's environment variables; by script, what every rank gave. Raises the harness's errors for a rank that fails.
+    torchrun's environment variables; by script, what every rank gave. Raises what ``run_processes`` raises.
     """
     for name, code in files.items():
         (folder / name).write_text(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.family import Family
 from megatron_pp.plan.orders import auto, loop, v
 from megatron_pp.plan.orders.loop import INTERLEAVED, ONE_F_ONE_B
@@ -17,4 +18,15 @@ SCHEDULES: dict[str, Family] = {family.name: family for family in loop.FAMILIES 
 OLD_NAMES = {"dualpipev": v.DUALPIPE_V}
 """Spellings of earlier releases, still read."""
 
-__all__ = ["INTERLEAVED", "OLD_NAMES", "ONE_F_ONE_B", "SCHEDULES", "Family"]
+__all__ = ["INTERLEAVED", "OLD_NAMES", "ONE_F_ONE_B", "SCHEDULES", "Family", "register"]
+
+
+def register(family: Family) -> Family:
+    """Make a family of the program's own known by its name, for this process: every rank does so before its first step.
+
+    Returns the family. Raises PlanError for a name that is taken, as plans are kept by name.
+    """
+    if family.name in SCHEDULES or family.name in OLD_NAMES:
+        raise PlanError(f"a schedule {family.name!r} exists already; register this one under another name")
+    SCHEDULES[family.name] = family
+    return family
