@@ -16,6 +16,7 @@ from megatron_pp.cli.command_line import main as megatron_pp
 from megatron_pp.plan.orders import SCHEDULES
 
 PAGE = "gallery.md"
+PIXELS = "1000"  # about what the page shows, so that letters keep their size
 TABLE_MARK, SECTIONS_MARK = "<!-- table of all schedules -->", "<!-- a section for each schedule -->"
 HEAD = ["schedule", "V", "steps", "bubble", "peak memory", "transfers", "paper (arXiv)"]
 
@@ -26,7 +27,7 @@ def pictures() -> Iterator[tuple[str, str]]:
         for name in SCHEDULES:
             file = Path(folder) / f"{name}.svg"
             with contextlib.redirect_stdout(io.StringIO()):
-                status = megatron_pp([*draw_command(name)[1:], "-o", str(file)])
+                status = megatron_pp([*draw_command(name)[1:], "--width", PIXELS, "-o", str(file)])
             if status:
                 raise RuntimeError(f"megatron-pp could not draw {name}")
             yield picture_path(name), file.read_text(encoding="utf-8")
@@ -34,7 +35,8 @@ def pictures() -> Iterator[tuple[str, str]]:
 
 def draw_command(name: str) -> list[str]:
     """The command that draws this picture, but for its -o."""
-    sizes = ["-P", str(RANKS), "-V", str(chunks_of(SCHEDULES[name])), "-M", str(MICROBATCHES)]
+    chunks = chunks_of(SCHEDULES[name])
+    sizes = ["-P", str(RANKS), *(["-V", str(chunks)] if chunks > 1 else []), "-M", str(MICROBATCHES)]
     work = f"{WORK_MS:g}"
     costs = ["--forward-ms", work, "--backward-ms", work, "--weight-ms", work]
     return ["megatron-pp", "draw", "-s", name, *sizes, *costs]
@@ -83,7 +85,7 @@ def _section(numbers: Numbers) -> str:
         f"{summary[0].upper()}{summary[1:]}. Source: {numbers.family.source}.",
         f"{numbers.steps:.3g} steps, bubble {numbers.bubble:.1%}, peak {numbers.peak:g} microbatches, "
         f"{numbers.messages} transfers.",
-        f'<a href="{picture}" class="picture"><img src="{picture}" alt="{name}" loading="lazy"></a>',
+        f'<a href="{picture}"><img src="{picture}" alt="{name}" loading="lazy"></a>',
         f"    {' '.join(draw_command(name))} -o {name}.svg",
     ]
     return "\n\n".join(lines)
