@@ -89,7 +89,7 @@ def _best(found: dict[str, list[float]]) -> dict[str, float]:
 
 def version(page: str, mark: str, name: str) -> str:
     """Of package ``name``, as it stands on the page behind ``mark``."""
-    found = re.search(rf"{mark}.*?\b{name} (\d[\d.]*\d)", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    found = re.search(rf"{mark}.*?\b{name} (\d+\.\d+\.\d+)", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     if found is None:
         raise SystemExit(f"{page} does not name the version of {name}")
     return found[1]

@@ -83,8 +83,6 @@ def _section(numbers: Numbers) -> str:
     lines = [
         f"## {name}",
         f"{summary[0].upper()}{summary[1:]}. Source: {numbers.family.source}.",
-        f"{numbers.steps:.3g} steps, bubble {numbers.bubble:.1%}, peak {numbers.peak:g} microbatches, "
-        f"{numbers.messages} transfers.",
         f'<a href="{picture}"><img src="{picture}" alt="{name}" loading="lazy"></a>',
         f"    {' '.join(draw_command(name))} -o {name}.svg",
     ]
