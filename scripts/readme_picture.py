@@ -30,6 +30,7 @@ README, IMAGES = ROOT / "README.md", ROOT / "docs" / "images"
 PREDICTED, MEASURED = IMAGES / "predicted.svg", IMAGES / "measured.svg"
 SCHEDULE, RANKS, MICROBATCHES, MS = "zb_h1", 4, 8, 120.0
 WARMUP, STEPS = 1, 5
+PIXELS = ["--width", "1000"]  # about what a README is shown in
 PLAN = ["-s", SCHEDULE, "-P", str(RANKS), "-M", str(MICROBATCHES)]
 COSTS = ["--forward-ms", f"{MS:g}", "--backward-ms", f"{MS:g}", "--weight-ms", f"{MS:g}"]
 CAPTION = re.compile(r"Predicted: ([\d,]+) ms\. Measured: ([\d,]+) ms")
@@ -46,7 +47,7 @@ def call(*arguments: str) -> str:
 
 def draw_prediction(output: Path) -> float:
     """Draw the predicted step; returns its length in ms."""
-    call("draw", *PLAN, *COSTS, "-o", str(output))
+    call("draw", *PLAN, *COSTS, *PIXELS, "-o", str(output))
     makespan: float = json.loads(call("simulate", *PLAN, *COSTS, "--json"))["makespan"]
     return makespan
 
@@ -76,7 +77,7 @@ def draw_measurement(output: Path) -> float:
         recorded = {TRACE_DIR_VARIABLE: folder, TRACE_STEPS_VARIABLE: f"{WARMUP + 1}-{WARMUP + STEPS}"}
         run_processes(rank_main, RANKS, environment=recorded, timeout=120, group_timeout=7200)
         found = analyse(load_run(folder))
-        call("draw", "--from-trace", folder, "--step", str(found.step), "-o", str(output))
+        call("draw", "--from-trace", folder, "--step", str(found.step), *PIXELS, "-o", str(output))
     return found.measured.makespan
 
 

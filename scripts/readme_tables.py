@@ -16,7 +16,8 @@ from docs_site.schedule_numbers import all_numbers  # noqa: E402
 from made_parts import MadePart, markdown_table, renew  # noqa: E402
 
 PARITY, PERFORMANCE = "docs/parity.md", "docs/performance.md"
-ENGINES = ("ours", "megatron", "torch")
+ENGINES = {"ours": ("ours",), "megatron": ("megatron",), "torch": ("torch", "torch per-direction")}
+"""Column of the README -> engines of the tables; of several, the better number counts."""
 SETTING = "interleaved_1f1b P=4 V=2 overlap"
 
 Row = dict[str, str]
@@ -41,13 +42,12 @@ def parity_rows() -> list[list[str]]:
     cases = {row[""]: row for row in table_after(PARITY, "## In short")}
     ours, theirs = cases["megatron_pp"], cases["Megatron-core's schedules"]
     labels = {
-        "equal to the last bit": "equal to one process, to the last bit",
-        "different": "wrong losses or gradients",
-        "crash or hang": "crash or hang",
-        "refused": "refused",
+        "equal to the last bit": f"{ours['cases']} settings of Megatron's GPTModel: equal to one process, to the bit",
+        "different": "... wrong losses or gradients",
+        "crash or hang": "... crash or hang",
+        "refused": "... refused",
     }
-    named = [(f"GPTModel, {ours['cases']} cases: {label}", key) for key, label in labels.items()]
-    return [[label, ours[key], theirs[key], "-", f"[parity]({PARITY})"] for label, key in named]
+    return [[label, ours[key], theirs[key], "-", f"[parity]({PARITY})"] for key, label in labels.items()]
 
 
 def performance_rows() -> list[list[str]]:
@@ -67,30 +67,39 @@ def _measured(name: str) -> list[Row]:
 
 
 def _of_setting(name: str, columns: list[str]) -> dict[str, float]:
-    """The largest of these columns, for each engine at SETTING."""
-    rows = [row for row in _measured(name) if row["setting"] == SETTING and row["engine"] in ENGINES]
-    return {row["engine"]: max(number(row[column]) for column in columns) for row in rows}
+    """The largest of these columns, at SETTING."""
+    rows = [row for row in _measured(name) if row["setting"] == SETTING]
+    return _best({row["engine"]: [number(row[c]) for c in columns if row[c] != "-"] for row in rows})
 
 
 def _over_bound(schedule: str) -> dict[str, float]:
-    """The worst of each engine's, over all ranks and transfers that are not longer than a forward."""
-    worst = dict.fromkeys(ENGINES, 0.0)
+    """The largest, over all ranks and all transfers that are not longer than a forward."""
+    found: dict[str, list[float]] = {}
     for row in _measured("exposed"):
-        if row["schedule"] == schedule and row["engine"] in worst and number(row["transfer / F"]) <= 1:
-            worst[row["engine"]] = max(worst[row["engine"]], number(row["over bound"]))
-    return worst
+        if row["schedule"] == schedule and number(row["transfer / F"]) <= 1 and row["over bound"] != "-":
+            found.setdefault(row["engine"], []).append(number(row["over bound"]))
+    return _best(found)
 
 
-def versions() -> tuple[str, str]:
-    """Of Megatron-core and torch, as the page of parity names them."""
-    found = re.search(r"with megatron-core ([\d.]+) and torch ([\d.]+)", (ROOT / PARITY).read_text(encoding="utf-8"))
+def _best(found: dict[str, list[float]]) -> dict[str, float]:
+    """For each column the largest number of that of its engines which does best."""
+    worst = {engine: max(numbers) for engine, numbers in found.items() if numbers}
+    return {column: min(worst[e] for e in engines if e in worst) for column, engines in ENGINES.items()}
+
+
+def version(page: str, mark: str, name: str) -> str:
+    """Of package ``name``, as it stands on the page behind ``mark``."""
+    found = re.search(rf"{mark}.*?\b{name} (\d+\.\d+\.\d+)", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     if found is None:
-        raise SystemExit(f"{PARITY} does not name the versions")
-    return found[1], found[2]
+        raise SystemExit(f"{page} does not name the version of {name}")
+    return found[1]
 
 
 def peers() -> str:
-    megatron, torch = versions()
+    megatron, torch = (
+        version(PARITY, "Written by", "megatron-core"),
+        version(PERFORMANCE, "<!-- table overhead", "torch"),
+    )
     head = ["", "megatron_pp", f"Megatron-core {megatron}", f"torch {torch} pipelining", "measured in"]
     return markdown_table([head, *parity_rows(), *performance_rows()])
 

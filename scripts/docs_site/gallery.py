@@ -16,14 +16,17 @@ from megatron_pp.cli.command_line import main as megatron_pp
 from megatron_pp.plan.orders import SCHEDULES
 
 PAGE = "gallery.md"
+PIXELS = "1000"  # about what the page shows, so that letters keep their size
 TABLE_MARK, SECTIONS_MARK = "<!-- table of all schedules -->", "<!-- a section for each schedule -->"
+COMPARISON_MARK = "<!-- some side by side -->"
 HEAD = ["schedule", "V", "steps", "bubble", "peak memory", "transfers", "paper (arXiv)"]
+COMPARED = "1f1b,zb_h1,zb_v"
 
 
 def pictures() -> Iterator[tuple[str, str]]:
-    """(path on the site, SVG) for each schedule, as the command line draws it."""
+    """(path on the site, SVG) for each schedule, and for some side by side, as the command line draws them."""
     with tempfile.TemporaryDirectory() as folder:
-        for name in SCHEDULES:
+        for name in (*SCHEDULES, COMPARED):
             file = Path(folder) / f"{name}.svg"
             with contextlib.redirect_stdout(io.StringIO()):
                 status = megatron_pp([*draw_command(name)[1:], "-o", str(file)])
@@ -33,20 +36,21 @@ def pictures() -> Iterator[tuple[str, str]]:
 
 
 def draw_command(name: str) -> list[str]:
-    """The command that draws this picture, but for its -o."""
-    sizes = ["-P", str(RANKS), "-V", str(chunks_of(SCHEDULES[name])), "-M", str(MICROBATCHES)]
+    """The command that draws the picture of this schedule, or of several, but for its -o."""
+    chunks = chunks_of(SCHEDULES[name]) if name in SCHEDULES else 1
+    sizes = ["-P", str(RANKS), *(["-V", str(chunks)] if chunks > 1 else []), "-M", str(MICROBATCHES)]
     work = f"{WORK_MS:g}"
     costs = ["--forward-ms", work, "--backward-ms", work, "--weight-ms", work]
-    return ["megatron-pp", "draw", "-s", name, *sizes, *costs]
+    return ["megatron-pp", "draw", "-s", name, *sizes, *costs, "--width", PIXELS]
 
 
 def picture_path(name: str) -> str:
-    return f"gallery/{name}.svg"
+    return f"gallery/{name.replace(',', '-')}.svg"
 
 
 def filled(text: str) -> str:
     """The page with its table and sections in their places."""
-    for mark, made in ((TABLE_MARK, table()), (SECTIONS_MARK, sections())):
+    for mark, made in ((TABLE_MARK, table()), (COMPARISON_MARK, _picture(COMPARED)), (SECTIONS_MARK, sections())):
         if mark not in text:
             raise ValueError(f"{PAGE} has no line {mark}")
         text = text.replace(mark, made)
@@ -75,18 +79,16 @@ def sections() -> str:
 
 
 def _section(numbers: Numbers) -> str:
-    name = numbers.family.name
-    summary = numbers.family.summary
-    picture = picture_path(name)
-    lines = [
-        f"## {name}",
-        f"{summary[0].upper()}{summary[1:]}. Source: {numbers.family.source}.",
-        f"{numbers.steps:.3g} steps, bubble {numbers.bubble:.1%}, peak {numbers.peak:g} microbatches, "
-        f"{numbers.messages} transfers.",
-        f'<a href="{picture}" class="picture"><img src="{picture}" alt="{name}" loading="lazy"></a>',
-        f"    {' '.join(draw_command(name))} -o {name}.svg",
-    ]
-    return "\n\n".join(lines)
+    name, summary = numbers.family.name, numbers.family.summary
+    source = f"Source: {numbers.family.source}."
+    return "\n\n".join([f"## {name}", f"{summary[0].upper()}{summary[1:]}. {source}", _picture(name)])
+
+
+def _picture(name: str) -> str:
+    """The picture, and the command that draws it."""
+    file = picture_path(name)
+    image = f'<a href="{file}"><img src="{file}" alt="{name}" loading="lazy"></a>'
+    return f"{image}\n\n    {' '.join(draw_command(name))} -o x.svg"
 
 
 @cache

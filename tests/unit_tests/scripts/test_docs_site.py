@@ -87,6 +87,18 @@ def test_links_are_as_they_are_on_the_site(uri: str, text: str, there: str) -> N
     assert on_site(text, uri) == there
 
 
+def test_fields_in_a_docstring_become_a_list() -> None:
+    griffe = pytest.importorskip("griffe", reason="the extra 'docs' is not installed")
+    from docs_site.docstrings import FieldLists
+
+    written = "One line.\n\nname   words,\n       more\na, b   words\nThen prose.\n\n    code  here"
+    obj = griffe.Function("f", docstring=griffe.Docstring(written))
+    FieldLists().on_object(obj=obj)
+    assert obj.docstring.value == (
+        "One line.\n\n\n- `name`: words,\n  more\n- `a, b`: words\n\nThen prose.\n\n    code  here"
+    )
+
+
 def test_a_page_that_needs_a_network_is_found() -> None:
     html = (
         '<link rel="stylesheet" href="https://fonts.x/a.css"><link rel="canonical" href="https://x.y">'
