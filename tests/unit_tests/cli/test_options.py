@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
@@ -27,10 +28,10 @@ VALUES = {  # a switch has none
     "--memory-limit": "0", "--weight-share": "0.3", "--style": "grid", "--width": "400",
 }  # fmt: skip
 PLANS = (
-    "plan -s 1f1b -P 2 -V 1 -M 4 --format json",
-    "plan -s interleaved_1f1b -P 2 -V 2 -M 6 --format json",
-    "plan -s 1f1b -P 2 -M 4 --policy plain --format json",
-    "plan -s compute.csv --format json",
+    "plan -s 1f1b -P 2 -V 1 -M 4",
+    "plan -s interleaved_1f1b -P 2 -V 2 -M 6",
+    "plan -s 1f1b -P 2 -M 4 --policy plain",
+    "plan -s compute.csv",
     "plan --import compute.csv --format json",
     "plan --import comms.csv --format json",
     "plan --import whole.json --format json",
@@ -70,13 +71,17 @@ def assert_not_ignored(command, line: str, option: str) -> None:
     if code == 2:
         assert (out, err.count("\n")) == ("", 1)
     else:
-        assert (code, out) != before[:2], f"{line} {' '.join(words)}: ignored"
+        group = re.compile(r" group=\d+")  # in the first line also where a schedule has no groups
+        assert group.sub("", out) != group.sub("", before[1]), f"{line} {' '.join(words)}: ignored"
 
 
 @pytest.mark.parametrize("line", PLANS)
 def test_options_of_a_plan(command, line):
     for dest, option in options_of("plan").items():
-        if (dest, line) != ("list", "plan --list"):
+        fits_already = (dest == "device" and "interleaved" not in line) or (
+            dest == "variable_shapes" and "plain" in line
+        )
+        if (dest, line) != ("list", "plan --list") and not fits_already:
             assert_not_ignored(command, line, option)
 
 
