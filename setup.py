@@ -33,7 +33,7 @@ def project_urls() -> dict[str, str]:
 EXTRAS = {
     # The training program, examples/gpt: command line, TOML files before Python 3.11, loss plot, TensorBoard's files.
     "train": ["numpy", "tyro>=1.0", "tomli; python_version < '3.11'", "matplotlib", "tensorboard"],
-    # Drawings as PNG files.
+    # Drawings as SVG and PNG files.
     "viz": ["matplotlib"],
     # The plug-in for Megatron-core, and the tests that run inside it.
     "megatron": ["megatron-core>=0.16", "tqdm"],

@@ -11,9 +11,7 @@ from rich.console import Console
 
 from megatron_pp import draw
 from megatron_pp.cli.cost_options import (
-    COSTS,
     MILLISECONDS,
-    MODEL,
     add_cost_options,
     add_model_options,
     cost_profile,
@@ -21,10 +19,9 @@ from megatron_pp.cli.cost_options import (
     model_shape,
     network,
 )
+from megatron_pp.cli.draw_options import refuse_unused
 from megatron_pp.cli.errors import OK, UsageError
-from megatron_pp.cli.given import refuse
 from megatron_pp.cli.plan_options import (
-    PLAN_OPTIONS,
     add_plan_options,
     listed_specs,
     named_plan,
@@ -35,7 +32,7 @@ from megatron_pp.cli.plan_options import (
 )
 from megatron_pp.cli.simulate import costs_of
 from megatron_pp.cli.terminal import print_line, print_table, write_output
-from megatron_pp.cli.trace_options import RUN, add_from_trace_option, traced_findings
+from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.chrome import render_chrome_trace
 from megatron_pp.draw.facts import costs_line
 from megatron_pp.draw.grid import render_grid
@@ -56,8 +53,7 @@ EXAMPLES = """examples:
   megatron-pp draw -s interleaved_1f1b -P 8 -V 4 -M 32 -o plan.json      (open in https://ui.perfetto.dev)
 """
 _BY_ENDING = {".svg": "svg", ".html": "html", ".htm": "html", ".png": "png", ".json": "chrome", ".txt": "text"}
-_LEAST_WIDTH = {"text": 20, "grid": 20, "svg": 300, "html": 0, "png": 300, "chrome": 0}  # 0: has none
-_DARK = ("svg", "png")
+_LEAST_WIDTH = {"text": 20, "grid": 20, "svg": 300, "html": 0, "png": 300, "chrome": 0}  # of every style
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     style = args.style or _style_of(args.output)
-    _refuse_what_does_not_apply(args, style)
+    refuse_unused(args, style)
     if args.width is not None and args.width < _LEAST_WIDTH[style]:
         raise UsageError(f"--width is {args.width}; {style} needs at least {_LEAST_WIDTH[style]}")
     if args.output is None and style not in ("text", "grid"):
@@ -91,18 +87,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
     else:
         write_output(console, args.output, rendered(_timelines(args), style, args.width, args.dark))
     return OK
-
-
-def _refuse_what_does_not_apply(args: argparse.Namespace, style: str) -> None:
-    """Raises UsageError for an option that would change nothing."""
-    if args.from_trace is not None:
-        refuse(args, (*PLAN_OPTIONS, *COSTS, *MODEL), "does not go with --from-trace, which draws what happened")
-    if style == "grid":
-        refuse(args, (*COSTS, *MODEL, "from_trace", *RUN), "is for drawings in time, not for --style grid")
-    if style not in _DARK:
-        refuse(args, ["dark"], f"is for {' and '.join(_DARK)}, not {style}")
-    if not _LEAST_WIDTH[style]:
-        refuse(args, ["width"], f"is not for {style}, which is as wide as its reader")
 
 
 def _style_of(output: str | None) -> str:

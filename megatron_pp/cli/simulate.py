@@ -34,6 +34,7 @@ from megatron_pp.draw.ticks import percent, short, size_label
 from megatron_pp.plan.activations import Shares
 from megatron_pp.plan.compare import Candidate, compare
 from megatron_pp.plan.costs import WEIGHT_SHARE, Network, StageCosts
+from megatron_pp.plan.instruction import WEIGHT_GRAD
 from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
@@ -122,6 +123,8 @@ class Peaks:
 
 def _weight_shares(args: argparse.Namespace, plan: Plan, shape: ModelShape | None) -> Shares:
     """As the option says, as the model's stages have it, or as a transformer layer has it."""
+    if all(at.op != WEIGHT_GRAD for program in plan.programs for at in program):
+        refuse(args, ["weight_share"], f"weighs weight gradients that wait; {plan.spec.schedule} has none")
     if args.weight_share is not None:
         return float(args.weight_share)
     stages = plan.placement.num_stages

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 
 def nearest_name(value: object, known: Iterable[object]) -> str:
-    """The name among ``known`` that ``value`` was most likely meant to be; empty where none is near.
+    """The name among ``known`` that the text ``value`` was most likely meant to be; empty where none is near.
 
     Capitals and signs do not count (``1F1B``, ``zbv``, ``DualPipeV``); then a beginning, then spelling.
     """
     names = {_letters(name): str(name) for name in reversed(list(known))}  # of two alike, the first
-    wanted = _letters(value)
+    wanted = _letters(value) if isinstance(value, str) else ""
     if not wanted:
         return ""
     if wanted in names:

@@ -9,39 +9,14 @@ import sys
 
 import pytest
 
-from megatron_pp.cli.command_line import main
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.spec import PlanSpec
 from tests.harness.plan_text import placed, save_plan, without
+from tests.unit_tests.cli.conftest import refused
 
 MODEL = ["--layers", "16", "--hidden-size", "1024", "--seq-length", "1024", "--vocab-size", "32000"]
-
-
-@pytest.fixture
-def command(capsys, monkeypatch):
-    """Run ``megatron-pp ARGUMENTS``: (exit code, what it printed, what it complained about)."""
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*arguments):
-        try:
-            code = main([str(a) for a in arguments])
-        except SystemExit as stop:  # argparse
-            code = stop.code
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
-
-
-def refused(result, code, *words):
-    """One line of complaint with ``words`` in it, and nothing else."""
-    assert result[0] == code
-    assert result[1] == ""
-    assert result[2].count("\n") == 1
-    for word in words:
-        assert word in result[2]
 
 
 # --- plan
@@ -361,10 +336,11 @@ def test_help_has_examples_that_work(command, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plan", "verify", "simulate", "draw"])
 def test_examples_in_help_run(command, tmp_path, monkeypatch, name):
-    """Every example that needs no file of the user's."""
+    """Every example that needs no trace and no whole plan of the user's."""
     monkeypatch.chdir(tmp_path)
+    save_plan(build_plan(PlanSpec("1f1b", 2, 1, 4)), "mine.csv")
     text = command(name, "--help")[1].split("examples:")[1].split("exit codes")[0].replace("\\\n", " ")
-    lines = [line.split("(open in")[0].split() for line in text.splitlines() if "megatron-pp" in line]
+    lines = [line.split("(")[0].split() for line in text.splitlines() if "megatron-pp" in line]
     for words in lines:
         if not {"--import", "--from-trace"} & set(words):
             assert command(*words[1:])[0] == 0, words

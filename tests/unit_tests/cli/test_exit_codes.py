@@ -1,0 +1,85 @@
+"""0 done, 1 the plan is refused, 2 no plan or wrong arguments: the same for every command and every kind of refusal."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.serialize import JSON, format_plan
+from megatron_pp.plan.spec import PlanSpec
+from tests.harness.plan_text import without
+
+ORDER = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
+PLAN = build_plan(PlanSpec("1f1b", 2, 1, 2))
+WHOLE = format_plan(PLAN, JSON)
+FILES = {  # name: (content, exit code)
+    "good.csv": (ORDER, 0),
+    "good.json": (WHOLE, 0),
+    "incomplete.csv": (ORDER.replace("0B1", ""), 1),
+    "twice.csv": (ORDER.replace("0F1", "0F0"), 1),
+    "backwards.csv": (ORDER.replace("0F0", "x").replace("0B0", "0F0").replace("x", "0B0"), 1),
+    "stuck.csv": ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", 1),
+    "no_wait.json": (format_plan(without(PLAN, 0, "FREE_F0.1"), JSON), 1),
+    "no_receive.json": (format_plan(without(PLAN, 1, "RECV_F0.0"), JSON), 1),
+    "noise.csv": ("red,green\n", 2),
+    "empty.csv": ("", 2),
+    "elsewhere.csv": (ORDER.replace("1F1", "5F1"), 2),
+    "cut.json": (WHOLE[: len(WHOLE) // 2], 2),
+    "other.json": ('{"format": "other"}', 2),
+    "no_sizes.json": (WHOLE.replace('"pipeline_size": 2', '"pipeline_size": 0'), 2),
+    "missing.csv": (None, 2),
+}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, (content, _) in FILES.items():
+        if content is not None:
+            (tmp_path / name).write_text(content)
+
+
+@pytest.mark.parametrize(
+    "line", ["verify", "simulate", "simulate --json", "draw", "draw --style grid", "draw -o a.svg"]
+)
+@pytest.mark.parametrize("way", ["-s", "--import"])
+@pytest.mark.parametrize("name", FILES)
+def test_the_code_depends_on_the_file_alone(command, name, way, line):
+    code, out, err = command(*line.split(), way, name)
+    assert code == FILES[name][1], out + err
+    if code:
+        said = out + err
+        assert said.count("\n") == 1
+        assert ("refused: " in said) == (code == 1)
+        assert bool(out) == (code == 1 and line == "verify")  # whose answer it is
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_plan_prints_what_can_be_read_and_run(command, name):
+    """Without verifying: a whole plan is printed as it is."""
+    expected = 0 if name in ("no_wait.json", "no_receive.json") else FILES[name][1]
+    code, out, err = command("plan", "--import", name)
+    assert (code, bool(out), err.count("\n")) == (expected, expected == 0, int(expected != 0))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("plan --list", 0),
+        ("plan -s nonsense", 2),
+        ("plan -s 1f1b -V 2", 2),
+        ("plan -P 0", 2),
+        ("plan --policy nonsense", 2),
+        ("plan --nonsense", 2),
+        ("nonsense", 2),
+        ("", 2),
+        ("plan -o no/such/folder.csv", 2),
+        ("simulate --compare 1f1b,gpipe", 0),
+        ("simulate --compare 1f1b --layers 3 --hidden-size 8 --seq-length 8", 1),  # 3 layers on 4 ranks
+        ("simulate --compare 1f1b --layers 4 --hidden-size 8 --seq-length 8 --memory-limit 0", 1),
+        ("simulate -s 1f1b --layers 3 --hidden-size 8 --seq-length 8", 2),
+        ("report .", 2),
+    ],
+)
+def test_codes_of_arguments_and_comparisons(command, line, expected):
+    assert command(*line.split())[0] == expected
