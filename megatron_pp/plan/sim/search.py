@@ -11,7 +11,7 @@ named one under the limit.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp.errors import PlanError
@@ -211,7 +211,7 @@ class _Search:
         return pool.trials
 
     def _try(self, patterns: Iterable[tuple[str, Sequence[Order]]], rules: Sequence[Rules], pool: _Pool) -> None:
-        """Every rule on every pattern; those that get stuck under the memory limit are left out."""
+        """Every rule on every pattern, into ``pool``; left out is what gets stuck under the memory limit."""
         for name, orders in patterns:
             slots = slots_of(orders)
             for rule in rules:
