@@ -34,7 +34,8 @@ done
 run_pytest() { # JOBS DISTRIBUTION ARGUMENT...
     local jobs="$1" distribution="$2"
     shift 2
-    "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "$jobs" --dist "$distribution" "$@"
+    "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "$jobs" --dist "$distribution" \
+        --no-loadscope-reorder "$@"
 }
 
 # A functional test file starts its processes once, for all of its tests: one worker runs the whole file.

@@ -45,7 +45,18 @@ hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("project")
 
 
+# Workers take tests in this order: what runs long in one piece must not be left for the end.
+LONG = (
+    "test_device_lines.py",
+    "test_train_script.py",
+    "test_multinode.py",
+    "test_faults.py",
+    "test_train_schedules.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
     needing_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not needing_gpu:
         return

@@ -162,11 +162,17 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 
 class LineLog:
-    """Which lines of some files run while ``watching``, in this thread and in those that start meanwhile."""
+    """Which of the device's statements in some files run while ``watching``, in this thread and in those that start
+    meanwhile.
+    """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.lines: dict[str, set[int]] = {str(path): set() for path in files}
-        self._seen: dict[CodeType, set[int] | None] = {}
+        self.ran: dict[str, set[int]] = {str(path): set() for path in files}
+        self._statements = {
+            str(path): {line: first for first, last in device_lines(path).items() for line in range(first, last + 1)}
+            for path in files
+        }
+        self._left: dict[CodeType, set[int]] = {}  # statements of a function that have not run yet
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -181,16 +187,20 @@ class LineLog:
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if code not in self._seen:
-            self._seen[code] = self.lines.get(code.co_filename)
-        return None if self._seen[code] is None else self._line
+        if code not in self._left:
+            firsts = self._statements.get(code.co_filename, {})
+            self._left[code] = {firsts[line] for _, _, line in code.co_lines() if line in firsts}
+        return self._line if self._left[code] else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
         if event == "line":
-            self.lines[frame.f_code.co_filename].add(frame.f_lineno)
-        return self._line
+            first = self._statements[code.co_filename].get(frame.f_lineno)
+            if first is not None:
+                self.ran[code.co_filename].add(first)
+                self._left[code].discard(first)
+        return self._line if self._left[code] else None
 
     def missing(self, path: Path) -> list[int]:
         """The first lines of the device's statements in ``path`` that did not run."""
-        ran = self.lines[str(path)]
-        return [first for first, last in device_lines(path).items() if ran.isdisjoint(range(first, last + 1))]
+        return sorted(device_lines(path).keys() - self.ran[str(path)])

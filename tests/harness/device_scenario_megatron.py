@@ -16,7 +16,7 @@ _FLAGS = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 1
 
 
 def lines_of_the_script(rank: int, size: int) -> set[int]:
-    """The lines of the script that run."""
+    """The statements of the device in the script that run, by their first lines."""
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(SCRIPT.parent))
     log, network = LineLog([SCRIPT]), StreamNetwork(1, seed=None)
@@ -24,4 +24,4 @@ def lines_of_the_script(rank: int, size: int) -> set[int]:
         program = importlib.import_module(SCRIPT.stem)
         with log.watching():
             program.main()
-    return log.lines[str(SCRIPT)]
+    return log.ran[str(SCRIPT)]

@@ -67,7 +67,7 @@ class Scheduled:
 
 
 def schedule(problem: Problem, slots: Slots, rules: Rules, most: float = UNKNOWN) -> Scheduled | None:
-    """Run the scheduler; None where it gets stuck because the memory does not suffice, or takes longer than ``most``."""
+    """Run the scheduler; None where the memory does not suffice or what is scheduled takes longer than ``most``."""
     return _Clock(problem, slots, rules, most * (1 + ROUNDING)).run()
 
 

@@ -211,7 +211,7 @@ class _Search:
         return pool.trials
 
     def _try(self, patterns: Iterable[tuple[str, Sequence[Order]]], rules: Sequence[Rules], pool: _Pool) -> None:
-        """Every rule on every pattern; those that get stuck under the memory limit are left out."""
+        """Every rule on every pattern, into ``pool``; left out is what gets stuck under the memory limit."""
         for name, orders in patterns:
             slots = slots_of(orders)
             for rule in rules:

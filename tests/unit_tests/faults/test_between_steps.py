@@ -106,7 +106,7 @@ def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
         seen = peers.seen[1]
         peers.seen[1].progress = Progress(1, AFTER, process=gone, beat=seen.progress.beat)
         assert not rank.guard._act()  # the watchdog is first
-    assert not rank.aborted.wait(3.0)
+    assert not rank.aborted.wait(1.5)
     rank.step()
     rank.guard.close()
 
@@ -114,7 +114,7 @@ def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
 def test_what_follows_a_step_may_take_any_time() -> None:
     rank = Rank(timeout=0.5)
     rank.other_is(AFTER, this_process())
-    assert not rank.aborted.wait(2.5)
+    assert not rank.aborted.wait(1.5)
     seen = rank.seen()
     assert seen is not None
     assert (seen.state, seen.text) == (AFTER, WORK)
