@@ -17,7 +17,6 @@ from megatron_pp.plan.instruction import (
     INPUT_GRAD,
     WEIGHT_GRAD,
     Instruction,
-    each,
 )
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.placement import Placement
@@ -58,7 +57,7 @@ def forget_plans() -> None:
 
 
 def _size(plan: Plan) -> int:
-    return _INSTRUCTION * sum(1 for program in (*plan.programs, *plan.orders) for _ in each(program))
+    return _INSTRUCTION * sum(len(at.members) or 1 for program in (*plan.programs, *plan.orders) for at in program)
 
 
 def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:

@@ -105,6 +105,7 @@ class _RankLowering:
         self.ends = clocked.ends[rank]
         self.result_ends = clocked.result_ends
         self.lookahead = 0 if DEVICE_SYNC in spec.device else spec.lookahead
+        self.looks_ahead = spec.policy == OVERLAP and spec.channels == ONE_WAY and not spec.variable_shapes
         self.posts: dict[int, list[_Post]] = defaultdict(list)
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
@@ -119,16 +120,12 @@ class _RankLowering:
         if self.spec.policy == OVERLAP and not self.spec.variable_shapes:
             for receive in receives:
                 self.inputs[receive.use].append((receive.round, receive.finish))
-        if self._looks_ahead:
+        if self.looks_ahead:
             self._place_ahead(receives)
         else:
             for receive in receives:
                 self.posts[self._due(receive)].append(receive)
         return self._emit()
-
-    @property
-    def _looks_ahead(self) -> bool:
-        return self.spec.policy == OVERLAP and self.spec.channels == ONE_WAY and not self.spec.variable_shapes
 
     def _messages(self) -> tuple[list[_Post], list[_Post]]:
         """This rank's ends of all messages, sends and receives, in the order of rounds; hand-offs within the rank go to
@@ -136,13 +133,14 @@ class _RankLowering:
         """
         sends: list[_Post] = []
         receives: list[_Post] = []
+        num_stages, homes = self.placement.num_stages, self.placement.homes
         for i, entry in enumerate(self.order):
             for at in entry.members or (entry,):
-                source = source_of(at.op, at.stage, self.placement.num_stages)
+                source = source_of(at.op, at.stage, num_stages)
                 if source is not None:
                     self._receive(i, at, source, receives)
-                target = consumer_of(at.op, at.stage, self.placement.num_stages)
-                if target is not None and self.placement.homes[target][0] != self.rank:
+                target = consumer_of(at.op, at.stage, num_stages)
+                if target is not None and homes[target][0] != self.rank:
                     moves = MOVES[RESULT_OF[at.op]]
                     sends.append(self._post(self.ends[i], at, target, target, moves.send, moves.free, i))
         return sorted(sends), sorted(receives)
@@ -278,7 +276,7 @@ class _RankLowering:
             first.setdefault(p.channel, p)
         program += [p.post for p in first.values()]
         program += [p.post for p in posts if p.post.op in SEND_OPS]
-        if not self._looks_ahead:
+        if not self.looks_ahead:
             for p in receives:
                 program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
 

@@ -93,6 +93,13 @@ class Rank:
         )
         return handles
 
+    def recv_plainly_late(self) -> float:
+        """By torch.distributed alone."""
+        self.late()
+        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        dist.recv(buffer, 0)
+        return self.wrong_share(buffer)
+
     def recv_forward_late(self, until_overwritten: bool = True) -> float:
         self.late(until_overwritten)
         return self.wrong_share(self.communicator.recv_forward(self.shape, is_first_stage=False))
@@ -108,10 +115,7 @@ def plain_isend(me: Rank) -> float:
         me.overwrite()
         work.wait()
         return 0.0
-    me.late()
-    buffer = torch.empty(me.shape, dtype=me.dtype, device=me.device)
-    dist.recv(buffer, 0)
-    return me.wrong_share(buffer)
+    return me.recv_plainly_late()
 
 
 def deallocate_without_waiting(me: Rank) -> float:
@@ -186,10 +190,7 @@ def write_after_send(me: Rank) -> float:
         me.announce()
         work.wait()
         return 0.0
-    me.late()
-    buffer = torch.empty(me.shape, dtype=me.dtype, device=me.device)
-    dist.recv(buffer, 0)
-    return me.wrong_share(buffer)
+    return me.recv_plainly_late()
 
 
 CASES: dict[str, Callable[[Rank], float]] = {

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def test_the_lock_goes_with_its_process_however_it_ends(tmp_path: Path) -> None:
         signal.pause()
     while not (tmp_path / LOCK).exists() or not (tmp_path / LOCK).stat().st_size:
         assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    with pytest.raises(RunInUseError, match=f"process {pid} on "):
+        lock_folder(tmp_path, first=True)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     lock_folder(tmp_path, first=True).close()
@@ -56,7 +59,9 @@ def test_a_file_system_without_locks_is_mentioned(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.warns(UserWarning, match="cannot be locked .*No locks available.*: start no second run in it"):
         lock_folder(tmp_path, first=True).close()
-    lock_folder(tmp_path, first=False).close()
+    with warnings.catch_warnings():  # once for a run
+        warnings.simplefilter("error")
+        lock_folder(tmp_path, first=False).close()
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "no folder"])

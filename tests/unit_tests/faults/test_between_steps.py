@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ import torch.distributed as dist
 from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError, PipelineStallError
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.faults.liveness import process_of, this_process
+from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import AFTER, DONE, EXCEPTION, Failure, Process, Progress
 from megatron_pp.faults.store import FaultStore
 from megatron_pp.integrations.megatron_call import MegatronCall
@@ -58,15 +56,6 @@ class Rank:
     def seen(self) -> Progress | None:
         """What others see of rank 0."""
         return self.other.read_all(Progress).get(0)
-
-
-@pytest.fixture
-def gone() -> Process:
-    """A process that has ended."""
-    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    process = process_of(child.pid)
-    child.communicate()
-    return process
 
 
 def test_a_rank_that_dies_after_its_step_is_found_in_seconds(gone: Process, caplog: pytest.LogCaptureFixture) -> None:

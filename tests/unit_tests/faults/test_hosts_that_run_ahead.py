@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +20,6 @@ from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.completed_work import CompletedWork, Place, query_during_captures
 from megatron_pp.faults.diagnosis import pending_peers
 from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.faults.liveness import process_of
 from megatron_pp.faults.records import DONE, IN_STEP, Process, Progress, decode
 from megatron_pp.faults.tracker import Tracker
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -119,15 +116,6 @@ class StoppingBlock(ToyBlock):
 @pytest.fixture(autouse=True)
 def nccl_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-
-
-@pytest.fixture
-def gone() -> Process:
-    """A process that has ended."""
-    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    process = process_of(child.pid)
-    child.communicate()
-    return process
 
 
 def kill(guard: FaultGuard, gone: Process) -> None:
