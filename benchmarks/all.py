@@ -17,7 +17,7 @@ HELP = "all benchmarks, one after the other; with --quick in less than 15 minute
 PARTS = ("overhead", "tracing", "growth", "memory", "bubble", "prediction", "exposed", "overlap", "training", "gpu")
 NO_DEVICE = 3  # exit code of a benchmark that needs a GPU, where there is none
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py"
-QUICK = {"deadline": 400.0}
+QUICK = {"deadline": 600.0}
 _END_SECONDS = 20.0
 _OK, _LEFT_OUT, _INTERRUPTED = "ok", "left out: there is no GPU", "interrupted"
 

@@ -20,7 +20,7 @@ from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
 
 HELP = "the bubble of each schedule, measured with sleeping compute, beside the simulator's"
-QUICK = {"forward_ms": 40.0, "backward_ms": 45.0, "weight_ms": 35.0, "rounds": 1}
+QUICK = {"rounds": 1}
 
 
 @dataclass(frozen=True)

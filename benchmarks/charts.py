@@ -25,7 +25,9 @@ def overhead(report: Report) -> Any:
     rows = _labels(report.rows, ("setting",))
     figure, (axes,) = new_chart(1, 1, 5.4)
     dot_rows(axes, rows, _series(report.rows, ("setting",), "engine", "outside us (median)"), label="ours")
-    axes.set(xlabel="CPU time outside the model, microseconds per virtual microbatch (F + B)", xlim=(0, None))
+    lowest = min(row["outside us (median)"] or 0.0 for row in report.rows)
+    axes.set(xlabel="CPU time outside the model, microseconds per virtual microbatch (F + B)")
+    axes.set_xlim(min(0.0, 1.2 * lowest), None)
     key(figure, axes)
     return figure
 

@@ -78,7 +78,7 @@ def memory(report: Report) -> str:
         ratios = [worst[setting, engine] / worst[setting, "ours"] for setting in settings if (setting, engine) in worst]
         if ratios:
             peers.append(f"that of {name} {_range(ratios)} times as much")
-    near = "" if max(off) == 0 else f"within {max(off):.2g} activations of "
+    near = "" if max(off) == 0 else f"within {max(off):.2g} activation{'s' if max(off) > 1 else ''} of "
     return f"Our worst rank holds {near}what `verify` predicts; {_list(peers)}."
 
 
