@@ -35,6 +35,7 @@ EXTRAS = {
         *("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "ruff", "mypy", "import-linter"),
         # What the Python of Transformer Engine imports, which scripts/setup_env.sh gets for the tests.
         *("einops", "onnxscript", "pydantic>=2"),
+        "selenium>=4.10",  # HTML drawings in a headless browser
     ],
 }
 # apex (its fused weight gradient kernel) is deliberately no extra: the package called `apex` on PyPI is something
