@@ -47,6 +47,7 @@ EXTRAS = {
         *("build>=1.2", "setuptools>=77", "wheel"),
         # What the Python of Transformer Engine imports, which scripts/setup_env.sh gets for the tests.
         *("einops", "onnxscript", "pydantic>=2"),
+        "selenium>=4.10",  # HTML drawings in a headless browser
     ],
 }
 # apex (its fused weight gradient kernel) is deliberately no extra: the package called `apex` on PyPI is something

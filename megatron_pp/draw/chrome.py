@@ -1,7 +1,8 @@
 """A timeline in Chrome's trace event format, which https://ui.perfetto.dev and chrome://tracing open.
 
 One process per rank, with a thread for compute, one for waits, and four for transfers sent and received, joined by
-arrows; memory is a counter. Several steps of one run follow each other, with a thread for their names.
+arrows; memory is a counter, in bytes or microbatches. Several steps of one run follow each other, with a thread for
+their names.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ def _step(name: str, began: float, timeline: Timeline) -> Iterator[dict[str, Any
 
 def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str, Any]]:
     """The events of one step; ``prefix`` makes the ids of its arrows unique."""
+    unit = "bytes" if timeline.memory_in_bytes else "microbatches"
     for rank, lane in enumerate(timeline.lanes):
         yield from _spans(rank, lane, began)
         for time, value in lane.memory:
-            yield {"ph": "C", "pid": rank, "name": "memory", "ts": (began + time) * _MICROS, "args": {"bytes": value}}
+            yield {"ph": "C", "pid": rank, "name": "memory", "ts": (began + time) * _MICROS, "args": {unit: value}}
     for number, t in enumerate(timeline.transfers):
         if t.end <= t.start:
             continue

@@ -17,7 +17,7 @@ _TICKS = 2**31
 _COMPUTE = {FORWARD: 0, BACKWARD: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3}
 _WAITS = {WAIT_F: 0, WAIT_B: 1, FREE_F: 2, FREE_B: 3}
 _MOST_CHUNKS, _MOST_MICROBATCHES = 2**10, 2**20
-_MOST_MEMORY_STEPS = 4000  # per lane; more are thinned, peaks kept
+_MOST_MEMORY_STEPS = 4000, 48_000  # per lane, and of all lanes; more are thinned, peaks kept
 
 
 class ColumnStore:
@@ -44,8 +44,10 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
     end = timeline.end or 1.0
     tick = end / _TICKS
     sent = timeline.sent()
+    most, of_all = _MOST_MEMORY_STEPS
+    steps = min(most, of_all // len(timeline.lanes))
     each = zip(timeline.lanes, sent, timeline.stages, strict=True)
-    lanes = [{**_lane(lane, parts, tick, store), "stages": list(stages)} for lane, parts, stages in each]
+    lanes = [{**_lane(lane, parts, tick, steps, store), "stages": list(stages)} for lane, parts, stages in each]
     shades = [[block_colour(op, c, timeline.num_chunks) for c in range(timeline.num_chunks)] for op in _COMPUTE]
     return {
         "title": timeline.title,
@@ -64,8 +66,10 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
     }
 
 
-def _lane(lane: Lane, sent: tuple[list[Transfer], list[Transfer]], tick: float, store: ColumnStore) -> dict[str, Any]:
-    memory = thinned(lane.memory, _MOST_MEMORY_STEPS)
+def _lane(
+    lane: Lane, sent: tuple[list[Transfer], list[Transfer]], tick: float, steps: int, store: ColumnStore
+) -> dict[str, Any]:
+    memory = thinned(lane.memory, steps)
     return {
         "name": lane.name,
         "compute": _events(lane.compute, _COMPUTE, tick, store),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_pp.draw.palette import NAMES, OPERATIONS, Colour, block_colour
-from megatron_pp.draw.ticks import percent, short, size_label
+from megatron_pp.draw.ticks import counted, percent, short, size_label
 from megatron_pp.draw.timeline import Timeline
 
 SHADES, IDLE, WAIT, ACTIVATION, GRADIENT, MEMORY = "shades", "idle", "wait", "activation", "gradient", "memory"
@@ -53,8 +53,8 @@ def costs_line(timelines: Sequence[Timeline]) -> str:
         times = [time for t in timelines for time in _times(t, op)]
         if times:
             parts.append(f"{op} {_range(times)}")
-    transfers = [e.end - e.start for t in timelines for e in t.transfers]
-    sent = f"take {_range(transfers)} {unit}" if any(transfers) else "take no time"
+    lengths = [length for t in timelines if t.has_transfers for length in (t.traffic.shortest, t.traffic.longest)]
+    sent = f"take {_range(lengths)} {unit}" if lengths else "take no time"
     return f"a microbatch on a rank takes {', '.join(parts)} {unit}; transfers {sent}"
 
 
@@ -68,7 +68,7 @@ def _times(timeline: Timeline, op: str) -> list[float]:
     return times
 
 
-def _range(values: Iterable[float]) -> str:
+def _range(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     return short(low) if short(low) == short(high) else f"{short(low)} to {short(high)}"
 
@@ -79,12 +79,10 @@ def summary(timeline: Timeline) -> list[str]:
     if timeline.most_memory:
         rank = max(range(len(timeline.lanes)), key=lambda r: timeline.lanes[r].peak)
         facts.append(f"peak {memory_label(timeline, timeline.most_memory)} on {timeline.lanes[rank].name}")
-    messages, size = 0, 0.0
-    for transfer in timeline.transfers:
-        messages, size = messages + 1, size + transfer.size
-    return [*facts, f"{messages} transfers" + (f" of {size_label(size / messages)}" if size else "")]
+    messages, size, *_ = timeline.traffic
+    return [*facts, counted(messages, "transfer") + (f" of {size_label(size / messages)}" if size else "")]
 
 
 def memory_label(timeline: Timeline, value: float) -> str:
     """``value`` of a lane's memory with its unit."""
-    return size_label(value) if timeline.memory_in_bytes else f"{short(value)} microbatches"
+    return size_label(value) if timeline.memory_in_bytes else counted(value, "microbatch", "es")

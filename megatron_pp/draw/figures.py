@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-import matplotlib
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -35,16 +35,16 @@ _TEXT = 12.0  # pixels
 _LEFT, _RIGHT = 62.0, 14.0
 _ROW, _ROW_GAP, _STRIP, _CURVES, _GAP = 22.0, 5.0, 3.0, 64.0, 22.0
 _FAMILY = "'DejaVu Sans', Verdana, Arial, sans-serif"
-_FONTS = {"font.family": "DejaVu Sans"}
-_SVG = {"svg.fonttype": "none", "svg.hashsalt": "megatron_pp"}
+_RC = {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "megatron_pp"}  # over the defaults
 
 
 def render_svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> str:
     """The picture, ``width`` pixels wide; by default as wide as its labels need, within limits."""
     out = io.StringIO()
-    with matplotlib.rc_context({**_FONTS, **_SVG}):
+    title = ", ".join(timeline.title for timeline in timelines)
+    with style.context(["default", _RC]):
         drawn = figure(timelines, width, dark)
-        FigureCanvasSVG(drawn).print_svg(out, metadata={"Date": None, "Creator": None})
+        FigureCanvasSVG(drawn).print_svg(out, metadata={"Title": title, "Date": None, "Creator": None})
     return _tidied(out.getvalue())
 
 
@@ -59,7 +59,7 @@ def _tidied(svg: str) -> str:
 def render_png(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> bytes:
     """The picture with two dots a pixel. Raises PlanError where it would be too large for a file."""
     out = io.BytesIO()
-    with matplotlib.rc_context(_FONTS):
+    with style.context(["default", _RC]):
         drawn = figure(timelines, width, dark)
         drawn.set_dpi(72 * _DOTS)
         across, down = (round(side) for side in drawn.get_size_inches() * drawn.dpi)
@@ -102,8 +102,8 @@ class _Picture:
         self, x: float, y: float, text: str, colour: Colour, size: float = _TEXT, ha: str = "left", bold: bool = False
     ) -> None:
         """``y`` is the baseline."""
-        style: dict[str, Any] = {"color": colour.hex, "fontsize": size, "ha": ha}
-        self.texts.append((round(x, 1), round(y, 1), text, style | ({"fontweight": "bold"} if bold else {})))
+        look: dict[str, Any] = {"color": colour.hex, "fontsize": size, "ha": ha}
+        self.texts.append((round(x, 1), round(y, 1), text, look | ({"fontweight": "bold"} if bold else {})))
 
     def _figure(self, height: float) -> Figure:
         drawn = Figure(figsize=(self.width / 72, height / 72), dpi=72, facecolor=self.theme.paper.hex)
@@ -114,8 +114,8 @@ class _Picture:
             axes.add_artist(PathPatch(path, fc=colour.hex, lw=0, zorder=order, clip_on=False))
         for points, colour in self.curves:
             axes.add_artist(PathPatch(Path(points), fc="none", ec=colour.hex, lw=1.4, zorder=3, clip_on=False))
-        for x, y, text, style in self.texts:
-            axes.add_artist(Text(x, y, text, va="baseline", zorder=4, parse_math=False, **style))
+        for x, y, text, look in self.texts:
+            axes.add_artist(Text(x, y, text, va="baseline", zorder=4, parse_math=False, **look))
         return drawn
 
     # ---- parts, from the top down

@@ -44,6 +44,11 @@ def short(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}" if abs(value) < 10_000 else f"{value:.0f}"
 
 
+def counted(number: float, noun: str, plural: str = "s") -> str:
+    """``1 transfer``, ``2 transfers``."""
+    return f"{short(number)} {noun}{'' if number == 1 else plural}"
+
+
 def percent(share: float) -> str:
     """A share with one decimal."""
     return f"{share:.1%}"

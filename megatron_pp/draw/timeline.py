@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from megatron_pp.draw.palette import OPERATIONS
 from megatron_pp.plan.activations import activations_timeline
@@ -34,6 +37,15 @@ class Lane:
     @property
     def peak(self) -> float:
         return max((value for _, value in self.memory), default=0.0)
+
+
+class Traffic(NamedTuple):
+    """The number of messages, their bytes together, and how long the shortest and the longest took."""
+
+    messages: int
+    size: float
+    shortest: float
+    longest: float
 
 
 @dataclass
@@ -68,7 +80,7 @@ class Timeline:
         whole = self.end * len(self.lanes)
         return 1.0 - sum(lane.busy for lane in self.lanes) / whole if whole else 0.0
 
-    @property
+    @cached_property
     def short_block(self) -> float:
         """A length that nine of ten blocks reach, which labels have to fit."""
         lengths = sorted(e.end - e.start for lane in self.lanes for e in lane.compute)
@@ -78,7 +90,7 @@ class Timeline:
     def num_blocks(self) -> int:
         return sum(len(lane.compute) for lane in self.lanes)
 
-    @property
+    @cached_property
     def ops(self) -> list[str]:
         """The compute operations that occur, in the order of OPERATIONS."""
         found = {e.instruction.op for lane in self.lanes for e in lane.compute}
@@ -88,10 +100,19 @@ class Timeline:
     def has_waits(self) -> bool:
         return any(lane.waits for lane in self.lanes)
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        """All transfers in numbers."""
+        messages, size, shortest, longest = 0, 0.0, math.inf, 0.0
+        for t in self.transfers:
+            messages, size = messages + 1, size + t.size
+            shortest, longest = min(shortest, t.end - t.start), max(longest, t.end - t.start)
+        return Traffic(messages, size, shortest, longest)
+
     @property
     def has_transfers(self) -> bool:
         """Whether any transfer takes time."""
-        return any(t.end > t.start for t in self.transfers)
+        return self.traffic.longest > 0
 
     @property
     def most_memory(self) -> float:

@@ -93,12 +93,12 @@ def settled(browser):
     browser.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done));")
 
 
-def press(browser, chart, x, y):
-    """Click into a chart, ``x`` and ``y`` pixels from its top left corner."""
+def press(browser, chart, x, y, kinds=("mouseMoved", "mousePressed", "mouseReleased")):
+    """Click into a chart, or only move there, ``x`` and ``y`` pixels from its top left corner."""
     left, top = browser.execute_script(
         "const box = charts[arguments[0]].canvas.getBoundingClientRect(); return [box.left, box.top]", chart
     )
-    for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+    for kind in kinds:
         event = {"type": kind, "x": left + x, "y": top + y, "button": "left", "clickCount": 1}
         browser.execute_cdp_cmd("Input.dispatchMouseEvent", event)
     settled(browser)
@@ -161,6 +161,16 @@ def test_a_click_follows_a_microbatch_and_says_what_it_is(browser, screenshots, 
     browser.save_screenshot(str(screenshots / "followed.png"))
     press(browser, 1, (label["left"] + label["right"]) / 2, label["y"] + 11)
     assert browser.execute_script(VIEW)[3] == -1
+    assert not browser.get_log("browser")
+
+
+def test_the_pointer_on_a_curve_says_whose_memory_it_is(browser, tmp_path):
+    """1F1B at P=4: at slot 5, rank 0 keeps 4 microbatches and rank 1 keeps 3."""
+    opened(browser, tmp_path, compared("1f1b", p=4, m=8))
+    where = "const c = charts[0]; return [x(c, 5), lanesEnd(c) + CURVES - memoryHeight(arguments[0])]"
+    for value, text in ((4, "rank 0: 4 microbatches kept, peak 4"), (3, "rank 1: 3 microbatches kept, peak 3")):
+        press(browser, 0, *browser.execute_script(where, value), kinds=["mouseMoved"])
+        assert browser.execute_script("return document.getElementById('tip').innerText") == text
     assert not browser.get_log("browser")
 
 

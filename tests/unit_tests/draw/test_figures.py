@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from functools import lru_cache
 
 import matplotlib.image
 import numpy as np
@@ -21,18 +22,33 @@ from megatron_pp.plan.orders import SCHEDULES
 from tests.unit_tests.draw.timelines import compared, timeline_of
 
 BLOCK = re.compile(r"[FBIW]\d+(\.\d+)?")
+LETTER, NUMBER = re.compile("[FBIW]"), re.compile(r"\d+(\.\d+)?")
+
+
+parsed = lru_cache(maxsize=2)(ElementTree.fromstring)
 
 
 def texts(svg):
     """(text, font size, x, y) of all that is written in a picture."""
-    for at in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"):
+    for at in parsed(svg).iter("{http://www.w3.org/2000/svg}text"):
         yield at.text, float(re.search(r"([\d.]+)px", at.get("style")).group(1)), float(at.get("x")), float(at.get("y"))
+
+
+def labels_of(svg):
+    """The labels of blocks: (name, its lines as from ``texts``), one line or the letter above the number."""
+    written, found = list(texts(svg)), []
+    for one, below in zip(written, [*written[1:], ("",)], strict=True):
+        if BLOCK.fullmatch(one[0]):
+            found.append((one[0], [one]))
+        elif LETTER.fullmatch(one[0]) and NUMBER.fullmatch(below[0]) and one[1:3] == below[1:3]:
+            found.append((one[0] + below[0], [one, below]))
+    return found
 
 
 def boxes(svg, colour):
     """(left, top, right, bottom) of the rectangles filled with ``colour``."""
     found = []
-    for path in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}path"):
+    for path in parsed(svg).iter("{http://www.w3.org/2000/svg}path"):
         if f"fill: {colour.hex}" in path.get("style", ""):
             for part in path.get("d").split("z")[:-1]:
                 numbers = [float(n) for n in re.findall(r"[\d.]+", part)]
@@ -48,7 +64,7 @@ def test_every_schedule_has_all_its_blocks_and_labels(schedule):
     colours = {block_colour(op, c, timeline.num_chunks) for op in timeline.ops for c in range(timeline.num_chunks)}
     keys = sum(len(key.colours) for key in legend_keys([timeline]))
     assert sum(len(boxes(svg, colour)) for colour in colours) == timeline.num_blocks + keys
-    labels = [text for text, *_ in texts(svg) if BLOCK.fullmatch(text)]
+    labels = [name for name, _ in labels_of(svg)]
     events = [e.instruction for lane in timeline.lanes for e in lane.compute]
     assert sorted(labels) in [sorted(block_name(at, chunks) for at in events) for chunks in (1, timeline.num_chunks)]
 
@@ -58,12 +74,14 @@ def test_three_schedules_at_8_ranks_and_16_microbatches_are_labelled_inside_thei
     svg = draw.svg(timelines)
     colours = {c for key in legend_keys(timelines) for c in key.colours}
     blocks = [box for colour in colours for box in boxes(svg, colour)]
-    labels = [label for label in texts(svg) if BLOCK.fullmatch(label[0])]
+    labels = labels_of(svg)
     assert len(labels) == sum(timeline.num_blocks for timeline in timelines) == 8 * 16 * (2 + 3 + 6)
-    for text, size, x, y in labels:
-        half = text_width(text, size) / 2
-        assert size >= 6.5
-        assert any(a <= x - half and x + half <= c and b <= y - 0.8 * size and y <= d for a, b, c, d in blocks), text
+    for _, lines in labels:
+        ends = [text_width(text, size) / 2 for text, size, *_ in lines]
+        left, right = (lines[0][2] - max(ends), lines[0][2] + max(ends))
+        top, bottom = lines[0][3] - 0.75 * lines[0][1], lines[-1][3]
+        assert lines[0][1] >= 7
+        assert any(a <= left and right <= c and b <= top and bottom <= d for a, b, c, d in blocks), lines
 
 
 def test_schedules_share_one_time_axis():
@@ -111,9 +129,9 @@ def test_a_stand_in_order_says_so():
     assert notes == [True, False]
 
 
-@pytest.mark.parametrize(("width", "named"), [(900, False), (6000, True)])
+@pytest.mark.parametrize(("width", "named"), [(900, False), (1700, True), (6000, True)])
 def test_labels_of_a_picture_name_the_chunk_all_or_none(width, named):
-    labels = [text for text, *_ in texts(draw.svg([timeline_of("interleaved_1f1b")], width)) if BLOCK.fullmatch(text)]
+    labels = [name for name, _ in labels_of(draw.svg([timeline_of("interleaved_1f1b")], width))]
     assert len(labels) == 4 * 2 * 8 * 2
     assert {"." in label for label in labels} == {named}
 
@@ -156,5 +174,5 @@ def test_a_png_that_is_too_large_is_refused_with_its_size():
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_v"])
 def test_one_rank_and_one_microbatch_can_be_drawn(schedule):
     timeline = timeline_of(schedule, 1, 1, v=None if schedule == "zb_v" else 1)
-    assert [text for text, *_ in texts(draw.svg([timeline])) if BLOCK.fullmatch(text)]
+    assert labels_of(draw.svg([timeline]))
     assert "0 transfers" in summary(timeline)

@@ -31,6 +31,8 @@ def test_chrome_trace_has_every_operation_at_its_time():
     assert starts == finishes
     assert len(starts) == len(list(timeline.transfers))
     assert max(e["args"]["bytes"] for e in events if e["ph"] == "C") == max(peak_bytes(plan_of("zb_v"), SHAPE))
+    events = json.loads(render_chrome_trace(timeline_of("1f1b", shape=None)))["traceEvents"]
+    assert max(e["args"]["microbatches"] for e in events if e["ph"] == "C") == 4
 
 
 def page_data(page):

@@ -223,6 +223,11 @@ def test_in_flight_peaks(schedule, p, v, m, peaks):
     assert simulated(schedule, p, v, m).peak_in_flight() == peaks
 
 
+def test_an_evaluation_has_nothing_in_flight():
+    plan = build_plan(PlanSpec("1f1b", 4, 1, 8, forward_only=True))
+    assert simulate(plan, StageCosts.uniform(4)).peak_in_flight() == (0, 0, 0, 0)
+
+
 def test_a_plan_that_hangs_is_refused_in_words():
     plan = build_plan(PlanSpec("1f1b", 2, 1, 2))
     first = [i for i in plan.programs[1] if str(i) != "SEND_B0.0"]
