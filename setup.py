@@ -1,5 +1,6 @@
 """Packaging of megatron_pp. Tool settings (ruff, mypy, pytest) are in pyproject.toml."""
 
+import os
 import re
 from pathlib import Path
 
@@ -17,22 +18,33 @@ def read_version() -> str:
     return match.group(1)
 
 
-def read_long_description() -> str:
-    readme = HERE / "README.md"
-    return readme.read_text(encoding="utf-8") if readme.is_file() else ""
+def project_urls() -> dict[str, str]:
+    """Addresses for the package index, of the repository that MEGATRON_PP_URL names: whoever publishes knows it."""
+    repository = os.environ.get("MEGATRON_PP_URL", "").rstrip("/")
+    pages = {
+        "Repository": "",
+        "Documentation": "/blob/main/docs",
+        "Changelog": "/blob/main/CHANGELOG.md",
+        "Issues": "/issues",
+    }
+    return {name: repository + page for name, page in pages.items()} if repository else {}
 
 
 EXTRAS = {
     # The training program, examples/gpt: command line, TOML files before Python 3.11, loss plot, TensorBoard's files.
     "train": ["numpy", "tyro>=1.0", "tomli; python_version < '3.11'", "matplotlib", "tensorboard"],
-    # The command line's tables and drawings.
-    "viz": ["rich", "matplotlib"],
+    # Drawings as PNG files.
+    "viz": ["matplotlib"],
     # The plug-in for Megatron-core, and the tests that run inside it.
     "megatron": ["megatron-core>=0.16", "tqdm"],
     # Weight gradients of Transformer Engine's layers as a step of their own. Needs CUDA and a compiler.
     "te": ["transformer-engine[pytorch]"],
+    # The documentation site; scripts/docs.sh builds it.
+    "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"],
     "test": [
         *("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "ruff", "mypy", "import-linter"),
+        # Source distribution and wheel, which a test builds.
+        *("build>=1.2", "setuptools>=77", "wheel"),
         # What the Python of Transformer Engine imports, which scripts/setup_env.sh gets for the tests.
         *("einops", "onnxscript", "pydantic>=2"),
     ],
@@ -45,20 +57,32 @@ setup(
     name="megatron-pp",
     version=read_version(),
     description="Pipeline-parallel schedules for Megatron-style training: overlapped, verified, given back in time",
-    long_description=read_long_description(),
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    author="The megatron_pp authors",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["pipeline parallelism", "distributed training", "PyTorch", "Megatron", "zero bubble"],
+    project_urls=project_urls(),
     packages=find_packages(include=["megatron_pp", "megatron_pp.*"]),
     package_data={"megatron_pp": ["py.typed", "draw/page/*"]},
     python_requires=">=3.10",
-    # An open range: clusters bring their own torch. The scripts pin one in scripts/constraints.txt.
-    install_requires=["torch>=2.6"],
+    install_requires=[
+        # An open range: clusters bring their own torch. The scripts pin one in scripts/constraints.txt.
+        "torch>=2.6",
+        # The command line's tables and drawings.
+        "rich>=13",
+    ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-pp = megatron_pp.cli.command_line:main"]},
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3 :: Only",
-        "Operating System :: POSIX",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

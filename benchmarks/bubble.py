@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.engines import Unavailable, Work, make_step
+from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row
 from benchmarks.rounds import slowest_rank, summary, timed_rounds
 from benchmarks.stages import SplitTimedStage, TimedStage
@@ -19,6 +20,7 @@ from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
 
 HELP = "the bubble of each schedule, measured with sleeping compute, beside the simulator's"
+QUICK = {"forward_ms": 40.0, "backward_ms": 45.0, "weight_ms": 35.0, "rounds": 1}
 
 
 @dataclass(frozen=True)
@@ -40,20 +42,18 @@ class Lengths:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--forward-ms", type=float, default=60.0, help="of a rank's whole forward")
-    parser.add_argument("--backward-ms", type=float, default=60.0, help="of its input gradients")
-    parser.add_argument("--weight-ms", type=float, default=60.0, help="of its weight gradients")
+    parser.add_argument("--forward-ms", type=float, default=80.0, help="of a rank's whole forward")
+    parser.add_argument("--backward-ms", type=float, default=90.0, help="of its input gradients")
+    parser.add_argument("--weight-ms", type=float, default=70.0, help="of its weight gradients")
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=280.0)
 
 
 def run(args: argparse.Namespace) -> Report:
-    from tests.harness.processes import run_processes
-
     works = [Work(name, args.pp, _chunks(name), args.microbatches, (1, 1, 8)) for name in args.schedules]
     lengths = Lengths(args.forward_ms / 1e3, args.backward_ms / 1e3, args.weight_ms / 1e3)
-    per_rank = run_processes(_rank, args.pp, (works, lengths, args.rounds), timeout=args.timeout)
+    per_rank = run_ranks(_rank, args.pp, (works, lengths, args.rounds), timeout=args.timeout)
     seconds = slowest_rank([rank[0] for rank in per_rank])
     rows = [_row(work, lengths, seconds.get(work.schedule), per_rank[0][1].get(work.schedule)) for work in works]
     return Report(

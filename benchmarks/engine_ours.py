@@ -16,6 +16,8 @@ from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.weight_grad import split_weight_grad
 
+SECONDS = 100.0  # that a rank waits; less than the process groups of the benchmarks wait
+
 
 def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, transport: Any) -> Step:
     spec = PlanSpec(work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches)
@@ -40,4 +42,6 @@ def make_config(work: Work) -> SimpleNamespace:
         overlap_p2p_comm=work.policy == "overlap",
         batch_p2p_comm=work.policy == "batched",
         pipeline_schedule=work.schedule,
+        p2p_timeout=SECONDS,
+        compute_timeout=SECONDS,
     )

@@ -1,11 +1,12 @@
 """The engines that are compared, behind one function: `make_step(engine, work, ...)` gives a step to call.
 
-| name           | what                                                                                       |
-| -------------- | ------------------------------------------------------------------------------------------ |
-| ours           | megatron_pp                                                                                |
-| megatron       | Megatron-core's own schedules, as released                                                 |
-| megatron+fix   | the same with the wait that its merged fix puts after each send (Megatron-LM#4047)         |
-| torch          | torch.distributed.pipelining                                                               |
+| name                | what                                                                                  |
+| ------------------- | ------------------------------------------------------------------------------------- |
+| ours                | megatron_pp                                                                           |
+| megatron            | Megatron-core's own schedules, of the installed package                               |
+| megatron-main       | those of a checkout of Megatron-LM (`--megatron-source`)                              |
+| torch               | torch.distributed.pipelining                                                          |
+| torch per-direction | the same with a process group for each direction, which torch has from 2.14 on        |
 
 An engine that is not installed, or that has no such schedule, raises Unavailable with the reason.
 """
@@ -13,12 +14,13 @@ An engine that is not installed, or that has no such schedule, raises Unavailabl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-ENGINES = ("ours", "megatron", "megatron+fix", "torch")
+ENGINES = ("ours", "megatron", "megatron-main", "torch", "torch per-direction")
 MakeStage = Callable[[int], torch.nn.Module]
 Step = Callable[[], None]
 
@@ -75,13 +77,49 @@ def make_step(engine: str, work: Work, rank: int, group: Any, make_stage: MakeSt
     """
     if engine == "ours":
         from benchmarks.engine_ours import make
-    elif engine in ("megatron", "megatron+fix"):
+    elif engine.startswith("megatron"):
         from benchmarks.engine_megatron import make
-    elif engine == "torch":
+    elif engine.startswith("torch"):
         from benchmarks.engine_torch import make
     else:
         raise ValueError(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
     return make(engine, work, rank, group, make_stage, transport)
+
+
+def comparable(engine: str, work: Work) -> Work:
+    """``work`` with the policy that ``engine`` has: torch has one, and Megatron-core overlaps only with chunks."""
+    if engine.startswith("torch"):
+        return replace(work, policy="overlap")
+    if engine.startswith("megatron") and work.num_chunks == 1 and work.policy == "overlap":
+        return replace(work, policy="plain")
+    return work
+
+
+def available_steps(
+    work: Work, rank: int, group: Any, make_stage: MakeStage, transport: Any = None, engines: Sequence[str] = ENGINES
+) -> tuple[dict[str, Step], dict[str, str]]:
+    """(engine -> step, engine -> remark): a step of ``work`` of each engine that has one; in the remarks why not, or
+    which other policy it has."""
+    steps: dict[str, Step] = {}
+    remarks: dict[str, str] = {}
+    for engine in engines:
+        theirs = comparable(engine, work)
+        try:
+            steps[engine] = make_step(engine, theirs, rank, group, make_stage, transport)
+        except Unavailable as reason:
+            remarks[engine] = str(reason)
+        else:
+            remarks[engine] = "" if theirs == work else f"its {theirs.policy}"
+    return steps, remarks
+
+
+def surroundings(engine: str) -> AbstractContextManager[None]:
+    """The context that a step of ``engine`` runs in; entering it is no part of the step."""
+    if not engine.startswith("megatron"):
+        return nullcontext()
+    from benchmarks.megatron_library import load
+
+    return load(engine).current()
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:

@@ -10,15 +10,16 @@ import argparse
 import os
 import statistics
 import tempfile
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from benchmarks.engines import ENGINES, Unavailable, Work, make_step
-from benchmarks.report import BenchmarkError, Report, Row
+from benchmarks.engines import Work, available_steps, surroundings
+from benchmarks.megatron_library import versions
+from benchmarks.report import NoDeviceError, Report, Row
 
 HELP = "the engines on a GPU, two ranks sharing it over sockets; step time by CUDA events"
+QUICK = {"mib": [8.0], "rounds": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     if not torch.cuda.is_available():
-        raise BenchmarkError("there is no GPU here; the other subcommands run on the CPU")
+        raise NoDeviceError("there is no GPU here; the other subcommands run on the CPU")
     from tests.harness.processes import run_processes
 
     works = [
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace) -> Report:
         "Step time on a GPU, two ranks",
         ["setting", "MiB", "engine", "ms (min)", "ms (median)", "peak MiB rank 0", "peak MiB rank 1"],
         rows,
-        {"gpu": torch.cuda.get_device_name(0), "forward ms": args.forward_ms, "microbatches": args.microbatches},
+        versions()
+        | {"gpu": torch.cuda.get_device_name(0), "forward ms": args.forward_ms, "microbatches": args.microbatches},
         ["Compute is a kernel that spins for a known time. Two ranks on one GPU take turns on it."],
     )
 
@@ -118,20 +120,15 @@ def _rank(
 def _measured(rank: int, work: Work, cycles: tuple[int, int], rounds: int) -> dict[str, dict[str, Any]]:
     import torch.distributed as dist
 
-    steps: dict[str, Any] = {}
-    for engine in ENGINES:
-        theirs = replace(work, policy="plain") if engine == "megatron" and work.num_chunks == 1 else work
-        try:
-            steps[engine] = make_step(engine, theirs, rank, dist.group.WORLD, lambda stage: SpinStage(cycles))
-        except Unavailable:
-            continue
+    steps, _ = available_steps(work, rank, dist.group.WORLD, lambda stage: SpinStage(cycles))
     found: dict[str, dict[str, Any]] = {engine: {"ms": [], "peak": 0} for engine in steps}
     for number in range(rounds + 1):
         for engine, step in steps.items():
             torch.cuda.synchronize()
             dist.barrier()
             torch.cuda.reset_peak_memory_stats()
-            milliseconds = _event_milliseconds(step)
+            with surroundings(engine):
+                milliseconds = _event_milliseconds(step)
             if number:  # the first is for warming up
                 found[engine]["ms"].append(milliseconds)
                 found[engine]["peak"] = max(found[engine]["peak"], torch.cuda.max_memory_allocated())

@@ -8,7 +8,7 @@ import time
 
 from benchmarks.engines import Work, make_step
 from benchmarks.overhead import MODEL, bare_model
-from benchmarks.report import BenchmarkError, Plot, Report, Row
+from benchmarks.report import BenchmarkError, Report, Row
 from benchmarks.rounds import summary, timed_rounds
 from benchmarks.stages import AddWeight
 from benchmarks.stubbed import stubbed_group
@@ -18,6 +18,7 @@ from megatron_pp.plan.verifier import verify
 
 HELP = "plan, verify and cache time, and overhead per virtual microbatch, as P x V x M grows"
 SIZES = ("4x2x8", "8x2x32", "8x4x64", "16x4x128", "16x8x256", "32x8x512", "64x8x1024")
+QUICK = {"sizes": list(SIZES[:5]), "rounds": 3}
 _SHAPE = (1, 1, 8)
 
 
@@ -37,7 +38,6 @@ def run(args: argparse.Namespace) -> Report:
             "Once per training run: build makes and lowers the orders of all ranks, verify checks them. Each step "
             "looks the plan up (cached). Peak MB is the process's largest memory so far, torch's own included.",
         ],
-        Plot("instructions", "build s", (), log_x=True),
     )
 
 

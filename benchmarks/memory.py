@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from typing import Any
 
-from benchmarks.engines import ENGINES, Step, Unavailable, Work, make_step
+from benchmarks.engines import Step, Work, available_steps, comparable, surroundings
+from benchmarks.megatron_library import versions
+from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row
 from benchmarks.stages import TimedStage
 from megatron_pp.plan.builder import verified_plan
@@ -15,34 +16,40 @@ from megatron_pp.plan.spec import PlanSpec
 HELP = "peak live activation bytes of every rank, beside verify's prediction and the peers"
 
 
+QUICK: dict[str, Any] = {}
+SETTINGS = (
+    ("1f1b", 2, 1, "overlap"),
+    ("1f1b", 4, 1, "overlap"),
+    ("1f1b", 4, 1, "plain"),
+    ("gpipe", 4, 1, "overlap"),
+    ("interleaved_1f1b", 2, 2, "overlap"),
+    ("interleaved_1f1b", 4, 2, "overlap"),
+    ("interleaved_1f1b", 4, 2, "plain"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--kib", type=int, default=256, help="size of one activation in KiB (default 256)")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each setting")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for each pipeline size")
 
 
 def run(args: argparse.Namespace) -> Report:
-    from tests.harness.processes import run_processes
-
-    rows: list[Row] = []
-    for schedule, size, chunks, policy in (
-        ("1f1b", 2, 1, "overlap"),
-        ("1f1b", 4, 1, "overlap"),
-        ("1f1b", 4, 1, "plain"),
-        ("gpipe", 4, 1, "overlap"),
-        ("interleaved_1f1b", 2, 2, "overlap"),
-        ("interleaved_1f1b", 4, 2, "overlap"),
-        ("interleaved_1f1b", 4, 2, "plain"),
-    ):
-        work = Work(schedule, size, chunks, args.microbatches, (args.kib, 1, 256), policy)
-        per_rank = run_processes(_rank, size, (work,), timeout=args.timeout)
-        rows += _rows(work, per_rank)
+    works = [
+        Work(schedule, size, chunks, args.microbatches, (args.kib, 1, 256), policy)
+        for schedule, size, chunks, policy in SETTINGS
+    ]
+    peaks: dict[str, list[dict[str, int]]] = {}
+    for size in sorted({work.pipeline_size for work in works}):
+        some = [work for work in works if work.pipeline_size == size]
+        per_rank = run_ranks(_rank, size, (some,), peers=True, timeout=args.timeout)
+        peaks |= {work.label(): [rank[place] for rank in per_rank] for place, work in enumerate(some)}
     return Report(
         "memory",
         "Peak live bytes of a step, in activations (one tensor between stages)",
         ["setting", "engine", *(f"rank {r}" for r in range(4)), "remark"],
-        rows,
-        {"microbatches": args.microbatches, "activation KiB": args.kib},
+        [row for work in works for row in _rows(work, peaks[work.label()])],
+        {"microbatches": args.microbatches, "activation KiB": args.kib, **versions()},
         [
             "Counted are all of the CPU allocator's bytes of the first step, with the copies that stages make of "
             "inputs and gradients. Stages keep nothing else for their backward.",
@@ -52,26 +59,19 @@ def run(args: argparse.Namespace) -> Report:
     )
 
 
-def _rank(rank: int, size: int, work: Work) -> dict[str, int]:
+def _rank(rank: int, size: int, works: list[Work]) -> list[dict[str, int]]:
+    """Of each work, the peak bytes of each engine's first step."""
     import torch.distributed as dist
 
-    peaks: dict[str, int] = {}
-    for engine in ENGINES:
-        try:
-            step = make_step(engine, comparable(engine, work), rank, dist.group.WORLD, _stage)
-        except Unavailable:
-            continue
-        dist.barrier()
-        peaks[engine] = peak_bytes(step)
+    peaks: list[dict[str, int]] = []
+    for work in works:
+        steps, _ = available_steps(work, rank, dist.group.WORLD, _stage)
+        peaks.append({})
+        for engine in list(steps):
+            dist.barrier()
+            with surroundings(engine):
+                peaks[-1][engine] = peak_bytes(steps.pop(engine))
     return peaks
-
-
-def comparable(engine: str, work: Work) -> Work:
-    if engine == "torch":
-        return replace(work, policy="overlap")
-    if engine == "megatron" and work.num_chunks == 1:
-        return replace(work, policy="plain")
-    return work
 
 
 def _stage(stage: int) -> TimedStage:

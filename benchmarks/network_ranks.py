@@ -12,17 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.rank_processes import run_ranks
 from benchmarks.shaped_network import Place, shaped_network
-from tests.harness.processes import run_processes
 
 
 def run_on_shaped_network(
-    function: Callable[..., Any], size: int, args: tuple[Any, ...], rate_mbit: float, timeout: float
+    function: Callable[..., Any],
+    size: int,
+    args: tuple[Any, ...],
+    rate_mbit: float,
+    timeout: float,
+    peers: bool = False,
 ) -> list[Any]:
     """``function(rank, size, *args)`` on every rank, with gloo over links of ``rate_mbit``; results in rank order."""
     with tempfile.TemporaryDirectory() as folder, shaped_network(size, rate_mbit) as places:
         store = os.path.join(folder, "store")
-        return run_processes(_placed, size, (places, store, function, args), backend=None, timeout=timeout)
+        return run_ranks(_placed, size, (places, store, function, args), backend=None, peers=peers, timeout=timeout)
 
 
 def _placed(

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from typing import Any
 
 import torch
 
-from benchmarks.engines import ENGINES, Step, Unavailable, Work, first_input, loss_of, make_step
-from benchmarks.report import Plot, Report, Row
+from benchmarks.engines import ENGINES, Step, Work, available_steps, first_input, loss_of, surroundings
+from benchmarks.megatron_library import versions
+from benchmarks.rank_processes import run_ranks
+from benchmarks.report import Report, Row
 from benchmarks.rounds import slowest_rank, summary, timed_rounds
 from benchmarks.stages import AddWeight
 from benchmarks.stubbed import STUBS, stubbed_group
 
 HELP = "time outside the model per virtual microbatch: transport stubbed, and wall time on real gloo"
 MODEL = "the model alone"
+QUICK = {"rounds": 12, "gloo_rounds": 3}
 _SHAPE = (1, 1, 8)
 
 
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(microbatches: int) -> list[tuple[Work, int]]:
-    """(what is run, on which rank it is looked at); a rank that both receives and sends where there is one."""
+    """(work, rank that is measured): a rank that both receives and sends, where there is one."""
 
     def work(schedule: str, p: int, v: int, policy: str) -> Work:
         return Work(schedule, p, v, microbatches, _SHAPE, policy)
@@ -60,53 +62,28 @@ def run(args: argparse.Namespace) -> Report:
         "Microseconds outside the model per virtual microbatch (F+B), model x + w on 8 floats",
         ["setting", "engine", "outside us (min)", "outside us (median)", "ours / it", "gloo wall us", "remark"],
         _with_ratios(rows),
-        {"microbatches": args.microbatches, "rounds": args.rounds, "stub": args.stub},
+        {"microbatches": args.microbatches, "rounds": args.rounds, "stub": args.stub, **versions()},
         [
             "Outside: a step's CPU time less that of as many forwards and backwards of the bare model, in the same "
             "rounds. Ours / it is taken of the medians. Wanted: at most 0.5 of Megatron-core's, 0.33 of torch's.",
             "A peer that has one way to communicate where we have two (Megatron-core without chunks: plain; torch: "
             "overlap) is compared with both.",
         ],
-        Plot("order", "outside us (median)", ("engine",)),
     )
 
 
 def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
     with stubbed_group(rank, work.pipeline_size, args.stub) as (group, transport):
-        steps: dict[str, Step] = {MODEL: bare_model(work)}
-        remarks: dict[str, str] = {}
-        for engine in ENGINES:
-            theirs = comparable(engine, work)
-            try:
-                steps[engine] = make_step(engine, theirs, rank, group, functools.partial(_stage, work.shape), transport)
-                steps[engine]()
-            except Unavailable as reason:
-                steps.pop(engine, None)
-                remarks[engine] = str(reason)
-            if engine in steps and theirs is not work:
-                remarks[engine] = f"its {theirs.policy}"
-        seconds = timed_rounds(steps, args.rounds, warmup=2, clock=time.thread_time)
-    bare = summary(seconds[MODEL], 1e6 / work.virtual_microbatches)
+        steps, remarks = available_steps(work, rank, group, functools.partial(_stage, work.shape), transport)
+        steps[MODEL] = bare_model(work)
+        seconds = timed_rounds(steps, args.rounds, warmup=3, clock=time.thread_time, around=surroundings)
+    per_microbatch = {name: summary(times, 1e6 / work.virtual_microbatches) for name, times in seconds.items()}
+    bare = per_microbatch.pop(MODEL)
     rows: list[Row] = [_row(work, MODEL, bare, "")]
     for engine in ENGINES:
-        if engine not in steps:
-            rows.append({**_row(work, engine, {}, remarks[engine])})
-            continue
-        whole = summary(seconds[engine], 1e6 / work.virtual_microbatches)
-        rows.append(_row(work, engine, {k: whole[k] - bare[k] for k in whole}, remarks.get(engine, "")))
+        whole = per_microbatch.get(engine, {})
+        rows.append(_row(work, engine, {name: us - bare[name] for name, us in whole.items()}, remarks[engine]))
     return rows
-
-
-def comparable(engine: str, work: Work) -> Work:
-    """The work in the only way that a peer has."""
-    policy = work.policy
-    if engine == "torch":
-        policy = "overlap"
-    elif engine == "megatron" and work.num_chunks == 1:
-        policy = "plain"
-    if policy == work.policy:
-        return work
-    return Work(work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches, work.shape, policy)
 
 
 def _row(work: Work, engine: str, us: dict[str, float], remark: str) -> Row:
@@ -121,10 +98,8 @@ def _row(work: Work, engine: str, us: dict[str, float], remark: str) -> Row:
 
 def _with_ratios(rows: list[Row]) -> list[Row]:
     ours = {row["setting"]: row["outside us (median)"] for row in rows if row["engine"] == "ours"}
-    places = {setting: place for place, setting in enumerate(dict.fromkeys(row["setting"] for row in rows))}
     for row in rows:
         theirs = row["outside us (median)"]
-        row["order"] = places[row["setting"]]
         if theirs and row["engine"] not in ("ours", MODEL):
             row["ours / it"] = ours[row["setting"]] / theirs
     return rows
@@ -149,33 +124,24 @@ def bare_model(work: Work) -> Step:
 
 def _on_gloo(works: list[Work], args: argparse.Namespace) -> dict[tuple[str, str], float]:
     """(setting, engine) -> microseconds per virtual microbatch, of real processes: one set of them for each size."""
-    from tests.harness.processes import run_processes
-
     wall: dict[tuple[str, str], float] = {}
     for size in sorted({work.pipeline_size for work in works} - {1}):
         some = [work for work in works if work.pipeline_size == size]
-        per_rank = run_processes(gloo_rank, size, (some, args.gloo_rounds), timeout=args.timeout)
+        per_rank = run_ranks(_gloo_rank, size, (some, args.gloo_rounds), peers=True, timeout=args.timeout)
         for place, work in enumerate(some):
             for engine, times in slowest_rank([rank[place] for rank in per_rank]).items():
                 wall[work.label(), engine] = summary(times, 1e6 / work.virtual_microbatches)["median"]
     return wall
 
 
-def gloo_rank(rank: int, size: int, works: list[Work], rounds: int) -> list[dict[str, list[float]]]:
+def _gloo_rank(rank: int, size: int, works: list[Work], rounds: int) -> list[dict[str, list[float]]]:
     """What one real process runs: for each work, seconds of all engines in turns."""
     import torch.distributed as dist
 
     results = []
     for work in works:
-        steps: dict[str, Any] = {}
-        for engine in ENGINES:
-            try:
-                steps[engine] = make_step(
-                    engine, comparable(engine, work), rank, dist.group.WORLD, functools.partial(_stage, work.shape)
-                )
-            except Unavailable:
-                continue
-        results.append(timed_rounds(steps, rounds, warmup=1, before_each=dist.barrier))
+        steps, _ = available_steps(work, rank, dist.group.WORLD, functools.partial(_stage, work.shape))
+        results.append(timed_rounds(steps, rounds, warmup=1, before_each=dist.barrier, around=surroundings))
     return results
 
 

@@ -1,4 +1,4 @@
-"""What it costs to be safe: the same steps with outputs freed unsafely, waited for right after the send, and as ours.
+"""The cost of safety: the same steps with outputs freed unsafely, waited for right after the send, and as ours.
 
 All three run one plan of compute and one communicator, in turns; they differ only in when an output's send is waited
 for and its memory given back:
@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine_ours import SECONDS
 from benchmarks.engines import Work, first_input, loss_of
 from benchmarks.memory import peak_bytes
 from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
-from benchmarks.report import Plot, Report, Row
+from benchmarks.report import Report, Row
 from benchmarks.rounds import print_progress, slowest_rank, summary, timed_rounds
 from benchmarks.stages import TimedStage, sleep_until
 from benchmarks.sweep import Sweep, bound_seconds, sweep_settings, work_of
@@ -38,6 +39,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.tasks import Task
 from megatron_pp.plan.verifier import verify
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.deallocate import deallocate_output_tensor
@@ -48,6 +50,7 @@ from megatron_pp.runtime.stage import PipelineStage
 HELP = "ours beside freeing without a wait and waiting right after the send, on a slow link (needs root)"
 FREE_AT_ONCE, WAIT_AT_ONCE, OURS = "free at once", "wait at once", "ours"
 VARIANTS = (FREE_AT_ONCE, WAIT_AT_ONCE, OURS)
+QUICK = {"megabytes": [16.0], "rate_mbit": 2000.0, "forward_ms": 100.0, "rounds": 1}
 COLUMNS = (
     *("P", "schedule", "MB", "transfer / F", "variant", "ms (min)", "ms (median)"),
     *("of free at once", "exposed ms", "over bound", "in releases ms", "peak MB"),
@@ -64,7 +67,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One table row's worth of work on every rank."""
+    """The work and the lengths of compute of three table rows, one for each variant."""
 
     work: Work
     sweep: Sweep
@@ -102,7 +105,6 @@ def run(args: argparse.Namespace) -> Report:
         rows,
         sweep_settings(args),
         list(NOTES),
-        Plot("MB", "of free at once", ("variant",), ("P", "schedule"), target=1.03),
     )
 
 
@@ -114,13 +116,13 @@ def _rank(rank: int, size: int, settings: list[Setting]) -> list[dict[str, Any]]
     for setting in settings:
         steps = {name: VariantStep(name, setting, rank, dist.group.WORLD) for name in VARIANTS}
         transfer = transfer_seconds(rank, setting.work.message_bytes)
-        seconds = timed_rounds(steps, setting.sweep.rounds, 1, dist.barrier)
-        label = f"{setting.work.label()}, {setting.work.message_bytes / 2**20:g} MB, transfer {1e3 * transfer:.0f} ms"
-        print_progress(rank, len(results) + 1, len(settings), label, seconds)
         peaks = {}
-        for name, step in steps.items():
+        for name, step in steps.items():  # which warms up, too
             dist.barrier()
             peaks[name] = peak_bytes(step)
+        seconds = timed_rounds(steps, setting.sweep.rounds, 0, dist.barrier)
+        label = f"{setting.work.label()}, {setting.work.message_bytes / 2**20:g} MB, transfer {1e3 * transfer:.0f} ms"
+        print_progress(rank, len(results) + 1, len(settings), label, seconds)
         in_releases = {name: step.in_releases / step.runs for name, step in steps.items()}
         results.append({"transfer": transfer, "seconds": seconds, "peaks": peaks, "in releases": in_releases})
     return results
@@ -144,7 +146,7 @@ class VariantStep:
         self.plan = wait_at_once(plan) if variant == WAIT_AT_ONCE else plan
         self.executor = FreesAtOnce if variant == FREE_AT_ONCE else PlanExecutor
         make_stage = (stages or (TimedStage, CopyingStage))[variant == FREE_AT_ONCE]
-        self.config = SimpleNamespace(pipeline_dtype=torch.float32)
+        self.config = SimpleNamespace(pipeline_dtype=torch.float32, p2p_timeout=SECONDS, compute_timeout=SECONDS)
         self.communicator = P2PCommunicator(group, self.config, transport)
         self.communicator.prepare(plan.placement.rank_edges, work.message_bytes, work.message_bytes)
         inner = [make_stage(sweep.forward, sweep.backward) for _ in range(work.num_chunks)]
@@ -221,23 +223,23 @@ class FreesAtOnce(PlanExecutor):
         for handle in self.unwaited:
             handle.wait()
 
-    def _forward(self, at: ins.Instruction) -> None:
+    def _forward(self, at: Task) -> None:
         super()._forward(at)
         if at.stage == self.last_stage:
             self._copies(at).clear()  # which is not sent
 
-    def _send_f(self, at: ins.Instruction) -> None:
-        copy, key = self._copies(at).popleft(), at[1:3]
-        self.sends[ins.SEND_F][key] = self.communicator.post_send(copy, at.peer, ACT)
-        deallocate_output_tensor(self.outputs[key], True)
+    def _send_f(self, at: Task) -> None:
+        copy = self._copies(at).popleft()
+        self.handles[at.message] = self.communicator.post_send(copy, at.peer, ACT)
+        deallocate_output_tensor(self.outputs[at.key], True)
 
-    def _free(self, at: ins.Instruction) -> None:
+    def _free(self, at: Task) -> None:
         if at.op == ins.FREE_F:
-            self.unwaited.append(self.sends[ins.SEND_F].pop(at[1:3]))
+            self.unwaited.append(self.handles.pop(at.message))
         else:
             super()._free(at)
 
-    def _copies(self, at: ins.Instruction) -> deque[torch.Tensor]:
+    def _copies(self, at: Task) -> deque[torch.Tensor]:
         copies: deque[torch.Tensor] = self.steps.chunks[at.chunk].inner.copies  # type: ignore[attr-defined]
         return copies
 
@@ -287,6 +289,6 @@ def _rows(setting: Setting, per_rank: list[dict[str, Any]]) -> list[Row]:
 
 
 def _without_transfers(setting: Setting) -> float:
-    """Seconds of the step where nothing needs time but compute."""
+    """Seconds of the step if transfers take no time."""
     costs = StageCosts.uniform(setting.work.num_stages, setting.sweep.forward, setting.sweep.backward, 0.0)
     return simulate(build_plan(setting.spec), costs, Network(0, link=Link(bandwidth=1e15))).makespan

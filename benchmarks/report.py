@@ -1,4 +1,4 @@
-"""What a benchmark found: rows with named columns, as JSON, as a text or Markdown table, and as a plot."""
+"""The results of a benchmark: rows with named columns, as JSON, and as a table for a terminal or a page of Markdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,11 @@ Row = dict[str, Any]
 
 
 class BenchmarkError(RuntimeError):
-    """A benchmark cannot run here; the message names what is missing."""
+    """A benchmark cannot run here, or failed; the message says why."""
 
 
-@dataclass
-class Plot:
-    """Lines of ``y`` over ``x``, one for each value of the ``line`` columns; one panel for each value of ``panel``."""
-
-    x: str
-    y: str
-    line: Sequence[str]
-    panel: Sequence[str] = ()
-    target: float | None = None
-    log_x: bool = False
+class NoDeviceError(BenchmarkError):
+    """There is no GPU here, for a benchmark that needs one."""
 
 
 @dataclass
@@ -40,7 +31,6 @@ class Report:
     rows: list[Row]
     settings: Row = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    plot: Plot | None = None
     machine: Row = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,19 +51,16 @@ class Report:
         return "\n".join([*lines, "", f"({self._circumstances()})", *(f"\n{note}" for note in self.notes)])
 
     def write(self, folder: Path) -> list[Path]:
-        """Write JSON, text and, where there is a plot to draw and matplotlib to draw it, PNG."""
+        """Write NAME.json and NAME.txt."""
         folder.mkdir(parents=True, exist_ok=True)
         data, text = folder / f"{self.name}.json", folder / f"{self.name}.txt"
         data.write_text(json.dumps(asdict(self), indent=1, default=str) + "\n")
         text.write_text(self.text() + "\n")
-        picture = draw(self, folder / f"{self.name}.png")
-        return [data, text] + ([picture] if picture is not None else [])
+        return [data, text]
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        raw = json.loads(path.read_text())
-        plot = raw.pop("plot")
-        return cls(**raw, plot=Plot(**plot) if plot else None)
+        return cls(**json.loads(path.read_text()))
 
     def _circumstances(self) -> str:
         facts = [f"{key} {value}" for key, value in {**self.settings, **self.machine}.items()]
@@ -99,40 +86,3 @@ def machine_facts() -> Row:
         "load at the end": round(os.getloadavg()[0], 1),
         "on": datetime.date.today().isoformat(),
     }
-
-
-def draw(report: Report, path: Path) -> Path | None:
-    plot = report.plot
-    if plot is None:
-        return None
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        report.notes.append("matplotlib is not installed: no plot")
-        return None
-    panels = _groups(report.rows, plot.panel)
-    figure, all_axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False, sharey=True)
-    for axes, (panel, rows) in zip(all_axes[0], panels.items(), strict=True):
-        for line, points in _groups(rows, plot.line).items():
-            points = sorted((p for p in points if p.get(plot.y) is not None), key=lambda p: p[plot.x])
-            axes.plot([p[plot.x] for p in points], [p[plot.y] for p in points], marker="o", label=line)
-        if plot.target is not None:
-            axes.axhline(plot.target, linestyle=":", color="gray")
-        axes.set_xscale("log" if plot.log_x else "linear")
-        axes.set(xlabel=plot.x, ylabel=plot.y, title=panel)
-        axes.legend(fontsize="small")
-    figure.suptitle(report.title, fontsize="medium")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
-
-
-def _groups(rows: list[Row], columns: Sequence[str]) -> dict[str, list[Row]]:
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(", ".join(str(row[c]) for c in columns), []).append(row)
-    return groups

@@ -10,8 +10,8 @@
 Every pair of ranks has a link (a veth pair) of its own, and each direction of it a token bucket of its own, so that
 no transfer takes another link's bandwidth. Nothing outside the namespaces is changed.
 
-Namespaces go when the benchmark ends, by SIGTERM too. Their names carry the process id of the benchmark: what one that
-was killed has left is removed by the next that starts.
+Namespaces are removed when the benchmark ends, also by SIGTERM. Their names have the process id of the benchmark: what
+a killed one has left, the next one removes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def shaped_network(size: int, rate_mbit: float) -> Iterator[list[Place]]:
     remove_orphans()
     prefix = f"mpp{os.getpid()}"
     places = [Place(f"{prefix}_{rank}", f"v{rank}_{(rank + 1) % size}", f"10.77.0.{rank + 1}") for rank in range(size)]
-    with _sigterm_unwinds():
+    with sigterm_unwinds():
         try:
             _make(places, rate_mbit)
             yield places
@@ -85,7 +85,7 @@ def shaped_network(size: int, rate_mbit: float) -> Iterator[list[Place]]:
 
 
 def remove_orphans() -> list[str]:
-    """Remove the namespaces of benchmarks that are no more; returns their names."""
+    """Remove the namespaces of benchmarks that have ended; returns their names."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     found = [match for line in listed.splitlines() if (match := _NAME.fullmatch(line.split()[0]))]
     orphans = [match[0] for match in found if not os.path.exists(f"/proc/{match[1]}")]
@@ -95,7 +95,7 @@ def remove_orphans() -> list[str]:
 
 
 @contextlib.contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
+def sigterm_unwinds() -> Iterator[None]:
     """SIGTERM ends the process as an exception does, through every ``finally``."""
     if threading.current_thread() is not threading.main_thread():
         yield

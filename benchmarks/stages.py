@@ -62,6 +62,7 @@ class SplitTimedStage(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.seconds = (forward_seconds, input_seconds)
         self.weight_seconds = weight_seconds
+        self.fuse_wgrad_accumulation = False
         self.wgrad_store = _Waiting()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +77,7 @@ class SplitTimedStage(torch.nn.Module):
 
 
 class _Queue:
-    """As much of a queue as is asked of it: its length."""
+    """A queue of which only the length is asked."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -20,7 +20,7 @@ STUBS = ("calls", "group")
 
 
 class StubWork:
-    """A transfer that is over."""
+    """A transfer that is complete."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -30,7 +30,7 @@ class StubWork:
 
 
 class StubTransport(Transport):
-    """A transport on which nothing travels: every operation is over when it is posted."""
+    """A transport that transfers nothing: every operation is complete when it is posted."""
 
     device = torch.device("cpu")
 
@@ -51,7 +51,7 @@ class StubTransport(Transport):
 
 @contextlib.contextmanager
 def stubbed_group(rank: int, size: int, stub: str) -> Iterator[tuple[Any, Any]]:
-    """(group, our transport) of ``rank`` in a world of ``size`` in which nothing travels."""
+    """(group, our transport) of ``rank`` in a world of ``size``, which transfer nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

@@ -15,7 +15,7 @@ from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import OVERLAP, PlanSpec
 
 CHUNKS = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2}
-"""Model chunks a rank of the schedules that are measured."""
+"""The schedules that are measured, with their number of model chunks on a rank."""
 
 _FLOATS = 1024  # hidden size; the sequence length sets the size of a message
 
@@ -74,7 +74,7 @@ def add_arguments(
 
 
 def sweep_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What stands under a table."""
+    """For the line below the table."""
     return {
         "forward ms": args.forward_ms,
         "backward ms": 2 * args.forward_ms,

@@ -1,16 +1,20 @@
-"""Put the tables of a folder of results into docs/performance.md, each between its two marks."""
+"""Put chart, reading and table of each benchmark in a folder of results into docs/performance.md, between its marks."""
 
 from __future__ import annotations
 
 import argparse
+import html
 import re
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.charts import write_chart
+from benchmarks.readings import reading
 from benchmarks.report import BenchmarkError, Report, Row
 
-HELP = "refresh the tables of docs/performance.md from the JSON that the other subcommands wrote"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+HELP = "renew charts, readings and tables of docs/performance.md from the JSON that the other subcommands wrote"
+QUICK: dict[str, object] = {}
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", type=Path, default=PAGE)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
+    """The charts go into the folder `charts` beside the page. Returns 0."""
     reports: dict[str, Report] = {}
     for source in args.sources:
         found = sorted(source.glob("*.json"))
@@ -36,9 +41,11 @@ def run(args: argparse.Namespace) -> None:
             reports[report.name] = report if earlier is None else together(earlier, report)
     text = args.page.read_text()
     for report in reports.values():
-        text = with_table(text, report)
-        print(f"{args.page}: {report.name}")
+        chart = write_chart(report, args.page.parent / "charts")
+        text = with_table(text, report, chart)
+        print(f"{args.page}: {report.name}{'' if chart is None else f', {chart}'}")
     args.page.write_text(text)
+    return 0
 
 
 def together(one: Report, other: Report) -> Report:
@@ -59,10 +66,19 @@ def _of_both(one: Row, other: Row) -> Row:
     return {name: value if one.get(name) == value else f"{one.get(name)} and {value}" for name, value in both.items()}
 
 
-def with_table(text: str, report: Report) -> str:
-    """``text`` with what stands between the report's marks replaced by its table. Raises BenchmarkError."""
+def with_table(text: str, report: Report, chart: Path | None) -> str:
+    """``text`` with what stands between the report's marks replaced by its chart, its reading, and its table, folded.
+    Raises BenchmarkError."""
     start, end = f"<!-- table {report.name} -->", f"<!-- end {report.name} -->"
     pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
     if not pattern.search(text):
         raise BenchmarkError(f"the page has no marks {start} and {end} to put the table between")
-    return pattern.sub(lambda _: f"{start}\n{report.markdown()}\n{end}", text)
+    parts = [
+        f"![{report.title}]({chart.parent.name}/{chart.name})" if chart is not None else "",
+        reading(report),
+        f"<details markdown>\n<summary>Table: {html.escape(report.title)}</summary>",
+        report.markdown(),
+        "</details>",
+    ]
+    block = "\n\n".join(part for part in parts if part)
+    return pattern.sub(lambda _: f"{start}\n{block}\n{end}", text)

@@ -17,6 +17,7 @@ from benchmarks.stubbed import stubbed_group
 from megatron_pp.config.model_config import TRACE_DIR_VARIABLE, TRACE_STEPS_VARIABLE
 
 HELP = "CPU time that recording a trace adds to a step"
+QUICK = {"rounds": 15}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

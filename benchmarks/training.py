@@ -14,10 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.megatron_library import source, versions
 from benchmarks.report import BenchmarkError, Report, Row
+from tests.harness.processes import run_processes
+from tests.megatron.cases import Case, Job, Model, Outcome
+from tests.megatron.runner import run_jobs
 
 HELP = "tokens/s of a real GPT: ours, and Megatron-core's GPTModel under our engine and under its own"
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+QUICK = {"steps": 4}
 POLICIES = {1: ("plain", "batched"), 2: ("overlap", "overlap+flush")}  # by number of chunks: what Megatron-core has
 OURS = "examples.gpt.gpt, scripts/train.py"
 
@@ -35,34 +40,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    rows = _megatron_rows(args)
+    rows = _megatron_rows(args, "megatron-core", None)
+    if (checkout := source()) is not None:
+        rows += _megatron_rows(args, "Megatron-LM", checkout)
     rows.append(_our_gpt_row(args))
     return Report(
         "training",
         "Whole training steps on this machine's cores: tokens per second",
         ["model", "V", "policy", "engine", "tokens/s (median)", "step ms (median)", "step ms (min)"],
         rows,
-        {k: v for k, v in vars(args).items() if isinstance(v, int)},
+        {k: v for k, v in vars(args).items() if type(v) is int} | versions(),
         [
-            "GPTModel rows of one V and policy were run in turns in the same processes: only the schedule differs. "
-            "Vocabulary 256, fp32, Adam. Our GPT is a different model of the same sizes, run separately: no comparison "
-            "of engines.",
+            "GPTModel rows of one library, V and policy were run in turns in the same processes: only the schedule "
+            "differs. Vocabulary 256, fp32, Adam. Our GPT is a different model of the same sizes, run separately: no "
+            "comparison of engines.",
         ],
     )
 
 
-def _megatron_rows(args: argparse.Namespace) -> list[Row]:
-    try:
-        import megatron.core  # noqa: F401
-    except ImportError as error:
-        raise BenchmarkError(f"Megatron-core is not importable: {error} (pip install megatron-core)") from error
-    from tests.megatron.cases import Case, Job, Model
-    from tests.megatron.runner import run_jobs
+def _megatron_rows(args: argparse.Namespace, library: str, checkout: Path | None) -> list[Row]:
+    """Of each case, a row for either engine. ``checkout`` None: with the installed Megatron-core."""
+    cases = _cases(args)
+    environment = {} if checkout is None else {"PYTHONPATH": os.pathsep.join([str(checkout), os.environ["PYTHONPATH"]])}
+    given = (cases, args.timeout)
+    # In a process of its own, as the runner that it starts keeps the library that it has imported.
+    outcomes = run_processes(
+        _outcomes, 1, given, backend=None, timeout=args.timeout * len(cases), environment=environment
+    )[0]
+    rows: list[Row] = []
+    for case, outcome in zip(cases, outcomes, strict=True):
+        if outcome.status != "ok":
+            raise BenchmarkError(f"{library}, V={case.vp or 1}, {case.policy}: {outcome.status}: {outcome.message}")
+        for engine in ("ours", "megatron"):
+            seconds = [max(times) for times in zip(*(fact[engine] for fact in outcome.facts), strict=True)]
+            rows.append({"engine": engine, **_row(f"GPTModel, {library}", case.vp or 1, case.policy, args, seconds)})
+    return rows
 
+
+def _cases(args: argparse.Namespace) -> list[Case]:
     model = Model(
         layers=args.layers, hidden=args.hidden, heads=args.heads, vocab=256, seq=args.seq, micro_batch=args.micro_batch
     )
-    cases = [
+    return [
         Case(
             model=model,
             pp=args.pp,
@@ -77,16 +96,11 @@ def _megatron_rows(args: argparse.Namespace) -> list[Row]:
         for chunks, policies in POLICIES.items()
         for policy in policies
     ]
-    jobs = [Job(case, check="benchmarks.training:measure", deadline=args.timeout) for case in cases]
-    rows: list[Row] = []
-    for case, outcome in zip(cases, run_jobs(jobs, deadline=args.timeout * len(jobs)), strict=True):
-        if outcome.status != "ok":
-            rows.append({"model": "GPTModel", "V": case.vp or 1, "policy": case.policy, "engine": outcome.message})
-            continue
-        for engine in ("ours", "megatron"):
-            seconds = [max(times) for times in zip(*(fact[engine] for fact in outcome.facts), strict=True)]
-            rows.append({"engine": engine, **_row("GPTModel", case.vp or 1, case.policy, args, seconds)})
-    return rows
+
+
+def _outcomes(rank: int, size: int, cases: list[Case], deadline: float) -> list[Outcome]:
+    jobs = [Job(case, check="benchmarks.training:measure", deadline=deadline) for case in cases]
+    return run_jobs(jobs, deadline=deadline * len(jobs))
 
 
 def _row(model: str, chunks: int, policy: str, args: argparse.Namespace, seconds: list[float]) -> Row:
@@ -141,7 +155,7 @@ def _our_gpt_row(args: argparse.Namespace) -> Row:
             command += [f"--{name}", str(value)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, env=dict(os.environ))
         if done.returncode != 0:
-            raise BenchmarkError(f"scripts/train.py failed: {done.stderr.strip().splitlines()[-1:]}")
+            raise BenchmarkError("scripts/train.py failed:\n" + "\n".join(done.stderr.strip().splitlines()[-8:]))
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rates = [record["tokens_per_second"] for record in records if "tokens_per_second" in record][2:]
     tokens = args.microbatches * args.micro_batch * args.seq

@@ -1,16 +1,16 @@
 #!/usr/bin/env python
-"""Measure this engine beside its peers: `benchmark.py overhead`, `benchmark.py exposed --pp 2`, ...
+"""Measure this engine beside its peers: `benchmark.py overhead`, `benchmark.py all --quick --out results`, ...
 
-Each subcommand is a module of `benchmarks/` with `HELP`, `add_arguments(parser)` and `run(args) -> Report`. It
-prints a table, and with `--out DIR` writes NAME.json, NAME.txt and, where there is something to draw, NAME.png.
-`benchmark.py tables --from DIR` puts those tables into docs/performance.md. Run on a machine that does nothing else.
+Each subcommand is a module of `benchmarks/` with `HELP`, `QUICK` (what --quick sets), `add_arguments(parser)` and
+`run(args)`, which returns a Report, or an exit code. A report is printed as a table; with `--out DIR` it is written as
+NAME.json and NAME.txt. `benchmark.py tables --from DIR` puts tables, charts and a summary of each into
+docs/performance.md. Run on a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Before torch is imported: one thread a rank, and gloo on the loopback, or a machine's own settings where given.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silence torch's profiler, which counts the memory
 if Path("/sys/class/net/lo").exists():
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 for folder in (str(ROOT), str(Path(__file__).resolve().parent)):
@@ -27,6 +28,7 @@ for folder in (str(ROOT), str(Path(__file__).resolve().parent)):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
 
 SUBCOMMANDS = (
+    "all",
     "overhead",
     "overlap",
     "exposed",
@@ -43,30 +45,50 @@ SUBCOMMANDS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, run the subcommand, print and write its report."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parser("--quick" in argv).parse_args(argv)
+    from benchmarks.all import NO_DEVICE
+    from benchmarks.megatron_library import SOURCE_VARIABLE, source
+    from benchmarks.report import BenchmarkError, NoDeviceError
+    from benchmarks.shaped_network import sigterm_unwinds
+
+    try:
+        if args.megatron_source is not None:
+            os.environ[SOURCE_VARIABLE] = str(args.megatron_source.resolve())
+            source()  # refuses what is no checkout
+        with sigterm_unwinds():
+            result = args.run(args)
+    except BenchmarkError as error:
+        print(f"benchmark.py {args.subcommand}: {error}", file=sys.stderr)
+        return NO_DEVICE if isinstance(error, NoDeviceError) else 2
+    if isinstance(result, int):
+        return result
+    print(result.text())
+    if args.out is not None:
+        for path in result.write(args.out):
+            print(f"wrote {path}")
+    return 0
+
+
+def _parser(quick: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmark.py", description=(__doc__ or "").split("\n\n")[1])
     kinds = parser.add_subparsers(dest="subcommand", required=True)
     for name in SUBCOMMANDS:
-        if importlib.util.find_spec(f"benchmarks.{name}") is None:
-            continue
         module = importlib.import_module(f"benchmarks.{name}")
         one = kinds.add_parser(name, help=module.HELP, description=module.HELP)
-        one.add_argument("--out", type=Path, help="folder for NAME.json, NAME.txt and NAME.png")
+        one.add_argument("--out", type=Path, help="folder for NAME.json and NAME.txt")
+        one.add_argument("--quick", action="store_true", help="fewer points and rounds; options that are given stay")
+        one.add_argument(
+            "--megatron-source",
+            type=Path,
+            metavar="PATH",
+            help="a checkout of Megatron-LM, measured beside the installed megatron-core",
+        )
         module.add_arguments(one)
         one.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
-    from benchmarks.report import BenchmarkError
-
-    try:
-        report = args.run(args)
-    except BenchmarkError as error:
-        print(f"benchmark.py {args.subcommand}: {error}", file=sys.stderr)
-        return 2
-    if report is not None:
-        print(report.text())
-        if args.out is not None:
-            for path in report.write(args.out):
-                print(f"wrote {path}")
-    return 0
+        if quick:
+            one.set_defaults(**module.QUICK)
+    return parser
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.testing.pipeline import run_rank
@@ -149,9 +150,9 @@ class SleepSteps:
 class WaitsAtOnce(PlanExecutor):
     """The control: waits on every output's send as soon as it is posted."""
 
-    def _send_f(self, at: ins.Instruction) -> None:
+    def _send_f(self, at: Task) -> None:
         super()._send_f(at)
-        self.sends[ins.SEND_F][at[1:3]].wait()
+        self.handles[at.message].wait()
 
 
 class StreamClock:

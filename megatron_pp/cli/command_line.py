@@ -2,63 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any
 
-from megatron_pp import __version__
 from megatron_pp.cli.errors import BAD_INPUT, REFUSED, RefusedError
+from megatron_pp.cli.parser import parse
 from megatron_pp.errors import MegatronPPError
 
-_INTRODUCTION = (
-    "Plans of pipeline-parallel training: print, check, simulate, draw, and compare with what really happened."
-)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
-def build_parser(commands: dict[str, Any]) -> argparse.ArgumentParser:
-    """The parser of ``commands``: name -> module with SUMMARY, EXAMPLES, add_arguments and run."""
-    parser = _Parser(prog="megatron-pp", description=_INTRODUCTION)
-    parser.add_argument("--version", action="version", version=f"megatron-pp {__version__}")
-    chosen = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in commands.items():
-        one = chosen.add_parser(
-            name,
-            help=module.SUMMARY,
-            description=module.SUMMARY[0].upper() + module.SUMMARY[1:] + ".",
-            epilog=module.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        one.add_argument("--no-colour", "--no-color", action="store_true", help="plain text on a terminal too")
-        module.add_arguments(one)
-        one.set_defaults(run=module.run)
-    return parser
+_COMMANDS = ("plan", "verify", "simulate", "draw", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code: 0 done, 1 the answer is no, 2 wrong arguments or files."""
+    """Run one command. Returns its exit code (``errors.py``)."""
+    args = parse({name: _command(name) for name in _COMMANDS}, argv)
     try:
-        from megatron_pp.cli.terminal import Terminal, print_line
-    except ImportError:
-        print("megatron-pp needs the package 'rich' for its tables: pip install 'megatron-pp[viz]'", file=sys.stderr)
-        return 2
-    from megatron_pp.cli import draw, plan, report, simulate, verify
+        from megatron_pp.cli.console import Terminal
 
-    commands = {"plan": plan, "verify": verify, "simulate": simulate, "draw": draw, "report": report}
-    args = build_parser(commands).parse_args(argv)
-    no_colour = args.no_colour or None  # None: as the environment says (NO_COLOR)
-    args.console_errors = Terminal(stderr=True, no_color=no_colour)
-    try:
-        code = int(args.run(args, Terminal(no_color=no_colour)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = lambda message, *_: _complain(f"note: {message}")
+            code = int(args.run(args, Terminal(no_color=args.no_colour or None)))  # None: as NO_COLOR says
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
@@ -69,10 +38,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem, code = f"the answer cannot be written ({error.strerror or error})", BAD_INPUT
     except RefusedError as error:
         problem, code = str(error), REFUSED
-    except (MegatronPPError, ImportError) as error:
+    except ImportError as error:
+        problem, code = _how_to_get(error), BAD_INPUT
+    except MegatronPPError as error:
         problem, code = str(error), BAD_INPUT
-    print_line(args.console_errors, f"megatron-pp {args.command}: {problem}")
+    _complain(f"megatron-pp {args.command}: {problem}")
     return code
+
+
+def _command(name: str) -> Any:
+    """The module of a command. Where a package that it needs is missing, its help says so, and that of others works."""
+    try:
+        return importlib.import_module(f"megatron_pp.cli.{name}")
+    except ImportError as error:
+        return SimpleNamespace(
+            SUMMARY=f"not available: {_how_to_get(error)}", EXAMPLES="", add_arguments=lambda _: None, run=None
+        )
+
+
+def _how_to_get(error: ImportError) -> str:
+    return f"{error}; `pip install {error.name}` gets it" if error.name else str(error)
+
+
+def _complain(text: str) -> None:
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _drop_output() -> None:

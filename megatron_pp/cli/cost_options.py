@@ -7,11 +7,15 @@ import dataclasses
 import math
 
 from megatron_pp.cli.errors import UsageError
+from megatron_pp.cli.given import given, option, refuse
 from megatron_pp.cli.plan_options import whole
 from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.sim.memory import RECOMPUTE, SELECTIVE, ModelShape
+from megatron_pp.plan.sim.memory import RECOMPUTE, ModelShape
 
 _GB = 1e9
+COSTS = ("forward_ms", "backward_ms", "weight_ms", "p2p_ms", "bandwidth", "activation_mb", "gloo", "link")
+MODEL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.name != "element_bytes")
+_NEEDED = ("num_layers", "hidden_size", "seq_length")
 MILLISECONDS = "ms"
 SLOTS = "slots"
 
@@ -26,7 +30,7 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--forward-ms", type=times, metavar="MS", help="forward")
     group.add_argument("--backward-ms", type=times, metavar="MS", help=whole_backward)
     group.add_argument("--weight-ms", type=times, metavar="MS", help="weight gradients; an unsplit backward adds them")
-    group.add_argument("--p2p-ms", type=number, default=0.0, metavar="MS", help="latency of a transfer; default 0")
+    group.add_argument("--p2p-ms", type=number, metavar="MS", help="latency of a transfer; default 0")
     group.add_argument("--bandwidth", type=number, metavar="GB/S", help="of each directed link; default infinite")
     group.add_argument("--activation-mb", type=number, metavar="MB", help="size of one message; default the model's")
     announced = "transfers as gloo makes them: a receive is announced behind the data that goes the other way"
@@ -40,15 +44,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--layers", dest="num_layers", type=whole, metavar="N")
     group.add_argument("--hidden-size", type=whole, metavar="H")
     group.add_argument("--seq-length", type=whole, metavar="S")
-    group.add_argument("--micro-batch-size", type=whole, default=1, metavar="B")
-    group.add_argument("--attention-heads", dest="num_attention_heads", type=whole, default=0, metavar="A")
+    group.add_argument("--micro-batch-size", type=whole, metavar="B", help="default 1")
+    group.add_argument("--attention-heads", dest="num_attention_heads", type=whole, metavar="A")
     group.add_argument("--ffn-hidden-size", type=whole, metavar="F", help="default 4 H")
-    group.add_argument("--vocab-size", type=whole, default=0, metavar="N")
-    group.add_argument("--tensor-parallel", type=whole, default=1, metavar="T")
-    group.add_argument("--context-parallel", type=whole, default=1, metavar="C")
-    group.add_argument("--data-parallel", type=whole, default=1, metavar="D", help="of the distributed optimizer")
-    group.add_argument("--sequence-parallel", action="store_true")
-    group.add_argument("--recompute", choices=RECOMPUTE, default=SELECTIVE, help="default selective")
+    group.add_argument("--vocab-size", type=whole, metavar="N")
+    group.add_argument("--tensor-parallel", type=whole, metavar="T")
+    group.add_argument("--context-parallel", type=whole, metavar="C")
+    group.add_argument("--data-parallel", type=whole, metavar="D", help="of the distributed optimizer")
+    group.add_argument("--sequence-parallel", action="store_true", help="needs --tensor-parallel")
+    group.add_argument("--recompute", choices=RECOMPUTE, help="default selective")
 
 
 def number(text: str) -> float:
@@ -80,25 +84,24 @@ def link(text: str) -> tuple[tuple[int, int], Link]:
 
 def cost_unit(args: argparse.Namespace) -> str:
     """What times are in: milliseconds, or slots where no cost was given."""
-    given = (args.forward_ms, args.backward_ms, args.weight_ms, args.bandwidth)
-    return SLOTS if all(g is None for g in given) and not args.p2p_ms and not args.link else MILLISECONDS
+    times_given = given(args, ("forward_ms", "backward_ms", "weight_ms", "p2p_ms", "bandwidth", "link"))
+    return MILLISECONDS if any(times_given.values()) else SLOTS
 
 
 def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int) -> StageCosts:
     """The times along the model's depth. Raises UsageError where forward and backward are not both given."""
-    options = {"--forward-ms": args.forward_ms, "--backward-ms": args.backward_ms, "--weight-ms": args.weight_ms}
-    given = {name: values for name, values in options.items() if values is not None}
-    if not given:
+    lists = {option(args, name): values for name, values in given(args, COSTS[:3]).items()}
+    if not lists:
         stages = float(pipeline_size * num_chunks)
         return StageCosts.uniform(1, stages, stages, stages)
-    if "--forward-ms" not in given or "--backward-ms" not in given:
+    if "--forward-ms" not in lists or "--backward-ms" not in lists:
         raise UsageError("--forward-ms and --backward-ms go together")
-    lengths = {name: len(values) for name, values in given.items() if len(values) > 1}
+    lengths = {name: len(values) for name, values in lists.items() if len(values) > 1}
     if len(set(lengths.values())) > 1:
         lengths_given = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise UsageError(f"lists of times must be of one length; {lengths_given}")
     longest = max(lengths.values(), default=1)  # a single number among lists is that share of every stage
-    forward, backward, *rest = (v if len(v) == longest else v * longest for v in given.values())
+    forward, backward, *rest = (v if len(v) == longest else v * longest for v in lists.values())
     (weight,) = rest or (tuple(b / 2 for b in backward),)
     if not rest:
         backward = weight
@@ -109,7 +112,8 @@ def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int) 
 
 def network(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int) -> Network:
     """The links. Raises UsageError for a bandwidth without a message size, and a link between ranks there are not."""
-    for (source, target), _ in args.link:
+    links = dict(args.link)
+    for source, target in links:
         if source == target or max(source, target) >= pipeline_size:
             raise UsageError(
                 f"--link {source}-{target} is no link between two of {pipeline_size} ranks, counted from 0"
@@ -121,16 +125,17 @@ def network(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: i
     size = of_model if args.activation_mb is None else args.activation_mb * 1e6
     if size == 0 and args.bandwidth is not None:
         raise UsageError("--bandwidth needs the size of a message: --activation-mb, or the shape of the model")
-    return Network(size, link=Link(args.p2p_ms, bandwidth), links=dict(args.link), gloo=args.gloo)
+    return Network(size, link=Link(args.p2p_ms or 0.0, bandwidth), links=links, gloo=args.gloo)
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape | None:
     """The shape of the model; None where none is given. Raises UsageError where only a part is."""
-    needed = {"--layers": args.num_layers, "--hidden-size": args.hidden_size, "--seq-length": args.seq_length}
-    missing = [name for name, value in needed.items() if value is None]
-    if len(missing) == len(needed):
+    parts = given(args, MODEL)
+    if not parts:
         return None
+    missing = [option(args, name) for name in _NEEDED if name not in parts]
     if missing:
         raise UsageError(f"the shape of the model also needs {' and '.join(missing)}")
-    names = [field.name for field in dataclasses.fields(ModelShape)]
-    return ModelShape(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+    if args.tensor_parallel in (None, 1):
+        refuse(args, ["sequence_parallel"], "splits over the tensor parallel ranks: it needs --tensor-parallel above 1")
+    return ModelShape(**parts)

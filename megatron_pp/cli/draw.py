@@ -1,16 +1,30 @@
-"""``megatron-pp draw``: the timeline of a plan, in the terminal or as a picture."""
+"""``megatron-pp draw``: the timelines of plans, in the terminal or as a picture."""
 
 from __future__ import annotations
 
 import argparse
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from megatron_pp.cli.cost_options import MILLISECONDS, add_cost_options, add_model_options, cost_unit, model_shape
+from megatron_pp import draw
+from megatron_pp.cli.cost_options import (
+    COSTS,
+    MILLISECONDS,
+    MODEL,
+    add_cost_options,
+    add_model_options,
+    cost_profile,
+    cost_unit,
+    model_shape,
+    network,
+)
 from megatron_pp.cli.errors import OK, UsageError
+from megatron_pp.cli.given import refuse
 from megatron_pp.cli.plan_options import (
+    PLAN_OPTIONS,
     add_plan_options,
     listed_specs,
     named_plan,
@@ -21,26 +35,29 @@ from megatron_pp.cli.plan_options import (
 )
 from megatron_pp.cli.simulate import costs_of
 from megatron_pp.cli.terminal import print_line, print_table, write_output
-from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
+from megatron_pp.cli.trace_options import RUN, add_from_trace_option, traced_findings
 from megatron_pp.draw.chrome import render_chrome_trace
-from megatron_pp.draw.grid import GridFacts, grid_facts, render_grid
-from megatron_pp.draw.html import render_html
-from megatron_pp.draw.svg import render_svg
-from megatron_pp.draw.text import legend, plain, render_text
-from megatron_pp.draw.ticks import percent
+from megatron_pp.draw.facts import costs_line
+from megatron_pp.draw.grid import render_grid
+from megatron_pp.draw.text import plain, render_text
+from megatron_pp.draw.ticks import percent, short
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
 from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.sim.simulation import Simulation
+from megatron_pp.plan.spec import Plan
 
-SUMMARY = "draw a timeline: terminal, classic grid, SVG, HTML, PNG, Chrome trace"
+SUMMARY = "draw timelines: terminal, classic grid, SVG, PNG, HTML, Chrome trace"
 EXAMPLES = """examples:
   megatron-pp draw -s 1f1b -P 4 -M 8
+  megatron-pp draw -s 1f1b,zb_h1,zb_v -P 8 -M 16 -o compared.svg
   megatron-pp draw --style grid -s naive,gpipe,1f1b -P 4 -M 4
   megatron-pp draw -s zb_v -P 4 -M 8 --p2p-ms 0.2 --forward-ms 4 --backward-ms 4 --weight-ms 4 -o zbv.html
   megatron-pp draw --from-trace traces/ --step 5 -o step5.svg
   megatron-pp draw -s interleaved_1f1b -P 8 -V 4 -M 32 -o plan.json      (open in https://ui.perfetto.dev)
 """
 _BY_ENDING = {".svg": "svg", ".html": "html", ".htm": "html", ".png": "png", ".json": "chrome", ".txt": "text"}
-_LEAST_WIDTH = {"text": 20, "grid": 20, "svg": 300, "html": 0, "png": 300, "chrome": 0}  # of every style
+_LEAST_WIDTH = {"text": 20, "grid": 20, "svg": 300, "html": 0, "png": 300, "chrome": 0}  # 0: has none
+_DARK = ("svg", "png")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,12 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_from_trace_option(parser, "draw what happened there, instead of a plan")
     parser.add_argument("--style", choices=_LEAST_WIDTH, help="default: what the name of -o ends in, else text")
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write; text and grid may go to the terminal")
-    parser.add_argument("--width", type=whole, metavar="N", help="columns of text, or pixels of a picture")
-    parser.add_argument("--dark", action="store_true", help="PNG on dark paper (SVG and HTML follow the reader)")
+    wide = "columns of text, or pixels of a picture (a PNG has two dots for each); default: what the labels need"
+    parser.add_argument("--width", type=whole, metavar="N", help=wide)
+    parser.add_argument("--dark", action="store_true", help="SVG and PNG on dark paper (HTML follows the reader)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     style = args.style or _style_of(args.output)
+    _refuse_what_does_not_apply(args, style)
     if args.width is not None and args.width < _LEAST_WIDTH[style]:
         raise UsageError(f"--width is {args.width}; {style} needs at least {_LEAST_WIDTH[style]}")
     if args.output is None and style not in ("text", "grid"):
@@ -67,10 +86,23 @@ def run(args: argparse.Namespace, console: Console) -> int:
         _draw_grids(args, Console(file=text, width=args.width or console.width, no_color=True))
         write_output(console, args.output, text.getvalue())
     elif style == "text" and args.output is None:
-        _print_text(_timeline(args), args.width or console.width, console)
+        for line in render_text(_timelines(args), args.width or console.width, few_colours=_has_few_colours(console)):
+            console.print(line, soft_wrap=True)
     else:
-        write_output(console, args.output, rendered(_timeline(args), style, args.width, args.dark))
+        write_output(console, args.output, rendered(_timelines(args), style, args.width, args.dark))
     return OK
+
+
+def _refuse_what_does_not_apply(args: argparse.Namespace, style: str) -> None:
+    """Raises UsageError for an option that would change nothing."""
+    if args.from_trace is not None:
+        refuse(args, (*PLAN_OPTIONS, *COSTS, *MODEL), "does not go with --from-trace, which draws what happened")
+    if style == "grid":
+        refuse(args, (*COSTS, *MODEL, "from_trace", *RUN), "is for drawings in time, not for --style grid")
+    if style not in _DARK:
+        refuse(args, ["dark"], f"is for {' and '.join(_DARK)}, not {style}")
+    if not _LEAST_WIDTH[style]:
+        refuse(args, ["width"], f"is not for {style}, which is as wide as its reader")
 
 
 def _style_of(output: str | None) -> str:
@@ -81,55 +113,84 @@ def _style_of(output: str | None) -> str:
     return _BY_ENDING.get(ending, "text")
 
 
-def rendered(timeline: Timeline, style: str, width: int | None, dark: bool) -> str | bytes:
+def _has_few_colours(console: Console) -> bool:
+    return console.color_system in ("standard", "windows")
+
+
+def rendered(timelines: Sequence[Timeline], style: str, width: int | None, dark: bool) -> str | bytes:
     """The drawing as what a file of this style holds."""
     if style == "svg":
-        return render_svg(timeline, width or 1400)
-    if style == "html":
-        return render_html([timeline], timeline.title)
+        return draw.svg(timelines, width, dark)
     if style == "png":
-        from megatron_pp.draw.png import render_png  # matplotlib takes long to load, and may be missing
-
-        return render_png(timeline, width or 1600, dark)
+        return draw.png(timelines, width, dark)
+    if style == "html":
+        return draw.render_html(timelines, ", ".join(timeline.title for timeline in timelines))
     if style == "chrome":
-        return render_chrome_trace(timeline)
-    return f"{timeline.title}\n{plain(render_text(timeline, width or 80))}\n"
+        if len(timelines) > 1:
+            raise UsageError("a Chrome trace holds one schedule; name one, or write HTML")
+        return render_chrome_trace(timelines[0])
+    return plain(render_text(timelines, width or 80)) + "\n"
 
 
-def _timeline(args: argparse.Namespace) -> Timeline:
+def _timelines(args: argparse.Namespace) -> list[Timeline]:
     traced = traced_findings(args)
     if traced is not None:
         title = f"{traced.measured.plan.spec.describe()}, step {traced.step} as measured"
-        return simulated_timeline(traced.measured, MILLISECONDS, title=title)
-    plan, shape = verified_single_plan(args), model_shape(args)
-    return simulated_timeline(simulate(plan, *costs_of(args, plan, None, shape), args.device), cost_unit(args), shape)
+        return [simulated_timeline(traced.measured, MILLISECONDS, title=title)]
+    shape = model_shape(args)
+    plans = _plans(args)
+    if len(plans) > 1:
+        steps = _compared(args, plans)
+    else:
+        steps = [simulate(plans[0], *costs_of(args, plans[0], None, shape), args.device)]
+    return [simulated_timeline(step, cost_unit(args), shape) for step in steps]
 
 
-def _print_text(timeline: Timeline, width: int, console: Console) -> None:
-    bubble = percent(timeline.bubble_share)
-    print_line(console, f"{timeline.title}: {timeline.end:.6g} {timeline.unit}, bubble {bubble}")
-    for line in [*render_text(timeline, width), legend(timeline)]:
-        console.print(line, soft_wrap=True)
+def _plans(args: argparse.Namespace) -> list[Plan]:
+    """All that the options name, verified."""
+    if args.source is not None:
+        return [verified_single_plan(args)]
+    specs = list(listed_specs(args, schedule_names(args.schedule)))
+    if len(specs) == 1:
+        return [verified_single_plan(args)]
+    return [verified(named_plan(spec)) for spec in specs]
+
+
+def _compared(args: argparse.Namespace, plans: Sequence[Plan]) -> list[Simulation]:
+    """Steps of one model: without costs, a rank's share of it takes 1 slot for each of F, I and W, whatever V is."""
+    links = network(args, model_shape(args), plans[0].spec.pipeline_size)
+    steps = []
+    for plan in plans:
+        costs = cost_profile(args, plan.spec.pipeline_size, 1).regrouped(plan.placement.num_stages)
+        steps.append(simulate(plan, costs, links, args.device))
+    return steps
 
 
 def _draw_grids(args: argparse.Namespace, console: Console) -> None:
-    if args.source is not None:
-        plans = [verified_single_plan(args)]
-    else:
-        plans = [verified(named_plan(spec)) for spec in listed_specs(args, schedule_names(args.schedule))]
+    plans = _plans(args)
     for plan in plans:
         console.print(plan.spec.describe(), markup=False, highlight=False, style="bold")
-        for line in render_grid(plan, args.width or console.width):
+        if plan.remark:
+            print_line(console, plan.remark)
+        for line in render_grid(plan, args.width or console.width, _has_few_colours(console)):
             console.print(line, soft_wrap=True)
         console.print()
+    steps = _compared(args, plans)
+    unit = cost_unit(args)
     print_table(
         console,
-        "What it costs (every operation one step)",
-        ["schedule", "steps", "idle steps a rank", "bubble", "in flight a rank", "messages a rank"],
-        [_grid_row(grid_facts(plan)) for plan in plans],
+        f"What it costs: {costs_line([simulated_timeline(step, unit) for step in steps])}",
+        ["schedule", unit, "idle a rank", "bubble", "in flight a rank", "messages a rank"],
+        [_cost_row(step) for step in steps],
     )
 
 
-def _grid_row(facts: GridFacts) -> list[str]:
-    lists = [" ".join(map(str, numbers)) for numbers in (facts.idle_steps, facts.in_flight, facts.sent)]
-    return [facts.name, str(facts.steps), lists[0], percent(facts.bubble_share), lists[1], lists[2]]
+def _cost_row(step: Simulation) -> list[str]:
+    sent = [0] * len(step.busy)
+    for (source, _), (messages, _) in step.volume().items():
+        sent[source] += messages
+    idle, in_flight, messages_sent = (
+        " ".join(map(str, numbers)) for numbers in (map(short, step.idle), step.peak_in_flight(), sent)
+    )
+    bubble = percent(step.bubble_share)
+    return [step.plan.spec.schedule, short(step.makespan), idle, bubble, in_flight, messages_sent]

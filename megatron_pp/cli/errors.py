@@ -1,17 +1,38 @@
-"""Exit codes, and the errors that a command ends with."""
+"""Exit codes, and the errors that a command ends with.
+
+0  done
+1  the answer is no: the plan is refused, whatever is wrong with it and wherever it came from, or nothing fits
+2  no answer: wrong arguments, a file that cannot be read or written, or that holds no plan
+"""
 
 from __future__ import annotations
 
-from megatron_pp.errors import MegatronPPError
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_pp.errors import ExchangeError, MegatronPPError, PlanError
 
 OK = 0
-REFUSED = 1  # the question was understood, and the answer is no: a plan that does not verify, nothing that fits
-BAD_INPUT = 2  # wrong arguments or files; argparse's own code
+REFUSED = 1
+BAD_INPUT = 2  # argparse's own code too
 
 
 class RefusedError(MegatronPPError):
-    """The plan does not verify. Ends with REFUSED."""
+    """The plan is incomplete, cannot run or does not verify. Ends with REFUSED."""
 
 
 class UsageError(MegatronPPError, ValueError):
     """Arguments that do not fit together; the message says what would be right. Ends with BAD_INPUT."""
+
+
+@contextmanager
+def refusing(name: str = "") -> Iterator[None]:
+    """What is wrong with the plan called ``name`` becomes a RefusedError. The ExchangeError of a file that holds no
+    plan stays one.
+    """
+    try:
+        yield
+    except ExchangeError:
+        raise
+    except PlanError as error:
+        raise RefusedError(f"{name and f'{name}: '}refused: {error}") from error

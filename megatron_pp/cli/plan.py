@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from megatron_pp.cli.errors import OK
-from megatron_pp.cli.plan_options import add_plan_options, single_plan
+from megatron_pp.cli.errors import OK, refusing
+from megatron_pp.cli.given import refuse
+from megatron_pp.cli.plan_options import PLAN_OPTIONS, add_plan_options, single_plan
 from megatron_pp.cli.terminal import print_line
 from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.instruction import COMPUTE_OPS, format_program
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.serialize import FORMATS, TORCH_CSV, format_plan
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.spec import Plan, checked_device
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SUMMARY = "print a plan, one line per rank, or write it as JSON or PyTorch's CSV"
 EXAMPLES = """examples:
@@ -31,23 +34,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("text", *FORMATS), help="default text, or what the name of -o ends in")
     parser.add_argument("--compute-only", action="store_true", help="text without communication")
     parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE instead of the terminal")
-    parser.add_argument("--list", action="store_true", help="the schedules there are")
+    parser.add_argument("--list", action="store_true", help="the schedules there are, and nothing else")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     if args.list:
+        refuse(args, (*PLAN_OPTIONS, "format", "compute_only", "output"), "does not go with --list")
         for family in SCHEDULES.values():
             print_line(console, f"{family.name:18} {family.summary} ({family.source})")
         return OK
     plan = single_plan(args)
+    if args.device and plan.spec.device != checked_device(args.device):
+        refuse(args, ["device"], f"does not change {args.source}, which is a whole plan; verify and simulate apply it")
     ending = Path(args.output or "").suffix.lstrip(".")
     form = args.format or (TORCH_CSV if ending == "csv" else ending)
-    text = _as_text(plan, args.compute_only) if form in ("text", "txt", "") else format_plan(plan, form)
+    text = _formatted(plan, args, form)
     if args.output:
         write_whole(args.output, text)
     else:
         console.file.write(text)
     return OK
+
+
+def _formatted(plan: Plan, args: argparse.Namespace, form: str) -> str:
+    if form in ("text", "txt", ""):
+        return _as_text(plan, args.compute_only)
+    refuse(args, ["compute_only"], f"is for text, not {form}")
+    with refusing(plan.spec.describe()):
+        return format_plan(plan, form)
 
 
 def _as_text(plan: Plan, compute_only: bool) -> str:

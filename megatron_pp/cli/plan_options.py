@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from megatron_pp.cli.errors import RefusedError, UsageError
-from megatron_pp.cli.terminal import print_line
+from megatron_pp.cli.errors import UsageError, refusing
+from megatron_pp.cli.given import given, option, refuse
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import lowered_plan
-from megatron_pp.plan.family import Announce
+from megatron_pp.plan.family import Family
+from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES
-from megatron_pp.plan.schedule_file import find_family
+from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
 from megatron_pp.plan.serialize import load_plan
-from megatron_pp.plan.sim.naive import NAIVE, naive_plan
+from megatron_pp.plan.sim.naive import NAIVE, NAIVE_FAMILY, naive_plan
 from megatron_pp.plan.spec import (
     CHANNELS,
     DEVICE_RULES,
+    DEVICE_SYNC,
     EXPLICIT,
     HOOKS,
     ONE_WAY,
@@ -34,27 +34,28 @@ from megatron_pp.plan.verifier import verify
 
 _DEFAULT_SCHEDULE = "1f1b"
 _DEFAULT_RANKS = 4
-_NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches")
-_LOWERING = ("policy", "channels", "variable_shapes", "release_after", "lookahead", "grad_sync", "param_sync", "device")
+NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches", "group_size")
+_LOWERING = ("policy", "channels", "forward_only", "variable_shapes", "release_after", "lookahead", "grad_sync")
+LOWERING = (*_LOWERING, "param_sync", "device")
+PLAN_OPTIONS = (*NAMING, *LOWERING, "source")
 
 
 def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """``several``: schedules, chunks and microbatches may be lists, as for a comparison."""
+    """``several``: the command takes several plans, from lists of schedules, chunks and microbatches."""
     group = parser.add_argument_group("plan", "a schedule by name and size, or --import FILE")
     many = " (or a list: a,b,c)" if several else ""
-    number: Any = whole_list if several else whole
-    names = f"{', '.join(SCHEDULES)}, or {NAIVE}{many}; default {_DEFAULT_SCHEDULE}"
-    group.add_argument("-s", "--schedule", metavar="NAME", help=names)
-    group.add_argument("-P", "--pipeline-size", type=whole, metavar="P", help="ranks; default 4")
-    group.add_argument("-V", "--num-chunks", type=number, metavar="V", help=f"model chunks a rank{many}")
-    group.add_argument("-M", "--num-microbatches", type=number, metavar="M", help=f"default 2 P{many}")
-    group.add_argument("--group-size", type=whole, default=0, metavar="G", help="microbatches a chunk; default P")
-    group.add_argument("--policy", choices=POLICIES, default=OVERLAP, help="how transfers go out; default overlap")
-    group.add_argument("--channels", choices=CHANNELS, default=ONE_WAY, help="default one_way")
+    names = f"{', '.join(SCHEDULES)}, {NAIVE}, or a .csv or .json file, which brings P, V and M{many}"
+    group.add_argument("-s", "--schedule", metavar="NAME", help=f"{names}; default {_DEFAULT_SCHEDULE}")
+    group.add_argument("-P", "--pipeline-size", type=whole, metavar="P", help=f"ranks; default {_DEFAULT_RANKS}")
+    group.add_argument("-V", "--num-chunks", type=whole_list, metavar="V", help=f"model chunks a rank{many}")
+    group.add_argument("-M", "--num-microbatches", type=whole_list, metavar="M", help=f"default 2 P{many}")
+    group.add_argument("--group-size", type=whole, metavar="G", help="microbatches a chunk; default P")
+    group.add_argument("--policy", choices=POLICIES, help="how transfers go out; default overlap")
+    group.add_argument("--channels", choices=CHANNELS, help="default one_way")
     group.add_argument("--forward-only", action="store_true", help="evaluation: forwards alone")
     group.add_argument("--variable-shapes", action="store_true", help="shapes travel ahead of the tensors")
-    group.add_argument("--release-after", type=whole, default=1, metavar="N", help="slots from a send to its release")
-    group.add_argument("--lookahead", type=whole, default=1, metavar="N", help="slots that a receive is posted ahead")
+    group.add_argument("--release-after", type=whole, metavar="N", help="slots from a send to its release; default 1")
+    group.add_argument("--lookahead", type=whole, metavar="N", help="slots that a receive is posted ahead; default 1")
     group.add_argument(
         "--device",
         action="extend",
@@ -64,7 +65,7 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
         help=f"rules that hold where it runs, {', '.join(DEVICE_RULES)} (or a list: a,b,c): the plan is lowered for "
         "them and verified under them together; default rendezvous, which always holds",
     )
-    group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), default=HOOKS)
+    group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), help="default hooks")
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
     imported = "a plan in our JSON or PyTorch's CSV (where it is compute-only, lowered as --policy and --channels say)"
     group.add_argument("--import", dest="source", metavar="FILE", help=imported)
@@ -92,89 +93,141 @@ def whole_list(text: str) -> list[int]:
 
 def names_no_plan(args: argparse.Namespace) -> bool:
     """Whether the options leave the plan to the command."""
-    return all(getattr(args, name) is None for name in ("source", *_NAMING))
+    return not given(args, ("source", *NAMING))
 
 
 def single_plan(args: argparse.Namespace) -> Plan:
-    """The one plan that the options name, not verified. Raises PlanError, UsageError."""
+    """The one plan that the options name, not verified. Raises PlanError, UsageError, RefusedError."""
     if args.source is not None:
         return _imported(args)
-    spec = _spec(args, args.schedule or _DEFAULT_SCHEDULE, _one(args.num_chunks), _one(args.num_microbatches))
-    return named_plan(spec, partial(_note, args))
+    specs = list(listed_specs(args, schedule_names(args.schedule)))
+    if len(specs) > 1:
+        raise UsageError(
+            f"-s, -V and -M name {len(specs)} plans, and this takes one; lists are for simulate --compare and draw"
+        )
+    return named_plan(specs[0])
 
 
 def verified_single_plan(args: argparse.Namespace) -> Plan:
     """The one plan that the options name. Raises RefusedError where it does not verify."""
-    return verified(single_plan(args))
+    return verified(single_plan(args), args.device or None)
 
 
-def verified(plan: Plan) -> Plan:
-    """``plan``. Raises RefusedError where it does not verify."""
-    try:
-        verify(plan)
-    except PlanError as error:
-        raise RefusedError(f"{plan.spec.describe()}: refused: {error}") from error
+def verified(plan: Plan, device: Sequence[str] | None = None) -> Plan:
+    """``plan``. Raises RefusedError where it does not verify, under ``device`` or the rules that it was lowered for."""
+    with refusing(plan.spec.describe()):
+        verify(plan, device=device)
     return plan
 
 
-def named_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
-    """The plan of a family, or the naive one, before it is verified."""
-    return naive_plan(spec) if spec.schedule == NAIVE else lowered_plan(spec, announce)
-
-
-def _note(args: argparse.Namespace, text: str) -> None:
-    print_line(args.console_errors, f"note: {text}")
-
-
-def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[PlanSpec]:
-    """Every combination of schedule, chunks and microbatches that the options list. Families that fix V have theirs."""
-    for name in names:
-        fixed = SCHEDULES[name].chunks if name in SCHEDULES else None
-        for v in [fixed] if fixed is not None else args.num_chunks or [None]:
-            for m in args.num_microbatches or [None]:
-                yield _spec(args, name, v, m)
+def named_plan(spec: PlanSpec) -> Plan:
+    """The plan of a family, of a schedule file, or the naive one, before it is verified."""
+    if spec.schedule == NAIVE:
+        return naive_plan(spec)
+    if names_a_file(spec.schedule):
+        with refusing():
+            return lowered_plan(spec)
+    return lowered_plan(spec, warnings.warn)
 
 
 def schedule_names(text: str | None) -> list[str]:
     """The names in a comma list; ``all`` stands for every family. Raises PlanError for one that is none."""
     names = [name.strip() for name in (text or _DEFAULT_SCHEDULE).split(",")]
-    for name in names:
-        if name not in ("all", NAIVE):
-            find_family(name)
-    return [known for name in names for known in (SCHEDULES if name == "all" else [OLD_NAMES.get(name, name)])]
+    found = [known for name in names for known in (SCHEDULES if name == "all" else [OLD_NAMES.get(name, name)])]
+    for name in found:
+        _family(name)
+    return found
+
+
+def _family(name: str) -> Family:
+    if name == NAIVE:
+        return NAIVE_FAMILY
+    if name not in SCHEDULES and not names_a_file(name):
+        raise UsageError(unknown("schedule", name, [*SCHEDULES, NAIVE, "all"], choices()))
+    with refusing():
+        return find_family(name)
+
+
+def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[PlanSpec]:
+    """Every combination of schedule, chunks and microbatches that the options list. Families that fix V have theirs;
+    a file among them fixes P and M for all. Raises UsageError for an option that applies to none of them.
+    """
+    families = [_family(name) for name in names]
+    _check_sizes(args, families)
+    _check_lowering(args, families)
+    size, counts = pipeline_size(args, names), args.num_microbatches
+    if counts is None:
+        counts = next(([family.shape.num_microbatches] for family in families if family.shape), [2 * size])
+    options = given(args, ("group_size", *LOWERING))
+    for family in families:
+        for chunks in _chunks(args, family):
+            for microbatches in counts:
+                yield PlanSpec(family.name, size, chunks, microbatches, digest=family.digest, **options)
+
+
+def pipeline_size(args: argparse.Namespace, names: Sequence[str]) -> int:
+    """P as given, of the first file among ``names``, or by default."""
+    if args.pipeline_size is not None:
+        return int(args.pipeline_size)
+    shapes = (_family(name).shape for name in names)
+    return next((shape.pipeline_size for shape in shapes if shape), _DEFAULT_RANKS)
+
+
+def _check_sizes(args: argparse.Namespace, families: Sequence[Family]) -> None:
+    """What is given has to be what the schedules have: V at least one of them, a file P and M as well."""
+    for chunks in args.num_chunks or ():
+        if all(family.chunks not in (None, chunks) for family in families):
+            first = families[0]
+            raise UsageError(f"schedule {first.name} has {first.chunks} model chunk(s) a rank, not {chunks}")
+    shapes = [(family.name, family.shape) for family in families if family.shape]
+    for name, shape in shapes:
+        for size in given(args, ("pipeline_size",)).values():
+            if size != shape.pipeline_size:
+                raise UsageError(f"{name} is a schedule of {shape.pipeline_size} ranks; -P is {size}")
+        for count in args.num_microbatches or ():
+            if count != shape.num_microbatches:
+                raise UsageError(f"{name} is a schedule of {shape.num_microbatches} microbatches; -M is {count}")
+        one, other = shapes[0][1], shape
+        if (one.pipeline_size, one.num_microbatches) != (other.pipeline_size, other.num_microbatches):
+            raise UsageError(
+                f"{shapes[0][0]} is a schedule of {one.num_microbatches} microbatches on {one.pipeline_size} ranks, "
+                f"{name} of {other.num_microbatches} on {other.pipeline_size}; they cannot stand side by side"
+            )
+
+
+def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> None:
+    """Raises UsageError for an option that would change nothing."""
+    if not any(family.grouped for family in families):
+        grouped = ", ".join(name for name, family in SCHEDULES.items() if family.grouped)
+        refuse(args, ["group_size"], f"is for schedules with groups ({grouped}), not {families[0].name}")
+    if args.policy not in (None, OVERLAP):
+        refuse(args, ["release_after", "lookahead"], f"is for --policy overlap, not {args.policy}")
+    if args.channels not in (None, ONE_WAY):
+        refuse(args, ["lookahead"], f"is for --channels one_way, not {args.channels}")
+    if args.variable_shapes:
+        refuse(args, ["lookahead"], "does not go with --variable-shapes, where receives are waited for at once")
+    if args.forward_only:
+        refuse(args, ["grad_sync"], "does not go with --forward-only, which has no gradients")
+    if DEVICE_SYNC in args.device:
+        refuse(args, ["lookahead"], f"does not go with --device {DEVICE_SYNC}, where no receive is posted ahead")
+    if all(_chunks(args, family) == [1] for family in families):
+        refuse(args, ["param_sync"], "marks the parameters of several model chunks a rank; here there is one")
+
+
+def _chunks(args: argparse.Namespace, family: Family) -> list[int]:
+    """The numbers of chunks to take of ``family``."""
+    return [family.chunks] if family.chunks is not None else args.num_chunks or [2]
 
 
 def _imported(args: argparse.Namespace) -> Plan:
-    clash = next((name for name in _NAMING if getattr(args, name) is not None), None)
-    if clash is not None:
-        raise UsageError(f"--import brings its own {clash.replace('_', ' ')}; leave --{clash.replace('_', '-')} out")
-    with warnings.catch_warnings(record=True) as notes:
-        warnings.simplefilter("always")
-        plan = load_plan(args.source, **_given(args, _LOWERING))
-    for note in notes:
-        _note(args, str(note.message))
-    return replace(plan, spec=replace(plan.spec, device=tuple(args.device))) if args.device else plan
-
-
-def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in names}
-
-
-def _one(value: list[int] | int | None) -> int | None:
-    """The number where only one makes sense."""
-    if isinstance(value, list):
-        if len(value) != 1:
-            raise UsageError("several numbers of chunks or microbatches are for --compare and --style grid")
-        return value[0]
-    return value
-
-
-def _spec(args: argparse.Namespace, name: str, chunks: int | None, microbatches: int | None) -> PlanSpec:
-    name = OLD_NAMES.get(name, name)
-    family = SCHEDULES.get(name)
-    size = _DEFAULT_RANKS if args.pipeline_size is None else args.pipeline_size
-    if chunks is None:
-        default = 1 if name == NAIVE else 2
-        chunks = default if family is None or family.chunks is None else family.chunks
-    options = _given(args, ("group_size", "forward_only", *_LOWERING))
-    return PlanSpec(name, size, chunks, 2 * size if microbatches is None else microbatches, **options)
+    """The plan of --import; what is given must be true of it."""
+    for name in given(args, NAMING):
+        raise UsageError(f"--import brings its own {name.replace('_', ' ')}; leave {option(args, name)} out")
+    lowering: dict[str, Any] = given(args, LOWERING)
+    with refusing():
+        plan = load_plan(args.source, **lowering)
+    for name, value in lowering.items():
+        mine = getattr(plan.spec, name)
+        if name != "device" and mine != value:
+            raise UsageError(f"{option(args, name)} is {value}; the plan in {args.source} was lowered with {mine}")
+    return plan

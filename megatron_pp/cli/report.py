@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from megatron_pp.cli.errors import OK
 from megatron_pp.cli.terminal import print_line, print_table, write_output
@@ -13,6 +12,9 @@ from megatron_pp.cli.trace_options import add_run_options
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.report import listed, report_picture, report_sentences, report_tables
 from megatron_pp.tracing.run import load_run
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SUMMARY = "a traced run against its plan: bubble, exposed waits by cause, the slowest rank, overlap"
 EXAMPLES = """examples:
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    traced = load_run(args.folder, args.run_name, args.rank)
+    traced = load_run(args.folder, args.run_name, args.rank or 0)
     found = analyse(traced, args.step)
     plan = found.measured.plan.spec.describe()
     print_line(console, f"run {traced.name}: {plan}; steps recorded: {listed(traced.steps)}")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from megatron_pp.cli.cost_options import (
     MILLISECONDS,
@@ -20,14 +18,17 @@ from megatron_pp.cli.cost_options import (
     number,
 )
 from megatron_pp.cli.errors import OK, REFUSED, UsageError
+from megatron_pp.cli.given import refuse
 from megatron_pp.cli.plan_options import (
+    LOWERING,
     add_plan_options,
     listed_specs,
     names_no_plan,
+    pipeline_size,
     schedule_names,
     verified_single_plan,
 )
-from megatron_pp.cli.terminal import print_table
+from megatron_pp.cli.terminal import print_line, print_table
 from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.ticks import percent, short, size_label
 from megatron_pp.plan.activations import Shares
@@ -36,8 +37,12 @@ from megatron_pp.plan.costs import WEIGHT_SHARE, Network, StageCosts
 from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
+from megatron_pp.plan.sim.steady import SteadyStep, counts_on_bypass, longest_span, steady_step
 from megatron_pp.plan.spec import Plan
 from megatron_pp.tracing.analysis import Findings
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SUMMARY = "predict makespan, bubble, waits, memory and communication; compare schedules"
 EXAMPLES = """examples:
@@ -47,6 +52,8 @@ EXAMPLES = """examples:
   megatron-pp simulate -s interleaved_1f1b -P 4 -V 2 -M 16 --p2p-ms 0.1 --device one_queue
   megatron-pp simulate --compare all -P 8 -V 1,2 -M 16,32 --forward-ms 10 --backward-ms 20 \\
       --layers 32 --hidden-size 4096 --seq-length 4096 --memory-limit 40
+  megatron-pp simulate -s zb_h2 -P 8 -M 32 --optimizer-bypass
+  megatron-pp simulate -s mine.csv --p2p-ms 0.1                       (P, V and M are the file's)
 
 exit codes: 0 done, 1 the plan is refused or nothing fits, 2 wrong arguments
 """
@@ -68,25 +75,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of a waiting weight gradient, as a share of its forward's; by default a transformer layer's, by "
         "the model options where they are given",
     )
+    parser.add_argument(
+        "--optimizer-bypass",
+        action="store_true",
+        help="steps in a row, between which no rank waits for the others: what a step takes where the optimizer "
+        "synchronises no ranks (arXiv 2401.10241, section 4)",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     if args.compare is not None:
         return _compare(args, console)
-    if args.memory_limit is not None:
-        raise UsageError("--memory-limit is for --compare")
+    refuse(args, ["memory_limit"], "is for --compare")
     traced = traced_findings(args)
-    plan = traced.measured.plan if traced is not None and names_no_plan(args) else verified_single_plan(args)
+    if traced is not None and names_no_plan(args):
+        refuse(args, LOWERING, "changes nothing of the plan that was traced; name a plan with -s")
+        plan = traced.measured.plan
+    else:
+        plan = verified_single_plan(args)
     shape = model_shape(args)
-    result = simulate(plan, *costs_of(args, plan, traced, shape), args.device)
+    conditions = (*costs_of(args, plan, traced, shape), args.device)
+    result = simulate(plan, *conditions)
+    steady = steady_step(plan, *conditions) if args.optimizer_bypass else None
     peaks = Peaks(
         result.peak_activations(_weight_shares(args, plan, shape)), peak_bytes(plan, shape) if shape else None
     )
     unit = MILLISECONDS if traced else cost_unit(args)
     if args.json:
-        console.file.write(json.dumps(_facts(result, peaks, unit), indent=1) + "\n")
+        console.file.write(json.dumps(_facts(result, steady, peaks, unit), indent=1) + "\n")
     else:
+        print_line(console, plan.spec.describe())
+        for sentence in _sentences(result, steady, unit):
+            print_line(console, sentence)
         _show(result, peaks, unit, console)
     return OK
 
@@ -118,10 +139,23 @@ def costs_of(
     return costs.regrouped(stages), network(args, shape, plan.spec.pipeline_size)
 
 
+def _sentences(result: Simulation, steady: SteadyStep | None, unit: str) -> list[str]:
+    """How long a step takes; where ranks that do not wait for each other between steps are faster, that too."""
+    lines = [f"makespan {short(result.makespan)} {unit}, bubble {percent(result.bubble_share)}"]
+    if steady is not None:
+        numbers = f"{short(steady.period)} {unit} a step, bubble {percent(steady.bubble_share)}"
+        lines.append(f"with the optimizer bypass, steps in a row: {numbers}")
+    elif counts_on_bypass(result):
+        span = longest_span(result)
+        within = percent(1 - max(result.busy) / span)
+        lines.append(
+            f"within the longest span of a rank, {short(span)} {unit}, the bubble is {within}: "
+            f"{result.plan.spec.schedule} counts on the optimizer bypass, which --optimizer-bypass simulates"
+        )
+    return lines
+
+
 def _show(result: Simulation, peaks: Peaks, unit: str, console: Console) -> None:
-    console.print(result.plan.spec.describe(), markup=False, highlight=False)
-    line = f"makespan {short(result.makespan)} {unit}, bubble {percent(result.bubble_share)}"
-    console.print(line, markup=False, highlight=False)
     names = ["rank", f"busy {unit}", "idle", "peer late", "queued", "transfer", "release", "in flight", "kept"]
     in_flight = result.peak_in_flight()
     rows = []
@@ -138,12 +172,14 @@ def _show(result: Simulation, peaks: Peaks, unit: str, console: Console) -> None
     print_table(console, "Links", ["link", "messages", "bytes"], links)
 
 
-def _facts(result: Simulation, peaks: Peaks, unit: str) -> dict[str, Any]:
+def _facts(result: Simulation, steady: SteadyStep | None, peaks: Peaks, unit: str) -> dict[str, Any]:
+    bypass = {} if steady is None else {"period": steady.period, "bubble_share": steady.bubble_share}
     return {
         "plan": result.plan.spec.describe(),
         "unit": unit,
         "makespan": result.makespan,
         "bubble_share": result.bubble_share,
+        "optimizer_bypass": bypass or None,
         "busy": list(result.busy),
         "idle": list(result.idle),
         "waits": [vars(w) for w in result.waits],
@@ -158,28 +194,24 @@ def _facts(result: Simulation, peaks: Peaks, unit: str) -> dict[str, Any]:
 
 
 def _compare(args: argparse.Namespace, console: Console) -> int:
-    if args.source is not None or args.schedule is not None:
-        raise UsageError("--compare names the schedules itself; leave --schedule and --import out")
-    specs = list(listed_specs(args, schedule_names(args.compare)))
+    refuse(args, ["source", "schedule"], "does not go with --compare, which names the schedules itself")
+    refuse(args, ["weight_share"], "is for a single plan, not for --compare, which shows no activations")
+    names = schedule_names(args.compare)
+    specs, size, bypass = list(listed_specs(args, names)), pipeline_size(args, names), args.optimizer_bypass
     shape = model_shape(args)
     if args.memory_limit is not None and shape is None:
         raise UsageError("--memory-limit needs the shape of the model: --layers, --hidden-size, --seq-length")
     limit = None if args.memory_limit is None else args.memory_limit * 2**30
     traced = traced_findings(args)
     if traced is not None:
-        found = compare(specs, traced.costs, traced.network, shape, limit)
-    else:
-        found = compare(specs, _compared_profile(args), network(args, shape, args.pipeline_size or 4), shape, limit)
+        found = compare(specs, traced.costs, traced.network, shape, limit, bypass)
+    else:  # without costs, the whole model takes P slots for each of F, B and W, whatever V is
+        found = compare(specs, cost_profile(args, size, 1), network(args, shape, size), shape, limit, bypass)
     if args.json:
         console.file.write(json.dumps([_candidate_facts(c) for c in found], indent=1) + "\n")
     else:
         _show_ranking(found, shape, MILLISECONDS if traced else cost_unit(args), console)
     return OK if any(not c.refused for c in found) else REFUSED
-
-
-def _compared_profile(args: argparse.Namespace) -> StageCosts:
-    """Without costs, the whole model takes P slots for each of F, B and W, whatever V is."""
-    return cost_profile(args, args.pipeline_size or 4, 1)
 
 
 def _show_ranking(found: list[Candidate], shape: ModelShape | None, unit: str, console: Console) -> None:

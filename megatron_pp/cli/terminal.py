@@ -1,21 +1,14 @@
-"""The terminal that commands print on, and their tables."""
+"""What commands print: lines, tables, and the names of files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from megatron_pp.plan.files import write_whole
 
-
-class Terminal(Console):
-    """A console that raises BrokenPipeError where its reader, such as ``head``, is gone."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def print_line(console: Console, text: str) -> None:
@@ -25,6 +18,9 @@ def print_line(console: Console, text: str) -> None:
 
 def print_table(console: Console, title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table whose first column is left-aligned text and whose others are numbers; empty tables are left out."""
+    from rich import box
+    from rich.table import Table
+
     if not rows:
         return
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_style="bold")

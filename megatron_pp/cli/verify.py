@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from megatron_pp.cli.errors import OK, REFUSED
+from megatron_pp.cli.errors import OK, REFUSED, RefusedError, refusing
 from megatron_pp.cli.plan_options import add_plan_options, single_plan
 from megatron_pp.cli.terminal import print_line
-from megatron_pp.errors import PlanError
+from megatron_pp.plan.spec import Plan
 from megatron_pp.plan.verifier import verify
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SUMMARY = "check a plan: completeness, deadlock, buffer lifetime, memory"
 EXAMPLES = """examples:
   megatron-pp verify -s interleaved_1f1b -P 8 -V 4 -M 32
-  megatron-pp verify --import plan.csv
+  megatron-pp verify -s mine.csv                         (a schedule file: lowered as a run would)
+  megatron-pp verify --import plan.csv                   (as it is)
   megatron-pp verify --import plan.json --device one_queue,device_sync
 
-exit codes: 0 accepted, 1 refused (and why), 2 wrong arguments or a file that is not a plan
+exit codes: 0 accepted, 1 refused (and why), 2 wrong arguments or a file that holds no plan
 """
 
 
@@ -28,10 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    plan = single_plan(args)
     try:
-        answer, code = str(verify(plan, deallocate=not args.keep_outputs)), OK
-    except PlanError as error:
-        answer, code = f"refused: {error}", REFUSED
-    print_line(console, f"{plan.spec.describe()}: {answer}")
+        answer, code = _verdict(single_plan(args), args), OK
+    except RefusedError as error:
+        answer, code = str(error), REFUSED
+    print_line(console, answer)
     return code
+
+
+def _verdict(plan: Plan, args: argparse.Namespace) -> str:
+    """What ``verify`` found, in words. Raises RefusedError."""
+    name = plan.spec.describe()
+    with refusing(name):
+        return f"{name}: {verify(plan, deallocate=not args.keep_outputs, device=args.device or None)}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import SupportsIndex
 
 from megatron_pp.errors import ConfigError
+from megatron_pp.plan.names import did_you_mean
 
 
 def whole_number(
@@ -29,7 +30,8 @@ def one_of(name: str, value: object, known: Iterable[object]) -> None:
     """Raises ConfigError unless ``value`` is one of ``known``."""
     choices = list(known)
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+        hint = did_you_mean(value, choices)
+        raise ConfigError(f"{name} is {value!r}{hint}; it must be one of {', '.join(map(repr, choices))}")
 
 
 def nearest(value: int, works: Callable[[int], bool]) -> tuple[int, ...]:

@@ -8,12 +8,13 @@ import torch
 
 from megatron_pp.config.checks import nearest_text, one_of, whole_number
 from megatron_pp.config.microbatch_counts import check_group_size
-from megatron_pp.errors import ConfigError, ExchangeError, PlanError, ScheduleError
+from megatron_pp.errors import ConfigError, PlanError, ScheduleError
 from megatron_pp.plan.family import Family
 from megatron_pp.plan.measured import Measured, measured_values
+from megatron_pp.plan.names import did_you_mean
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
 from megatron_pp.plan.placement import PLACEMENTS, Placement
-from megatron_pp.plan.schedule_file import choices, find_family
+from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
 from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN
 
 
@@ -163,10 +164,11 @@ def schedule_family(schedule: str | None, num_chunks: int) -> Family:
     name = schedule_name(schedule, num_chunks)
     try:
         family = find_family(name)
-    except ExchangeError as error:
-        raise ScheduleError(f"pipeline_schedule: {error}") from error
     except PlanError as error:
-        raise ScheduleError(f"pipeline_schedule is {name!r}; it must be {choices()}") from error
+        if names_a_file(name):
+            raise ScheduleError(f"pipeline_schedule: {error}") from error
+        hint = did_you_mean(name, SCHEDULES)
+        raise ScheduleError(f"pipeline_schedule is {name!r}{hint}; it must be {choices()}") from error
     if family.chunks not in (None, num_chunks):
         fitting = [name for name, other in SCHEDULES.items() if other.chunks in (None, num_chunks)]
         raise ScheduleError(

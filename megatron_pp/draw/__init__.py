@@ -1,1 +1,64 @@
-"""Timelines as pictures: terminal text, the classic grid, SVG, HTML, PNG, and Chrome's trace format."""
+"""Timelines as pictures: terminal text, the classic grid, SVG, PNG, HTML, and Chrome's trace format.
+
+In a notebook::
+
+    from megatron_pp import draw
+    from megatron_pp.plan.builder import build_plan
+    from megatron_pp.plan.costs import StageCosts
+    from megatron_pp.plan.sim.simulate import simulate
+    from megatron_pp.plan.spec import PlanSpec
+
+    plans = [build_plan(PlanSpec(name, 4, v, 8)) for name, v in (("1f1b", 1), ("zb_v", 2))]
+    costs = StageCosts.uniform(1, 4, 4, 4)  # of the whole model: each of 4 ranks takes 1 for F, I and W
+    steps = [simulate(plan, costs.regrouped(plan.placement.num_stages)) for plan in plans]
+    IPython.display.SVG(draw.svg([draw.simulated_timeline(step) for step in steps]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_pp.draw.html import render_html
+from megatron_pp.draw.timeline import Timeline, simulated_timeline
+from megatron_pp.errors import MegatronPPError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from matplotlib.figure import Figure
+
+__all__ = ["Timeline", "figure", "png", "render_html", "simulated_timeline", "svg"]
+
+
+def figure(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> Figure:
+    """The timelines on one time axis as a matplotlib figure.
+
+    ``width`` is in pixels, by default what the labels need (900 to 2800); ``dark``: on dark paper. Raises
+    MegatronPPError where matplotlib is missing.
+    """
+    drawn: Figure = _with_matplotlib().figure(timelines, width, dark)
+    return drawn
+
+
+def svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> str:
+    """The figure as SVG: the same timelines give the same text. Raises as ``figure``."""
+    text: str = _with_matplotlib().render_svg(timelines, width, dark)
+    return text
+
+
+def png(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> bytes:
+    """The figure as PNG, with two dots a pixel. Raises as ``figure``, and PlanError where it would be too large."""
+    picture: bytes = _with_matplotlib().render_png(timelines, width, dark)
+    return picture
+
+
+def _with_matplotlib() -> ModuleType:
+    """The module that draws with matplotlib, which takes long to load and may be missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MegatronPPError("SVG and PNG pictures need matplotlib: pip install 'megatron-pp[viz]'") from error
+    from megatron_pp.draw import figures
+
+    return figures

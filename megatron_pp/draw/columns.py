@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import Any
 
+from megatron_pp.draw.merged import thinned
 from megatron_pp.draw.palette import block_colour, ink_on
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.errors import PlanError
@@ -54,11 +54,11 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
         "tick": tick,
         "chunks": timeline.num_chunks,
         "microbatches": timeline.num_microbatches,
+        "ops": [_COMPUTE[op] for op in timeline.ops],
         "shortBlock": timeline.short_block,
         "lanes": lanes,
         "hasTransfers": timeline.has_transfers,
-        "hasMemory": any(lane.memory for lane in timeline.lanes),
-        "mostMemory": timeline.most_memory or 1.0,
+        "inBytes": timeline.memory_in_bytes,
         "shades": [[c.hex for c in row] for row in shades],
         "inks": [[ink_on(c).hex for c in row] for row in shades],
     }
@@ -102,16 +102,3 @@ def _spans(
 
 def _ticks(time: float, tick: float) -> int:
     return min(2**32 - 1, max(0, round(time / tick)))
-
-
-def thinned(steps: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most about ``most`` of the steps: the highest and the last of each stretch of time."""
-    if len(steps) <= most:
-        return list(steps)
-    stretch = steps[-1][0] / (most / 2) or 1.0
-    kept: list[tuple[float, float]] = []
-    for _, members in groupby(steps, key=lambda step: int(step[0] / stretch)):
-        group = list(members)
-        highest = max(group, key=lambda step: step[1])
-        kept += [highest] if highest is group[-1] else [highest, group[-1]]
-    return kept

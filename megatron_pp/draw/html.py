@@ -13,7 +13,9 @@ from html import escape
 from importlib.resources import files
 
 from megatron_pp.draw.columns import ColumnStore, timeline_columns
-from megatron_pp.draw.palette import NAMES, OPERATIONS
+from megatron_pp.draw.facts import ACTIVATION, GRADIENT, MEMORY, SHADES, WAIT, costs_line, legend_keys, summary
+from megatron_pp.draw.palette import DARK, LIGHT, NAMES
+from megatron_pp.draw.ticks import value_ticks
 from megatron_pp.draw.timeline import Timeline
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # heading, column names, rows
@@ -22,11 +24,18 @@ Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # heading, column na
 def render_html(timelines: Sequence[Timeline], title: str, tables: Sequence[Table] = ()) -> str:
     """One page with ``timelines`` one below the other on a common time axis, and ``tables`` of text after them."""
     store = ColumnStore()
-    head = {"timelines": [timeline_columns(t, store) for t in timelines]}
+    most = max(t.most_memory for t in timelines)
+    head = {
+        "names": NAMES,
+        "mostMemory": most,
+        "memoryTicks": value_ticks(most, timelines[0].memory_in_bytes),
+        "timelines": [timeline_columns(t, store) for t in timelines],
+    }
     page = files("megatron_pp.draw").joinpath("page")
     parts = {
         "TITLE": escape(title),
-        "STYLE": page.joinpath("timeline.css").read_text(encoding="utf-8"),
+        "COSTS": escape(costs_line(timelines)),
+        "STYLE": _colours() + page.joinpath("timeline.css").read_text(encoding="utf-8"),
         "LEGEND": _legend(timelines),
         "CHARTS": "\n".join(_chart(k, t) for k, t in enumerate(timelines)),
         "TABLES": "\n".join(_table(*table) for table in tables),
@@ -39,27 +48,37 @@ def render_html(timelines: Sequence[Timeline], title: str, tables: Sequence[Tabl
 
 
 def _legend(timelines: Sequence[Timeline]) -> str:
-    ops = {op for t in timelines for op in t.ops}
-    keys = [f'<i style="background:{OPERATIONS[op].hex}"></i>{NAMES[op]}' for op in OPERATIONS if op in ops]
-    if any(t.num_chunks > 1 for t in timelines):
-        keys.append("lighter: later chunks")
-    keys.append('<i style="background:var(--idle);border:1px solid var(--rule)"></i>idle')
-    if any(t.has_waits for t in timelines):
-        keys.append('<i class="thin" style="background:var(--wait)"></i>waiting for a transfer')
-    if any(t.has_transfers for t in timelines):
-        keys.append('<i class="thin" style="background:var(--act)"></i>activation on its way')
-        keys.append('<i class="thin" style="background:var(--grad)"></i>gradient on its way')
-    if any(lane.memory for t in timelines for lane in t.lanes):
-        keys.append('<i style="background:var(--memory-fill);border-top:1px solid var(--memory)"></i>memory')
-    return "\n".join(f'<span class="key">{key}</span>' for key in keys)
+    keys = []
+    for key in legend_keys(timelines):
+        colours = [colour.hex for colour in key.colours] or ([f"var(--{key.kind})"] if key.kind != SHADES else [])
+        if key.kind == MEMORY:
+            colours.append("var(--memory_last)")
+        thin = ' class="thin"' if key.kind in (WAIT, ACTIVATION, GRADIENT, MEMORY) else ""
+        boxes = "".join(f'<i{thin} style="background:{colour}"></i>' for colour in colours)
+        keys.append(f'<span class="key">{boxes} {escape(key.label)}</span>')
+    return "\n".join(keys)
 
 
 def _chart(number: int, timeline: Timeline) -> str:
-    facts = f"{len(timeline.lanes)} ranks, {timeline.num_blocks} operations, bubble {timeline.bubble_share:.1%}"
+    facts = ", ".join(summary(timeline))
     label = escape(f"{timeline.title}: {facts}", quote=True)
+    note = f'<p class="note">{escape(timeline.note)}</p>\n' if timeline.note else ""
     return (
-        f'<h2>{escape(timeline.title)} <span class="soft">{escape(facts)}</span></h2>\n'
+        f'<h2>{escape(timeline.title)} <span class="soft">{escape(facts)}</span></h2>\n{note}'
         f'<canvas id="chart{number}" role="img" aria-label="{label}"></canvas>'
+    )
+
+
+def _colours() -> str:
+    """The two themes as CSS: the reader's by default, or the one chosen with the button."""
+    light, dark = (
+        "".join(f"--{name}: {colour.hex}; " for name, colour in theme._asdict().items()) for theme in (LIGHT, DARK)
+    )
+    return (
+        f":root {{ color-scheme: light dark; {light}}}\n"
+        f':root[data-theme="light"] {{ color-scheme: light; }}\n'
+        f':root[data-theme="dark"] {{ color-scheme: dark; {dark}}}\n'
+        f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark}}} }}\n'
     )
 
 

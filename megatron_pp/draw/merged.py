@@ -1,8 +1,9 @@
-"""Level of detail for pictures of a fixed width: blocks thinner than a pixel are added up per pixel."""
+"""Level of detail: blocks thinner than a pixel are added up per pixel, too many steps of memory are thinned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from megatron_pp.plan.sim.simulation import Event
@@ -34,3 +35,16 @@ def pieces(events: Sequence[Event], pixels_per_unit: float) -> Iterator[Piece]:
             yield Piece(left, right, event)
     if shares:
         yield Piece(pixel, pixel + 1, None, tuple(shares.items()))
+
+
+def thinned(steps: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """At most about ``most`` of the steps: the highest and the last of each stretch of time."""
+    if len(steps) <= most:
+        return list(steps)
+    stretch = steps[-1][0] / (most / 2) or 1.0
+    kept: list[tuple[float, float]] = []
+    for _, members in groupby(steps, key=lambda step: int(step[0] / stretch)):
+        group = list(members)
+        highest = max(group, key=lambda step: step[1])
+        kept += [highest] if highest is group[-1] else [highest, group[-1]]
+    return kept

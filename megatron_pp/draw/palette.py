@@ -1,5 +1,6 @@
-"""Colours and names of blocks. The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/) suits colour-blind
-readers on light and on dark paper; chunks are shades of their operation's colour.
+"""Colours and names of blocks, the same in every style. The palette of Okabe and Ito
+(https://jfly.uni-koeln.de/color/) suits colour-blind readers on light and on dark paper; chunks are shades of their
+operation's colour.
 """
 
 from __future__ import annotations
@@ -51,11 +52,61 @@ NAMES = {
     INPUT_GRAD: "input gradients",
     WEIGHT_GRAD: "weight gradients",
 }
-ACTIVATION = Colour(86, 180, 233)  # sky blue: transfers of activations
-GRADIENT = Colour(213, 94, 0)  # vermillion: transfers of gradients
-WAIT = Colour(204, 121, 167)  # reddish purple: a rank is in a WAIT or FREE
-MEMORY = Colour(204, 121, 167)
+_IN_16_COLOURS = {
+    FORWARD: "white on blue",
+    BACKWARD: "white on red",  # their orange and yellow are one colour there
+    INPUT_GRAD: "black on yellow",
+    WEIGHT_GRAD: "black on green",
+}
 _LIGHTEST_CHUNK = 0.55
+
+
+class Theme(NamedTuple):
+    """The colours of a picture besides its blocks.
+
+    paper, ink, soft, rule  background, text, secondary text, lines
+    idle                    a rank that does nothing
+    wait                    a rank in a WAIT or FREE
+    activation, gradient    transfers
+    memory                  the curve; where all ranks share a chart, from ``memory`` to ``memory_last``
+    """
+
+    paper: Colour
+    ink: Colour
+    soft: Colour
+    rule: Colour
+    idle: Colour
+    wait: Colour
+    activation: Colour
+    gradient: Colour
+    memory: Colour
+    memory_last: Colour
+
+
+LIGHT = Theme(
+    paper=WHITE,
+    ink=Colour(26, 26, 26),
+    soft=Colour(95, 99, 104),
+    rule=Colour(215, 218, 221),
+    idle=Colour(241, 242, 244),
+    wait=Colour(160, 165, 173),
+    activation=Colour(42, 143, 196),  # their sky blue, darker
+    gradient=Colour(213, 94, 0),  # vermillion
+    memory=Colour(80, 15, 70),  # their reddish purple, darker and lighter
+    memory_last=Colour(236, 150, 200),
+)
+DARK = Theme(
+    paper=Colour(21, 24, 28),
+    ink=Colour(232, 234, 237),
+    soft=Colour(165, 171, 179),
+    rule=Colour(58, 64, 72),
+    idle=Colour(34, 39, 45),
+    wait=Colour(110, 117, 126),
+    activation=Colour(86, 180, 233),  # sky blue
+    gradient=Colour(255, 138, 61),
+    memory=Colour(250, 215, 235),
+    memory_last=Colour(165, 60, 125),
+)
 
 
 def block_colour(op: str, chunk: int, num_chunks: int) -> Colour:
@@ -64,10 +115,14 @@ def block_colour(op: str, chunk: int, num_chunks: int) -> Colour:
     return OPERATIONS[op].mixed(WHITE, share)
 
 
-def block_style(op: str, chunk: int, num_chunks: int) -> str:
-    """The style of a block in the terminal."""
-    colour = block_colour(op, chunk, num_chunks)
-    return f"{ink_on(colour).hex} on {colour.hex}"
+def block_style(op: str, chunk: int, num_chunks: int, few_colours: bool = False) -> str:
+    """The style of a block in the terminal; ``few_colours``: a terminal of 8 or 16, where chunks have no shades."""
+    return colour_style(op, block_colour(op, chunk, num_chunks), few_colours)
+
+
+def colour_style(op: str, colour: Colour, few_colours: bool) -> str:
+    """The style of ``colour``, a shade of the operation's."""
+    return _IN_16_COLOURS[op] if few_colours else f"{ink_on(colour).hex} on {colour.hex}"
 
 
 def block_name(at: Instruction, num_chunks: int) -> str:

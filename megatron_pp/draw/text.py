@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from textwrap import wrap
 
 from rich.text import Text
 
-from megatron_pp.draw.palette import NAMES, block_name, block_style
+from megatron_pp.draw.facts import legend_keys, summary
+from megatron_pp.draw.palette import NAMES, OPERATIONS, block_name, block_style, colour_style
 from megatron_pp.draw.ticks import tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
@@ -44,14 +46,30 @@ class Scale:
         return min(self.columns - 1, int(time / self.per_column))
 
 
-def render_text(timeline: Timeline, width: int = 80, max_panels: int = _MAX_PANELS) -> list[Text]:
-    """The lines of the drawing, none wider than ``width`` columns."""
-    margin = max(len(lane.name) for lane in timeline.lanes) + 1
-    scale = choose_scale(timeline, max(10, width - margin), max_panels)
+def render_text(
+    timelines: Sequence[Timeline], width: int = 80, max_panels: int = _MAX_PANELS, few_colours: bool = False
+) -> list[Text]:
+    """The timelines below each other, to one scale, and a legend; no line is wider than ``width`` columns.
+
+    ``few_colours``: for a terminal of 8 or 16.
+    """
+    margin = max(len(lane.name) for t in timelines for lane in t.lanes) + 1
+    scale = choose_scale(timelines, max(10, width - margin), max_panels)
+    lines: list[Text] = []
+    for timeline in timelines:
+        lines += [Text(line, style="bold") for line in wrap(timeline.title, width)]
+        lines += [Text(line) for line in wrap(", ".join(summary(timeline)), width)]
+        lines += [Text(line, style="italic") for line in wrap(timeline.note, width)]
+        lines += [*_panels(timeline, scale, margin, few_colours), Text()]
+    return [*lines, *_legend(timelines, width, few_colours)]
+
+
+def _panels(timeline: Timeline, scale: Scale, margin: int, few_colours: bool) -> list[Text]:
+    scale = replace(scale, columns=min(scale.columns, max(1, math.ceil(timeline.end / scale.per_column - 1e-6))))
     transfers = _transfer_rows(timeline, scale)
     rows: list[tuple[str, Text]] = []
     for rank, lane in enumerate(timeline.lanes):
-        rows.append((lane.name, _lane_row(lane, timeline, scale)))
+        rows.append((lane.name, _lane_row(lane, timeline, scale, few_colours)))
         if rank in transfers:
             rows.append(("", Text(transfers[rank], style="dim")))
     lines: list[Text] = []
@@ -63,19 +81,20 @@ def render_text(timeline: Timeline, width: int = 80, max_panels: int = _MAX_PANE
     return lines[:-1]
 
 
-def choose_scale(timeline: Timeline, width: int, max_panels: int) -> Scale:
+def choose_scale(timelines: Sequence[Timeline], width: int, max_panels: int) -> Scale:
     """Wide enough for the names or letters of short blocks, in at most ``max_panels`` panels; otherwise one panel."""
-    events = [e for lane in timeline.lanes for e in lane.compute if e.end > e.start]
-    if not events:
-        return Scale(max(timeline.end, 1.0), 1, width)
-    shortest = _short_duration([e.end - e.start for e in events])
-    longest_name = max(len(block_name(e.instruction, timeline.num_chunks)) for e in events)
+    end = max(t.end for t in timelines)
+    blocks = [(t, e) for t in timelines for lane in t.lanes for e in lane.compute if e.end > e.start]
+    if not blocks:
+        return Scale(max(end, 1.0), 1, width)
+    shortest = _short_duration([e.end - e.start for _, e in blocks])
+    longest_name = max(len(block_name(e.instruction, t.num_chunks)) for t, e in blocks)
     for name in range(longest_name, 0, -1):
-        columns = round(timeline.end / shortest * name)
+        columns = round(end / shortest * name)
         if columns <= width * max_panels:
             columns *= max(1, width // columns)
-            return Scale(timeline.end / columns, columns, width)
-    return Scale(timeline.end / width, width, width)
+            return Scale(end / columns, columns, width)
+    return Scale(end / width, width, width)
 
 
 def _short_duration(durations: list[float]) -> float:
@@ -85,32 +104,42 @@ def _short_duration(durations: list[float]) -> float:
     return next(duration for duration, total in zip(ordered, accumulate(ordered), strict=True) if total >= little)
 
 
-def legend(timeline: Timeline) -> Text:
-    """One line that explains the letters and marks."""
-    text = Text()
-    for op in timeline.ops:
-        text.append(f"{op}{_FILL[op]}", style=block_style(op, 0, 1))
-        text.append(f" {NAMES[op]}  ")
-    text.append(f"{_IDLE} idle")
-    if timeline.has_transfers:
-        text.append("  v ^ x transfers down, up, both")
-    return text
+def _legend(timelines: Sequence[Timeline], width: int, few_colours: bool) -> list[Text]:
+    """What the letters, marks and colours mean."""
+    entries = []
+    for key in legend_keys(timelines):
+        if key.kind in OPERATIONS:
+            entry = Text()
+            sample = key.kind.ljust(max(2, len(key.colours)), _FILL[key.kind])  # a letter for each shade
+            for k, letter in enumerate(sample):
+                colour = key.colours[min(k, len(key.colours) - 1)]
+                entry.append(letter, style=colour_style(key.kind, colour, few_colours))
+            entries.append(entry.append(f" {NAMES[key.kind]}"))
+    entries.append(Text(f"{_IDLE} idle"))
+    if any(t.has_transfers for t in timelines):
+        entries.append(Text("v ^ x transfers down, up, both"))
+    lines = [Text()]
+    for entry in entries:
+        if len(lines[-1]) and len(lines[-1]) + len(entry) > width:
+            lines.append(Text())
+        lines[-1] = Text("  ").join([lines[-1], entry]) if len(lines[-1]) else entry
+    return lines
 
 
-def _lane_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
+def _lane_row(lane: Lane, timeline: Timeline, scale: Scale, few_colours: bool) -> Text:
     if len(lane.compute) > scale.columns:  # the typical block is thinner than a column
-        return _crowded_row(lane, timeline, scale)
+        return _crowded_row(lane, timeline, scale, few_colours)
     row = Text()
     for event in lane.compute:
         start, stop = max(scale.column(event.start), len(row)), scale.column(event.end)
         row.append(_IDLE * (start - len(row)), style="dim")
         if stop > start:
-            row.append(_block(event, timeline, stop - start), style=_style(event, timeline))
+            row.append(_block(event, timeline, stop - start), style=_style(event, timeline, few_colours))
     row.append(_IDLE * (scale.columns - len(row)), style="dim")
     return row
 
 
-def _crowded_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
+def _crowded_row(lane: Lane, timeline: Timeline, scale: Scale, few_colours: bool) -> Text:
     """Every column shows the operation that fills most of it."""
     columns: list[dict[str, list[tuple[float, Event]]]] = [defaultdict(list) for _ in range(scale.columns)]
     for event in lane.compute:
@@ -126,7 +155,7 @@ def _crowded_row(lane: Lane, timeline: Timeline, scale: Scale) -> Text:
         else:
             op = max(totals, key=lambda o: totals[o])
             _, longest = max(parts[op], key=lambda one: one[0])
-            row.append(op, style=_style(longest, timeline))
+            row.append(op, style=_style(longest, timeline, few_colours))
     return row
 
 
@@ -135,8 +164,8 @@ def _block(event: Event, timeline: Timeline, width: int) -> str:
     return (label if len(label) <= width else op).ljust(width, _FILL[op])
 
 
-def _style(event: Event, timeline: Timeline) -> str:
-    return block_style(event.instruction.op, event.instruction.chunk, timeline.num_chunks)
+def _style(event: Event, timeline: Timeline, few_colours: bool) -> str:
+    return block_style(event.instruction.op, event.instruction.chunk, timeline.num_chunks, few_colours)
 
 
 def _transfer_rows(timeline: Timeline, scale: Scale) -> dict[int, str]:

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_pp.draw.palette import OPERATIONS
+from megatron_pp.plan.activations import activations_timeline
 from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, POST_OF
 from megatron_pp.plan.sim.memory import ModelShape, rank_memory
 from megatron_pp.plan.sim.simulation import Event, Simulation, Transfer
+from megatron_pp.plan.spec import PlanSpec
 
 
 @dataclass
@@ -17,7 +19,7 @@ class Lane:
 
     compute  forwards, backwards and weight gradients, in order of time, without overlap
     waits    WAIT and FREE instructions that took time
-    memory   (time, bytes) steps: the value holds from its time to the next one's; empty where not known
+    memory   (time, value) steps: the value holds from its time to the next one's; see Timeline for what it is
     """
 
     name: str
@@ -36,7 +38,11 @@ class Lane:
 
 @dataclass
 class Timeline:
-    """All ranks of one step. Times are in ``unit``, from 0 on; ``stages[rank][chunk]`` is a global stage."""
+    """All ranks of one step. Times are in ``unit``, from 0 on; ``stages[rank][chunk]`` is a global stage.
+
+    Memory is all of a rank's in bytes, or the activations that it keeps, in microbatches: a rank that has run all its
+    chunks forward, and none backward, keeps 1. ``note`` says where another order stands in for the schedule's own.
+    """
 
     title: str
     unit: str
@@ -44,6 +50,8 @@ class Timeline:
     stages: Sequence[Sequence[int]]
     transfers: Iterable[Transfer] = ()
     num_microbatches: int = 1
+    memory_in_bytes: bool = False
+    note: str = ""
 
     @property
     def num_chunks(self) -> int:
@@ -66,13 +74,6 @@ class Timeline:
         lengths = sorted(e.end - e.start for lane in self.lanes for e in lane.compute)
         return lengths[len(lengths) // 10] if lengths else 0.0
 
-    def named_chunks(self, scale: float, letter: float) -> int:
-        """The number of chunks that labels distinguish (as in block_name): all, or 1 where ``F1.3`` does not fit at
-        ``scale`` pixels a unit and ``letter`` pixels a letter.
-        """
-        longest = len(f"F{self.num_chunks - 1}.{self.num_microbatches - 1}")
-        return self.num_chunks if letter * longest + 2 < self.short_block * scale else 1
-
     @property
     def num_blocks(self) -> int:
         return sum(len(lane.compute) for lane in self.lanes)
@@ -94,7 +95,7 @@ class Timeline:
 
     @property
     def most_memory(self) -> float:
-        """The highest memory of any rank, in bytes; 0 where it is not known."""
+        """The highest memory of any rank; 0 in an evaluation, which keeps nothing."""
         return max((lane.peak for lane in self.lanes), default=0.0)
 
     def sent(self) -> list[tuple[list[Transfer], list[Transfer]]]:
@@ -109,7 +110,7 @@ class Timeline:
 def simulated_timeline(
     simulation: Simulation, unit: str = "slots", shape: ModelShape | None = None, title: str | None = None
 ) -> Timeline:
-    """The timeline of a simulated step; with a model shape also the memory of every rank."""
+    """The timeline of a simulated or recorded step, with the memory of every rank: in bytes with a model shape."""
     plan, spec = simulation.plan, simulation.plan.spec
     lanes = []
     for rank in range(len(plan.programs)):
@@ -117,9 +118,24 @@ def simulated_timeline(
         if shape is not None:
             memory = rank_memory(plan, rank, shape)
             lane.memory = _steps(simulation.ends[rank], memory.after, memory.static)
+        else:
+            kept = (value / spec.num_chunks for value in activations_timeline(plan, rank))
+            lane.memory = _steps(simulation.ends[rank], kept, 0.0)
         lanes.append(lane)
-    title = title or spec.describe()
-    return Timeline(title, unit, lanes, plan.placement.stages, simulation.transfers, spec.num_microbatches)
+    title = title or short_title(spec)
+    stages = plan.placement.stages
+    size = spec.num_microbatches
+    return Timeline(title, unit, lanes, stages, simulation.transfers, size, shape is not None, plan.remark)
+
+
+def short_title(spec: PlanSpec) -> str:
+    """``zb_v P=4 V=2 M=8``, and what differs from the defaults."""
+    usual = PlanSpec(spec.schedule, spec.pipeline_size, spec.num_chunks, spec.num_microbatches)
+    extra = [f"group={spec.group_size}"] if spec.effective_group_size != usual.effective_group_size else []
+    extra += [f"{value}" for value in (spec.policy, spec.channels) if value not in (usual.policy, usual.channels)]
+    extra += ["forward only"] if spec.forward_only else []
+    sizes = f"P={spec.pipeline_size} V={spec.num_chunks} M={spec.num_microbatches}"
+    return " ".join([spec.schedule, sizes, *extra])
 
 
 def _lane(name: str, events: Iterable[Event]) -> Lane:
@@ -133,7 +149,7 @@ def _lane(name: str, events: Iterable[Event]) -> Lane:
     return lane
 
 
-def _steps(times: Sequence[float], values: Sequence[float], static: float) -> list[tuple[float, float]]:
+def _steps(times: Sequence[float], values: Iterable[float], static: float) -> list[tuple[float, float]]:
     """Steps where the value changes; of several values at one time the highest and the last."""
     steps = [(0.0, static)]
     for time, value in zip(times, values, strict=True):

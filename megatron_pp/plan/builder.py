@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
-from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.bounded_cache import BoundedCache
 from megatron_pp.plan.family import Announce, Family
 from megatron_pp.plan.instruction import (
@@ -77,7 +77,7 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     except PlanError as error:
         if not family.digest:
             raise
-        raise ExchangeError(f"{family.name}: {error}") from error
+        raise type(error)(f"{family.name}: {error}") from error
 
 
 def with_whole_backwards(plan: Plan) -> Plan:

@@ -10,6 +10,7 @@ from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.costs import Network, StageCosts
 from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
 from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.sim.steady import steady_step
 from megatron_pp.plan.spec import PlanSpec
 
 
@@ -43,32 +44,40 @@ def compare(
     network: Network,
     shape: ModelShape | None = None,
     memory_limit: float | None = None,
+    optimizer_bypass: bool = False,
 ) -> list[Candidate]:
     """Every spec simulated: those that can be had, fastest per microbatch first, then the others with the reason.
 
     ``costs`` are of the whole model in any number of equal parts. ``memory_limit`` is in bytes per rank, and needs
-    ``shape``.
+    ``shape``. With ``optimizer_bypass`` makespan and bubble are those of a step among others (``sim/steady.py``).
     """
     if memory_limit is not None and shape is None:
         raise PlanError("a memory limit needs the shape of the model")
-    found = [_candidate(spec, costs, network, shape, memory_limit) for spec in specs]
+    found = [_candidate(spec, costs, network, shape, memory_limit, optimizer_bypass) for spec in specs]
     return sorted(found, key=lambda c: (bool(c.refused), c.per_microbatch, c.peak_bytes or 0.0))
 
 
 def _candidate(
-    spec: PlanSpec, costs: StageCosts, network: Network, shape: ModelShape | None, memory_limit: float | None
+    spec: PlanSpec,
+    costs: StageCosts,
+    network: Network,
+    shape: ModelShape | None,
+    memory_limit: float | None,
+    optimizer_bypass: bool,
 ) -> Candidate:
     try:
         plan, _ = verified_plan(spec)
-        result = simulate(plan, costs.regrouped(plan.placement.num_stages), network, spec.device)
+        conditions = (costs.regrouped(plan.placement.num_stages), network, spec.device)
+        result = simulate(plan, *conditions)
+        steady = steady_step(plan, *conditions) if optimizer_bypass else None
         peak = max(peak_bytes(plan, shape)) if shape else None
     except PlanError as error:
         return Candidate(spec, refused=str(error))
     volume = result.volume().values()
     return Candidate(
         spec,
-        makespan=result.makespan,
-        bubble_share=result.bubble_share,
+        makespan=result.makespan if steady is None else steady.period,
+        bubble_share=result.bubble_share if steady is None else steady.bubble_share,
         peak_in_flight=max(result.peak_in_flight()),
         peak_bytes=peak,
         messages=sum(messages for messages, _ in volume),

@@ -36,6 +36,8 @@ class Family:
     remark         Shape -> a sentence where the orders are not the family's own but a substitute; empty otherwise
     programs       for families from files: PlanSpec -> the file's whole programs, None where they are lowered otherwise
     digest         of the file that the orders come from; empty where they come from a rule
+    shape          for families from files: the one shape that they have
+    grouped        whether the orders depend on the group size
     """
 
     name: str
@@ -49,6 +51,8 @@ class Family:
     remark: Callable[[Shape], str] = no_remark
     programs: Callable[[PlanSpec], tuple[tuple[Instruction, ...], ...] | None] | None = None
     digest: str = ""
+    shape: Shape | None = None
+    grouped: bool = False
 
 
 f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))

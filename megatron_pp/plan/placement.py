@@ -16,6 +16,7 @@ from functools import cached_property
 
 from megatron_pp.plan.dataflow import neighbour_of
 from megatron_pp.plan.instruction import NONE, TRANSFER_OPS, Instruction
+from megatron_pp.plan.names import unknown
 
 LOOP = "loop"
 V_SHAPE = "v"
@@ -35,7 +36,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.kind not in PLACEMENTS:
-            raise ValueError(f"placement {self.kind!r} is not known; it is one of {', '.join(PLACEMENTS)}")
+            raise ValueError(unknown("placement", self.kind, PLACEMENTS))
         if self.pipeline_size < 1 or self.num_chunks < 1:
             raise ValueError(f"pipeline size {self.pipeline_size} and chunks {self.num_chunks} must be at least 1")
 

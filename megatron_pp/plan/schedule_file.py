@@ -15,6 +15,7 @@ from megatron_pp.errors import ExchangeError, PlanError
 from megatron_pp.plan.family import Family, Order, Shape
 from megatron_pp.plan.files import read_text
 from megatron_pp.plan.instruction import WEIGHT_GRAD, Instruction
+from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES
 from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.serialize import load_plan
@@ -36,14 +37,15 @@ def choices() -> str:
 def find_family(schedule: str) -> Family:
     """The registered family of this name, or that of the file at this path.
 
-    Raises PlanError for a name that is neither, ExchangeError (one too) for a file that cannot be read.
+    Raises PlanError for a name that is neither and for a file whose plan cannot run, ExchangeError (one too) for a file
+    that holds none.
     """
     family = SCHEDULES.get(OLD_NAMES.get(schedule, schedule))
     if family is not None:
         return family
     if names_a_file(schedule):
         return family_of_file(schedule)
-    raise PlanError(f"schedule {schedule!r} is not known; it is {choices()}")
+    raise PlanError(unknown("schedule", schedule, SCHEDULES, choices()))
 
 
 def placement_kind(schedule: str | None) -> str:
@@ -56,7 +58,7 @@ def placement_kind(schedule: str | None) -> str:
 def family_of_file(path: str) -> Family:
     """The family that the file at ``path`` is: of one pipeline size, number of chunks and of microbatches.
 
-    Read once per process: a file that changes while a run is on changes nothing. Raises ExchangeError.
+    Read once per process: a file that changes while a run is on changes nothing. Raises ExchangeError, PlanError.
     """
     text = read_text(path)
     given = _FilePlan(path, load_plan(path))
@@ -70,6 +72,7 @@ def family_of_file(path: str) -> Family:
         splits_weight=any(at.op == WEIGHT_GRAD for order in given.plan.orders for at in order),
         programs=given.programs,
         digest=hashlib.sha256(text.encode()).hexdigest()[:16],
+        shape=given.plan.spec.shape,
     )
 
 

@@ -23,6 +23,7 @@ from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.files import read_text
 from megatron_pp.plan.instruction import NONE, Instruction, batch, pair, parse_instruction, without_pairs
 from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.spec import Plan, PlanSpec
@@ -54,13 +55,14 @@ def load_plan(path: str | os.PathLike[str], **lowering: Any) -> Plan:
     """Read a plan of any of FORMATS. Not verified yet: what its instructions do together is ``verify``'s question.
 
     ``lowering`` are fields of PlanSpec (policy, channels, ...) for PyTorch's compute-only CSV.
-    Raises ExchangeError naming the file, the place and what is wrong with it.
+    Raises ExchangeError for a file that holds no plan, PlanError for a plan that is incomplete or cannot run, naming
+    the file, the place and what is wrong.
     """
     text = read_text(path)
     try:
         return parse_plan(text, **lowering)
     except PlanError as error:
-        raise ExchangeError(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}") from error
 
 
 def parse_plan(text: str, **lowering: Any) -> Plan:
@@ -127,10 +129,13 @@ def _from_json(text: str) -> Plan:
         raise ExchangeError(f"no plan that this reads; it would hold {json.dumps(head)[1:-1]}")
     if not isinstance(content.get("spec"), dict):
         raise ExchangeError("'spec' is missing or no object")
-    spec = spec_from_values(content["spec"])
+    try:
+        spec = spec_from_values(content["spec"])
+    except PlanError as error:
+        raise ExchangeError(str(error)) from error
     kind = content.get("placement", "(missing)")
     if kind not in PLACEMENTS:
-        raise ExchangeError(f"placement {kind!r} is not known; it is one of {', '.join(PLACEMENTS)}")
+        raise ExchangeError(unknown("placement", kind, PLACEMENTS))
     placement = Placement(kind, spec.pipeline_size, spec.num_chunks)
     programs = _ranks(content, "programs", spec, placement)
     orders = _ranks(content, "orders", spec, placement) if "orders" in content else compute_of(programs)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import Instruction, format_program, without_pairs
 from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.names import unknown
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.tasks import Task
 
 OVERLAP = "overlap"  # posts early, waits late
 BATCHED = "batched"  # one grouped call per compute boundary, waited there
@@ -130,6 +133,16 @@ class Plan:
     orders: tuple[tuple[Instruction, ...], ...] = field(repr=False, default=())
     remark: str = ""
 
+    def tasks(self, rank: int) -> tuple[Task, ...]:
+        """``rank``'s program for the engine; made once."""
+        if rank not in self._tasks:
+            self._tasks[rank] = tuple(map(Task, self.programs[rank]))
+        return self._tasks[rank]
+
+    @cached_property
+    def _tasks(self) -> dict[int, tuple[Task, ...]]:
+        return {}
+
     def timed(self, rank: int) -> tuple[Instruction, ...]:
         """``rank``'s program as its times are recorded and simulated: the halves of each pair by themselves."""
         return tuple(without_pairs(self.programs[rank]))
@@ -151,4 +164,4 @@ def checked_device(rules: Collection[str]) -> tuple[str, ...]:
 
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise PlanError(f"{what} {value!r} is not known; it is one of {', '.join(known)}")
+        raise PlanError(unknown(what, value, known))

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_pp.errors import ExchangeError, InstructionError
+from megatron_pp.errors import ExchangeError, InstructionError, PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.clock import run_clock
 from megatron_pp.plan.dataflow import KIND_OF, MOVES, RESULT_OF, source_of
@@ -41,7 +41,8 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
     """The plan of PyTorch's order in ``text``: its communication where it has any, else lowered as ``lowering`` (fields
     of PlanSpec) asks. Not verified.
 
-    Raises ExchangeError for unknown actions, missing or repeated ones, and stages that no placement has.
+    Raises ExchangeError for unknown actions and stages that no placement has, PlanError for missing or repeated actions
+    and an order that cannot run.
     """
     rows = _actions(text)
     placement = _placement(rows)
@@ -53,6 +54,9 @@ def read_torch_csv(text: str, **lowering: Any) -> Plan:
     spec = PlanSpec(IMPORTED, placement.pipeline_size, placement.num_chunks, num_microbatches, **lowering)
     if all(len(order) == len(program) for order, program in zip(orders, programs, strict=True)):
         return lowered(spec, placement, orders)
+    moot = next((name for name in ("policy", "lookahead") if name in lowering), None)
+    if moot is not None:
+        raise ExchangeError(f"the file says itself where it sends and receives: leave {moot} {lowering[moot]!r} out")
     completed = tuple(tuple(_completed(spec, placement, rank, program)) for rank, program in enumerate(programs))
     return Plan(spec, placement, completed, orders)
 
@@ -212,17 +216,19 @@ def _renumbered(row: _Row) -> _Row:
 
 
 def _check_complete(rows: list[_Row], placement: Placement) -> int:
-    """Every stage must run every microbatch forward once, and backward once, whole or in halves; how many there are."""
+    """Every stage must run every microbatch forward once, and backward once, whole or in halves; how many there are.
+    Raises PlanError where one does not.
+    """
     seen: dict[str, set[tuple[int, int]]] = {op: set() for op in ins.SINGLE_COMPUTE_OPS}
     for rank, row in enumerate(rows):
         for at in _compute(row):
             if (at.stage, at.mb) in seen[at.op]:
-                raise ExchangeError(f"row {rank + 1}: {_cell(at)} stands twice")
+                raise PlanError(f"row {rank + 1}: {_cell(at)} stands twice")
             seen[at.op].add((at.stage, at.mb))
     forwards, whole, halves, weights = (seen[op] for op in "FBIW")
     if whole & halves:
         stage, mb = min(whole & halves)
-        raise ExchangeError(f"{stage}I{mb} and {stage}B{mb} are both there: a backward is whole or in halves")
+        raise PlanError(f"{stage}I{mb} and {stage}B{mb} are both there: a backward is whole or in halves")
     count, left = divmod(len(forwards), placement.num_stages)
     expected = {(stage, mb) for stage in range(placement.num_stages) for mb in range(count + bool(left))}
     for letter, what, found, wanted in (
@@ -233,7 +239,7 @@ def _check_complete(rows: list[_Row], placement: Placement) -> int:
         if found != wanted:
             stage, mb = min(found ^ wanted)
             name = f"{stage}{letter}{mb}"
-            raise ExchangeError(f"{what} of stage {stage}, microbatch {mb} ({name}) is missing or has no counterpart")
+            raise PlanError(f"{what} of stage {stage}, microbatch {mb} ({name}) is missing or has no counterpart")
     return count
 
 

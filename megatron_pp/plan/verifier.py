@@ -45,7 +45,7 @@ class Verdict:
             f"deadlock-free{under}, every send waited before its buffer is released; peak on rank {r}: "
             f"{self.ranks[r].tensors} pipeline tensors "
             f"({each.outputs} outputs, {each.inputs} inputs, {each.act_buffers + each.grad_buffers} receive buffers, "
-            f"{each.pending_sends} pending sends, {each.in_flight} microbatch chunks in flight); "
+            f"{each.pending_sends} pending sends, {each.in_flight} chunk forwards before their backward); "
             f"activations of at most {max(self.activations):.4g} chunk forwards on a rank"
         )
 

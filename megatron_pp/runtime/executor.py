@@ -21,6 +21,7 @@ from megatron_pp.errors import P2PShapeError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
+from megatron_pp.plan.tasks import Key, MessageKey, Task
 from megatron_pp.runtime.compute import Activation, Steps
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.log_once import warn_once
@@ -28,8 +29,7 @@ from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.pairs import PairRunner
 from megatron_pp.weight_grad.store import WeightGradStore
 
-Key = tuple[int, int]  # (stage, microbatch): fields 1 and 2 of an instruction
-Handler = Callable[[Instruction], None]
+Handler = Callable[[Task], None]
 
 
 class PlanExecutor:
@@ -72,9 +72,8 @@ class PlanExecutor:
         self.outputs: dict[Key, Activation] = {}
         self.output_grads: dict[Key, Activation] = {}
         self.input_grads: dict[Key, Activation] = {}
-        self.receives: dict[str, dict[Key, WaitHandle]] = {ins.RECV_F: {}, ins.RECV_B: {}}
-        self.sends: dict[str, dict[Key, WaitHandle]] = {ins.SEND_F: {}, ins.SEND_B: {}}
-        self.deferred: deque[tuple[WaitHandle, Instruction]] = deque()
+        self.handles: dict[MessageKey, WaitHandle] = {}  # of what is posted and not waited for
+        self.deferred: deque[tuple[WaitHandle, Task]] = deque()
         self.max_deferred = max_pending_sends if communicator.transport.pollable else 0
         self._finished_in_place = ins.FREE_B if STATIC_BUFFERS in plan.spec.device else None
         self._sync_open = False
@@ -86,7 +85,7 @@ class PlanExecutor:
             self.hooks.disable_grad_sync()
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.forward_only), self._weight_step():
-                for position, at in enumerate(self.program):
+                for position, at in enumerate(self.plan.tasks(self.rank)):
                     self.position = position
                     handlers[at.op](at)
                 self._settle(0)
@@ -124,15 +123,15 @@ class PlanExecutor:
             handlers = {op: partial(self._observed, handler) for op, handler in handlers.items()}
         return {**handlers, ins.PAIR: partial(self._pair, handlers)}
 
-    def _observed(self, handler: Handler, at: Instruction) -> None:
-        self.observer.begin(at)
+    def _observed(self, handler: Handler, at: Task) -> None:
+        self.observer.begin(at.instruction)
         try:
             handler(at)
         finally:
-            self.observer.end(at)
+            self.observer.end(at.instruction)
 
-    def _forward(self, at: Instruction) -> None:
-        key = at[1:3]
+    def _forward(self, at: Task) -> None:
+        key = at.key
         given = self.inputs.pop(key, None) if self.forward_only else self.inputs.get(key)
         output = self.steps.forward(at.chunk, at.mb, given)
         if at.stage == self.last_stage:
@@ -143,7 +142,7 @@ class PlanExecutor:
             self._check_shapes(at, output)
         self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
 
-    def _check_shapes(self, at: Instruction, output: Activation) -> None:
+    def _check_shapes(self, at: Task, output: Activation) -> None:
         """The receiver has buffers of the agreed shapes: on gloo a larger message ends its process, and a smaller one
         passes unnoticed.
         """
@@ -159,9 +158,9 @@ class PlanExecutor:
                 "vary, set variable_seq_lengths"
             )
 
-    def _backward(self, at: Instruction) -> None:
+    def _backward(self, at: Task) -> None:
         """A full backward, or an input gradient, which leaves the weight gradients for later."""
-        key = at[1:3]
+        key = at.key
         given, output = self.inputs.pop(key, None), self.outputs.pop(key)
         output_grad = self.output_grads.pop(key, None)
         if output_grad is None and at.stage != self.last_stage:
@@ -176,7 +175,7 @@ class PlanExecutor:
         if self._sync_open:
             self._close_sync()
 
-    def _filled(self, grad: Activation, given: Activation, at: Instruction) -> Activation:
+    def _filled(self, grad: Activation, given: Activation, at: Task) -> Activation:
         """Input gradients of which some are None. This rank's chunks pass None on, as in one process; another rank has
         posted a receive, and gets zeros.
         """
@@ -192,7 +191,7 @@ class PlanExecutor:
             return [torch.zeros_like(x) if g is None else g for g, x in zip(grad, given, strict=True)]
         return torch.zeros_like(given) if grad is None else grad
 
-    def _weight_grad(self, at: Instruction) -> None:
+    def _weight_grad(self, at: Task) -> None:
         if self.weights is not None:  # else the backward did all of it
             self.weights.run(at.chunk, at.mb)
         if self._sync_open:
@@ -205,7 +204,7 @@ class PlanExecutor:
         completing = (at for at in ins.each(self.program) if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
         return self.weights.step({at.chunk: at.mb for at in completing})
 
-    def _pair(self, handlers: dict[str, Handler], pair: Instruction) -> None:
+    def _pair(self, handlers: dict[str, Handler], pair: Task) -> None:
         """Both halves as the user's function runs them; one after the other where there is none."""
         if self.pair_runner is not None:
             self.pair_runner.run(pair, handlers)
@@ -213,48 +212,46 @@ class PlanExecutor:
             for at in pair.members:
                 handlers[at.op](at)
 
-    def _recv_f(self, at: Instruction) -> None:
+    def _recv_f(self, at: Task) -> None:
         handle = self.communicator.post_recv(self.shapes.receive, at.peer, ACT, not self.forward_only)
-        self.receives[ins.RECV_F][at[1:3]] = handle
+        self.handles[at.message] = handle
 
-    def _wait_f(self, at: Instruction) -> None:
-        handle = self.receives[ins.RECV_F].pop(at[1:3])
+    def _wait_f(self, at: Task) -> None:
+        handle = self.handles.pop(at.message)
         handle.wait()
-        self.inputs[at[1:3]] = handle.tensor
+        self.inputs[at.key] = handle.tensor
 
-    def _recv_b(self, at: Instruction) -> None:
-        self.receives[ins.RECV_B][at[1:3]] = self.communicator.post_recv(self.shapes.send, at.peer, GRAD, False)
+    def _recv_b(self, at: Task) -> None:
+        self.handles[at.message] = self.communicator.post_recv(self.shapes.send, at.peer, GRAD, False)
 
-    def _wait_b(self, at: Instruction) -> None:
-        handle = self.receives[ins.RECV_B].pop(at[1:3])
+    def _wait_b(self, at: Task) -> None:
+        handle = self.handles.pop(at.message)
         handle.wait()
-        self.output_grads[at[1:3]] = handle.tensor
+        self.output_grads[at.key] = handle.tensor
 
-    def _send_f(self, at: Instruction) -> None:
-        key = at[1:3]
-        self.sends[ins.SEND_F][key] = self.communicator.post_send(self.outputs[key], at.peer, ACT)
+    def _send_f(self, at: Task) -> None:
+        self.handles[at.message] = self.communicator.post_send(self.outputs[at.key], at.peer, ACT)
 
-    def _send_b(self, at: Instruction) -> None:
-        key = at[1:3]
-        self.sends[ins.SEND_B][key] = self.communicator.post_send(self.input_grads[key], at.peer, GRAD)
+    def _send_b(self, at: Task) -> None:
+        self.handles[at.message] = self.communicator.post_send(self.input_grads[at.key], at.peer, GRAD)
 
-    def _batch(self, at: Instruction) -> None:
+    def _batch(self, at: Task) -> None:
         requests = [self._request(one) for one in at.members]
         for one, handle in zip(at.members, self.communicator.post_batch(requests), strict=True):
-            (self.sends if one.op in ins.SEND_OPS else self.receives)[one.op][one[1:3]] = handle
+            self.handles[one.message] = handle
 
-    def _request(self, at: Instruction) -> Send | Receive:
+    def _request(self, at: Task) -> Send | Receive:
         if at.op == ins.SEND_F:
-            return Send(self.outputs[at[1:3]], at.peer, ACT)
+            return Send(self.outputs[at.key], at.peer, ACT)
         if at.op == ins.SEND_B:
-            return Send(self.input_grads[at[1:3]], at.peer, GRAD)
+            return Send(self.input_grads[at.key], at.peer, GRAD)
         if at.op == ins.RECV_F:
             return Receive(self.shapes.receive, at.peer, ACT, not self.forward_only)
         return Receive(self.shapes.send, at.peer, GRAD, False)
 
-    def _free(self, at: Instruction) -> None:
+    def _free(self, at: Task) -> None:
         """Finish a send now, or a few sends later where the transport can report that it is still on its way."""
-        handle = self.sends[ins.POST_OF[at.op]].pop(at[1:3])
+        handle = self.handles.pop(at.message)
         if self.max_deferred and at.op != self._finished_in_place and not handle.is_completed():
             self.deferred.append((handle, at))
         else:
@@ -262,13 +259,13 @@ class PlanExecutor:
         if self.deferred:
             self._settle(self.max_deferred)
 
-    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+    def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         """The one place that gives memory back after a send: once the send is done, not before (Megatron-LM#4047)."""
         handle.wait()
         if at.op == ins.FREE_B:
-            del self.input_grads[at[1:3]]
+            del self.input_grads[at.key]
         else:
-            self._drop_data(at[1:3])
+            self._drop_data(at.key)
 
     def _drop_data(self, key: Key) -> None:
         """Keep of an output what its backward needs."""
@@ -282,17 +279,17 @@ class PlanExecutor:
         while self.deferred and (len(self.deferred) > most or self.deferred[0][0].is_completed()):
             self._wait_then_free(*self.deferred.popleft())
 
-    def _hand_f(self, at: Instruction) -> None:
+    def _hand_f(self, at: Task) -> None:
         source = (at.stage - 1, at.mb)
         output, training = self.outputs[source], not self.forward_only
         if isinstance(output, (list, tuple)):
-            self.inputs[at[1:3]] = [tensor.detach().requires_grad_(training) for tensor in output]
+            self.inputs[at.key] = [tensor.detach().requires_grad_(training) for tensor in output]
         else:
-            self.inputs[at[1:3]] = output.detach().requires_grad_(training)
+            self.inputs[at.key] = output.detach().requires_grad_(training)
         self._drop_data(source)
 
-    def _hand_b(self, at: Instruction) -> None:
-        key = at[1:3]
+    def _hand_b(self, at: Task) -> None:
+        key = at.key
         grads = self.input_grads.pop((at.stage + 1, at.mb))
         if not isinstance(grads, list):
             self.output_grads[key] = grads
@@ -302,14 +299,14 @@ class PlanExecutor:
         else:
             self.output_grads[key] = None
 
-    def _param_sync(self, at: Instruction) -> None:
+    def _param_sync(self, at: Task) -> None:
         self.hooks.param_sync(at.chunk)
 
-    def _enable_grad_sync(self, at: Instruction) -> None:
+    def _enable_grad_sync(self, at: Task) -> None:
         self.hooks.enable_grad_sync(at.chunk)
         self._sync_open = True
 
-    def _grad_sync(self, at: Instruction) -> None:
+    def _grad_sync(self, at: Task) -> None:
         self.hooks.grad_sync(at.chunk)
 
     def _close_sync(self) -> None:
@@ -318,13 +315,12 @@ class PlanExecutor:
         self.hooks.disable_grad_sync()
 
     def _check_nothing_left(self) -> None:
-        tables: dict[str, dict[Key, Any]] = {
+        tables: dict[str, dict[Any, Any]] = {
             "inputs": self.inputs,
             "outputs": self.outputs,
             "output gradients": self.output_grads,
             "input gradients": self.input_grads,
-            **self.receives,
-            **self.sends,
+            "handles": self.handles,
         }
         left = {name: sorted(table) for name, table in tables.items() if table}
         if left:

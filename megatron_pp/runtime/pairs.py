@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.tasks import Task
 
 
 @dataclass
@@ -93,7 +93,7 @@ class PairRunner:
         self.function = function
         self.models = models
 
-    def run(self, pair: Instruction, handlers: Mapping[str, Callable[[Instruction], None]]) -> None:
+    def run(self, pair: Task, handlers: Mapping[str, Callable[[Task], None]]) -> None:
         """Raises ScheduleInputError where the function left one of the halves out."""
         forward_call, backward_call = (
             HalfCall(at.chunk, at.mb, self.models[at.chunk], partial(handlers[at.op], at)) for at in pair.members

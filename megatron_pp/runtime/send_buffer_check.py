@@ -22,7 +22,8 @@ from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.errors import SendBufferError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
-from megatron_pp.runtime.executor import Handler, Key, PlanExecutor
+from megatron_pp.plan.tasks import MessageKey, Task
+from megatron_pp.runtime.executor import Handler, PlanExecutor
 
 _WORDS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -50,46 +51,47 @@ class WatchedExecutor(PlanExecutor):
     def _handlers(self) -> dict[str, Handler]:
         return {op: partial(self._watched, handler) for op, handler in super()._handlers().items()}
 
-    def _watched(self, handler: Handler, at: Instruction) -> None:
+    def _watched(self, handler: Handler, at: Task) -> None:
         """Check the memory of all pending sends after each instruction, and poison what it has given back."""
         handler(at)
-        self._check(self.pending, at)
+        self._check(self.pending, at.instruction)
         for tensor in self.returned:
             _poison_if_free(tensor)
         self.returned.clear()
 
-    def _backward(self, at: Instruction) -> None:
+    def _backward(self, at: Task) -> None:
         # The output is used up; the gradient that has come back shows that its send is done.
-        done = [s for s in self.pending if s.at.op == ins.SEND_F and s.at[1:3] == at[1:3]]
-        self._check(done, at)
-        self._compare(done, at)
+        done = [s for s in self.pending if s.at.op == ins.SEND_F and s.at[1:3] == at.key]
+        self._check(done, at.instruction)
+        self._compare(done, at.instruction)
         super()._backward(at)
 
-    def _send_f(self, at: Instruction) -> None:
+    def _send_f(self, at: Task) -> None:
         sends = self._noted(at)
         super()._send_f(at)
         self._watch_posted(at, sends)
 
-    def _send_b(self, at: Instruction) -> None:
+    def _send_b(self, at: Task) -> None:
         sends = self._noted(at)
         super()._send_b(at)
         self._watch_posted(at, sends)
 
-    def _batch(self, at: Instruction) -> None:
+    def _batch(self, at: Task) -> None:
         posts = [one for one in at.members if one.op in ins.SEND_OPS]
         noted = [self._noted(one) for one in posts]
         super()._batch(at)
         for one, sends in zip(posts, noted, strict=True):
             self._watch_posted(one, sends)
 
-    def _noted(self, at: Instruction) -> list[_PendingSend]:
+    def _noted(self, at: Task) -> list[_PendingSend]:
         """What ``at`` is about to send."""
-        value = (self.outputs if at.op == ins.SEND_F else self.input_grads)[at[1:3]]
-        return [_PendingSend(tensor, at) for tensor in (value if isinstance(value, (list, tuple)) else [value])]
+        value = (self.outputs if at.op == ins.SEND_F else self.input_grads)[at.key]
+        tensors = value if isinstance(value, (list, tuple)) else [value]
+        return [_PendingSend(tensor, at.instruction) for tensor in tensors]
 
-    def _watch_posted(self, at: Instruction, sends: list[_PendingSend]) -> None:
-        handles: dict[Key, Any] = self.sends[at.op]
-        handles[at[1:3]] = _WatchedHandle(handles[at[1:3]], sends, self)
+    def _watch_posted(self, at: Task, sends: list[_PendingSend]) -> None:
+        handles: dict[MessageKey, Any] = self.handles
+        handles[at.message] = _WatchedHandle(handles[at.message], sends, self)
         self.pending += sends
 
     def about_to_finish(self, sends: list[_PendingSend]) -> None:

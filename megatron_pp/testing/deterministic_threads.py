@@ -23,7 +23,9 @@ class Turns:
         self.rng = rng
         self.when_stuck = when_stuck
         self.given_up = False
-        self._gates = [threading.Semaphore(0) for _ in range(size)]
+        self._gates = [threading.Lock() for _ in range(size)]  # each released for one turn of its rank
+        for gate in self._gates:
+            gate.acquire()
         self._ready: dict[int, Callable[[], bool]] = {}  # rank that is not running -> whether it can run
         self._entering = threading.Lock()
         self._entered = 0

@@ -15,6 +15,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.serialize import spec_from_values, spec_values
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.version_1 import parse_version_1
+
+RUN_RANDOM_BITS = 12
+"""A run's name is hexadecimal: microseconds since 1970, then so many random bits."""
 
 _FORMAT = "megatron_pp.trace"
 _VERSION = 2
@@ -43,6 +47,15 @@ class RunHeader:
     @property
     def file_name(self) -> str:
         return f"trace-{self.run}-rank{self.pipeline[self.rank]:05d}.jsonl"
+
+    @property
+    def started(self) -> datetime | None:
+        """When the run began, in UTC, as its name says; None for a name that is no time after 2000."""
+        try:
+            moment = datetime.fromtimestamp((int(self.run, 16) >> RUN_RANDOM_BITS) / 1e6, timezone.utc)
+        except (ValueError, OverflowError, OSError):
+            return None
+        return moment if moment.year > 2000 else None
 
 
 @dataclass(frozen=True)

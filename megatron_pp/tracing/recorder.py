@@ -34,7 +34,15 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.tracing.clock_sync import agree_on_clocks
-from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_line, step_line, sync_line
+from megatron_pp.tracing.files import (
+    RUN_RANDOM_BITS,
+    RunHeader,
+    StepRecord,
+    header_line,
+    plan_line,
+    step_line,
+    sync_line,
+)
 
 logger = logging.getLogger("megatron_pp")
 
@@ -188,9 +196,9 @@ class Tracer:
         logger.warning("tracing stops: %s cannot be written (%s)", self.path, error)
 
     def _run_number(self) -> int:
-        """Microseconds since 1970 and 12 random bits: sorted by time, and different for runs that start together. The
+        """Microseconds since 1970 and some random bits: sorted by time, and different for runs that start together. The
         same for all pipelines of one job: its store keeps the first one that is made for the model."""
-        mine = time.time_ns() // 1000 << 12 | secrets.randbits(12)
+        mine = time.time_ns() // 1000 << RUN_RANDOM_BITS | secrets.randbits(RUN_RANDOM_BITS)
         store = self.transport.store
         return mine if store is None else int(store.compare_set(f"megatron_pp/trace/run/{self.number}", "", str(mine)))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_pp import draw
 from megatron_pp.draw.chrome import render_chrome_steps
 from megatron_pp.draw.html import Table, render_html
 from megatron_pp.draw.ticks import percent, short
-from megatron_pp.draw.timeline import Timeline, simulated_timeline
+from megatron_pp.draw.timeline import Timeline, short_title, simulated_timeline
 from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.tracing.analysis import Findings, analyse
@@ -24,10 +25,8 @@ def report_picture(found: Findings, traced: TracedRun, output: str) -> str | byt
     tables."""
     timelines = [_measured(found.step, found.measured), _predicted(found)]
     if Path(output).suffix == ".png":
-        from megatron_pp.draw.png import render_png
-
-        return render_png(timelines)
-    return render_html(timelines, f"run {traced.name}", report_tables(found))
+        return draw.png(timelines)
+    return render_html(timelines, _title(traced, found), report_tables(found))
 
 
 def write_timeline(folder: Path, page: Path, chrome: Path) -> tuple[int, ...]:
@@ -41,13 +40,20 @@ def write_timeline(folder: Path, page: Path, chrome: Path) -> tuple[int, ...]:
     found = analyse(traced)
     steps = [(f"step {step}", traced.began(step), _measured(step, traced.measured(step))) for step in traced.steps]
     timelines = [*(timeline for _, _, timeline in steps), _predicted(found)]
-    write_whole(page, render_html(timelines, f"run {traced.name}", report_tables(found)))
-    write_whole(chrome, render_chrome_steps(f"run {traced.name}", steps))
+    write_whole(page, render_html(timelines, _title(traced, found), report_tables(found)))
+    write_whole(chrome, render_chrome_steps(_title(traced, found), steps))
     return traced.steps
 
 
+def _title(traced: TracedRun, found: Findings) -> str:
+    """``1f1b P=4 V=1 M=8, run 195a3f00c2b41 of 2026-11-22 06:12 UTC``."""
+    started = traced.ranks[0].header.started
+    date = "" if started is None else f" of {started:%Y-%m-%d %H:%M} UTC"
+    return f"{short_title(found.measured.plan.spec)}, run {traced.name}{date}"
+
+
 def _measured(step: int, measured: Simulation) -> Timeline:
-    return simulated_timeline(measured, "ms", title=f"measured, step {step}: {measured.plan.spec.describe()}")
+    return simulated_timeline(measured, "ms", title=f"measured, step {step}: {short_title(measured.plan.spec)}")
 
 
 def _predicted(found: Findings) -> Timeline:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+from typing import Any
+from unittest.mock import patch
 
-from tests.functional_tests.megatron_support import SCRIPTS, needs_megatron
+import pytest
+
+from tests.functional_tests.megatron_support import SCRIPTS, in_megatrons_process, needs_megatron
+
+from tests.megatron.cases import Case  # isort: skip
 
 pytestmark = needs_megatron
 
@@ -31,20 +40,21 @@ def test_both_engines_train_alike() -> None:
     assert losses[2] < losses[1] < losses[0], "it learns"
 
 
+def impossible_flags(case: Case) -> tuple[Any, str]:
+    """Exit code and error output of the script, in a process that has loaded Megatron-core already."""
+    script = str(SCRIPTS / "pretrain_gpt_megatron.py")
+    said = io.StringIO()
+    with (
+        patch.object(sys, "argv", [script, "--global-batch-size", "3", "--micro-batch-size", "2"]),
+        patch.dict(os.environ, {"WORLD_SIZE": "1"}),
+        contextlib.redirect_stderr(said),
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_path(script, run_name="__main__")
+    return ended.value.code, said.getvalue()
+
+
 def test_impossible_flags_are_said() -> None:
-    result = subprocess.run(
-        [
-            sys.executable,
-            str(SCRIPTS / "pretrain_gpt_megatron.py"),
-            "--global-batch-size",
-            "3",
-            "--micro-batch-size",
-            "2",
-        ],
-        env={**os.environ, "WORLD_SIZE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.returncode == 2
-    assert "--global-batch-size 3 is not a multiple of 2" in result.stderr
+    code, said = in_megatrons_process(impossible_flags)
+    assert code == 2
+    assert "--global-batch-size 3 is not a multiple of 2" in said

@@ -14,6 +14,7 @@ import pytest
 
 from tests.functional_tests.test_train_script import INTERLEAVED, SHORT, numbers
 from tests.harness.namespaces import Cable, Host, two_hosts, why_not
+from tests.harness.training_ranks import train
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 180.0
@@ -78,9 +79,7 @@ def test_two_hosts_train_as_one_also_when_the_cable_is_out_for_a_while(tmp_path:
         cable.restore()
         codes = [node.process.wait(DEADLINE) for node in (left, right)]
         assert codes == [0, 0], left.said + right.said
-    alone = [sys.executable, str(ROOT / "scripts" / "train.py"), *SHORT, "--eval-interval", "0", "--train-steps", "40"]
-    alone += ["--run-dir", "alone"]
-    subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, timeout=DEADLINE)
+    train(1, tmp_path, [*SHORT, "--eval-interval", "0", "--train-steps", "40", "--run-dir", "alone"])
     assert numbers(tmp_path / "run") == numbers(tmp_path / "alone")
     assert len(numbers(tmp_path / "run")) == 42
 

@@ -124,7 +124,7 @@ def run_gpt(policy: str, schedule: str, split: bool, plugged_in: bool) -> dict[s
 
 @needs_megatron
 def test_gpt_does_not_race() -> None:
-    (outcomes,) = run_processes(run_cases, 1, timeout=240.0)
+    (outcomes,) = run_processes(run_cases, 1, timeout=240.0, start_method="forkserver")
     for case, said in zip(CASES, outcomes, strict=True):
         assert said["races"] == [], case
         assert said["operations"] > 700

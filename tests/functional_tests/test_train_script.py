@@ -228,7 +228,7 @@ def test_ctrl_c_ends_the_run_after_a_step_with_a_checkpoint_to_continue_from(tmp
     assert "stopped by SIGINT after step" in output
     assert f"--resume {folder}" in output
     done = losses(folder)
-    run_well(train_sh("--resume", str(folder), "--train-steps", str(len(done) + 2)), tmp_path)
+    train(2, tmp_path, ["--resume", str(folder), "--train-steps", str(len(done) + 2)])
     assert losses(folder)[: len(done)] == done
     assert len(losses(folder)) == len(done) + 2
 
@@ -246,7 +246,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's own means; and finds the ranks in /proc")
 def test_a_run_is_alone_in_its_folder_and_ends_with_its_launcher(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    resume = [str(ROOT / "scripts" / "train.py"), "--resume", str(folder)]
+    resume = ["--resume", str(folder)]
     endless = [*SHORT, *INTERLEAVED, "--train-steps", "100000", "--save-interval", "2", "--eval-interval", "0"]
     command = launched(2, str(ROOT / "scripts" / "train.py"), *endless, "--run-dir", str(folder))
     ranks: list[int] = []
@@ -257,7 +257,7 @@ def test_a_run_is_alone_in_its_folder_and_ends_with_its_launcher(tmp_path: Path)
                     break
             ranks = ranks_of(process.pid)
             assert len(ranks) == 2
-            code, output = run(launched(2, *resume), tmp_path)
+            code, output = run(train_sh(*resume), tmp_path)
             assert code == 5, output
             assert f"RunInUseError: the run's folder {folder} is in use: its run was started by process" in output
             process.kill()
@@ -267,7 +267,7 @@ def test_a_run_is_alone_in_its_folder_and_ends_with_its_launcher(tmp_path: Path)
                 with suppress(ProcessLookupError):
                     os.kill(rank, signal.SIGKILL)
     saved = find_checkpoint(folder).step
-    output = run_well(launched(2, *resume, "--train-steps", str(saved + 2)), tmp_path)
+    output = train(2, tmp_path, [*resume, "--train-steps", str(saved + 2)])
     assert f"continuing from {folder}/checkpoints/step-{saved:08d}" in output
 
 

@@ -13,7 +13,7 @@ import torch
 from megatron_pp.comm.communicator import P2PCore, Receive, Send
 from megatron_pp.comm.wait_handle import Tensors, WaitHandle
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.tasks import Task
 from megatron_pp.runtime.deallocate import deallocate_output_tensor
 from megatron_pp.runtime.executor import PlanExecutor
 
@@ -21,11 +21,11 @@ from megatron_pp.runtime.executor import PlanExecutor
 class ReleaseBeforeWait(PlanExecutor):
     """The output's memory is given back, then its send is waited for: Megatron-LM#4047."""
 
-    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+    def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         if at.op == ins.FREE_B:
             super()._wait_then_free(handle, at)
         else:
-            self._drop_data(at[1:3])
+            self._drop_data(at.key)
             self._wait_late(handle)
 
     def _wait_late(self, handle: WaitHandle) -> None:
@@ -42,7 +42,7 @@ class NeverWaits(ReleaseBeforeWait):
 class NoWaitInWarmup(ReleaseBeforeWait):
     """Sends are waited for only once a backward has run."""
 
-    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+    def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         ran = self.program[: self.position]
         if at.op == ins.FREE_F and any(done.op in ins.BACKWARD_OPS for done in ran):
             handle.wait()
@@ -59,7 +59,7 @@ class WaitsOnPreviousMicrobatch(PlanExecutor):
         super().__init__(*args, **more)
         self.kept: dict[int, WaitHandle] = {}
 
-    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+    def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         if at.op == ins.FREE_F:
             previous, self.kept[at.stage] = self.kept.get(at.stage), handle
             handle = previous or _Done()
@@ -69,17 +69,17 @@ class WaitsOnPreviousMicrobatch(PlanExecutor):
 class WaitsOnAnotherHandle(PlanExecutor):
     """FREE waits on any other pending handle: the one posted last on the other kind of channel."""
 
-    def _free(self, at: Instruction) -> None:
+    def _free(self, at: Task) -> None:
         if at.op == ins.FREE_F:
-            others = list(self.sends[ins.SEND_B].values())
-            self.sends[ins.SEND_F][at[1:3]] = others[-1] if others else _Done()
+            others = [handle for (op, *_), handle in self.handles.items() if op == ins.SEND_B]
+            self.handles[at.message] = others[-1] if others else _Done()
         super()._free(at)
 
 
 class DeallocatesTheNext(PlanExecutor):
     """FREE waits on the right handle and gives back the output of the microbatch that follows, if there is one."""
 
-    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+    def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         if at.op == ins.FREE_B:
             super()._wait_then_free(handle, at)
             return
@@ -90,9 +90,9 @@ class DeallocatesTheNext(PlanExecutor):
 class DropsGradientInFlight(PlanExecutor):
     """The input gradient goes before its send is done."""
 
-    def _wait_then_free(self, handle: WaitHandle, at: Instruction) -> None:
+    def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         if at.op == ins.FREE_B:
-            del self.input_grads[at[1:3]]
+            del self.input_grads[at.key]
             handle.wait()
         else:
             super()._wait_then_free(handle, at)
@@ -101,38 +101,38 @@ class DropsGradientInFlight(PlanExecutor):
 class DropsGradientWhenPosted(PlanExecutor):
     """The input gradient goes as soon as its send is posted."""
 
-    def _send_b(self, at: Instruction) -> None:
+    def _send_b(self, at: Task) -> None:
         super()._send_b(at)
-        self.input_grads[at[1:3]] = None
+        self.input_grads[at.key] = None
 
-    def _batch(self, at: Instruction) -> None:
+    def _batch(self, at: Task) -> None:
         super()._batch(at)
         for one in at.members:
             if one.op == ins.SEND_B:
-                self.input_grads[one[1:3]] = None
+                self.input_grads[one.key] = None
 
 
 class ReadsBeforeItArrived(PlanExecutor):
     """WAIT takes the buffer of a receive without waiting."""
 
-    def _wait_f(self, at: Instruction) -> None:
-        self.inputs[at[1:3]] = self.receives[ins.RECV_F].pop(at[1:3]).tensor
+    def _wait_f(self, at: Task) -> None:
+        self.inputs[at.key] = self.handles.pop(at.message).tensor
 
 
 class ReadsGradientBeforeItArrived(PlanExecutor):
     """The same for gradients."""
 
-    def _wait_b(self, at: Instruction) -> None:
-        self.output_grads[at[1:3]] = self.receives[ins.RECV_B].pop(at[1:3]).tensor
+    def _wait_b(self, at: Task) -> None:
+        self.output_grads[at.key] = self.handles.pop(at.message).tensor
 
 
 class DeallocatesWhatItDefers(PlanExecutor):
     """Where the transport knows that a send is still on its way, the release is put off, but not the deallocation."""
 
-    def _free(self, at: Instruction) -> None:
-        handle = self.sends[ins.POST_OF[at.op]][at[1:3]]
+    def _free(self, at: Task) -> None:
+        handle = self.handles[at.message]
         if self.max_deferred and not handle.is_completed() and at.op == ins.FREE_F:
-            self._drop_data(at[1:3])
+            self._drop_data(at.key)
         super()._free(at)
 
 

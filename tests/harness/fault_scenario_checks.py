@@ -22,7 +22,7 @@ STOP_SECONDS = 5.0  # beyond p2p_timeout
 CACHED_TENSORS = 2  # made once in a process and kept, such as what takes a deallocated output's place
 
 _TYPES = {SHAPE: "P2PShapeError", MEMORY: "OutOfMemoryError"}
-_AT = re.compile(r"step (\d+), .* \((\S+), instruction \d+ of \d+\)")
+_AT = re.compile(r"step (\d+), .* \((\S+|\[.+?\]), instruction \d+ of \d+\)")
 # For what waits here: in which direction the partner is, and what shows there that the message is through.
 _PARTNER = {WAIT_F: FREE_F, WAIT_B: FREE_B, FREE_F: WAIT_F, FREE_B: WAIT_B}
 

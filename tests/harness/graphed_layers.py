@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.toy import ToyBlock
 
@@ -64,8 +64,9 @@ def share_static_gradients(chunks: list[Any]) -> None:
 class SettlesGradients(PlanExecutor):
     """The engine, with the send of every input gradient waited for before the operation after the next backward."""
 
-    def _backward(self, at: Instruction) -> None:
-        pending = [*self.sends[ins.SEND_B].values(), *(h for h, free in self.deferred if free.op == ins.FREE_B)]
+    def _backward(self, at: Task) -> None:
+        pending = [handle for (op, *_), handle in self.handles.items() if op == ins.SEND_B]
+        pending += [handle for handle, free in self.deferred if free.op == ins.FREE_B]
         super()._backward(at)
         for handle in pending:
             handle.wait()

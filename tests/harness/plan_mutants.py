@@ -5,7 +5,7 @@ members.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_pp.plan.instruction import BATCH, Instruction, batch
@@ -15,14 +15,20 @@ Program = tuple[Instruction, ...]
 KINDS = ("drop", "duplicate", "swap", "move")
 
 
-def mutants(plan: Plan, rng: random.Random | None = None, per_instruction: int = 2) -> Iterator[tuple[str, Plan]]:
-    """(what was done, mutated plan), each once.
+def mutants(
+    plan: Plan,
+    rng: random.Random | None = None,
+    per_instruction: int = 2,
+    ranks: Collection[int] | None = None,
+) -> Iterator[tuple[str, Plan]]:
+    """(what was done, mutated plan), each once; of the programs of ``ranks``, or of all.
 
     Every instruction is dropped. Of the places for a duplicate and the targets of a move, ``rng`` draws
     ``per_instruction`` each, the neighbouring one always among them; of the partners for a swap one less, any of them
     (a swap of neighbours is a move). All are tried without ``rng``.
     """
-    for rank, program in enumerate(plan.programs):
+    for rank in range(len(plan.programs)) if ranks is None else ranks:
+        program = plan.programs[rank]
         seen = {program}
         for kind, what, mutated in _program_mutants(program, rng, per_instruction):
             if mutated not in seen:

@@ -6,29 +6,29 @@ from __future__ import annotations
 import torch
 
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor
 
 
 class _AfterPosting(PlanExecutor):
     """Calls ``posted`` for every send and receive, right after it was posted, alone or in a batch."""
 
-    def posted(self, at: Instruction) -> None:
+    def posted(self, at: Task) -> None:
         raise NotImplementedError
 
-    def _send_f(self, at: Instruction) -> None:
+    def _send_f(self, at: Task) -> None:
         super()._send_f(at)
         self.posted(at)
 
-    def _send_b(self, at: Instruction) -> None:
+    def _send_b(self, at: Task) -> None:
         super()._send_b(at)
         self.posted(at)
 
-    def _recv_f(self, at: Instruction) -> None:
+    def _recv_f(self, at: Task) -> None:
         super()._recv_f(at)
         self.posted(at)
 
-    def _batch(self, at: Instruction) -> None:
+    def _batch(self, at: Task) -> None:
         super()._batch(at)
         for one in at.members:
             self.posted(one)
@@ -38,33 +38,33 @@ class FreesWhenPosted(_AfterPosting):
     """Megatron-LM#4047: an output's memory is given back as soon as its send is posted; the send is waited for later,
     where FREE stands."""
 
-    def posted(self, at: Instruction) -> None:
+    def posted(self, at: Task) -> None:
         if at.op == ins.SEND_F:
-            self._drop_data(at[1:3])
+            self._drop_data(at.key)
 
 
 class WritesIntoOutput(_AfterPosting):
     """An output is written to while its send is pending."""
 
-    def posted(self, at: Instruction) -> None:
+    def posted(self, at: Task) -> None:
         if at.op == ins.SEND_F:
-            self.outputs[at[1:3]].data.mul_(2.0)
+            self.outputs[at.key].data.mul_(2.0)
 
 
 class WritesIntoGradient(_AfterPosting):
     """The same for an input gradient."""
 
-    def posted(self, at: Instruction) -> None:
+    def posted(self, at: Task) -> None:
         if at.op == ins.SEND_B:
-            self.input_grads[at[1:3]].mul_(2.0)
+            self.input_grads[at.key].mul_(2.0)
 
 
 class FreesPostedReceive(_AfterPosting):
     """The buffer of a receive is given back while the receive is posted, and another one used. (Where shapes vary there
     is no buffer yet.)"""
 
-    def posted(self, at: Instruction) -> None:
+    def posted(self, at: Task) -> None:
         if at.op == ins.RECV_F:
-            buffer = self.receives[ins.RECV_F][at[1:3]].tensor
+            buffer = self.handles[at.message].tensor
             assert isinstance(buffer, torch.Tensor)
             buffer.data = buffer.data.new_zeros(buffer.shape)

@@ -3,14 +3,17 @@
 // All timelines of a page share one visible stretch of time.
 
 const OPS = ["F", "B", "I", "W"];
-const NAMES = { F: "forward", B: "backward", I: "input gradients", W: "weight gradients" };
 const WAITS = ["wait for an activation", "wait for a gradient", "release an output (own send)", "release a gradient (own send)"];
-const ROW = { block: 22, strip: 4, memory: 26, gap: 8 };
+const ROW = { block: 22, strip: 3, gap: 5 };
+const CURVES = 70; // height of the chart of memory
 const AXIS = 22;
+const LABEL = { largest: 11, stacked: 9.5, good: 7.5, smallest: 6, room: 3 }; // font sizes, in one line or two; pixels around a label
 
 const view = { from: 0, to: 1, end: 1, picked: -1 };
 let charts = [];
 let colours = {};
+let names = {}; // of operations
+let mostMemory = 0, memoryTicks = [];
 
 async function unpack(id) {
   const text = document.getElementById(id).textContent.trim();
@@ -27,7 +30,11 @@ function column(buffer, at, Kind) {
 
 function laneHeight(chart) {
   const strips = chart.hasTransfers ? 2 * ROW.strip + 3 : 0;
-  return ROW.block + strips + (chart.hasMemory ? ROW.memory + 4 : 0) + ROW.gap;
+  return ROW.block + strips + ROW.gap;
+}
+
+function lanesEnd(chart) {
+  return AXIS + chart.lanes.length * laneHeight(chart);
 }
 
 function margin(chart) {
@@ -46,7 +53,7 @@ function timeAt(chart, px) {
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["paper", "ink", "soft", "rule", "idle", "wait", "memory", "memory-fill", "act", "grad"]) {
+  for (const name of ["paper", "ink", "soft", "rule", "idle", "wait", "memory", "memory_last", "activation", "gradient"]) {
     colours[name] = style.getPropertyValue("--" + name).trim();
   }
 }
@@ -64,7 +71,7 @@ function draw(chart) {
   const ratio = window.devicePixelRatio || 1;
   const box = chart.canvas.getBoundingClientRect();
   chart.width = box.width;
-  const height = AXIS + chart.lanes.length * laneHeight(chart) + 4;
+  const height = lanesEnd(chart) + (mostMemory ? CURVES + 8 : 4);
   if (chart.canvas.width !== Math.round(box.width * ratio) || chart.canvas.height !== Math.round(height * ratio)) {
     chart.canvas.style.height = height + "px";
     chart.canvas.width = Math.round(box.width * ratio);
@@ -75,12 +82,14 @@ function draw(chart) {
   pen.fillStyle = colours.paper;
   pen.fillRect(0, 0, chart.width, height);
   drawAxis(chart, pen, height);
+  chart.labels = [];
   const top = chart.canvas.getBoundingClientRect().top;
   chart.lanes.forEach((lane, k) => {
     const y = AXIS + k * laneHeight(chart);
     if (top + y > window.innerHeight + 300 || top + y + laneHeight(chart) < -300) return; // off the screen
     drawLane(chart, pen, lane, y);
   });
+  if (mostMemory) drawMemory(chart, pen, lanesEnd(chart) + CURVES);
 }
 
 function tickStep(span, most) {
@@ -121,10 +130,9 @@ function drawLane(chart, pen, lane, y) {
   drawStrip(chart, pen, lane.waits, y + ROW.block / 2 - 2, 4, () => colours.wait);
   drawBlocks(chart, pen, lane, y);
   if (chart.hasTransfers) {
-    drawStrip(chart, pen, lane.activations, y + ROW.block + 2, ROW.strip, () => colours.act);
-    drawStrip(chart, pen, lane.gradients, y + ROW.block + 3 + ROW.strip, ROW.strip, () => colours.grad);
+    drawStrip(chart, pen, lane.activations, y + ROW.block + 2, ROW.strip, () => colours.activation);
+    drawStrip(chart, pen, lane.gradients, y + ROW.block + 3 + ROW.strip, ROW.strip, () => colours.gradient);
   }
-  if (chart.hasMemory) drawMemory(chart, pen, lane, y + laneHeight(chart) - ROW.gap - ROW.memory);
   pen.restore();
 }
 
@@ -133,18 +141,53 @@ function visible(chart, columns) {
   return [first, view.to / chart.tick];
 }
 
-// Whether labels have room for chunk and microbatch: all of a chart do, or none; else a lighter colour is a later chunk.
-function namesChunks(chart) {
-  const longest = `F${chart.chunks - 1}.${chart.microbatches - 1}`.length;
-  return chart.chunks > 1 && x(chart, view.from + chart.shortBlock) - x(chart, view.from) > 6.6 * longest + 2;
+function blockName(code, chunks) {
+  const mb = code & 0xfffff;
+  return chunks > 1 ? `${OPS[code >>> 30]}${(code >>> 20) & 1023}.${mb}` : `${OPS[code >>> 30]}${mb}`;
+}
+
+function setFont(pen, size) {
+  pen.font = `${size}px system-ui, sans-serif`;
+}
+
+// How a chart's blocks are labelled, as in labels.py: the first form in a good size, else the last in the smallest.
+function chooseLabels(chart, pen) {
+  const room = x(chart, view.from + chart.shortBlock) - x(chart, view.from) - LABEL.room;
+  const last = ((chart.chunks - 1) << 20) | (chart.microbatches - 1);
+  const forms = [[chart.chunks, false], [chart.chunks, true], [1, true]].slice(0, chart.chunks > 1 ? 3 : 2);
+  let form = {};
+  setFont(pen, 100);
+  for (const [chunks, stacked] of forms) {
+    const lines = chart.ops.flatMap((op) => labelLines((op << 30) | last, chunks, stacked));
+    const size = (100 * room) / Math.max(...lines.map((line) => pen.measureText(line).width));
+    form = { chunks, stacked, size: Math.min(stacked ? LABEL.stacked : LABEL.largest, Math.max(LABEL.smallest, size)) };
+    if (size >= LABEL.good) break;
+  }
+  return form;
+}
+
+function labelLines(code, chunks, stacked) {
+  const name = blockName(code, chunks);
+  return stacked ? [name[0], name.slice(1)] : [name];
+}
+
+function drawLabel(chart, pen, code, form, from, to, y) {
+  if (to - from <= form.size / 2) return;
+  const lines = labelLines(code, form.chunks, form.stacked);
+  const width = Math.max(...lines.map((line) => pen.measureText(line).width));
+  if (to - from < width + 1) return;
+  pen.fillStyle = chart.inks[code >>> 30][(code >>> 20) & 1023];
+  const middle = (from + to) / 2, first = y + ROW.block / 2 - ((lines.length - 1) * form.size) / 2;
+  lines.forEach((line, k) => pen.fillText(line, middle, first + k * form.size + 0.5));
+  chart.labels.push({ name: lines.join(""), left: middle - width / 2, right: middle + width / 2, y, size: form.size });
 }
 
 function drawBlocks(chart, pen, lane, y) {
   const { starts, lengths, codes } = lane.compute;
   const [first, last] = visible(chart, lane.compute);
-  pen.font = "11px system-ui, sans-serif";
+  const form = chooseLabels(chart, pen);
+  setFont(pen, form.size);
   pen.textAlign = "center";
-  const named = namesChunks(chart);
   let pixel = -1, filled = [0, 0, 0, 0]; // of blocks thinner than a pixel, each operation's share of the pixel, stacked
   const flush = () => {
     let top = y;
@@ -169,12 +212,7 @@ function drawBlocks(chart, pen, lane, y) {
     pen.globalAlpha = faded ? 0.25 : 1;
     pen.fillStyle = chart.shades[op][chunk];
     pen.fillRect(a, y, b - a > 3 ? b - a - 0.6 : b - a, ROW.block);
-    const label = named ? `${OPS[op]}${chunk}.${mb}` : `${OPS[op]}${mb}`;
-    if (b - a > 6.6 * label.length + 2) {
-      pen.fillStyle = chart.inks[op][chunk];
-      const from = Math.max(a, margin(chart)), to = Math.min(b, chart.width - 8);
-      if (to - from > 6.6 * label.length) pen.fillText(label, (from + to) / 2, y + ROW.block / 2 + 0.5);
-    }
+    drawLabel(chart, pen, codes[i], form, Math.max(a, margin(chart)), Math.min(b, chart.width - 8), y);
     pen.globalAlpha = 1;
   }
   flush();
@@ -195,36 +233,49 @@ function drawStrip(chart, pen, columns, y, height, colour) {
   pen.globalAlpha = 1;
 }
 
-function drawMemory(chart, pen, lane, y) {
-  const { times, values } = lane.memory;
-  const scale = (v) => y + ROW.memory * (1 - v / chart.mostMemory);
-  pen.beginPath();
-  pen.moveTo(x(chart, 0), y + ROW.memory);
-  for (let i = 0; i < times.length; i++) {
-    const a = x(chart, times[i] * chart.tick);
-    const b = x(chart, i + 1 < times.length ? times[i + 1] * chart.tick : chart.end);
-    pen.lineTo(a, scale(values[i]));
-    pen.lineTo(b, scale(values[i]));
-  }
-  pen.lineTo(x(chart, chart.end), y + ROW.memory);
-  pen.closePath();
-  pen.fillStyle = colours["memory-fill"];
-  pen.fill();
-  pen.strokeStyle = colours.memory;
-  pen.lineWidth = 1;
-  pen.stroke();
-  pen.fillStyle = colours.soft;
-  pen.font = "10px system-ui, sans-serif";
+function memoryHeight(value) {
+  return (value / mostMemory) * (CURVES - 8);
+}
+
+function mixed(one, other, share) {
+  const parts = [1, 3, 5].map((i) => [one, other].map((hex) => parseInt(hex.slice(i, i + 2), 16)));
+  return `rgb(${parts.map(([a, b]) => Math.round(a + (b - a) * share)).join()})`;
+}
+
+// A curve for each rank above ``floor``, all timelines to one scale.
+function drawMemory(chart, pen, floor) {
+  setFont(pen, 10);
   pen.textAlign = "right";
-  const note = `peak ${size(lane.memory.peak)}`;
-  pen.strokeStyle = colours.paper;
-  pen.lineWidth = 4;
-  pen.lineJoin = "round";
-  pen.strokeText(note, chart.width - 12, y + 6);
-  pen.fillText(note, chart.width - 12, y + 6);
+  for (const [value, label] of memoryTicks) {
+    pen.fillStyle = colours.rule;
+    pen.fillRect(margin(chart), floor - memoryHeight(value), chart.width - 8 - margin(chart), 1);
+    pen.fillStyle = colours.soft;
+    pen.fillText(label, margin(chart) - 4, floor - memoryHeight(value));
+  }
+  pen.save();
+  pen.beginPath();
+  pen.rect(margin(chart), floor - CURVES, chart.width - 8 - margin(chart), CURVES + 2);
+  pen.clip();
+  pen.lineWidth = 1.4;
+  const last = view.to / chart.tick;
+  chart.lanes.forEach(({ memory: { times, values } }, k) => {
+    pen.beginPath();
+    for (let i = lastUpTo(times, view.from / chart.tick); i < times.length && times[i] <= last; i++) {
+      const until = i + 1 < times.length ? times[i + 1] * chart.tick : chart.end;
+      pen.lineTo(x(chart, times[i] * chart.tick), floor - memoryHeight(values[i]));
+      pen.lineTo(x(chart, until), floor - memoryHeight(values[i]));
+    }
+    pen.strokeStyle = mixed(colours.memory, colours.memory_last, k / Math.max(1, chart.lanes.length - 1));
+    pen.stroke();
+  });
+  pen.restore();
 }
 
 // ---- what is under the pointer
+
+function amount(chart, memory) {
+  return chart.inBytes ? size(memory) : `${Number(memory.toPrecision(3))}`;
+}
 
 function size(bytes) {
   for (const [unit, one] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]) {
@@ -233,14 +284,20 @@ function size(bytes) {
   return `${bytes.toFixed(0)} B`;
 }
 
-function at(columns, tick) {
-  let low = 0, high = columns.starts.length - 1;
+// The last of ascending ``times`` that is not after ``tick``; 0 where all are.
+function lastUpTo(times, tick) {
+  let low = 0, high = times.length - 1;
   while (low < high) {
     const middle = (low + high + 1) >> 1;
-    if (columns.starts[middle] <= tick) low = middle; else high = middle - 1;
+    if (times[middle] <= tick) low = middle; else high = middle - 1;
   }
-  const inside = columns.starts.length && columns.starts[low] <= tick && tick <= columns.starts[low] + columns.lengths[low];
-  return inside ? low : -1;
+  return low;
+}
+
+function at(columns, tick) {
+  const i = lastUpTo(columns.starts, tick);
+  const inside = columns.starts.length && columns.starts[i] <= tick && tick <= columns.starts[i] + columns.lengths[i];
+  return inside ? i : -1;
 }
 
 function span(chart, columns, i) {
@@ -251,14 +308,16 @@ function span(chart, columns, i) {
 
 function describe(chart, px, py) {
   const k = Math.floor((py - AXIS) / laneHeight(chart));
-  const lane = chart.lanes[k];
-  if (!lane || px < margin(chart)) return null;
-  const y = py - AXIS - k * laneHeight(chart), tick = timeAt(chart, px) / chart.tick, slack = (view.to - view.from) / chart.tick / 600;
+  const lane = chart.lanes[k], tick = timeAt(chart, px) / chart.tick;
+  if (px < margin(chart) || tick * chart.tick > chart.end) return null;
+  if (mostMemory && py > lanesEnd(chart)) return describeMemory(chart, tick, lanesEnd(chart) + CURVES - py);
+  if (!lane) return null;
+  const y = py - AXIS - k * laneHeight(chart), slack = (view.to - view.from) / chart.tick / 600;
   if (y <= ROW.block) {
     const i = at(lane.compute, tick);
     if (i >= 0) {
       const code = lane.compute.codes[i], op = OPS[code >>> 30], chunk = (code >>> 20) & 1023, mb = code & 0xfffff;
-      return { mb, text: `${op}${chunk}.${mb}  ${lane.name}\n${NAMES[op]} of chunk ${chunk}, microbatch ${mb} (stage ${lane.stages[chunk]})\n${span(chart, lane.compute, i)}` };
+      return { mb, text: `${blockName(code, chart.chunks)}  ${lane.name}\n${names[op]} of chunk ${chunk}, microbatch ${mb} (stage ${lane.stages[chunk]})\n${span(chart, lane.compute, i)}` };
     }
     const w = at(lane.waits, tick);
     if (w >= 0) {
@@ -275,13 +334,16 @@ function describe(chart, px, py) {
     const where = columns.where[i];
     return { mb: columns.codes[i] & 0xfffff, text: `${kind} of microbatch ${columns.codes[i] & 0xfffff}, ${lane.name} to rank ${where >>> 20} (for stage ${where & 0xfffff})\n${span(chart, columns, i)}` };
   }
-  if (chart.hasMemory) {
-    const { times, values } = lane.memory;
-    let i = 0;
-    while (i + 1 < times.length && times[i + 1] <= tick) i++;
-    return { mb: -1, text: `${lane.name}: ${size(values[i])} in use, peak ${size(lane.memory.peak)}` };
-  }
   return null;
+}
+
+// The ranks whose curve is nearest to ``height``.
+function describeMemory(chart, tick, height) {
+  const now = chart.lanes.map(({ memory }) => memory.values[lastUpTo(memory.times, tick)]);
+  const nearest = now.reduce((a, b) => (Math.abs(memoryHeight(b) - height) < Math.abs(memoryHeight(a) - height) ? b : a));
+  const lanes = chart.lanes.filter((_, k) => now[k] === nearest);
+  const of = chart.inBytes ? "in use" : "microbatches kept";
+  return { mb: -1, text: lanes.map((l) => `${l.name}: ${amount(chart, nearest)} ${of}, peak ${amount(chart, l.memory.peak)}`).join("\n") };
 }
 
 // ---- moving about
@@ -405,6 +467,7 @@ async function start() {
     lanes: t.lanes.map((lane) => laneOf(buffer, lane)),
     margin: Math.max(52, 8 + 7 * Math.max(...t.lanes.map((lane) => lane.name.length))),
   }));
+  ({ names, mostMemory, memoryTicks } = head);
   view.end = view.to = Math.max(...charts.map((c) => c.end)) || 1;
   readColours();
   charts.forEach(listen);

@@ -46,4 +46,5 @@ def searching_family(name: str, families: Sequence[Family], placement: str, chun
         chunks,
         splits_weight=True,
         search=orders.of_spec,
+        grouped=any(family.grouped for family in families),
     )

@@ -233,6 +233,7 @@ FAMILIES = (
         interleaved,
         "arXiv 2104.04473, section 2.2.2",
         "V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
+        grouped=True,
     ),
     Family(
         "breadth_first",
@@ -252,7 +253,7 @@ FAMILIES = (
         "zb_h2",
         zb_h2,
         "arXiv 2401.10241, section 2.2",
-        "no bubble within a rank's span; 2P-1 microbatches in memory",
+        "no bubble within a rank's span (counts on the optimizer bypass); 2P-1 microbatches in memory",
         chunks=1,
         splits_weight=True,
     ),
@@ -262,5 +263,6 @@ FAMILIES = (
         "arXiv 2104.04473, section 2.2.2, with the split of arXiv 2401.10241",
         "interleaved 1F1B with weight gradients in its bubble, at the same memory",
         splits_weight=True,
+        grouped=True,
     ),
 )

@@ -225,7 +225,12 @@ def _family(
 
 
 FAMILIES = (
-    _family("zb_v", zb_v, "arXiv 2401.10241, section 6", "no bubble within a rank's span for 1F1B's memory"),
+    _family(
+        "zb_v",
+        zb_v,
+        "arXiv 2401.10241, section 6",
+        "no bubble within a rank's span (counts on the optimizer bypass) for 1F1B's memory",
+    ),
     _family("v_half", v_half, "arXiv 2405.15362, section 4", "half of 1F1B's memory and bubble"),
     _family("v_min", v_min, "arXiv 2405.15362, section 4", "a third of 1F1B's memory, two thirds of its bubble"),
     _family(

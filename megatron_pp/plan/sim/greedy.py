@@ -66,15 +66,16 @@ class Scheduled:
     makespan: float
 
 
-def schedule(problem: Problem, slots: Slots, rules: Rules) -> Scheduled | None:
-    """Run the scheduler; None where it gets stuck because the memory does not suffice."""
-    return _Clock(problem, slots, rules).run()
+def schedule(problem: Problem, slots: Slots, rules: Rules, most: float = UNKNOWN) -> Scheduled | None:
+    """Run the scheduler; None where it gets stuck because the memory does not suffice, or takes longer than ``most``."""
+    return _Clock(problem, slots, rules, most * (1 + ROUNDING)).run()
 
 
 class _Clock:
     """All ranks on one clock. ``arrivals[(op, stage)][mb]``: when the result is where it is needed next."""
 
-    def __init__(self, problem: Problem, slots: Slots, rules: Rules) -> None:
+    def __init__(self, problem: Problem, slots: Slots, rules: Rules, most: float) -> None:
+        self.most = most
         self.placement = problem.placement
         self.costs = problem.costs
         self.transfer = problem.transfer
@@ -96,6 +97,8 @@ class _Clock:
             chosen = rank.choose(now)
             if chosen is not None:
                 makespan = max(makespan, self._start(rank, now, chosen))
+                if rank.free_at + rank.work_left > self.most:
+                    return None
             elif rank.wake_at > now:
                 heappush(self.agenda, (rank.wake_at, number))
         if any(rank.weights or min(rank.next.values()) < rank.microbatches for rank in self.ranks):
@@ -145,6 +148,8 @@ class _Rank:
         self.weights: deque[tuple[int, int]] = deque()
         self.forward_ends: dict[tuple[int, int], float] = {}
         self.order: Order = []
+        ops = (FORWARD, INPUT_GRAD, WEIGHT_GRAD) if rules.split else (FORWARD, BACKWARD)
+        self.work_left = self.microbatches * sum(self.costs.of(op, stage) for op in ops for stage in self.stages)
         self.used = 0.0
         self.free_at = 0.0
         self.wake_at = 0.0
@@ -226,4 +231,5 @@ class _Rank:
         if op in RESULT_OF:
             self.next[(RESULT_OF[op], chunk)] = mb + 1
         self.order.append(chosen)
+        self.work_left -= self.costs.of(op, self.stages[chunk])
         self.free_at = end

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.activations import kept_timeline
 from megatron_pp.plan.lifetime import tensors_timeline
+from megatron_pp.plan.names import unknown
 from megatron_pp.plan.recorded import recorded_timeline
 from megatron_pp.plan.spec import Plan
 
@@ -65,7 +66,7 @@ class ModelShape:
             if getattr(self, name) < least:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.recompute not in RECOMPUTE:
-            raise PlanError(f"recompute {self.recompute!r} is not known; it is one of {', '.join(RECOMPUTE)}")
+            raise PlanError(unknown("recompute", self.recompute, RECOMPUTE))
 
     @property
     def tokens(self) -> float:

@@ -6,7 +6,7 @@ Not for training, where every rank but one would always be idle; it is what the 
 from __future__ import annotations
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.family import Order, Shape, b, f
+from megatron_pp.plan.family import Family, Order, Shape, b, f
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.plan.spec import Plan, PlanSpec
@@ -23,6 +23,9 @@ def naive_orders(shape: Shape) -> list[Order]:
         for op in (*(f(c, m) for c in chunks), *(b(c, m) for c in reversed(chunks)))
     ]
     return [order] * shape.pipeline_size
+
+
+NAIVE_FAMILY = Family(NAIVE, naive_orders, source="", summary="one microbatch at a time", chunks=1)
 
 
 def naive_plan(spec: PlanSpec) -> Plan:

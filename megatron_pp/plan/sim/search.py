@@ -11,7 +11,7 @@ named one under the limit.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp.errors import PlanError
@@ -189,32 +189,36 @@ class _Search:
             smaller = replace(self.spec, num_microbatches=pilot_size)
             pilot = _Search(smaller, self.placement, self.families, self.patience)
             first = pilot._seeds(pilot._named_orders())
-            promising = {(t.seed, t.rules) for t in _shortest(pilot._trials(first.items(), self._rules()))}
-            return _shortest(
-                trial
-                for seed in seeds.items()
-                for trial in self._trials([seed], [rule for rule in self._rules() if (seed[0], rule) in promising])
-            )
+            promising = {(t.seed, t.rules) for t in pilot._shortest(first.items(), self._rules())}
+            pool = _Pool()
+            for seed in seeds.items():
+                self._try([seed], [rule for rule in self._rules() if (seed[0], rule) in promising], pool)
+            return pool.trials
         patterns: Iterable[tuple[str, Sequence[Order]]] = seeds.items()
-        pool: list[_Trial] = []
+        pool = _Pool()
         for _ in range(_ROUNDS):
-            pool = _shortest([*pool, *self._trials(patterns, self._rules())])
-            patterns = [(trial.seed, trial.result.orders) for trial in pool]
-        return pool
+            self._try(patterns, self._rules(), pool)
+            patterns = [(trial.seed, trial.result.orders) for trial in pool.trials]
+        return pool.trials
 
     def _one_at_a_time(self) -> list[_Trial]:
         """For memory in which no pattern of a named family comes through; no order needs less."""
-        return _shortest(self._trials([("one microbatch at a time", naive_orders(self.shape))], self._rules()))
+        return self._shortest([("one microbatch at a time", naive_orders(self.shape))], self._rules())
 
-    def _trials(self, patterns: Iterable[tuple[str, Sequence[Order]]], rules: Sequence[Rules]) -> Iterator[_Trial]:
+    def _shortest(self, patterns: Iterable[tuple[str, Sequence[Order]]], rules: Sequence[Rules]) -> list[_Trial]:
+        pool = _Pool()
+        self._try(patterns, rules, pool)
+        return pool.trials
+
+    def _try(self, patterns: Iterable[tuple[str, Sequence[Order]]], rules: Sequence[Rules], pool: _Pool) -> None:
         """Every rule on every pattern; those that get stuck under the memory limit are left out."""
         for name, orders in patterns:
             slots = slots_of(orders)
             for rule in rules:
                 self.patience.look()
-                result = schedule(self.problem, slots, rule)
+                result = schedule(self.problem, slots, rule, pool.most)
                 if result is not None:
-                    yield _Trial(name, rule, result)
+                    pool.add(_Trial(name, rule, result))
 
     def _rules(self) -> list[Rules]:
         """What to try on every pattern."""
@@ -253,9 +257,17 @@ def _is_accepted(plan: Plan) -> bool:
     return True
 
 
-def _shortest(trials: Iterable[_Trial]) -> list[_Trial]:
-    """The shortest, each order once."""
-    seen: dict[tuple[tuple[object, ...], ...], _Trial] = {}
-    for trial in trials:
-        seen.setdefault(tuple(tuple(order) for order in trial.result.orders), trial)
-    return sorted(seen.values(), key=lambda trial: trial.result.makespan)[:_FINALISTS]
+class _Pool:
+    """The shortest trials, each order once, shortest first; of equals, those that came first."""
+
+    def __init__(self) -> None:
+        self.trials: list[_Trial] = []
+
+    @property
+    def most(self) -> float:
+        """What takes longer is not taken."""
+        return self.trials[-1].result.makespan if len(self.trials) == _FINALISTS else UNKNOWN
+
+    def add(self, trial: _Trial) -> None:
+        if all(trial.result.orders != known.result.orders for known in self.trials):
+            self.trials = sorted([*self.trials, trial], key=lambda one: one.result.makespan)[:_FINALISTS]

@@ -144,9 +144,9 @@ class Simulation:
 
     def peak_in_flight(self) -> tuple[int, ...]:
         """Per rank, the most (chunk, microbatch) pairs that are past their forward with gradients to come: the papers'
-        count, to which a waiting weight gradient is a whole pair.
+        count, to which a waiting weight gradient is a whole pair. An evaluation has none.
         """
         placement = self.plan.placement
-        ones = (1,) * placement.num_stages
+        ones = (0 if self.plan.spec.forward_only else 1,) * placement.num_stages
         timelines = map(kept_timeline, self.plan.programs, placement.stages, repeat(ones), repeat(ones))
         return tuple(int(max(timeline, default=0)) for timeline in timelines)

@@ -249,7 +249,7 @@ def test_draw_prints_the_timeline(command):
 def test_draw_grids_and_what_they_cost(command):
     code, out, _ = command("draw", "--style", "grid", "-s", "naive,gpipe,1f1b", "-P", 4, "-M", 4)
     assert code == 0
-    assert "stage 3     .  .  . F0 B0 F1 B1 F2 B2 F3 B3" in out
+    assert "rank 3      .  .  . F0 B0 F1 B1 F2 B2 F3 B3" in out
     assert "75.0%" in out
     assert "4 3 2 1" in out
 
@@ -257,7 +257,7 @@ def test_draw_grids_and_what_they_cost(command):
 @pytest.mark.parametrize(
     ("name", "beginning"),
     [
-        ("a.svg", b"<svg"),
+        ("a.svg", b"<?xml"),
         ("a.html", b"<!DOCTYPE html>"),
         ("a.png", b"\x89PNG"),
         ("a.json", b'{"displayTimeUnit"'),
@@ -302,7 +302,7 @@ def test_what_is_written_to_a_link_or_a_pipe_leaves_it_one(command, tmp_path):
         ("plan -s nonsense", ["'nonsense' is not known; it is one of gpipe"]),
         ("plan -P 0", ["pipeline size is 0"]),
         ("plan -P -3", ["-3", "megatron-pp plan --help"]),
-        ("plan --frobnicate", ["--frobnicate", "megatron-pp --help"]),
+        ("plan --frobnicate", ["option --frobnicate is not known", "megatron-pp plan --help"]),
         ("plan -s 1f1b -V 3", ["has 1 model chunk(s) a rank, not 3"]),
         ("plan --import nowhere.csv", ["nowhere.csv", "cannot be read"]),
         ("plan --import nowhere.csv -P 4", ["--import brings its own pipeline size"]),
@@ -316,18 +316,18 @@ def test_what_is_written_to_a_link_or_a_pipe_leaves_it_one(command, tmp_path):
         ("simulate --layers 6 --hidden-size 8 --seq-length 8", ["6 layers do not divide over 4 stages"]),
         ("simulate --memory-limit 3", ["--memory-limit is for --compare"]),
         ("simulate --compare 1f1b --memory-limit 3", ["--memory-limit needs the shape of the model"]),
-        ("simulate --compare 1f1b -s gpipe", ["--compare names the schedules itself"]),
+        ("simulate --compare 1f1b -s gpipe", ["--schedule does not go with --compare, which names the schedules"]),
         ("simulate --compare 1f1b,nonsense", ["'nonsense' is not known"]),
         ("simulate --link 3-4:1", ["--link 3-4 is no link between two of 4 ranks"]),
         ("simulate --link 1-1:1", ["--link 1-1 is no link between two of 4 ranks"]),
         ("simulate --link 3-4", ["argument --link", "'' is not a number"]),
-        ("simulate -M 4,8", ["several numbers of chunks or microbatches"]),
+        ("simulate -M 4,8", ["-s, -V and -M name 2 plans, and this takes one"]),
         ("simulate --from-trace .", ["there are no traces"]),
         ("draw -o plan.xyz", ["drawings are written as .svg, .html", "not as '.xyz'"]),
         ("draw --width 19", ["--width is 19; text needs at least 20"]),
         ("draw --width 200 -o plan.png", ["--width is 200; png needs at least 300"]),
         ("draw --style svg", ["needs a file to write to: -o FILE"]),
-        ("draw --style grid -s naive -V 2", ["the naive schedule has 1 model chunk"]),
+        ("draw --style grid -s naive -V 2", ["schedule naive has 1 model chunk(s) a rank, not 2"]),
         ("report .", ["there are no traces"]),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +19,8 @@ from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.plan.spec import CHANNELS, POLICIES, PlanSpec
 from megatron_pp.plan.verifier import verify
+from tests.harness.sweeps import EXHAUSTIVE
 
-EXHAUSTIVE = os.environ.get("MEGATRON_PP_EXHAUSTIVE", "") == "1"
 NAMED = [family for family in SCHEDULES.values() if family.search is None]
 SIZES = (1, 2, 3, 4, 8)
 
@@ -54,12 +53,14 @@ def microbatches_in_turn(order: Order, op: str, chunk: int) -> list[int]:
 @pytest.mark.parametrize("family", NAMED, ids=by_name)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_lowering_of_every_shape_is_accepted(family: Family, size: int) -> None:
-    """Under every policy, with one choice of channels and shapes each. The choices take turns, so that a policy and a
-    choice, a policy and a count, and a choice and a count all meet; ``MEGATRON_PP_EXHAUSTIVE=1`` runs the product."""
+    """Under every policy (eight ranks: under one), with one choice of channels and shapes each. They take turns, so
+    that a policy and a choice, a policy and a count, and a choice and a count all meet;
+    ``MEGATRON_PP_EXHAUSTIVE=1`` runs the product."""
     counts = sorted({1, 2, size, 2 * size - 1, 2 * size + 1, 3 * size}) if size < 8 else [3, 15, 17]
     choices = list(itertools.product(CHANNELS, (False, True)))
     for turn, (chunks, m) in enumerate(itertools.product(chunks_of(family), counts)):
-        for number, policy in enumerate(POLICIES):
+        policies = [POLICIES[turn % 3]] if size == 8 and not EXHAUSTIVE else POLICIES
+        for number, policy in enumerate(policies):
             for channels, variable in choices if EXHAUSTIVE else [choices[(turn + number) % len(choices)]]:
                 spec = PlanSpec(
                     family.name,
@@ -122,7 +123,7 @@ def test_bubbles_of_eight_ranks_are_the_published_ones(name: str, idle: int, mic
     assert unit_simulation(name, 8, microbatches).idle == (idle,) * 8
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 12])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_bubbles_follow_their_formulas(size: int) -> None:
     m = 4 * size
     formulas = {
@@ -148,7 +149,7 @@ def test_zero_bubble_schedules_never_idle_within_a_ranks_span(size: int) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 17, 40])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 17])
 def test_peaks_of_memory_are_those_of_the_papers(size: int, microbatches: int) -> None:
     """In microbatches for one chunk a rank, in chunks for two; never more than there are."""
     most = {

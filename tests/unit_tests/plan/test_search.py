@@ -26,6 +26,7 @@ from megatron_pp.schedules import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import toy_chunks, toy_config, toy_forward_step
+from tests.harness.sweeps import EXHAUSTIVE
 
 
 def search(
@@ -37,7 +38,7 @@ def search(
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=100 if EXHAUSTIVE else 8)
 @given(data=st.data())
 def test_never_worse_than_the_best_named_family_under_the_limit(data: st.DataObject) -> None:
     name, chunks = data.draw(st.sampled_from([("auto", 1), ("auto", 2), ("auto_v", 2)]))
@@ -106,7 +107,7 @@ def test_groups_larger_than_the_pipeline_cost_neither_memory_nor_time(size: int,
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=100 if EXHAUSTIVE else 12)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.booleans())
 def test_what_one_microbatch_needs_is_enough(size: int, chunks: int, m: int, wave: bool) -> None:
     """Nothing can do with less, whatever the groups."""

@@ -143,28 +143,40 @@ def torch_text(schedule="interleaved_1f1b"):
         (lambda t: "", "no action in it"),
         (lambda t: t[: len(t) // 2], "rows or actions are missing|is missing or has no counterpart"),
         (lambda t: t.splitlines()[0] + "\n", "neither in a loop nor in a V"),
-        (lambda t: t.replace("0B2", ""), r"backward of stage 0, microbatch 2 \(0B2\) is missing"),
-        (lambda t: t.replace("0F2", "0F1"), "row 1: 0F1 stands twice"),
         (lambda t: t.replace("1F2", "1X2"), "row 2, cell .*'1X2' is no action"),
-        (lambda t: t.replace("1F2", "1F999999999"), r"1F2.* is missing"),
         (lambda t: t.replace("1F2", "5F2"), "neither in a loop nor in a V"),
-        (lambda t: t.replace("0B0", "0I0"), r"weight gradients.*0W0"),
-        (lambda t: t.replace("0B0", "0I0,0B0,0W0"), "0I0 and 0B0 are both there"),
-        (lambda t: t.replace("1F2", "1SEND_F2"), r"forward of stage 1, microbatch 2 \(1F2\) is missing"),
         (lambda t: t.replace("1F2", "0SEND_F2,1F2"), r"row 2: 0SEND_F2: stage 0 is not on rank 1"),
         (lambda t: t.replace("1F2", "9SEND_F2,1F2"), r"row 2: 9SEND_F2: stage 9 is not on rank 1"),
         (lambda t: t.replace("1F2", "(1F2;1I2)OVERLAP_F_B").replace("1B2", "1W2"), r"\(F0.2 I0.2\) is no pair"),
         (lambda t: t.replace("1F2", "(1F2)OVERLAP_F_B"), "a pair is of two actions"),
-        (lambda t: t.replace("1F2", "()OVERLAP_F_B"), r"1F2.* is missing"),
         (lambda t: t.replace("1F2", "(1F2;1X2)OVERLAP_F_B"), "row 2, cell .*'1X2' is no action"),
         (lambda t: t.replace("0F0", '"0F0'), "not a CSV file|is no action"),
         (lambda t: "\n" + t, "row 1: rank 0 has nothing to do"),
     ],
 )
-def test_bad_pytorch_files_are_refused_in_one_line(damage, message):
+def test_pytorch_files_that_hold_no_plan_are_refused_in_one_line(damage, message):
     with pytest.raises(ExchangeError, match=message) as caught:
         parse_plan(damage(torch_text()))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.replace("0B2", ""), r"backward of stage 0, microbatch 2 \(0B2\) is missing"),
+        (lambda t: t.replace("0F2", "0F1"), "row 1: 0F1 stands twice"),
+        (lambda t: t.replace("1F2", "1F999999999"), r"1F2.* is missing"),
+        (lambda t: t.replace("0B0", "0I0"), r"weight gradients.*0W0"),
+        (lambda t: t.replace("0B0", "0I0,0B0,0W0"), "0I0 and 0B0 are both there"),
+        (lambda t: t.replace("1F2", "1SEND_F2"), r"forward of stage 1, microbatch 2 \(1F2\) is missing"),
+        (lambda t: t.replace("1F2", "()OVERLAP_F_B"), r"1F2.* is missing"),
+    ],
+)
+def test_incomplete_orders_of_pytorch_files_are_refused_in_one_line(damage, message):
+    """As plans, which they are: not with the error of a file that cannot be read."""
+    with pytest.raises(PlanError, match=message) as caught:
+        parse_plan(damage(torch_text()))
+    assert (type(caught.value), "\n" in str(caught.value)) == (PlanError, False)
 
 
 def test_an_order_that_cannot_run_is_refused():

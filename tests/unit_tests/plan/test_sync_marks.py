@@ -7,7 +7,6 @@ The oracle knows nothing of ``verify``: it runs a program's marks and counts how
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,8 +31,8 @@ from megatron_pp.plan.serialize import format_plan, parse_plan
 from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
 from tests.harness.plan_text import with_programs
+from tests.harness.sweeps import EXHAUSTIVE
 
-EXHAUSTIVE = os.environ.get("MEGATRON_PP_EXHAUSTIVE", "") == "1"
 GRAD_MARKS = (ENABLE_GRAD_SYNC, GRAD_SYNC)
 Program = tuple[Instruction, ...]
 

@@ -16,6 +16,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, STATIC_BUFFERS, PlanSpec
+from megatron_pp.plan.tasks import Task
 from megatron_pp.runtime import log_once, plan_choice, step
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.pairs import in_turn
@@ -104,7 +105,7 @@ def test_a_file_that_hangs_in_one_queue_is_refused_on_nccl_and_runs_on_gloo(tmp_
 class NotesWhatItDefers(PlanExecutor):
     deferred_ops: set[str]
 
-    def _free(self, at: ins.Instruction) -> None:
+    def _free(self, at: Task) -> None:
         super()._free(at)
         self.deferred_ops.update(later.op for _, later in self.deferred)
 

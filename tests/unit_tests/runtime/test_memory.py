@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan, verified_plan
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.instruction import SEND_OPS, Instruction
 from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.spec import POLICIES, PlanSpec
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
@@ -46,14 +46,13 @@ class Census:
         for name in STATE:
             for tensor in getattr(self.executor, name).values():
                 self._see(tensor)
-        for handles in (*self.executor.receives.values(), *self.executor.sends.values()):
-            for handle in handles.values():
-                self._see(handle.tensor)
+        for handle in self.executor.handles.values():
+            self._see(handle.tensor)
         self.counted.append(sum(not ref.expired() for ref in self.seen))
         self.outputs_with_data.append(
             sum(isinstance(t, torch.Tensor) and t.numel() > 1 for t in self.executor.outputs.values())
         )
-        self.pending.append(sum(map(len, self.executor.sends.values())))
+        self.pending.append(sum(op in SEND_OPS for op, *_ in self.executor.handles))
 
     def _see(self, tensor: Any) -> None:
         if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:  # no losses, and no mere places in a graph

@@ -16,9 +16,10 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import PipelineError, ScheduleInputError, SendBufferError
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.instruction import POST_OF, Instruction, parse_instruction
+from megatron_pp.plan.instruction import POST_OF, parse_instruction
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
+from megatron_pp.plan.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.pairs import HalfCall, in_turn
 from megatron_pp.runtime.send_buffer_check import WatchedExecutor, checksum, executor_for
@@ -78,10 +79,10 @@ class WritesToOutput(PlanExecutor):
     through_data = False
     microbatch = 3
 
-    def _send_f(self, at: Instruction) -> None:
+    def _send_f(self, at: Task) -> None:
         super()._send_f(at)
         if at.mb == self.microbatch:
-            output = self.outputs[at[1:3]].detach()
+            output = self.outputs[at.key].detach()
             (output.data if self.through_data else output).add_(1.0)
 
 
@@ -96,7 +97,7 @@ class WritesUnseenOnTheFirstRank(WritesUnseen):
 
     microbatch = 0
 
-    def _send_f(self, at: Instruction) -> None:
+    def _send_f(self, at: Task) -> None:
         if self.rank == 0:
             super()._send_f(at)
         else:
@@ -200,7 +201,7 @@ def test_released_memory_is_poisoned_before_it_goes() -> None:
     aliases: list[tuple[torch.Tensor, float]] = []
 
     class KeepsAnAlias(WatchedExecutor):
-        def _free(self, at: Instruction) -> None:
+        def _free(self, at: Task) -> None:
             super()._free(at)
             aliases.extend((there, float(there.flatten()[0])) for there in self.returned)
 

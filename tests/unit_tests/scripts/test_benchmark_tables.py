@@ -1,19 +1,23 @@
-"""Tables of docs/performance.md: what several runs hold of one benchmark becomes one table."""
+"""docs/performance.md: what runs hold of one benchmark becomes one chart, one paragraph and one folded table."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from benchmarks import tables
+from benchmarks.all import PARTS
 from benchmarks.report import BenchmarkError, Report
 
 PAGE = "before\n<!-- table sweep -->\nold\n<!-- end sweep -->\nafter\n"
+TRACING = [{"setting": "1f1b P=2", "off us": 3.0, "on us": 5.0, "added us": 2.0, "share": 0.0002}]
 
 
 def write(folder: Path, rounds: int, p: int, columns: list[str] | None = None) -> Path:
@@ -24,8 +28,8 @@ def write(folder: Path, rounds: int, p: int, columns: list[str] | None = None) -
     return folder
 
 
-def run(page: Path, *sources: Path) -> str:
-    page.write_text(PAGE)
+def run(page: Path, *sources: Path, text: str = PAGE) -> str:
+    page.write_text(text)
     tables.run(argparse.Namespace(sources=list(sources), page=page))
     return page.read_text()
 
@@ -33,9 +37,21 @@ def run(page: Path, *sources: Path) -> str:
 def test_two_runs_make_one_table(tmp_path: Path) -> None:
     text = run(tmp_path / "page.md", write(tmp_path / "a", 3, 2), write(tmp_path / "b", 2, 4))
     assert text == (
-        "before\n<!-- table sweep -->\n| P | ms |\n| --- | --- |\n| 2 | 3 |\n| 4 | 6 |\n\n"
-        "(rounds 3 and 2, cores 2, on 2026-01-02 and 2026-01-04)\n\nA note.\n<!-- end sweep -->\nafter\n"
+        "before\n<!-- table sweep -->\n<details markdown>\n<summary>Table: A sweep</summary>\n\n"
+        "| P | ms |\n| --- | --- |\n| 2 | 3 |\n| 4 | 6 |\n\n"
+        "(rounds 3 and 2, cores 2, on 2026-01-02 and 2026-01-04)\n\nA note.\n\n</details>\n<!-- end sweep -->\nafter\n"
     )
+
+
+def test_a_benchmark_with_a_chart_and_a_reading(tmp_path: Path) -> None:
+    columns = ["setting", "off us", "on us", "added us", "share"]
+    Report("tracing", "A trace", columns, TRACING, {"compute ms": 10.0}).write(tmp_path / "a")
+    text = run(tmp_path / "page.md", tmp_path / "a", text=PAGE.replace("sweep", "tracing"))
+    chart, reading, folded = text.split("\n\n")[:3]
+    assert chart.endswith("![A trace](charts/tracing.svg)")
+    assert reading == "Recording adds 2 us to each virtual microbatch: 0.02% of 10 ms of compute."
+    assert folded == "<details markdown>\n<summary>Table: A trace</summary>"
+    assert (tmp_path / "charts" / "tracing.svg").exists()
 
 
 def test_runs_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
@@ -45,3 +61,13 @@ def test_runs_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match=r"holds no \.json; run a subcommand"):
         run(tmp_path / "page.md", one, tmp_path / "empty")
     assert (tmp_path / "page.md").read_text() == PAGE
+
+
+def test_the_page_has_a_place_for_every_benchmark_and_its_charts_exist() -> None:
+    text = tables.PAGE.read_text()
+    assert re.findall(r"<!-- table (\w+) -->", text) == re.findall(r"<!-- end (\w+) -->", text)
+    assert set(re.findall(r"<!-- table (\w+) -->", text)) == set(PARTS)
+    charts = re.findall(r"\]\((charts/\w+\.svg)\)", text)
+    assert len(charts) == len(PARTS) - 1  # no GPU was at hand
+    for chart in charts:
+        ElementTree.parse(tables.PAGE.parent / chart)

@@ -14,6 +14,7 @@ from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_line, step_line, sync_line
+from megatron_pp.tracing.report import write_timeline
 from megatron_pp.tracing.run import load_run
 
 MILLISECOND = 1_000_000
@@ -177,6 +178,20 @@ def test_the_report_says_and_draws_it(tmp_path, capsys, monkeypatch):
     assert page.count("<canvas") == 2
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.png")]) == 0
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_of_a_run_is_titled_with_schedule_sizes_and_date(tmp_path):
+    name = f"{1_763_000_000_000_000 << 12:x}"  # 2025-11-13 02:13:20 UTC
+    for run, date in ((name, " of 2025-11-13 02:13 UTC"), ("abc", "")):
+        folder = tmp_path / run
+        folder.mkdir()
+        write_traces(folder, [simulated("zb_v", 2, 2, 4)], run=run)
+        write_timeline(folder, folder / "timeline.html", folder / "timeline.json")
+        page = (folder / "timeline.html").read_text()
+        assert f"<title>zb_v P=2 V=2 M=4, run {run}{date}</title>" in page
+        assert f"<h1>zb_v P=2 V=2 M=4, run {run}{date}</h1>" in page
+        titles = ["measured, step 1: zb_v P=2 V=2 M=4", "predicted from the plan and the measured costs"]
+        assert [title for title in titles if f"<h2>{title} " in page] == titles
 
 
 def test_simulate_and_draw_take_measured_values(tmp_path, capsys):

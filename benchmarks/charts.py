@@ -1,0 +1,177 @@
+"""One chart for each benchmark of docs/performance.md, made from its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chart_style import dot_rows, key, lines, new_chart, save_svg, style, target, wanted
+from benchmarks.report import Report, Row
+
+
+def write_chart(report: Report, folder: Path) -> Path | None:
+    """NAME.svg of the report in ``folder``; None where there is nothing to draw of this benchmark."""
+    draw = CHARTS.get(report.name)
+    if draw is None:
+        return None
+    path = folder / f"{report.name}.svg"
+    with style():
+        save_svg(draw(report), path)
+    return path
+
+
+def overhead(report: Report) -> Any:
+    rows = _labels(report.rows, ("setting",))
+    figure, (axes,) = new_chart(1, 1, 5.4)
+    dot_rows(axes, rows, _series(report.rows, ("setting",), "engine", "outside us (median)"), label="ours")
+    axes.set(xlabel="CPU time outside the model, microseconds per virtual microbatch (F + B)", xlim=(0, None))
+    key(figure, axes)
+    return figure
+
+
+def exposed(report: Report) -> Any:
+    several = [row for row in report.rows if row["schedule"] != "eager_1f1b"]
+    panels = _labels(several, ("schedule", "P"))
+    figure, all_axes = new_chart(-(-len(panels) // 2), min(2, len(panels)), 3.6 * -(-len(panels) // 2), sharey=True)
+    top = max(100 * (row["over bound"] - 1) for row in several)
+    for axes, panel in zip(all_axes, panels, strict=False):
+        rows = [row for row in several if _label(row, ("schedule", "P")) == panel]
+        by_engine = {
+            engine: [(row["transfer / F"], 100 * (row["over bound"] - 1)) for row in rows if row["engine"] == engine]
+            for engine in _labels(rows, ("engine",))
+        }
+        widest = max(row["transfer / F"] for row in rows)
+        axes.set(title=panel, xlim=(0, 1.65 * widest), ylim=(0, 1.15 * max(top, 5.0)))
+        axes.set(xlabel="transfer / forward", ylabel="over bound, % (shaded: wanted)")
+        axes.set_xticks([tick for tick in (0, 0.5, 1.0, 1.5) if tick <= widest])
+        lines(axes, by_engine)
+        wanted(axes, 0, 5, upright=False)
+    for axes in all_axes[len(panels) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def overlap(report: Report) -> Any:
+    columns = ("schedule", "P", "MB")
+    rows = _labels(report.rows, columns)
+    figure, (time, memory) = new_chart(1, 2, 1.6 + 0.62 * len(rows), sharey=True)
+    dot_rows(time, rows, _series(report.rows, columns, "variant", "of free at once"), label="ours", shown="{:.2f}")
+    time.set(title="Step time", xlabel="of the step that frees without waiting")
+    target(time, 1.03, "wanted: below 1.03")
+    dot_rows(memory, rows, _series(report.rows, columns, "variant", "peak MB"), label="ours", shown="{:.0f}")
+    memory.set(title="Memory", xlabel="peak of a step on the worst rank, MB", xlim=(0, None))
+    key(figure, time)
+    return figure
+
+
+def memory(report: Report) -> Any:
+    worst = [{**row, "worst": max(row.get(f"rank {r}") or 0 for r in range(4))} for row in report.rows]
+    figure, (axes,) = new_chart(1, 1, 5.2)
+    dot_rows(axes, _labels(worst, ("setting",)), _series(worst, ("setting",), "engine", "worst"), label="ours")
+    axes.set_xscale("log", base=2)
+    ticks = [2, 4, 8, 16, 32, 64, 128]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xlabel("peak of a step on the worst rank, activations (logarithmic)")
+    key(figure, axes)
+    return figure
+
+
+def bubble(report: Report) -> Any:
+    made = [row for row in report.rows if isinstance(row.get("measured"), float)]
+    made.sort(key=lambda row: (row["simulated"], row["schedule"]))
+    rows = [f"{row['schedule']}, V={row['V']}" for row in made]
+    figure, (axes,) = new_chart(1, 1, 1.4 + 0.32 * len(rows))
+    for place, row in enumerate(made):
+        axes.plot([100 * row["simulated"], 100 * row["measured"]], [place, place], color="#B9D5E6", linewidth=4)
+    shares = {name: [100 * row[column] for row in made] for name, column in _SIMULATED.items()}
+    dot_rows(axes, rows, shares, label="measured", shown="{:.1f}%")
+    axes.set(xlabel="bubble: share of all ranks' time that no compute fills, %", xlim=(0, None))
+    key(figure, axes)
+    return figure
+
+
+_SIMULATED = {"simulated": "simulated", "measured": "measured"}
+
+
+def prediction(report: Report) -> Any:
+    columns = ("schedule", "P", "policy")
+    points = [
+        {**row, "percent": 100 * row["off by"], "ratio": f"transfer {row['transfer / F']:g} of a forward"}
+        for row in report.rows
+    ]
+    rows = _labels(points, columns)
+    figure, (axes,) = new_chart(1, 1, 1.6 + 0.36 * len(rows))
+    dot_rows(axes, rows, _series(points, columns, "ratio", "percent"))
+    wanted(axes, -5, 5, upright=True)
+    axes.axvline(0, color="#777777", linewidth=1)
+    widest = max(6.0, *(1.1 * abs(row["percent"]) for row in points))
+    axes.set(xlabel="predicted step time over the measured one, % (shaded: wanted)", xlim=(-widest, widest))
+    key(figure, axes)
+    return figure
+
+
+def tracing(report: Report) -> Any:
+    shares = [{**row, "added": "added by recording", "percent": 100 * row["share"]} for row in report.rows]
+    rows = _labels(shares, ("setting",))
+    figure, (axes,) = new_chart(1, 1, 1.2 + 0.36 * len(rows))
+    series = _series(shares, ("setting",), "added", "percent")
+    dot_rows(axes, rows, series, label="added by recording", shown="{:.2f}%")
+    target(axes, 1.0, "wanted: below 1%")
+    length = report.settings.get("compute ms", 10.0)
+    axes.set(xlabel=f"CPU time that recording adds, % of {length:g} ms of compute", xlim=(0, None))
+    return figure
+
+
+def training(report: Report) -> Any:
+    theirs = [row for row in report.rows if row["model"].startswith("GPTModel") and row.get("tokens/s (median)")]
+    columns = ("model", "V", "policy")
+    rows = _labels(theirs, columns)
+    figure, (axes,) = new_chart(1, 1, 1.4 + 0.42 * len(rows))
+    dot_rows(axes, rows, _series(theirs, columns, "engine", "tokens/s (median)"))
+    axes.set(xlabel="tokens per second (median)", xlim=(0, None))
+    key(figure, axes)
+    return figure
+
+
+def growth(report: Report) -> Any:
+    figure, (once, each) = new_chart(1, 2, 4.0)
+    points = {
+        name: [(row["instructions"], row[column]) for row in report.rows]
+        for name, column in (("build", "build s"), ("verify", "verify s"))
+    }
+    once.set(xscale="log", yscale="log", title="Once per run", xlabel="instructions of all ranks", ylabel="seconds")
+    lines(once, points)
+    once.set_xlim(None, 6 * max(row["instructions"] for row in report.rows))
+    column = "outside us / virtual microbatch"
+    top = 1.1 * max(row[column] for row in report.rows)
+    each.set(xscale="log", title="Every step, outside the model", xlabel="instructions of all ranks", ylim=(0, top))
+    each.set_ylabel("us per virtual microbatch")
+    lines(each, {"ours": [(row["instructions"], row[column]) for row in report.rows]})
+    each.set_xlim(None, 6 * max(row["instructions"] for row in report.rows))
+    return figure
+
+
+def _label(row: Row, columns: Sequence[str]) -> str:
+    """What a row is of: ``("schedule", "P")`` gives "1f1b, P=2"."""
+    named = {"P": "P={}", "V": "V={}", "MB": "{:g} MB"}
+    return ", ".join(named.get(column, "{}").format(row[column]) for column in columns)
+
+
+def _labels(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """The different labels, in the order of the table."""
+    return list(dict.fromkeys(_label(row, columns) for row in rows))
+
+
+def _series(rows: Sequence[Row], columns: Sequence[str], name: str, value: str) -> dict[str, list[float | None]]:
+    """name -> a value for each label, None where the table has none. The model alone is no engine."""
+    at = {(row[name], _label(row, columns)): row.get(value) for row in rows}
+    names = [series for series in _labels(rows, (name,)) if series != "the model alone"]
+    series = {one: [at.get((one, label)) for label in _labels(rows, columns)] for one in names}
+    return {one: values for one, values in series.items() if any(value is not None for value in values)}
+
+
+CHARTS: dict[str, Callable[[Report], Any]] = {
+    draw.__name__: draw
+    for draw in (overhead, exposed, overlap, memory, bubble, prediction, tracing, training, growth)
+}  # fmt: skip

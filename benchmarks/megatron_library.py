@@ -1,0 +1,120 @@
+"""Megatron-core as installed and, in the same process, that of a source checkout.
+
+Both are named `megatron`. Each is imported while the other's modules are out of `sys.modules`, so that engines of
+both can take turns in one run. `--megatron-source PATH` of scripts/benchmark.py gives the checkout to this process
+and to the ranks that it starts, in the environment variable SOURCE_VARIABLE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.engines import Unavailable
+from benchmarks.report import BenchmarkError
+
+SOURCE_VARIABLE = "MEGATRON_PP_BENCHMARK_MEGATRON_SOURCE"
+MAIN = "megatron-main"
+_VERSION_FILE = Path("megatron", "core", "package_info.py")
+
+
+@dataclass(frozen=True)
+class Library:
+    """One Megatron-core: its loaded modules by name."""
+
+    modules: dict[str, ModuleType]
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Within, ``import megatron...`` gives this library. Megatron's functions import modules late, too."""
+        before = _take_modules()
+        sys.modules.update(self.modules)
+        try:
+            yield
+        finally:
+            self.modules.update(_take_modules())
+            sys.modules.update(before)
+
+    def module(self, name: str) -> Any:
+        return self.modules[f"megatron.core.{name}"]
+
+
+def source() -> Path | None:
+    """The checkout that the user gave. Raises BenchmarkError where that is none."""
+    given = os.environ.get(SOURCE_VARIABLE)
+    if not given:
+        return None
+    if not Path(given, _VERSION_FILE).is_file():
+        raise BenchmarkError(f"{given} has no file {_VERSION_FILE}: it is no checkout of Megatron-LM")
+    return Path(given)
+
+
+@functools.cache
+def load(engine: str) -> Library:
+    """The library of ``engine``: "megatron" is the installed package, "megatron-main" the checkout.
+
+    Raises Unavailable.
+    """
+    if engine != MAIN:
+        return _load([])
+    folder = source()
+    if folder is None:
+        raise Unavailable("no checkout of Megatron-LM was given (--megatron-source)")
+    return _load([str(folder)])
+
+
+def _load(first: list[str]) -> Library:
+    """Import Megatron-core with the folders ``first`` at the front of the module path."""
+    from tests.megatron.cpu_shim import triton_stand_in
+
+    before, path = _take_modules(), list(sys.path)
+    sys.path[:0] = first
+    importlib.invalidate_caches()
+    try:
+        with warnings.catch_warnings(), triton_stand_in():
+            warnings.simplefilter("ignore")
+            for name in ("pipeline_parallel.schedules", "pipeline_parallel.p2p_communication", "transformer", "enums"):
+                importlib.import_module(f"megatron.core.{name}")
+        return Library(_take_modules())
+    except ImportError as error:
+        raise Unavailable(f"Megatron-core is not importable: {error} (pip install megatron-core)") from error
+    finally:
+        _take_modules()
+        sys.modules.update(before)
+        sys.path[:] = path
+
+
+def _take_modules() -> dict[str, ModuleType]:
+    """Remove Megatron's modules from ``sys.modules`` and return them."""
+    names = [name for name in sys.modules if name == "megatron" or name.startswith("megatron.")]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def versions() -> dict[str, str]:
+    """For the line below a table: the version of the package, and version and commit of the checkout, if there."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(PackageNotFoundError):
+        found["megatron-core"] = version("megatron-core")
+    folder = source()
+    if folder is not None:
+        numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", (folder / _VERSION_FILE).read_text(), re.MULTILINE)
+        found["Megatron-LM"] = f"{'.'.join(numbers)} at {_commit(folder)}"
+    return found
+
+
+def _commit(folder: Path) -> str:
+    command = ["git", "-C", str(folder), "log", "-1", "--format=%h of %cs", "--abbrev=10"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() or "an unknown commit"

@@ -1,0 +1,14 @@
+"""Imported once for all ranks of a benchmark that runs peers, by the process that they are forked from."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch.distributed.pipelining  # noqa: F401
+
+from benchmarks.engines import Unavailable
+from benchmarks.megatron_library import MAIN, load
+
+for _engine in ("megatron", MAIN):
+    with contextlib.suppress(Unavailable):
+        load(_engine)

@@ -1,0 +1,161 @@
+"""One paragraph on each benchmark of docs/performance.md: what its chart shows, in numbers taken from its report."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from benchmarks.report import Report, Row, shown
+
+PEERS = {
+    "megatron": "Megatron-core",
+    "megatron-main": "Megatron-LM main",
+    "torch": "torch",
+    "torch per-direction": "torch with a group for each direction",
+}
+
+
+def reading(report: Report) -> str:
+    """The paragraph, or an empty string where there is none for this benchmark."""
+    write = READINGS.get(report.name)
+    return "" if write is None else write(report)
+
+
+def overhead(report: Report) -> str:
+    column = "outside us (median)"
+    ours = _values(report.rows, column, engine="ours")
+    text = f"Our engine takes {_range(ours)} us outside the model for each virtual microbatch"
+    peers = []
+    for engine, name in PEERS.items():
+        theirs = _values(report.rows, column, engine=engine)
+        if theirs:
+            share = _range(_values(report.rows, "ours / it", engine=engine), "{:.2f}")
+            peers.append(f"{name} {_range(theirs)} us (ours is {share} of it)")
+    return f"{text}; {_list(peers)}."
+
+
+def exposed(report: Report) -> str:
+    within = [row for row in report.rows if row["transfer / F"] <= 1.0]
+    ours = [row for row in within if row["engine"] == "ours"]
+    over = _range(_values(ours, "over bound"), "{:.2f}")
+    text = f"As long as a transfer takes no longer than a forward, our steps take {over} times their bound"
+    peers = [
+        f"{name} {_range(theirs, '{:.2f}')}"
+        for engine, name in PEERS.items()
+        if (theirs := _values(within, "over bound", engine=engine))
+    ]
+    at = {_point(row): row["ms (median)"] for row in report.rows if row["engine"] == "ours"}
+    gaps = [row["ms (median)"] / at[_point(row)] - 1 for row in report.rows if row["engine"] != "ours"]
+    slower = [gap for gap in gaps if gap < 0]
+    faster = (
+        f"A peer is faster than ours at {len(slower)} of {len(gaps)} points, by {-100 * min(slower):.1f}% at most."
+        if slower
+        else f"No peer is faster than ours at any of {len(gaps)} points."
+    )
+    return f"{text}; {_list(peers)}. {faster}"
+
+
+def overlap(report: Report) -> str:
+    ours, waits = (_values(report.rows, "of free at once", variant=variant) for variant in ("ours", "wait at once"))
+    saved = [
+        f"{100 * (row['of free at once'] / mine - 1):.0f}"
+        for row, mine in zip(_rows(report.rows, variant="wait at once"), ours, strict=True)
+    ]
+    lowest, highest = min(saved, key=float), max(saved, key=float)
+    return (
+        f"Our steps take {_range(ours, '{:.2f}')} of those that free without waiting, in the memory of those that wait "
+        f"at once, which take {_range(waits, '{:.2f}')}: {lowest} to {highest}% longer than ours. Freeing without "
+        f"waiting is not safe; its copies, made to have a defined result, cost time and memory of their own."
+    )
+
+
+def memory(report: Report) -> str:
+    worst = {(row["setting"], row["engine"]): _worst(row) for row in report.rows}
+    settings = list(dict.fromkeys(row["setting"] for row in report.rows))
+    off = [abs(worst[setting, "ours"] - worst[setting, "predicted"]) for setting in settings]
+    peers = []
+    for engine, name in PEERS.items():
+        ratios = [worst[setting, engine] / worst[setting, "ours"] for setting in settings if (setting, engine) in worst]
+        if ratios:
+            peers.append(f"that of {name} {_range(ratios)} times as much")
+    near = "" if max(off) == 0 else f"within {max(off):.2g} activations of "
+    return f"Our worst rank holds {near}what `verify` predicts; {_list(peers)}."
+
+
+def bubble(report: Report) -> str:
+    made = [row for row in report.rows if isinstance(row.get("measured"), float)]
+    above = [100 * row["measured - simulated"] for row in made]
+    return (
+        f"Measured bubbles are {_range(above, '{:.1f}')} percentage points above the simulator's, and steps take "
+        f"{_range(_values(made, 'step over simulated'), '{:.2f}')} of the simulated time, over {len(made)} schedules."
+    )
+
+
+def prediction(report: Report) -> str:
+    off = [100 * abs(row["off by"]) for row in report.rows]
+    return (
+        f"The prediction is off by {statistics.median(off):.1f}% at the median and {max(off):.1f}% at the worst of "
+        f"{len(off)} points; {sum(value <= 5 for value in off)} are within the 5% that are wanted."
+    )
+
+
+def tracing(report: Report) -> str:
+    return (
+        f"Recording adds {_range(_values(report.rows, 'added us'))} us to each virtual microbatch: "
+        f"{_range([100 * share for share in _values(report.rows, 'share')], '{:.2f}')}% of "
+        f"{report.settings.get('compute ms', 10.0):g} ms of compute."
+    )
+
+
+def training(report: Report) -> str:
+    rows = [row for row in report.rows if row["model"].startswith("GPTModel")]
+    ours, theirs = (_values(rows, "step ms (median)", engine=engine) for engine in ("ours", "megatron"))
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    return (
+        f"With Megatron-core's own GPTModel our steps take {_range(ratios, '{:.2f}')} of the time of Megatron-core's "
+        f"schedules, over {len(ratios)} cases. The cores compute all the time, so that there is little to hide behind: "
+        f"what differs is overhead. {report.settings.get('steps', 'Few')} steps of each have a noise of a few percent."
+    )
+
+
+def growth(report: Report) -> str:
+    last = report.rows[-1]
+    look_up = _range(_values(report.rows, "cached us"), "{:.2f}")
+    return (
+        f"The largest plan, {last['P x V x M']} with {last['instructions']:,} instructions, is built in "
+        f"{shown(last['build s'])} s and verified in {shown(last['verify s'])} s, once per training run and on every "
+        f"rank. Looking it up takes {look_up} us at any size, and the time outside the model per virtual microbatch "
+        f"falls with the number of microbatches, to {last['outside us / virtual microbatch']:.1f} us."
+    )
+
+
+def _rows(rows: Iterable[Row], **wanted: str) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def _values(rows: Iterable[Row], column: str, **wanted: str) -> list[float]:
+    return [row[column] for row in _rows(rows, **wanted) if row.get(column) is not None]
+
+
+def _point(row: Row) -> tuple[object, ...]:
+    return row["P"], row["schedule"], row["transfer / F"]
+
+
+def _worst(row: Row) -> float:
+    return max(row.get(f"rank {rank}") or 0 for rank in range(4))
+
+
+def _range(values: Sequence[float], form: str = "{:.3g}") -> str:
+    """ "2 to 7", or the value where all look the same."""
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _list(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+READINGS: dict[str, Callable[[Report], str]] = {
+    write.__name__: write
+    for write in (overhead, exposed, overlap, memory, bubble, prediction, tracing, training, growth)
+}  # fmt: skip

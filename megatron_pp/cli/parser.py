@@ -1,0 +1,71 @@
+"""The parser of the command line: every error is one line that says what would be right."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from megatron_pp import __version__
+from megatron_pp.cli.errors import BAD_INPUT
+from megatron_pp.plan.names import did_you_mean, unknown
+
+_INTRODUCTION = (
+    "Plans of pipeline-parallel training: print, check, simulate, draw, and compare with what really happened."
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Suggests the nearest name where one is not known, and reports an error in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, unknown(action.dest.replace("_", " "), value, action.choices))
+
+    @property
+    def spelling(self) -> dict[str, str]:
+        """Name of an option's value -> how the option is written."""
+        return {action.dest: max(action.option_strings, key=len) for action in self._actions if action.option_strings}
+
+
+def parse(commands: Mapping[str, Any], argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, for ``commands``: name -> module with SUMMARY, EXAMPLES, add_arguments and run. Exits where they
+    are not understood.
+    """
+    parser = _Parser(prog="megatron-pp", description=_INTRODUCTION)
+    parser.add_argument("--version", action="version", version=f"megatron-pp {__version__}")
+    chosen = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = {name: _add_command(chosen, name, module) for name, module in commands.items()}
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        parsers[args.command].error(_not_understood(rest[0], args.command, parsers))
+    return args
+
+
+def _add_command(chosen: Any, name: str, module: Any) -> _Parser:
+    parser: _Parser = chosen.add_parser(
+        name,
+        help=module.SUMMARY,
+        description=module.SUMMARY[0].upper() + module.SUMMARY[1:] + ".",
+        epilog=module.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--no-colour", "--no-color", action="store_true", help="plain text on a terminal too")
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run, spelling=parser.spelling)
+    return parser
+
+
+def _not_understood(text: str, command: str, parsers: Mapping[str, _Parser]) -> str:
+    """What to say about an argument that ``command`` does not have."""
+    name = text.partition("=")[0]
+    if not name.startswith("-"):
+        return f"{text!r} is one argument too many"
+    options = {command: parser.spelling.values() for command, parser in parsers.items()}
+    others = [other for other, known in options.items() if name in known]
+    if others:
+        return f"{name} is an option of {' and '.join(others)}, not of {command}"
+    return f"option {name} is not known{did_you_mean(name, options[command])}"

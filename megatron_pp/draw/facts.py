@@ -1,0 +1,90 @@
+"""Words and numbers of a drawing: its heading, its summary and its legend, the same in every style."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from megatron_pp.draw.palette import NAMES, OPERATIONS, Colour, block_colour
+from megatron_pp.draw.ticks import percent, short, size_label
+from megatron_pp.draw.timeline import Timeline
+
+SHADES, IDLE, WAIT, ACTIVATION, GRADIENT, MEMORY = "shades", "idle", "wait", "activation", "gradient", "memory"
+
+
+class Key(NamedTuple):
+    """An entry of the legend.
+
+    kind     an operation, SHADES (no colour), or another of the names above, which are colours of a Theme
+    colours  of an operation, from the first chunk's to the last one's
+    """
+
+    kind: str
+    label: str
+    colours: tuple[Colour, ...] = ()
+
+
+def legend_keys(timelines: Sequence[Timeline]) -> list[Key]:
+    """Every colour in the drawings, with what it means."""
+    keys = []
+    for op in OPERATIONS:
+        chunks = {(c, t.num_chunks) for t in timelines if op in t.ops for c in range(t.num_chunks)}
+        shades = sorted(chunks, key=lambda one: one[0] / max(1, one[1] - 1))
+        if shades:
+            keys.append(Key(op, f"{op} {NAMES[op]}", tuple(dict.fromkeys(block_colour(op, *one) for one in shades))))
+    if any(t.num_chunks > 1 for t in timelines):
+        keys.append(Key(SHADES, "lighter shades: later chunks"))
+    keys.append(Key(IDLE, "idle"))
+    if any(t.has_waits for t in timelines):
+        keys.append(Key(WAIT, "waiting"))
+    if any(t.has_transfers for t in timelines):
+        keys += [Key(ACTIVATION, "activation in transfer"), Key(GRADIENT, "gradient in transfer")]
+    if any(t.most_memory for t in timelines):
+        name = "memory" if timelines[0].memory_in_bytes else "activations kept, in microbatches"
+        keys.append(Key(MEMORY, f"{name} (first rank to last)"))
+    return keys
+
+
+def costs_line(timelines: Sequence[Timeline]) -> str:
+    """What compute and transfers take: ``a microbatch on a rank takes F 1, B 2 slots; transfers take no time``."""
+    unit = timelines[0].unit
+    parts = []
+    for op in OPERATIONS:
+        times = [time for t in timelines for time in _times(t, op)]
+        if times:
+            parts.append(f"{op} {_range(times)}")
+    transfers = [e.end - e.start for t in timelines for e in t.transfers]
+    sent = f"take {_range(transfers)} {unit}" if any(transfers) else "take no time"
+    return f"a microbatch on a rank takes {', '.join(parts)} {unit}; transfers {sent}"
+
+
+def _times(timeline: Timeline, op: str) -> list[float]:
+    """Of every rank that runs ``op``, the mean time through all its chunks."""
+    times = []
+    for lane in timeline.lanes:
+        lengths = [e.end - e.start for e in lane.compute if e.instruction.op == op]
+        if lengths:
+            times.append(timeline.num_chunks * sum(lengths) / len(lengths))
+    return times
+
+
+def _range(values: Iterable[float]) -> str:
+    low, high = min(values), max(values)
+    return short(low) if short(low) == short(high) else f"{short(low)} to {short(high)}"
+
+
+def summary(timeline: Timeline) -> list[str]:
+    """Step time, bubble, peak memory and transfers."""
+    facts = [f"step {short(timeline.end)} {timeline.unit}", f"bubble {percent(timeline.bubble_share)}"]
+    if timeline.most_memory:
+        rank = max(range(len(timeline.lanes)), key=lambda r: timeline.lanes[r].peak)
+        facts.append(f"peak {memory_label(timeline, timeline.most_memory)} on {timeline.lanes[rank].name}")
+    messages, size = 0, 0.0
+    for transfer in timeline.transfers:
+        messages, size = messages + 1, size + transfer.size
+    return [*facts, f"{messages} transfers" + (f" of {size_label(size / messages)}" if size else "")]
+
+
+def memory_label(timeline: Timeline, value: float) -> str:
+    """``value`` of a lane's memory with its unit."""
+    return size_label(value) if timeline.memory_in_bytes else f"{short(value)} microbatches"

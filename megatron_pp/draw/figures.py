@@ -1,0 +1,249 @@
+"""Timelines below each other on one time axis, each with the memory of its ranks: a matplotlib figure, SVG, PNG.
+
+Positions are in pixels from the top left corner. Text in an SVG stays text, and the same drawing gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
+from matplotlib.text import Text
+
+from megatron_pp.draw.facts import IDLE, MEMORY, SHADES, Key, costs_line, legend_keys, summary
+from megatron_pp.draw.labels import Labels, choose_labels, fitting_width, text_width
+from megatron_pp.draw.merged import pieces, thinned
+from megatron_pp.draw.palette import DARK, LIGHT, OPERATIONS, Colour, Theme, block_colour, block_name, ink_on
+from megatron_pp.draw.ticks import tick_label, tick_step, value_ticks
+from megatron_pp.draw.timeline import Lane, Timeline
+from megatron_pp.errors import PlanError
+
+_DOTS = 2  # of a PNG, per pixel
+_MOST_DOTS, _MOST_SIDE = 10**8, 2**16 - 1
+_TEXT = 12.0  # pixels
+_LEFT, _RIGHT = 62.0, 14.0
+_ROW, _ROW_GAP, _STRIP, _CURVES, _GAP = 22.0, 5.0, 3.0, 64.0, 22.0
+_FAMILY = "'DejaVu Sans', Verdana, Arial, sans-serif"
+_FONTS = {"font.family": "DejaVu Sans"}
+_SVG = {"svg.fonttype": "none", "svg.hashsalt": "megatron_pp"}
+
+
+def render_svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> str:
+    """The picture, ``width`` pixels wide; by default as wide as its labels need, within limits."""
+    out = io.StringIO()
+    with matplotlib.rc_context({**_FONTS, **_SVG}):
+        drawn = figure(timelines, width, dark)
+        FigureCanvasSVG(drawn).print_svg(out, metadata={"Date": None, "Creator": None})
+    return _tidied(out.getvalue())
+
+
+def _tidied(svg: str) -> str:
+    """Sizes in pixels, the font once instead of at every text, and no rotations by nothing."""
+    svg = re.sub(r'width="([\d.]+)pt" height="([\d.]+)pt"', r'width="\1" height="\2"', svg, count=1)
+    svg = re.sub(r' transform="rotate\(-0 [^"]*"', "", svg)
+    svg = re.sub(r"; font-family: [^;]*", "", svg)
+    return svg.replace("*{", f"*{{font-family: {_FAMILY}; ", 1)
+
+
+def render_png(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> bytes:
+    """The picture with two dots a pixel. Raises PlanError where it would be too large for a file."""
+    out = io.BytesIO()
+    with matplotlib.rc_context(_FONTS):
+        drawn = figure(timelines, width, dark)
+        drawn.set_dpi(72 * _DOTS)
+        across, down = (round(side) for side in drawn.get_size_inches() * drawn.dpi)
+        if max(across, down) > _MOST_SIDE or across * down > _MOST_DOTS:
+            raise PlanError(
+                f"the PNG would have {across} x {down} dots; it may have {_MOST_SIDE} a side and {_MOST_DOTS:,} in "
+                "all: draw fewer schedules, less wide, or as HTML, which has no limit"
+            )
+        FigureCanvasAgg(drawn).print_png(out, metadata={"Software": None})
+    return out.getvalue()
+
+
+def figure(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> Figure:
+    """The picture as a matplotlib figure of 72 dots an inch, so that a point is a pixel."""
+    return _Picture(timelines, float(width or fitting_width(timelines, _LEFT + _RIGHT)), DARK if dark else LIGHT).drawn
+
+
+class _Picture:
+    """One figure with a single pair of axes over all of it, in pixels."""
+
+    def __init__(self, timelines: Sequence[Timeline], width: float, theme: Theme) -> None:
+        self.timelines = timelines
+        self.width = width
+        self.theme = theme
+        self.end = max(t.end for t in timelines) or 1.0
+        self.scale = (width - _LEFT - _RIGHT) / self.end
+        self.shapes: dict[tuple[Colour, float], list[tuple[float, float, float, float]]] = defaultdict(list)
+        self.texts: list[tuple[float, float, str, dict[str, Any]]] = []
+        self.curves: list[tuple[list[tuple[float, float]], Colour]] = []
+        self.panels: list[tuple[float, float]] = []
+        bottom = self._axis(self._panels(self._heading()))
+        self.drawn = self._figure(bottom + 10)
+
+    # ---- primitives, collected first: the height of the figure follows from what is in it
+
+    def _box(self, x: float, y: float, width: float, height: float, colour: Colour, order: float = 2.0) -> None:
+        self.shapes[colour, order].append((round(x, 1), round(y, 1), round(x + width, 1), round(y + height, 1)))
+
+    def _text(
+        self, x: float, y: float, text: str, colour: Colour, size: float = _TEXT, ha: str = "left", bold: bool = False
+    ) -> None:
+        """``y`` is the baseline."""
+        style: dict[str, Any] = {"color": colour.hex, "fontsize": size, "ha": ha}
+        self.texts.append((round(x, 1), round(y, 1), text, style | ({"fontweight": "bold"} if bold else {})))
+
+    def _figure(self, height: float) -> Figure:
+        drawn = Figure(figsize=(self.width / 72, height / 72), dpi=72, facecolor=self.theme.paper.hex)
+        axes: Axes = drawn.add_axes((0, 0, 1, 1), xlim=(0, self.width), ylim=(height, 0))
+        axes.set_axis_off()
+        for (colour, order), boxes in self.shapes.items():
+            path = Path.make_compound_path(*map(_outline, boxes))
+            axes.add_artist(PathPatch(path, fc=colour.hex, lw=0, zorder=order, clip_on=False))
+        for points, colour in self.curves:
+            axes.add_artist(PathPatch(Path(points), fc="none", ec=colour.hex, lw=1.4, zorder=3, clip_on=False))
+        for x, y, text, style in self.texts:
+            axes.add_artist(Text(x, y, text, va="baseline", zorder=4, parse_math=False, **style))
+        return drawn
+
+    # ---- parts, from the top down
+
+    def _heading(self) -> float:
+        """The costs and the legend; returns the y below them."""
+        y = 22.0
+        self._text(10, y, costs_line(self.timelines), self.theme.ink)
+        x, y = 10.0, y + 20
+        for key in legend_keys(self.timelines):
+            colours = self._key_colours(key)
+            wide = len(colours) * 12 + 6 + text_width(key.label, _TEXT)
+            if x > 10 and x + wide > self.width - 10:
+                x, y = 10.0, y + 18
+            for k, colour in enumerate(colours):
+                thick = 12 if key.kind in OPERATIONS or key.kind == IDLE else 4
+                self._box(x + 12 * k, y - 4 - thick / 2, 12, thick, colour)
+            self._text(x + 12 * len(colours) + 5, y, key.label, self.theme.ink)
+            x += wide + 18
+        return y + 10
+
+    def _key_colours(self, key: Key) -> Sequence[Colour]:
+        if key.kind == SHADES:
+            return ()
+        if key.kind == MEMORY:
+            return self._ramp(max(len(t.lanes) for t in self.timelines))
+        return key.colours or (getattr(self.theme, key.kind),)
+
+    def _ramp(self, ranks: int) -> list[Colour]:
+        first, last = self.theme.memory, self.theme.memory_last
+        return [first.mixed(last, rank / max(1, ranks - 1)) for rank in range(ranks)]
+
+    def _panels(self, y: float) -> float:
+        most = max(t.most_memory for t in self.timelines)
+        for timeline in self.timelines:
+            top = self._title(timeline, y + _GAP) + 8
+            y = self._rows(timeline, top)
+            if most:
+                y = self._memory(timeline, most, y + 6)
+            self.panels.append((top, y))
+        return y
+
+    def _title(self, timeline: Timeline, y: float) -> float:
+        self._text(10, y, timeline.title, self.theme.ink, 13, bold=True)
+        x = 10 + text_width(timeline.title, 13, bold=True) + 14
+        facts = ",  ".join(summary(timeline))
+        if x + text_width(facts, _TEXT) > self.width - 10:
+            x, y = 10, y + 17
+        self._text(x, y, facts, self.theme.soft)
+        if timeline.note:
+            y += 17
+            self._text(10, y, timeline.note, self.theme.gradient)
+        return y
+
+    def _rows(self, timeline: Timeline, y: float) -> float:
+        labels = choose_labels(timeline, self.scale)
+        strips = 2 * _STRIP + 2 if timeline.has_transfers else 0.0
+        pitch = _ROW + strips + _ROW_GAP
+        for rank, (lane, sent) in enumerate(zip(timeline.lanes, timeline.sent(), strict=True)):
+            top = y + rank * pitch
+            self._text(_LEFT - 8, top + _ROW / 2 + 4, lane.name, self.theme.ink, 11, ha="right")
+            self._box(_LEFT, top, timeline.end * self.scale, _ROW, self.theme.idle, 1)
+            self._strip(((e.start, e.end) for e in lane.waits), top + _ROW / 2 - 2, 4, self.theme.wait)
+            self._blocks(timeline, lane, top, labels)
+            for k, colour in enumerate((self.theme.activation, self.theme.gradient)):
+                below = top + _ROW + 1 + k * (_STRIP + 1)
+                self._strip(((t.start, t.end) for t in sent[k]), below, _STRIP, colour)
+        return y + pitch * len(timeline.lanes) - _ROW_GAP
+
+    def _blocks(self, timeline: Timeline, lane: Lane, top: float, labels: Labels) -> None:
+        for piece in pieces(lane.compute, self.scale):
+            x, below = _LEFT + piece.left, top
+            for op, share in piece.shares:
+                self._box(x, below, 1, share * _ROW, OPERATIONS[op])
+                below += share * _ROW
+            if piece.event is None:
+                continue
+            at, width = piece.event.instruction, piece.right - piece.left
+            colour = block_colour(at.op, at.chunk, timeline.num_chunks)
+            self._box(x, top, max(width - 0.7, 0.6), _ROW, colour)
+            lines = labels.lines(block_name(at, labels.chunks))
+            if max(text_width(line, labels.size) for line in lines) + 1.5 <= width:
+                first = top + _ROW / 2 + labels.size * (0.36 if len(lines) == 1 else -0.12)
+                for k, line in enumerate(lines):
+                    below = first + 0.98 * k * labels.size
+                    self._text(x + width / 2 - 0.3, below, line, ink_on(colour), labels.size, "center")
+
+    def _strip(self, spans: Iterable[tuple[float, float]], y: float, height: float, colour: Colour) -> None:
+        """Thin bars; those that touch are one."""
+        left = right = -1.0
+        for start, end in spans:
+            start, end = _LEFT + start * self.scale, _LEFT + end * self.scale
+            if start > right + 0.3:
+                if right > left:
+                    self._box(left, y, right - left, height, colour)
+                left = start
+            right = max(right, end, start + 0.7)
+        if right > left:
+            self._box(left, y, right - left, height, colour)
+
+    def _memory(self, timeline: Timeline, most: float, y: float) -> float:
+        """A curve for each rank, all schedules to one scale."""
+        floor = y + _CURVES
+        for value, name in value_ticks(most, timeline.memory_in_bytes):
+            at = floor - value / most * (_CURVES - 6)
+            self._box(_LEFT, at - 0.4, self.end * self.scale, 0.8, self.theme.rule, 1)
+            self._text(_LEFT - 8, at + 3.5, name, self.theme.soft, 10, ha="right")
+        for lane, colour in zip(timeline.lanes, self._ramp(len(timeline.lanes)), strict=True):
+            points: list[tuple[float, float]] = []
+            for (time, value), (until, _) in pairwise([*thinned(lane.memory, int(self.width)), (timeline.end, 0.0)]):
+                at = round(floor - value / most * (_CURVES - 6), 1)
+                points += [(round(_LEFT + t * self.scale, 1), at) for t in (time, until)]
+            self.curves.append((points, colour))
+        return floor
+
+    def _axis(self, y: float) -> float:
+        step = tick_step(self.end, int((self.width - _LEFT) / 80))
+        for k in range(int(self.end / step + 1e-9) + 1):
+            x = _LEFT + k * step * self.scale
+            self._box(x - 0.4, y, 0.8, 6, self.theme.soft, 1)
+            self._text(x, y + 18, tick_label(k * step, step), self.theme.soft, 11, ha="center")
+            for top, floor in self.panels:
+                self._box(x - 0.4, top, 0.8, floor - top, self.theme.rule, 0)
+        self._text(_LEFT - 8, y + 18, self.timelines[0].unit, self.theme.soft, 11, ha="right")
+        return y + 18
+
+
+def _outline(box: tuple[float, float, float, float]) -> Path:
+    left, top, right, bottom = box
+    corners = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
+    return Path(corners, [Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY])

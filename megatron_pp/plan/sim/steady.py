@@ -1,0 +1,92 @@
+"""Steps in a row, in which no rank waits for the others between two steps.
+
+An optimizer that synchronises the ranks of a pipeline (the norm of all gradients, a check for infinities) makes them
+begin each step together, and a step takes its makespan. Where that is bypassed (arXiv 2401.10241, section 4), a rank
+begins its next step when its own part of the last one is over. The ranks then stay shifted against each other, and what
+one waits for at the start and another at the end of a step is waited for once. The papers' bubbles of ZB-H2 and ZB-V,
+whose ranks have no gap within their own part, count on it; other schedules gain nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from megatron_pp.plan.costs import FREE, Network, StageCosts
+from megatron_pp.plan.instruction import COMPUTE_OPS, NONE, Instruction
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.sim.simulation import Simulation
+from megatron_pp.plan.spec import Plan
+
+_STEPS = (3, 6, 12, 24)  # the second step is steady already unless costs are very unequal
+_CLOSE = 1e-9
+
+
+@dataclass(frozen=True)
+class SteadyStep:
+    """What one of many steps takes, in the unit of the costs. The optimizer step itself takes no time.
+
+    period  from a rank's start of a step to its start of the next one, on average over the last steps
+    busy    compute of one step, per rank
+    """
+
+    period: float
+    busy: tuple[float, ...]
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of all ranks' time that no compute fills."""
+        whole = self.period * len(self.busy)
+        return max(0.0, 1.0 - sum(self.busy) / whole) if whole else 0.0
+
+
+def steady_step(plan: Plan, costs: StageCosts, network: Network = FREE, device: Collection[str] = ()) -> SteadyStep:
+    """Simulates more steps in a row until each rank takes the same time for a step; arguments and errors as of
+    ``simulate``.
+    """
+    for steps in _STEPS:
+        result = simulate(in_a_row(plan, steps), costs, network, device)
+        ends = [_step_ends(result, rank, steps) for rank in range(len(result.ends))]
+        periods = [late - early for rank in ends for early, late in pairwise(rank[steps // 2 - 1 :])]
+        if max(periods) - min(periods) <= _CLOSE * result.makespan:
+            break
+    return SteadyStep(sum(periods) / len(periods), tuple(busy / steps for busy in result.busy))
+
+
+def _step_ends(result: Simulation, rank: int, steps: int) -> list[float]:
+    """When ``rank`` ended each of the steps."""
+    times = result.ends[rank]
+    length = len(times) // steps
+    return [times[(step + 1) * length - 1] for step in range(steps)]
+
+
+def in_a_row(plan: Plan, steps: int) -> Plan:
+    """``plan`` with that many steps as one: the microbatches of step k are numbered from k M."""
+    count = plan.spec.num_microbatches
+    programs, orders = (
+        tuple(tuple(_later(at, step * count) for step in range(steps) for at in line) for line in lines)
+        for lines in (plan.programs, plan.orders)
+    )
+    spec = replace(plan.spec, num_microbatches=steps * count)
+    return replace(plan, spec=spec, programs=programs, orders=orders)
+
+
+def _later(at: Instruction, microbatches: int) -> Instruction:
+    mb = at.mb if at.mb == NONE else at.mb + microbatches
+    return at._replace(mb=mb, members=tuple(_later(member, microbatches) for member in at.members))
+
+
+def longest_span(result: Simulation) -> float:
+    """The longest time of a rank from the start of its first operation to the end of its last one."""
+    return max(_span(result, rank) for rank in range(len(result.ends)))
+
+
+def _span(result: Simulation, rank: int) -> float:
+    compute = [event for event in result.events(rank) if event.instruction.op in COMPUTE_OPS]
+    return compute[-1].end - compute[0].start if compute else 0.0
+
+
+def counts_on_bypass(result: Simulation) -> bool:
+    """Whether every rank is at work for less than the makespan, so that steps in a row may take less as well."""
+    return longest_span(result) < result.makespan * (1 - _CLOSE)

@@ -1,0 +1,1 @@
+"""What scripts/docs.sh adds to the pages of docs/: pages from elsewhere in the project, and the gallery."""

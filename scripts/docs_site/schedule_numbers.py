@@ -1,0 +1,62 @@
+"""The numbers of every schedule at one size and one cost, from the simulator; for the README and the gallery."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs import StageCosts
+from megatron_pp.plan.family import Family
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.spec import PlanSpec
+
+RANKS, MICROBATCHES = 4, 8
+WORK_MS = 12.0
+"""Of a rank's whole forward, of its input gradients, and of its weight gradients, for one microbatch."""
+
+_ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """One schedule's. ``steps``: the makespan, in forwards of a rank. ``bubble``: share of all ranks' time without
+    compute. ``peak``: activations of the fullest rank, in microbatches of a rank. ``messages``: of all ranks."""
+
+    family: Family
+    chunks: int
+    steps: float
+    bubble: float
+    peak: float
+    messages: int
+
+    @property
+    def papers(self) -> str:
+        """Links to the papers of the rule."""
+        found = dict.fromkeys(_ARXIV.findall(self.family.source))
+        return ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in found)
+
+
+def chunks_of(family: Family) -> int:
+    """Model chunks a rank: what the family needs, else 2 for those that exist for several."""
+    return family.chunks or (1 if family.name == "auto" else 2)
+
+
+def numbers_of(family: Family) -> Numbers:
+    chunks = chunks_of(family)
+    plan = build_plan(PlanSpec(family.name, RANKS, chunks, MICROBATCHES))
+    one = WORK_MS / chunks
+    result = simulate(plan, StageCosts.uniform(plan.placement.num_stages, one, one, one))
+    return Numbers(
+        family,
+        chunks,
+        steps=result.makespan / WORK_MS,
+        bubble=result.bubble_share,
+        peak=max(result.peak_in_flight()) / chunks,
+        messages=sum(messages for messages, _ in result.volume().values()),
+    )
+
+
+def all_numbers() -> list[Numbers]:
+    return [numbers_of(family) for family in SCHEDULES.values()]

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Installs Debian's Chromium and its driver, in which the tests open the HTML drawings. Does nothing where there is a
+# browser with its driver, or no right to install one: those tests are then skipped, with the reason.
+set -euo pipefail
+
+for browser in chromium chromium-browser google-chrome; do
+    if command -v "$browser" > /dev/null && command -v chromedriver > /dev/null; then
+        exit 0
+    fi
+done
+if ! command -v apt-get > /dev/null || [ "$(id -u)" -ne 0 ]; then
+    echo "get_browser: no Chromium with chromedriver, and no root with apt-get to install them" >&2
+    exit 0
+fi
+export DEBIAN_FRONTEND=noninteractive
+if ! { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } > /dev/null; then
+    echo "get_browser: apt-get could not install chromium and chromium-driver" >&2
+fi

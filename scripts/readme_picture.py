@@ -1,0 +1,113 @@
+"""Makes the README's two pictures: what the simulator predicts for one step, and the same step as it ran.
+
+python scripts/readme_picture.py [--check]
+
+Four processes on gloo train through ZB-H1 with compute of known length: stages sleep, so that two cores serve four
+ranks. The prediction knows these lengths and the plan, and nothing of the run. `--check` compares the prediction's
+picture and its number in the README with what the command makes now, without a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from megatron_pp.cli.command_line import main as megatron_pp  # noqa: E402
+
+README, IMAGES = ROOT / "README.md", ROOT / "docs" / "images"
+PREDICTED, MEASURED = IMAGES / "predicted.svg", IMAGES / "measured.svg"
+SCHEDULE, RANKS, MICROBATCHES, MS = "zb_h1", 4, 8, 120.0
+WARMUP, STEPS = 1, 5
+PIXELS = ["--width", "1000"]  # about what a README is shown in
+PLAN = ["-s", SCHEDULE, "-P", str(RANKS), "-M", str(MICROBATCHES)]
+COSTS = ["--forward-ms", f"{MS:g}", "--backward-ms", f"{MS:g}", "--weight-ms", f"{MS:g}"]
+CAPTION = re.compile(r"Predicted: ([\d,]+) ms\. Measured: ([\d,]+) ms")
+
+
+def call(*arguments: str) -> str:
+    """Run a ``megatron-pp`` command and return what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = megatron_pp(list(arguments))
+    if status:
+        raise SystemExit(f"megatron-pp {' '.join(arguments)} ended with {status}")
+    return printed.getvalue()
+
+
+def draw_prediction(output: Path) -> float:
+    """Draw the predicted step; returns its length in ms."""
+    call("draw", *PLAN, *COSTS, *PIXELS, "-o", str(output))
+    makespan: float = json.loads(call("simulate", *PLAN, *COSTS, "--json"))["makespan"]
+    return makespan
+
+
+def rank_main(rank: int, size: int) -> None:
+    """One rank of the measured run; it records its steps where the environment says."""
+    import torch.distributed as dist
+
+    from benchmarks.engines import Work, make_step
+    from benchmarks.rounds import timed_rounds
+    from benchmarks.stages import SplitTimedStage
+
+    seconds = MS / 1e3
+    work = Work(SCHEDULE, size, 1, MICROBATCHES, (1, 1, 8))
+    step = make_step("ours", work, rank, dist.group.WORLD, lambda _: SplitTimedStage(seconds, seconds, seconds))
+    timed_rounds({"ours": step}, STEPS, WARMUP, dist.barrier)
+
+
+def draw_measurement(output: Path) -> float:
+    """Run, and draw the step of median length; returns its length in ms."""
+    from megatron_pp.config.model_config import TRACE_DIR_VARIABLE, TRACE_STEPS_VARIABLE
+    from megatron_pp.tracing.analysis import analyse
+    from megatron_pp.tracing.run import load_run
+    from tests.harness.processes import run_processes
+
+    with tempfile.TemporaryDirectory() as folder:
+        recorded = {TRACE_DIR_VARIABLE: folder, TRACE_STEPS_VARIABLE: f"{WARMUP + 1}-{WARMUP + STEPS}"}
+        run_processes(rank_main, RANKS, environment=recorded, timeout=120, group_timeout=7200)
+        found = analyse(load_run(folder))
+        call("draw", "--from-trace", folder, "--step", str(found.step), *PIXELS, "-o", str(output))
+    return found.measured.makespan
+
+
+def check() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        now = Path(folder) / PREDICTED.name
+        predicted = draw_prediction(now)
+        old, new = PREDICTED.read_text(encoding="utf-8"), now.read_text(encoding="utf-8")
+    found = CAPTION.search(README.read_text(encoding="utf-8"))
+    if old == new and found is not None and found[1] == f"{predicted:,.0f}":
+        return 0
+    print("the README's pictures are out of date; run python scripts/readme_picture.py", file=sys.stderr)
+    return 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit with 1 where the prediction is out of date")
+    if parser.parse_args().check:
+        return check()
+    IMAGES.mkdir(exist_ok=True)
+    predicted, measured = draw_prediction(PREDICTED), draw_measurement(MEASURED)
+    caption = f"Predicted: {predicted:,.0f} ms. Measured: {measured:,.0f} ms"
+    text = README.read_text(encoding="utf-8")
+    if not CAPTION.search(text):
+        raise SystemExit(f"{README} has no caption to renew: it needs {caption!r}")
+    README.write_text(CAPTION.sub(caption, text), encoding="utf-8")
+    print(caption)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Writes the README's tables: beside its peers, from the pages with the measurements, and the schedules, simulated.
+
+python scripts/readme_tables.py [--check]
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from docs_site.schedule_numbers import all_numbers  # noqa: E402
+from made_parts import MadePart, markdown_table, renew  # noqa: E402
+
+PARITY, PERFORMANCE = "docs/parity.md", "docs/performance.md"
+ENGINES = {"ours": ("ours",), "megatron": ("megatron",), "torch": ("torch", "torch per-direction")}
+"""Column of the README -> engines of the tables; of several, the better number counts."""
+SETTING = "interleaved_1f1b P=4 V=2 overlap"
+
+Row = dict[str, str]
+
+
+def table_after(page: str, mark: str) -> list[Row]:
+    """The first Markdown table after the line ``mark`` of a page."""
+    _, found, rest = (ROOT / page).read_text(encoding="utf-8").partition(f"\n{mark}\n")
+    lines = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)
+    if not found or lines is None:
+        raise SystemExit(f"{page} has no table after {mark!r}")
+    cells = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in lines[0].splitlines()]
+    head, _, *body = cells
+    return [dict(zip(head, row, strict=True)) for row in body]
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def parity_rows() -> list[list[str]]:
+    cases = {row[""]: row for row in table_after(PARITY, "## In short")}
+    ours, theirs = cases["megatron_pp"], cases["Megatron-core's schedules"]
+    labels = {
+        "equal to the last bit": f"{ours['cases']} settings of Megatron's GPTModel: equal to one process, to the bit",
+        "different": "... wrong losses or gradients",
+        "crash or hang": "... crash or hang",
+        "refused": "... refused",
+    }
+    return [[label, ours[key], theirs[key], "-", f"[parity]({PARITY})"] for key, label in labels.items()]
+
+
+def performance_rows() -> list[list[str]]:
+    overhead = _of_setting("overhead", ["outside us (median)"])
+    memory = _of_setting("memory", [f"rank {r}" for r in range(4)])
+    page = f"[performance]({PERFORMANCE})"
+    rows = [["Host time per forward and backward, interleaved, P=4, V=2", *(f"{overhead[e]:.3g} us" for e in ENGINES)]]
+    for schedule, label in (("1f1b", "1F1B"), ("interleaved_1f1b", "interleaved")):
+        over = _over_bound(schedule)
+        rows.append([f"Step over its lower bound, {label}, worst case", *(f"{over[e]:.2f}" for e in ENGINES)])
+    rows.append(["Peak memory in activations, interleaved, P=4, V=2", *(f"{memory[e]:g}" for e in ENGINES)])
+    return [[*row, page] for row in rows]
+
+
+def _measured(name: str) -> list[Row]:
+    return table_after(PERFORMANCE, f"<!-- table {name} -->")
+
+
+def _of_setting(name: str, columns: list[str]) -> dict[str, float]:
+    """The largest of these columns, at SETTING."""
+    rows = [row for row in _measured(name) if row["setting"] == SETTING]
+    return _best({row["engine"]: [number(row[c]) for c in columns if row[c] != "-"] for row in rows})
+
+
+def _over_bound(schedule: str) -> dict[str, float]:
+    """The largest, over all ranks and all transfers that are not longer than a forward."""
+    found: dict[str, list[float]] = {}
+    for row in _measured("exposed"):
+        if row["schedule"] == schedule and number(row["transfer / F"]) <= 1 and row["over bound"] != "-":
+            found.setdefault(row["engine"], []).append(number(row["over bound"]))
+    return _best(found)
+
+
+def _best(found: dict[str, list[float]]) -> dict[str, float]:
+    """For each column the largest number of that of its engines which does best."""
+    worst = {engine: max(numbers) for engine, numbers in found.items() if numbers}
+    return {column: min(worst[e] for e in engines if e in worst) for column, engines in ENGINES.items()}
+
+
+def version(page: str, mark: str, name: str) -> str:
+    """Of package ``name``, as it stands on the page behind ``mark``."""
+    found = re.search(rf"{mark}.*?\b{name} (\d+\.\d+\.\d+)", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    if found is None:
+        raise SystemExit(f"{page} does not name the version of {name}")
+    return found[1]
+
+
+def peers() -> str:
+    megatron, torch = (
+        version(PARITY, "Written by", "megatron-core"),
+        version(PERFORMANCE, "<!-- table overhead", "torch"),
+    )
+    head = ["", "megatron_pp", f"Megatron-core {megatron}", f"torch {torch} pipelining", "measured in"]
+    return markdown_table([head, *parity_rows(), *performance_rows()])
+
+
+def schedules() -> str:
+    rows = [["name", "V", "bubble", "peak memory", "transfers", "paper (arXiv)"]]
+    for one in all_numbers():
+        name = one.family.name
+        rows.append([f"`{name}`", str(one.chunks), f"{one.bubble:.1%}", f"{one.peak:g}", str(one.messages), one.papers])
+    return markdown_table(rows)
+
+
+if __name__ == "__main__":
+    README = ROOT / "README.md"
+    parts = [MadePart(README, "peers", peers), MadePart(README, "schedules", schedules)]
+    sys.exit(renew(parts, __doc__.splitlines()[0]))

@@ -1,0 +1,38 @@
+"""Benchmarks on real processes, as small as can be: they run, and their reports hold what tables and charts need."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmark.py"
+SMALL = ("--rounds", "1", "--forward-ms", "2", "--microbatches", "4")
+
+
+def report(folder: Path, name: str, *options: str) -> list[dict[str, Any]]:
+    """The rows of one run."""
+    command = [sys.executable, str(SCRIPT), name, *SMALL, *options, "--out", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads((folder / f"{name}.json").read_text())["rows"]
+    return rows
+
+
+def test_bubbles_of_schedules_with_and_without_a_split_backward(tmp_path: Path) -> None:
+    lengths = ("--backward-ms", "2", "--weight-ms", "2")
+    rows = report(tmp_path, "bubble", "--pp", "2", "--schedules", "1f1b", "zb_h1", "zb_v", *lengths)
+    assert [row["schedule"] for row in rows] == ["1f1b", "zb_h1", "zb_v"]
+    assert all(row["step over simulated"] > 1 for row in rows)  # sleeping cannot be shorter
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
+def test_what_safety_costs_on_shaped_links(tmp_path: Path) -> None:
+    rows = report(tmp_path, "overlap", "--pp", "2", "--megabytes", "0.25", "--schedules", "1f1b")
+    assert [row["variant"] for row in rows] == ["free at once", "wait at once", "ours"]
+    assert all(row["exposed ms"] > 0 and row["peak MB"] > 0 for row in rows)

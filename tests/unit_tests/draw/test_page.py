@@ -1,0 +1,77 @@
+"""The HTML page, and Chrome's trace: everything that a timeline has is in them."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from array import array
+from html import unescape
+
+import pytest
+
+from megatron_pp.draw.chrome import render_chrome_trace
+from megatron_pp.draw.html import render_html
+from megatron_pp.plan.sim.memory import peak_bytes
+from tests.unit_tests.draw.timelines import SHAPE, plan_of, timeline_of
+
+
+def test_chrome_trace_has_every_operation_at_its_time():
+    timeline = timeline_of("zb_v")
+    events = json.loads(render_chrome_trace(timeline))["traceEvents"]
+    computed = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
+    expected = [
+        (rank, str(e.instruction), e.start * 1e3, (e.end - e.start) * 1e3)
+        for rank, lane in enumerate(timeline.lanes)
+        for e in lane.compute
+    ]
+    assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in computed] == expected
+    starts, finishes = ([e["id"] for e in events if e["ph"] == ph] for ph in "sf")
+    assert starts == finishes
+    assert len(starts) == len(list(timeline.transfers))
+    assert max(e["args"]["bytes"] for e in events if e["ph"] == "C") == max(peak_bytes(plan_of("zb_v"), SHAPE))
+
+
+def page_data(page):
+    head = json.loads(re.search(r'id="head">(.*?)</script>', page, re.DOTALL).group(1))
+    packed = re.search(r'id="columns">(.*?)</script>', page, re.DOTALL).group(1)
+    return head, gzip.decompress(base64.b64decode(packed))
+
+
+def column(data, at, typecode="I"):
+    values = array(typecode)
+    values.frombytes(data[at[0] : at[0] + 4 * at[1]])
+    return values.tolist()
+
+
+def test_html_holds_every_block_wait_transfer_and_peak():
+    timeline = timeline_of("interleaved_1f1b")
+    head, data = page_data(render_html([timeline], "title"))
+    (shown,) = head["timelines"]
+    for rank, lane in enumerate(timeline.lanes):
+        columns = shown["lanes"][rank]
+        codes = column(data, columns["compute"]["codes"])
+        decoded = [("FBIW"[c >> 30], c >> 20 & 1023, c & 0xFFFFF) for c in codes]
+        assert decoded == [(at.op, at.chunk, at.mb) for at in (e.instruction for e in lane.compute)]
+        starts = column(data, columns["compute"]["starts"])
+        assert starts == pytest.approx([e.start / shown["tick"] for e in lane.compute], abs=1)
+        assert columns["waits"]["starts"][1] == len(lane.waits)
+        assert columns["memory"]["peak"] == max(v for _, v in lane.memory)
+        sent = [t for t in timeline.transfers if t.source == rank]
+        assert columns["activations"]["starts"][1] + columns["gradients"]["starts"][1] == len(sent)
+
+
+def test_html_is_one_file_without_network():
+    page = render_html([timeline_of("1f1b")], "title")
+    assert not re.search(r"(?:src|href)\s*=|@import|url\(|https?://", page)
+    assert "default-src 'none'" in page
+
+
+def test_html_escapes_what_comes_from_outside():
+    timeline = timeline_of("1f1b")
+    timeline.title = "</script><b>&"
+    page = render_html([timeline], "<i>", [("<u>", ["<a>"], [["<td>"]])])
+    assert not re.search(r"<i>|<b>|<u>|<a>|<td><td>", page)
+    assert page.count("</script>") == 3
+    assert "</script><b>&" in unescape(page) or "\\u003c/script>" in page

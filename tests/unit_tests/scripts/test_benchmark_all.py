@@ -1,0 +1,55 @@
+"""`benchmark.py all`: a benchmark that fails ends no other, and the end lists what became of each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "benchmark.py"
+
+
+def start(out: Path, *only: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCRIPT), "all", "--quick", "--out", str(out), "--only", *only]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+
+
+def outcomes(printed: str) -> list[list[str]]:
+    """The lines of the end, in words, without the seconds."""
+    lines = printed.rsplit(" in all\n", 1)[1].splitlines()
+    return [[name, *rest] for name, _, _, *rest in map(str.split, lines)]
+
+
+def test_a_failure_ends_no_other(tmp_path: Path) -> None:
+    (tmp_path / "growth.json").mkdir()  # so that its report cannot be written
+    process = start(tmp_path, "growth", "tracing", "gpu")
+    printed, _ = process.communicate(timeout=240)
+    assert outcomes(printed) == [
+        ["growth", "exit", "code", "1"],
+        ["tracing", "ok"],
+        ["gpu", "left", "out:", "there", "is", "no", "GPU"],
+    ]
+    assert process.returncode == 1
+    assert (tmp_path / "tracing.json").is_file()
+
+
+def test_an_interrupt_ends_the_benchmark_that_runs_and_lists_the_rest(tmp_path: Path) -> None:
+    process = start(tmp_path, "tracing", "growth")
+    assert process.stdout is not None
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while "tracing" not in process.stdout.readline():
+        pass
+    while not children.read_text():
+        time.sleep(0.05)
+    time.sleep(1.0)  # the benchmark has been started; now it is being waited for
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=120)
+    assert outcomes(printed) == [["tracing", "interrupted"], ["growth", "not", "started"]]
+    assert process.returncode == 130
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,115 @@
+"""Charts and paragraphs of docs/performance.md, from small reports of which the right numbers are known."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+
+from benchmarks.chart_style import look
+from benchmarks.charts import CHARTS, write_chart
+from benchmarks.engines import ENGINES
+from benchmarks.readings import PEERS, READINGS, reading
+from benchmarks.report import Report, Row
+
+POINTS = [("ours", 1.01), ("megatron", 1.2), ("megatron-main", 1.0), ("torch", 1.3), ("torch per-direction", 1.25)]
+
+
+def exposed_row(engine: str, over: float, schedule: str = "1f1b", ratio: float = 0.5) -> Row:
+    row = {"P": 2, "schedule": schedule, "transfer / F": ratio, "engine": engine}
+    return row | {"ms (median)": 100 * over, "over bound": over}
+
+
+def memory_row(engine: str, *ranks: float) -> Row:
+    return {"setting": "1f1b P=2 overlap", "engine": engine} | {f"rank {r}": value for r, value in enumerate(ranks)}
+
+
+OVERHEAD = [
+    {"setting": "1f1b P=4 plain", "engine": "the model alone", "outside us (median)": 30.0},
+    {"setting": "1f1b P=4 plain", "engine": "ours", "outside us (median)": 8.0},
+    {"setting": "1f1b P=4 plain", "engine": "megatron", "outside us (median)": 20.0, "ours / it": 0.4},
+    {"setting": "1f1b P=4 plain", "engine": "torch", "outside us (median)": None},
+]
+OVERLAP = [
+    {"P": 2, "schedule": "1f1b", "MB": 16, "variant": variant, "of free at once": share, "peak MB": peak}
+    for variant, share, peak in (("free at once", 1.0, 20.0), ("wait at once", 1.1, 10.0), ("ours", 1.0, 10.0))
+]
+BUBBLE = [
+    {"schedule": "1f1b", "V": 1, "simulated": 0.25, "measured": 0.26, "measured - simulated": 0.01}
+    | {"step over simulated": 1.02},
+    {"schedule": "zb_v", "V": 2, "simulated": 0.06, "measured": "no reason", "step over simulated": None},
+]
+PREDICTION = [
+    {"P": 2, "schedule": "1f1b", "policy": "plain", "transfer / F": ratio, "off by": off}
+    for ratio, off in ((0.25, -0.01), (1.0, 0.06))
+]
+TRAINING = [
+    {"model": "GPTModel, megatron-core", "V": 1, "policy": "plain", "engine": engine}
+    | {"tokens/s (median)": 1000 / ms, "step ms (median)": ms}
+    for engine, ms in (("ours", 9.0), ("megatron", 10.0))
+]
+GROWTH = [
+    {"P x V x M": size, "instructions": count, "build s": 1.5, "verify s": 2.5, "cached us": 0.25}
+    | {"outside us / virtual microbatch": 9.0}
+    for size, count in (("4x2x8", 584), ("8x2x32", 4880))
+]
+# name -> (rows, a part of the paragraph, words that the chart must show)
+CASES: dict[str, tuple[list[Row], str, list[str]]] = {
+    "overhead": (OVERHEAD, "Megatron-core 20 us (ours is 0.40 of it).", ["ours", "megatron", "1f1b P=4 plain"]),
+    "exposed": (
+        [exposed_row(*point) for point in POINTS] + [exposed_row("ours", 1.5, "eager_1f1b", 1.5)],
+        "1.01 times their bound; Megatron-core 1.20, Megatron-LM main 1.00, torch 1.30 and torch with a group for each "
+        "direction 1.25. A peer is faster than ours at 1 of 4 points, by 1.0% at most.",
+        ["1f1b, P=2", *(engine for engine, _ in POINTS)],
+    ),
+    "overlap": (OVERLAP, "1.00 of those that free without waiting, in the memory", ["wait at once", "ours"]),
+    "memory": (
+        [memory_row("predicted", 2, 4), memory_row("ours", 3, 4), memory_row("torch", 8, 6)],
+        "Our worst rank holds what `verify` predicts; that of torch 2 times as much.",
+        ["predicted", "ours", "torch"],
+    ),
+    "bubble": (BUBBLE, "are 1.0 percentage points above the simulator's", ["1f1b, V=1", "26.0%"]),
+    "prediction": (PREDICTION, "6.0% at the worst of 2 points; 1 are within", ["1f1b, P=2, plain"]),
+    "tracing": (
+        [{"setting": "1f1b P=2", "added us": 9.0, "share": 0.0009}],
+        "adds 9 us to each virtual microbatch: 0.09% of 10 ms",
+        ["0.09%"],
+    ),
+    "training": (TRAINING, "our steps take 0.90 of the time", ["GPTModel, megatron-core, V=1, plain", "megatron"]),
+    "growth": (GROWTH, "8x2x32 with 4,880 instructions, is built in 1.5 s", ["build", "verify"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chart_and_paragraph(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows, part, words = CASES[name]
+    report = Report(name, "A title", [], rows, machine={"cores": 2})
+    assert part in reading(report)
+    path = write_chart(report, tmp_path)
+    assert path == tmp_path / f"{name}.svg"
+    texts = [element.text for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+    assert not set(words) - set(texts)
+
+
+def test_a_chart_is_the_same_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = Report("growth", "A title", [], GROWTH, machine={"cores": 2})
+    one, other = (write_chart(report, tmp_path / folder) for folder in "ab")
+    assert one is not None
+    assert other is not None
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_every_chart_has_a_paragraph_and_is_tested() -> None:
+    assert CHARTS.keys() == READINGS.keys() == CASES.keys()
+
+
+def test_every_engine_has_a_look_of_its_own_and_every_peer_a_name() -> None:
+    looks = [look(engine, 0) for engine in ENGINES]
+    assert len({one["color"] for one in looks}) == len({one["marker"] for one in looks}) == len(ENGINES)
+    assert ["ours", *PEERS] == list(ENGINES)

@@ -1,0 +1,107 @@
+"""The documentation: its links lead somewhere, and what the site's hooks do to pages."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PROJECT_ROOT
+
+sys.path.insert(0, str(PROJECT_ROOT / "scripts"))
+
+from docs_site.links import loaded_from_network, on_site
+
+PAGES = [
+    *(path for name in ("README", "CHANGELOG", "CONTRIBUTING") for path in PROJECT_ROOT.glob(f"{name}.md")),
+    *sorted((PROJECT_ROOT / "docs").rglob("*.md")),
+    *sorted((PROJECT_ROOT / "examples").rglob("*.md")),
+]
+_CODE = re.compile(r"^( *)(```|~~~).*?^\1\2\s*$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:src|href)=\"([^\"]+)\"")
+_HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
+
+
+def relative_links(text: str) -> Iterator[str]:
+    for match in _LINK.finditer(_CODE.sub("", text)):
+        target = match[1] or match[2]
+        if not re.match(r"[a-z]+:|/", target):
+            yield target
+
+
+def anchors(text: str) -> set[str]:
+    """Of all headings, as GitHub makes them, and those that a page sets itself."""
+    found: dict[str, int] = {}
+    for heading in _HEADING.findall(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        found[slug] = found.get(slug, 0) + 1
+    numbered = {f"{slug}-{k}" for slug, times in found.items() for k in range(1, times)}
+    return set(found) | numbered | set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
+
+
+def broken_links(page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    broken = []
+    for target in relative_links(text):
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        known = anchors(file.read_text(encoding="utf-8")) if anchor and file.is_file() else {anchor}
+        if not file.exists() or (anchor and anchor not in known):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT_ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# A `title`, with signs\n\n## Twice\n\n## Twice\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n[1](other.md) [2](other.md#a-title-with-signs) [3](#here) [4](other.md#twice-1) `[5](code.md)`\n"
+        '```\n[6](code.md)\n```\n[7](missing.md) [8](other.md#nowhere) [9](#there) <img src="no.svg"> [10](https://x.y)\n'
+    )
+    assert broken_links(page) == ["missing.md", "other.md#nowhere", "#there", "no.svg"]
+
+
+@pytest.mark.parametrize(
+    ("uri", "text", "there"),
+    [
+        ("index.md", "[a](docs/design.md#why)", "[a](design.md#why)"),
+        ("index.md", "![a](docs/images/x.svg)", "![a](images/x.svg)"),
+        ("index.md", '<img src="docs/images/x.svg">', '<img src="images/x.svg">'),
+        ("index.md", "[a](examples/gpt/README.md), [b](LICENSE)", "[a](examples/gpt.md), b"),
+        ("design.md", "[a](../examples/gpt/README.md)", "[a](examples/gpt.md)"),
+        ("design.md", "[a](../CONTRIBUTING.md#style)", "[a](contributing.md#style)"),
+        ("recipes/library.md", "[a](../cli.md) [b](#here) [c](https://x.y)", "[a](../cli.md) [b](#here) [c](https://x.y)"),
+        ("examples/gpt.md", "[a](../../docs/multinode.md)", "[a](../multinode.md)"),
+    ],
+)  # fmt: skip
+def test_links_are_as_they_are_on_the_site(uri: str, text: str, there: str) -> None:
+    assert on_site(text, uri) == there
+
+
+def test_fields_in_a_docstring_become_a_list() -> None:
+    griffe = pytest.importorskip("griffe", reason="the extra 'docs' is not installed")
+    from docs_site.docstrings import FieldLists
+
+    written = "One line.\n\nname   words,\n       more\na, b   words\nThen prose.\n\n    code  here"
+    obj = griffe.Function("f", docstring=griffe.Docstring(written))
+    FieldLists().on_object(obj=obj)
+    assert obj.docstring.value == (
+        "One line.\n\n\n- `name`: words,\n  more\n- `a, b`: words\n\nThen prose.\n\n    code  here"
+    )
+
+
+def test_a_page_that_needs_a_network_is_found() -> None:
+    html = (
+        '<link rel="stylesheet" href="https://fonts.x/a.css"><link rel="canonical" href="https://x.y">'
+        '<script src="//cdn.x/b.js"></script><script src="c.js"></script><img src="http://x.y/d.png"><a href="https://x.y">'
+    )
+    assert loaded_from_network(html) == ["https://fonts.x/a.css", "//cdn.x/b.js", "http://x.y/d.png"]
