@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_pp import parallel_state
 from tests.harness.processes import run_processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +65,7 @@ def _run(script: str, port: int) -> PageOutput:
             runpy.run_path(script, run_name="__main__")
     finally:
         logging.getLogger("megatron_pp").removeHandler(handler)
+        parallel_state.destroy_model_parallel()  # which a program that ends may leave
     return PageOutput(printed.getvalue(), warnings.getvalue())
 
 
