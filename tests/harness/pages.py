@@ -35,7 +35,7 @@ def code_blocks(page: str, language: str = "python") -> dict[str, str]:
 
 
 def run_page(
-    files: dict[str, str], scripts: list[str], folder: Path, ranks: int, timeout: float = 120.0
+    files: dict[str, str], scripts: list[str], folder: Path, ranks: int, timeout: float = 240.0
 ) -> dict[str, list[PageOutput]]:
     """Write ``files`` (name -> code) into ``folder`` and run each of ``scripts`` on ``ranks`` processes, with
     torchrun's environment variables; by script, what every rank gave. Raises what ``run_processes`` raises.
