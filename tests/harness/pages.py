@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_pp import parallel_state
 from tests.harness.processes import run_processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ def code_blocks(page: str, language: str = "python") -> dict[str, str]:
 
 
 def run_page(
-    files: dict[str, str], scripts: list[str], folder: Path, ranks: int, timeout: float = 120.0
+    files: dict[str, str], scripts: list[str], folder: Path, ranks: int, timeout: float = 240.0
 ) -> dict[str, list[PageOutput]]:
     """Write ``files`` (name -> code) into ``folder`` and run each of ``scripts`` on ``ranks`` processes, with
     torchrun's environment variables; by script, what every rank gave. Raises what ``run_processes`` raises.
@@ -64,6 +65,7 @@ def _run(script: str, port: int) -> PageOutput:
             runpy.run_path(script, run_name="__main__")
     finally:
         logging.getLogger("megatron_pp").removeHandler(handler)
+        parallel_state.destroy_model_parallel()  # which a program that ends may leave
     return PageOutput(printed.getvalue(), warnings.getvalue())
 
 
