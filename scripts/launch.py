@@ -70,6 +70,8 @@ def run(reports: Path) -> int:
         main()
     except SignalException as stop:
         return 128 + int(stop.sigval)
+    except KeyboardInterrupt:  # before the ranks were started
+        return 128 + signal.SIGINT
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode in PASSED_ON:
@@ -82,8 +84,8 @@ def run(reports: Path) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """End without the interpreter's finalisation. After a signal torchrun leaves the thread that keeps its rendezvous
-    alive: where finalisation finds it inside a call of the store, the process aborts with "terminate called"."""
+    """End without the interpreter's finalisation: after a signal torchrun leaves the thread that keeps its rendezvous
+    alive, and a thread that is inside a call of torch's store then would abort the process ("terminate called")."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -141,7 +141,9 @@ def plot_metrics(folder: Path, title: str) -> str | None:
                     axes.plot(*zip(*points, strict=True), linewidth=0.8, marker=marker, label=kind)
             axes.set(xlabel="step", ylabel=label)
             axes.grid(alpha=0.3)
-            if key == "loss" and axes.lines:
+            if key != "loss":
+                axes.set_ylim(bottom=0)
+            elif axes.lines:
                 axes.legend()
         figure.savefig(folder / name, dpi=120)
     return None
