@@ -9,16 +9,23 @@
     5            another run is working in the run's folder
     1            any other failure
 
-A rank has printed the reason of 2, 3, 4 or 5. When this launcher ends, however it ends, its ranks end too (Linux).
+A rank has printed the reason of 2, 3, 4 or 5; after 1 the last line says which rank failed, at which instruction, and
+why. When this launcher ends, however it ends, its ranks end too (Linux).
 
 With ``--max-restarts`` all but 0 and a signal to the launcher start the ranks again, which then continue their run.
 See examples/gpt/program.py for the ranks' own exit codes, which are the same.
 """
 
+import json
+import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
+from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -40,11 +47,15 @@ os.environ["MEGATRON_PP_LAUNCHER"] = str(os.getpid())
 os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
 
 
-def ending_of(rank: int, failure: ProcessFailure) -> str:
-    """How the rank that failed first ended."""
+def summary(rank: int, failure: ProcessFailure, reports: Path) -> str:
+    """Why the run has failed, in one line: what a rank has reported of another, else of itself, in the last start."""
+    left = [json.loads(path.read_text()) for path in reports.glob("*.json")]
+    left.sort(key=lambda found: (-found["start"], not found["of_peer"], found["rank"]))
+    said = [found["line"] for found in left[:1]]
     code = failure.exitcode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"launch.py: rank {rank} (pid {failure.pid}) was the first to fail: it {how}"
+    if code < 0:
+        said.insert(0, f"rank {rank} (pid {failure.pid}) was killed by {signal.Signals(-code).name}")
+    return f"launch.py: failed: {'; '.join(said) or f'rank {rank} (pid {failure.pid}) ended with exit code {code}'}"
 
 
 def others_read_here() -> bool:
@@ -53,15 +64,40 @@ def others_read_here() -> bool:
     return arguments.nnodes.rpartition(":")[2] != "1" and arguments.node_rank == 0
 
 
-if __name__ == "__main__":
+def run(reports: Path) -> int:
+    """Run ``torchrun``; the exit code."""
     try:
         main()
     except SignalException as stop:
-        sys.exit(128 + int(stop.sigval))
+        return 128 + int(stop.sigval)
+    except KeyboardInterrupt:  # before the ranks were started
+        return 128 + signal.SIGINT
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode not in PASSED_ON:
-            print(ending_of(rank, failure), file=sys.stderr, flush=True)
-            if others_read_here():
-                time.sleep(FAREWELL)
-        sys.exit(failure.exitcode if failure.exitcode in PASSED_ON else 1)
+        if failure.exitcode in PASSED_ON:
+            return failure.exitcode
+        print(summary(rank, failure, reports), file=sys.stderr, flush=True)
+        if others_read_here():
+            time.sleep(FAREWELL)
+        return 1
+    return 0
+
+
+def end_process(code: int) -> NoReturn:
+    """End without the interpreter's finalisation: after a signal torchrun leaves the thread that keeps its rendezvous
+    alive, and a thread that is inside a call of torch's store then would abort the process ("terminate called")."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    # What it logs of a rank that has ended, the ranks and the last line say.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    folder = Path(tempfile.mkdtemp(prefix="megatron_pp_"))
+    os.environ["MEGATRON_PP_REPORTS"] = str(folder)  # see examples/gpt/reports.py
+    try:
+        code = run(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    end_process(code)

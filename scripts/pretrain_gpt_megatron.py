@@ -186,7 +186,7 @@ class Data:
 def forward_step(
     per_token: bool, data_iterator: Iterator[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Any]:
-    tokens, labels = next(data_iterator)
+    _, tokens, labels = next(data_iterator)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     output = model(tokens, positions, None, labels=labels)
     return output, functools.partial(loss_func, per_token)

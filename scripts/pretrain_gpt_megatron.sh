@@ -1,22 +1,28 @@
 #!/usr/bin/env bash
-# Train Megatron-core's GPT through megatron_pp on this machine.
+# Set everything up and train Megatron-core's GPT through megatron_pp on this machine.
 #
 #   scripts/pretrain_gpt_megatron.sh                      2 pipeline ranks, 2 virtual stages each
 #   PP=4 VP= scripts/pretrain_gpt_megatron.sh --compare   4 ranks, no virtual stages, against Megatron's own schedule
 #
 # PP, VP, DP   pipeline ranks, virtual stages per rank (empty: none), data-parallel replicas
-# PYTHON       interpreter with torch and megatron-core
+# PYTHON       an interpreter with torch and megatron-core, to be used as it is; else see scripts/setup_env.sh
 # Everything else is passed on; see --help.
 set -euo pipefail
 
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+python="$(MEGATRON_PP_PYTHON="${PYTHON:-${MEGATRON_PP_PYTHON:-}}" "$root/scripts/setup_env.sh" megatron)"
+script="$root/scripts/pretrain_gpt_megatron.py"
+
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    exec "$python" "$script" --help
+fi
+
 pp="${PP:-2}" vp="${VP-2}" dp="${DP:-1}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-
 virtual=()
 if [[ -n "$vp" ]]; then
     virtual=(--num-virtual-stages-per-pipeline-rank "$vp")
 fi
 
-exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node "$((pp * dp))" \
-    "$here/pretrain_gpt_megatron.py" --pipeline-model-parallel-size "$pp" "${virtual[@]}" "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$((pp * dp))" \
+    "$script" --pipeline-model-parallel-size "$pp" ${virtual[@]+"${virtual[@]}"} "$@"

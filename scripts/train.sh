@@ -12,6 +12,11 @@
 # See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON.
 set -euo pipefail
 
+if [[ -n "${NPROC:-}" && ! "$NPROC" =~ ^[1-9][0-9]{0,4}$ ]]; then
+    echo "train.sh: NPROC is $NPROC; it must be a number of ranks from 1, as in NPROC=4" >&2
+    exit 2
+fi
+
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 python="$("$root/scripts/setup_env.sh" train)"
 

@@ -1,12 +1,13 @@
-"""Checkpoints that are whole or not there. Nothing in them is unpickled or run.
+"""Checkpoints that are whole or not there, written by torch.distributed.checkpoint (DCP). Nothing in them is run.
 
     <folder>/latest                            one line: the name of the newest checkpoint
     <folder>/step-00000100/description.json    what is in it and where: JSON with its own CRC-32, every field checked
-    <folder>/step-00000100/rank-00000.bin      the bytes of the tensors that this rank has written, end to end
+    <folder>/step-00000100/__0_0.distcp        tensors of rank 0, read with ``torch.load(weights_only=True)``
+    <folder>/step-00000100/.metadata           DCP's own description, for torch's tools: a pickle, never read here
 
-A checkpoint is written under a hidden name and gets its own when all ranks have finished; ``latest`` moves after that.
-Whatever is killed in between, ``latest`` names a whole checkpoint. No field of a description is the name of a file, so
-none can lead out of the folder. Several nodes need a folder they share.
+Tensors have the names of the whole model, so ranks that hold other layers than those that saved find theirs. A
+checkpoint is written under a hidden name and gets its own when all ranks have finished; ``latest`` moves after that.
+Whatever is killed in between, ``latest`` names a whole checkpoint. Several nodes need a folder they share.
 """
 
 from __future__ import annotations
@@ -16,37 +17,50 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from examples.gpt.distributed import on_all_ranks
 from examples.gpt.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError, NoCheckpointError
 from examples.gpt.files import open_plain, read_text, sync_folder, write_atomically
 
-LATEST, DESCRIPTION, FORMAT = "latest", "description.json", 2
+LATEST, DESCRIPTION, FORMAT = "latest", "description.json", 3
 _NAME = re.compile(r"step-[0-9A-Za-z._-]{1,80}")
 _OUR_NAME = re.compile(r"step-\d{8,}(-\d+)?")
 _UNFINISHED = re.compile(rf"\.{_OUR_NAME.pattern}\.unfinished")
-_OUR_FILE = re.compile(rf"rank-\d{{5,}}\.bin|\.?{re.escape(DESCRIPTION)}(\.new)?")
-_CONTENT = {"name": str, "step": int, "layout": dict, "progress": dict, "tensors": dict}
-_TENSOR = {"rank": int, "offset": int, "size": int, "dtype": str, "shape": list, "crc32": int}
+_TENSOR_FILE = re.compile(r"__\d+_\d+\.distcp")
+_OUR_FILE = re.compile(rf"{_TENSOR_FILE.pattern}|\.metadata(\.tmp)?|\.?{re.escape(DESCRIPTION)}(\.new)?")
+_CONTENT = {"name": str, "step": int, "layout": dict, "progress": dict, "files": dict, "tensors": dict}
+_TENSOR = {"relative_path": str, "offset": int, "length": int, "shape": list}
+_AT_ONCE = 1 << 24  # bytes
 
 
 class SavedTensor(NamedTuple):
-    """Where the bytes of a tensor are: ``size`` from ``offset`` on in the file of ``rank``."""
+    """Where a tensor is: ``length`` bytes from ``offset`` on in a file. The names are those that DCP asks for."""
 
-    rank: int
+    relative_path: str
     offset: int
-    size: int
-    dtype: str
+    length: int
     shape: list[int]
-    crc32: int
+
+    @property
+    def transform_descriptors(self) -> tuple[str, ...]:
+        """Nothing is compressed."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,7 @@ class Checkpoint:
     """A checkpoint in the folder ``path``, as its description says.
 
     ``name`` is the folder's when it was written (a copy has another), ``step`` counts optimizer steps, ``layout`` is
-    what a run must have in common with it, ``progress`` the run's own notes.
+    what a run must have in common with it, ``progress`` the run's own notes, ``files`` the CRC-32 of each file.
     """
 
     path: Path
@@ -62,6 +76,7 @@ class Checkpoint:
     step: int
     layout: dict[str, Any]
     progress: dict[str, Any]
+    files: dict[str, int]
     tensors: dict[str, SavedTensor]
 
     def note(self, name: str, *kinds: type) -> Any:
@@ -107,7 +122,7 @@ def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
     names = [name for name in sorted(layout.keys() | there.keys()) if there.get(name) != layout.get(name)]
     if names:
         unlike = "; ".join(f"{name} is {there.get(name)} there and {layout.get(name)} here" for name in names)
-        raise CheckpointLayoutError(f"{checkpoint.path} is of another layout: {unlike}; give its values")
+        raise CheckpointLayoutError(f"{checkpoint.path} is of another model or step: {unlike}; give its values")
 
 
 def write_description(checkpoint: Checkpoint) -> None:
@@ -129,10 +144,17 @@ def read_description(folder: Path) -> Checkpoint:
         if crc32 != _crc32({"format": FORMAT, **content}):
             raise ValueError("it is damaged: its content does not have the CRC-32 that it names")
         _check_fields("", content, _CONTENT)
+        for name, file_crc32 in content["files"].items():
+            _check(f"the CRC-32 of {name:.80}", file_crc32, int)
+            if not _TENSOR_FILE.fullmatch(name):
+                raise ValueError(f"{name!r:.80} is no name of a file of tensors")
         for name, entry in content["tensors"].items():
-            _check_fields(f"tensor {name:.80}: ", entry, _TENSOR)
+            where = f"tensor {name:.80}: "
+            _check_fields(where, entry, _TENSOR)
             for size in entry["shape"]:
-                _check(f"tensor {name:.80}: a size in shape", size, int)
+                _check(f"{where}a size in shape", size, int)
+            if entry["relative_path"] not in content["files"]:
+                raise ValueError(f"{where}relative_path is {entry['relative_path']!r:.60}, which is none of files")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / DESCRIPTION} cannot be used: {error}") from error
     tensors = {name: SavedTensor(**entry) for name, entry in content.pop("tensors").items()}
@@ -161,26 +183,62 @@ def _check(name: str, value: Any, kind: type[Any]) -> None:
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill this rank's ``tensors`` in place. Collective. Raises CheckpointError on every rank."""
+    """Fill this rank's ``tensors`` in place, which may be others than this rank has saved. Collective.
+
+    Each file is compared with its CRC-32 first, by one of the ranks. Raises CheckpointError on every rank.
+    """
 
     def failed(said: str) -> CheckpointError:
         advice = _advice(checkpoint.path.parent)
         return CheckpointError(f"checkpoint {checkpoint.path} cannot be loaded: {said}; {advice}")
 
-    on_all_ranks(lambda: read_tensors(checkpoint, tensors), failed)
+    own = sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]
+    on_all_ranks(lambda: check_files(checkpoint, own), failed)
+    try:
+        read_tensors(checkpoint, tensors)
+    except CheckpointError as error:
+        raise failed(str(error)) from error
 
 
 def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill ``tensors`` in place, each after its bytes were found to be what was saved. Raises CheckpointError."""
-    for name, tensor in tensors.items():
-        saved = checkpoint.tensors.get(name)
-        if saved is None:
-            raise CheckpointError(f"it holds no tensor {name}")
-        there, here = (saved.dtype, saved.shape, saved.size), (str(tensor.dtype), list(tensor.shape), tensor.nbytes)
-        if there != here:
-            raise CheckpointError(f"tensor {name} is (dtype, shape, bytes) {there!s:.120} there and {here} here")
-        if data := _read_bytes(checkpoint.path, name, saved):
-            tensor.copy_(torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape))
+    """``load_tensors`` without the comparison of the files; also outside of a process group."""
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    try:
+        dcp.load(dict(tensors), storage_reader=_Reader(checkpoint), planner=planner)
+    except dcp.CheckpointException as error:
+        raise CheckpointError(_said(error)) from error
+
+
+def check_files(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Raises CheckpointError unless the files ``names`` of the checkpoint are what was saved."""
+    for path in (checkpoint.path / name for name in names):
+        try:
+            whole = _crc32_of(path) == checkpoint.files[path.name]
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if not whole:
+            raise CheckpointError(f"{path} is damaged: it does not have the CRC-32 that it was saved with")
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, with our description in the place of ``.metadata``."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint.path)
+        self.checkpoint = checkpoint
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        kinds, places = {}, {}
+        for name, saved in self.checkpoint.tensors.items():
+            size, origin = torch.Size(saved.shape), torch.Size([0] * len(saved.shape))
+            kinds[name] = TensorStorageMetadata(TensorProperties(), size, [ChunkStorageMetadata(origin, size)])
+            places[MetadataIndex(name, origin)] = saved
+        return Metadata(kinds, storage_data=places)  # type: ignore[arg-type]
+
+
+def _said(error: dcp.CheckpointException) -> str:
+    """What ranks have said, each sentence once."""
+    return "; ".join(sorted({str(failure) for failure, _ in error.failures.values()}))
 
 
 class CheckpointWriter:
@@ -195,14 +253,17 @@ class CheckpointWriter:
         Tensors of one name on several ranks must hold equal values (those of data-parallel replicas do).
         """
         rank = dist.get_rank()
-        begun = self._on_all_ranks(lambda: (self._begin(step) if rank == 0 else "", list(tensors)))
-        name, elsewhere = begun[0][0], {name for _, names in begun[:rank] for name in names}
+        name = self._on_all_ranks(lambda: self._begin(step) if rank == 0 else "")[0]
         unfinished = self.folder / f".{name}.unfinished"
-        own = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
         try:
-            parts = self._on_all_ranks(lambda: _write_tensors(unfinished / f"rank-{rank:05d}.bin", rank, own))
-            saved = {name: entry for part in parts for name, entry in part.items()}
-            checkpoint = Checkpoint(unfinished, name, step, self.layout, progress, saved)
+            try:
+                metadata = dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(unfinished))
+            except dcp.CheckpointException as error:
+                raise self._failed(_said(error)) from error
+            own = unfinished.glob(f"__{rank}_*.distcp")
+            parts = self._on_all_ranks(lambda: {path.name: _crc32_of(path) for path in own})
+            files = {name: crc32 for part in parts for name, crc32 in part.items()}
+            checkpoint = Checkpoint(unfinished, name, step, self.layout, progress, files, _tensors_of(metadata))
             self._on_all_ranks(lambda: self._publish(checkpoint) if rank == 0 else None)
         except BaseException:
             if rank == 0:
@@ -210,9 +271,11 @@ class CheckpointWriter:
             raise
         return self.folder / name
 
+    def _failed(self, said: str) -> CheckpointWriteError:
+        return CheckpointWriteError(f"a checkpoint in {self.folder} cannot be written: {said}")
+
     def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
-        where = f"a checkpoint in {self.folder} cannot be written"
-        return on_all_ranks(action, lambda said: CheckpointWriteError(f"{where}: {said}"))
+        return on_all_ranks(action, self._failed)
 
     def _begin(self, step: int) -> str:
         """Make an empty folder to write to, and choose the name to publish it under."""
@@ -244,44 +307,29 @@ class CheckpointWriter:
                 shutil.rmtree(doomed)
 
 
-def _write_tensors(path: Path, rank: int, tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
-    entries: dict[str, SavedTensor] = {}
-    with open(path, "xb") as file:
-        for name, tensor in tensors.items():
-            data = bytearray(tensor.nbytes)
-            if data:
-                torch.frombuffer(data, dtype=torch.uint8).copy_(tensor.detach().reshape(-1).view(torch.uint8))
-            form = str(tensor.dtype), list(tensor.shape)
-            entries[name] = SavedTensor(rank, file.tell(), len(data), *form, zlib.crc32(data))
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return entries
+def _tensors_of(metadata: Any) -> dict[str, SavedTensor]:
+    """Where DCP has put each tensor."""
+    saved = {}
+    for index, place in metadata.storage_data.items():
+        shape = list(metadata.state_dict_metadata[index.fqn].size)
+        saved[index.fqn] = SavedTensor(place.relative_path, place.offset, place.length, shape)
+    return saved
 
 
-def _read_bytes(folder: Path, name: str, saved: SavedTensor) -> bytearray:
-    """The bytes of a tensor. Raises CheckpointError, naming the file, if they are not what was saved."""
-    path = folder / f"rank-{saved.rank:05d}.bin"
-    try:
-        with open_plain(path) as file:
-            if os.fstat(file.fileno()).st_size < saved.offset + saved.size:
-                raise CheckpointError(f"{path} is cut short: it ends before tensor {name} does")
-            data = bytearray(saved.size)
-            file.seek(saved.offset)
-            file.readinto(data)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if zlib.crc32(data) != saved.crc32:
-        raise CheckpointError(f"{path} is damaged: tensor {name} does not have the CRC-32 that it was saved with")
-    return data
+def _crc32_of(path: Path) -> int:
+    crc32 = 0
+    with open_plain(path) as file:
+        while part := file.read(_AT_ONCE):
+            crc32 = zlib.crc32(part, crc32)
+    return crc32
 
 
 def _advice(folder: Path) -> str:
     """Which checkpoint of a folder to use instead of a damaged one. Reads them, newest first."""
     for path in _by_age(folder):
         try:
-            for name, saved in read_description(path).tensors.items():
-                _read_bytes(path, name, saved)
+            checkpoint = read_description(path)
+            check_files(checkpoint, checkpoint.files)
         except CheckpointError:
             continue
         return f"the newest whole checkpoint there is {path}: give that one"

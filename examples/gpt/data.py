@@ -83,14 +83,27 @@ class BatchShape(NamedTuple):
     seq_length: int
 
     @property
+    def microbatches(self) -> int:
+        """Microbatches of all replicas in a global batch."""
+        return self.num_microbatches * self.data_parallel_size
+
+    @property
     def samples(self) -> int:
         """Samples in a global batch."""
-        return self.micro_batch_size * self.num_microbatches * self.data_parallel_size
+        return self.micro_batch_size * self.microbatches
 
     @property
     def tokens(self) -> int:
         """Tokens in a global batch."""
         return self.samples * self.seq_length
+
+
+class Microbatch(NamedTuple):
+    """``number`` counts the microbatches of the run, of all replicas; tokens and labels are int64 ``[b, s]``."""
+
+    number: int
+    tokens: Tensor | None = None
+    labels: Tensor | None = None
 
 
 class SampleOrder:
@@ -119,12 +132,13 @@ class SampleOrder:
         return windows[:, :-1], windows[:, 1:]
 
     def step_iterator(
-        self, step: int, data_parallel_rank: int, device: torch.device
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+        self, step: int, data_parallel_rank: int, device: torch.device, numbers_only: bool = False
+    ) -> Iterator[Microbatch]:
         """All microbatches of step ``step`` for one replica, in order, on ``device``."""
         for microbatch in range(self.shape.num_microbatches):
-            tokens, labels = self.microbatch(step, microbatch, data_parallel_rank)
-            yield tokens.to(device), labels.to(device)
+            place = microbatch * self.shape.data_parallel_size + data_parallel_rank
+            content = () if numbers_only else self.microbatch(step, microbatch, data_parallel_rank)
+            yield Microbatch(step * self.shape.microbatches + place, *(tensor.to(device) for tensor in content))
 
     def _window(self, sample: int) -> Tensor:
         epoch, index = divmod(sample, self.num_samples)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from examples.gpt.errors import ArgumentError, TrainingError
+from examples.gpt.errors import ArgumentError, TrainingError, counted
 from megatron_pp import parallel_state
 from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
 from megatron_pp.runtime.communicators import close_communicators
@@ -43,7 +43,8 @@ def choose_device(wanted: str, process: Process) -> torch.device:
     """
     gpus, needed = torch.cuda.device_count() if wanted != "cpu" else 0, process.local_world_size
     if wanted == "cuda" and gpus < needed:
-        there = f"--device is cuda, but this machine has {gpus} GPUs for {needed} processes"
+        ranks = f"{needed} process{'es' if needed > 1 else ''}"
+        there = f"--device is cuda, but this machine has {counted(gpus, 'GPU')} for {ranks}"
         raise ArgumentError(f"{there}; each needs one: start fewer processes or give --device cpu")
     return torch.device("cuda", process.local_rank) if gpus >= needed else torch.device("cpu")
 

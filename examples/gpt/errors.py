@@ -49,3 +49,8 @@ class NonFiniteLossError(TrainingError, ArithmeticError):
     """The loss or the gradient became infinite or not a number."""
 
     exit_code = 1
+
+
+def counted(number: int, name: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number} {name}{'' if number == 1 else 's'}"

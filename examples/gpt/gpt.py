@@ -124,15 +124,19 @@ class LayerParts:
         return output
 
 
+def seed_of(*parts: object) -> int:
+    """A seed for torch. Through a hash, so that neighbouring seeds and layers draw unrelated numbers."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
 def _initialize(block: nn.Module, std: float, seed: int, name: str, num_layers: int = 0) -> None:
     """Draw the matrices of the part of the model called ``name``, in fp32 on the CPU; norms start as the identity.
 
-    Weights do not depend on how the model is cut. The seed goes through a hash, so that neighbouring seeds and layers
-    draw unrelated numbers. In one of ``num_layers`` layers, matrices that write to the residual stream get
-    ``std / sqrt(2 * num_layers)`` (GPT-2 report, section 2.3).
+    Weights do not depend on how the model is cut. In one of ``num_layers`` layers, matrices that write to the residual
+    stream get ``std / sqrt(2 * num_layers)`` (GPT-2 report, section 2.3).
     """
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
     with torch.no_grad():
         for parameter_name, parameter in block.named_parameters():
             if parameter.dim() < 2:
@@ -157,6 +161,8 @@ class GPTStage(nn.Module):
         layers: numbers (0-based, in the whole model) of this stage's layers, ascending.
         pre_process, post_process: this is the first, the last stage.
         vp_stage: number of this chunk on its rank, ``None`` without virtual pipelining.
+        seed: of the weights and of dropout, whose numbers follow from the seed, the microbatch and the layer alone:
+            they do not depend on how the model is cut or where a run was continued, and no state of theirs is saved.
     """
 
     def __init__(
@@ -175,7 +181,7 @@ class GPTStage(nn.Module):
     ) -> None:
         super().__init__()
         check_model_config(config)
-        self.config, self.vp_stage = config, vp_stage
+        self.config, self.vp_stage, self.seed = config, vp_stage, seed
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.stream_dtype: torch.dtype = config.pipeline_dtype or torch.float32
@@ -205,13 +211,18 @@ class GPTStage(nn.Module):
                 block.is_first_microbatch = True  # type: ignore[assignment]
 
     def forward(
-        self, tokens: Tensor | None = None, labels: Tensor | None = None, checkpoint_activations: bool = False
+        self,
+        tokens: Tensor | None = None,
+        labels: Tensor | None = None,
+        microbatch: int = 0,
+        checkpoint_activations: bool = False,
     ) -> Tensor:
         """Run the stage on one microbatch.
 
         Args:
             tokens: int64 ``[b, s]``; read by the first stage only.
             labels: int64 ``[b, s]``, the token after each of ``tokens``; read by the last stage only.
+            microbatch: its number in the run, from which dropout's numbers follow.
             checkpoint_activations: keep only each layer's input and compute the rest again in backward.
 
         Returns:
@@ -219,8 +230,11 @@ class GPTStage(nn.Module):
             ``[b, s, vocab]`` when there are no labels.
         """
         hidden = self._stage_input(tokens)
+        draws = self.training and (self.config.hidden_dropout or self.config.attention_dropout)
         with self.parts.forward_context():
-            for block in self.layers.values():
+            for layer, block in self.layers.items():
+                if draws:
+                    torch.manual_seed(seed_of(self.seed, "dropout", microbatch, layer))
                 if checkpoint_activations:
                     hidden = self.parts.checkpointed(block, hidden, self.rotary)
                 else:

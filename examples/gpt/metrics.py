@@ -1,9 +1,11 @@
-"""What a run leaves for people to read: lines on the terminal, ``metrics.jsonl``, TensorBoard's files, ``loss.png``."""
+"""What people read of a run: lines on the terminal, ``metrics.jsonl``, TensorBoard, Weights & Biases, and plots."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,18 @@ import torch
 
 from examples.gpt.errors import CheckpointError
 from examples.gpt.files import open_plain, write_atomically
+from examples.gpt.settings import Settings
 
-METRICS, TENSORBOARD, PICTURE = "metrics.jsonl", "tensorboard", "loss.png"
+METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
+_PICTURES = {
+    "loss.png": {"loss": "loss (nats per byte)"},
+    "metrics.png": {
+        "tokens_per_second": "tokens/s",
+        "bubble": "bubble (share of a step)",
+        "peak_memory_gib": "peak memory (GiB)",
+        "gradient_norm": "gradient norm",
+    },
+}
 # Dense bf16, by a part of the device's name.
 _PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "V100": 125.0}
 
@@ -54,26 +66,32 @@ class Recorder:
     """Rank 0's metrics; on other ranks (``folder`` is None) every method does nothing.
 
     Records of steps later than ``done``, which a continued run will write anew, are dropped. A step is shown on the
-    terminal every ``interval`` steps and after the last, ``total``.
+    terminal every ``log_interval`` steps and after the last.
     """
 
-    def __init__(self, folder: Path | None, done: int, total: int, interval: int, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path | None, done: int, settings: Settings) -> None:
         self._file: Any = None
         self._board: Any = None
-        self._total, self._interval = total, interval
+        self._wandb: Any = None
+        self._total, self._interval = settings.train_steps, settings.log_interval
         if folder is None:
             return
         path = folder / METRICS
         kept = [record for record in read_metrics(path) if record["step"] <= done] if os.path.lexists(path) else []
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = open(path, "a", buffering=1)  # noqa: SIM115  (closed by close)
-        if tensorboard:
+        if settings.tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=done + 1)
             except ImportError as error:
                 self.say(f"no TensorBoard files: {error}")
+        if settings.wandb is not None:
+            wandb = importlib.import_module("wandb")
+            name = re.sub(r"[^\w.-]", "-", folder.resolve().name)
+            run = {"name": name, "id": name, "resume": "allow", "config": settings.everything()}
+            self._wandb = wandb.init(project=settings.wandb, dir=str(folder), **run)
 
     def record(self, step: int, **values: float) -> None:
         """Note values after ``step`` steps: those of a training step with a loss, or a validation_loss."""
@@ -83,6 +101,8 @@ class Recorder:
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(values, step=step)
         if "validation_loss" in values:
             self.say(f"step {step}: validation loss {values['validation_loss']:.3f}")
         elif step % self._interval == 0 or step == self._total:
@@ -100,23 +120,30 @@ class Recorder:
         for part in (self._file, self._board):
             if part is not None:
                 part.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
 
-def plot_losses(folder: Path) -> str | None:
-    """Draw the losses in a run's folder. Returns ``None``, or why there is no plot (matplotlib is an extra)."""
+def plot_metrics(folder: Path, title: str) -> str | None:
+    """Draw the metrics in a run's folder. Returns ``None``, or why there is no plot (matplotlib is an extra)."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        return f"no {PICTURE}: {error}"
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
+        return f"no {' and '.join(_PICTURES)}: {error}"
     records = read_metrics(folder / METRICS)
-    for key, label, marker in (("loss", "training", ""), ("validation_loss", "validation", "o")):
-        if points := [(record["step"], record[key]) for record in records if key in record]:
-            axes.plot(*zip(*points, strict=True), linewidth=0.8, marker=marker, label=label)
-    axes.set(xlabel="step", ylabel="loss (nats per byte)")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    figure.savefig(folder / PICTURE, dpi=120)
+    for name, plotted in _PICTURES.items():
+        rows, columns = (len(plotted) + 1) // 2, min(len(plotted), 2)
+        figure = Figure(figsize=(8, 2 + 2.5 * rows), layout="constrained")
+        figure.suptitle(title, fontsize="medium")
+        for axes, (key, label) in zip(figure.subplots(rows, columns, squeeze=False).flat, plotted.items(), strict=True):
+            for curve, kind, marker in ((key, "training", ""), (f"validation_{key}", "validation", "o")):
+                if points := [(record["step"], record[curve]) for record in records if curve in record]:
+                    axes.plot(*zip(*points, strict=True), linewidth=0.8, marker=marker, label=kind)
+            axes.set(xlabel="step", ylabel=label)
+            axes.grid(alpha=0.3)
+            if key != "loss":
+                axes.set_ylim(bottom=0)
+            elif axes.lines:
+                axes.legend()
+        figure.savefig(folder / name, dpi=120)
     return None

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -19,18 +18,19 @@ import torch.distributed as dist
 from examples.gpt.checkpoint import CheckpointWriter
 from examples.gpt.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
 from examples.gpt.distributed import Process, check_same_settings, choose_device, joined
-from examples.gpt.errors import TrainingError
+from examples.gpt.errors import TrainingError, counted
 from examples.gpt.gpt import GPTStage, build_gpt_chunks
 from examples.gpt.interrupt import StopRequest
 from examples.gpt.libraries import Libraries, choose_libraries
-from examples.gpt.metrics import Recorder, plot_losses
+from examples.gpt.metrics import Recorder, plot_metrics
 from examples.gpt.optimizer import NamedAdamW
+from examples.gpt.reports import exit_code_of, report
 from examples.gpt.run_folder import Start, agreed_start, find_start, this_launcher
 from examples.gpt.settings import Settings, parse, save_settings
 from examples.gpt.trainer import Texts, Trainer
 from megatron_pp import TransformerConfig, parallel_state, split_weight_grad
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import ConfigError, PipelineError, PlanError, ScheduleInputError
+from megatron_pp.errors import ConfigError, PipelineError, PlanError
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.tracing.recorder import flush_traces
@@ -40,17 +40,14 @@ VALIDATION_SEED = 0  # every run validates on the same samples, whatever its own
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; its exit code, as listed in the README beside this file.
-
-    Errors that have a class are reported in one line, with a stack any other.
-    """
+    """Run the program; its exit code, as listed in the README beside this file."""
     try:
         trainer = train(argv)
-    except (TrainingError, PipelineError, ConfigError, ScheduleInputError, PlanError) as error:
-        print(f"train.py: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return getattr(error, "exit_code", 1 if isinstance(error, PipelineError) else 2)
-    except Exception:
-        traceback.print_exc()
+    except (TrainingError, PipelineError, ConfigError, PlanError) as error:
+        report(error, foreseen=True)
+        return exit_code_of(error)
+    except Exception as error:
+        report(error, foreseen=False)
         return 1
     return 0 if trainer.stopped_by is None else 128 + trainer.stopped_by
 
@@ -84,14 +81,13 @@ def train(argv: Sequence[str]) -> Trainer:
                 config.trace_dir, config.trace_steps = str(start.folder / "traces"), settings.trace
                 config.trace_first_step = steps_done + 1
             chunks, split = _build_model(settings, config, device, libraries, timeout)
-            # Not before the model is built: what a rank draws while building depends on which layers it holds.
-            torch.manual_seed(settings.seed * process.world_size + process.rank)
             if process.rank == 0:
                 save_settings(settings, start.folder, this_launcher())
             folder = start.folder if process.rank == 0 else None
-            steps = steps_done, settings.train_steps, settings.log_interval
-            recorder = Recorder(folder, *steps, settings.tensorboard)
-            for line in (_introduction(config, texts, device), *libraries.said, split):
+            recorder = Recorder(folder, steps_done, settings)
+            sizes = f"{len(texts.training.tokens):,} + {len(texts.validation.tokens):,}"
+            text = f"{sizes} bytes of text to learn from and to validate on"
+            for line in (_introduction(config, device), text, *libraries.said, split):
                 recorder.say(line)
             writer = CheckpointWriter(start.folder / "checkpoints", settings.keep_checkpoints, layout)
             optimizer = NamedAdamW(
@@ -126,14 +122,16 @@ def _read_texts(settings: Settings, config: TransformerConfig) -> Texts:
 
 
 def _layout(settings: Settings, config: TransformerConfig) -> dict[str, Any]:
-    """What a checkpoint must have in common with the run that loads it, so that the run continues exactly."""
-    of_config = "pipeline_model_parallel_size virtual_pipeline_model_parallel_size data_parallel_size num_layers"
-    of_config += " hidden_size ffn_hidden_size num_attention_heads"
-    of_run = "seq_length micro_batch_size num_microbatches untie_embeddings_and_output_weights seed transformer_impl"
+    """What a checkpoint must have in common with the run that loads it: the model, and what a step is made of.
+
+    Not how the model is cut: ranks, chunks, replicas and the schedule are those of the run that loads.
+    """
+    of_config = "num_layers hidden_size ffn_hidden_size num_attention_heads"
+    of_run = "seq_length micro_batch_size untie_embeddings_and_output_weights seed transformer_impl"
     layout = {name: getattr(config, name) for name in of_config.split()}
     layout |= {name: getattr(settings, name) for name in of_run.split()}
-    layout |= {"placement": config.placement_name, "layers_of_stages": config.layers_of_stages()}
-    return {**layout, "vocab_size": VOCAB_SIZE}
+    microbatches = settings.num_microbatches * (config.data_parallel_size or 1)
+    return {**layout, "num_microbatches times data_parallel_size": microbatches, "vocab_size": VOCAB_SIZE}
 
 
 def _build_model(
@@ -166,14 +164,12 @@ def _build_model(
     return chunks, f"backward: split; of rank {dist.get_rank()}, {split_weight_grad(chunks).report}"
 
 
-def _introduction(config: TransformerConfig, texts: Texts, device: torch.device) -> str:
-    grid = f"{config.pipeline_model_parallel_size} ranks x {config.num_chunks} chunks"
-    grid += f" x {config.data_parallel_size} replicas"
-    sizes = f"{len(texts.training.tokens):,} + {len(texts.validation.tokens):,}"
-    return (
-        f"{config.schedule_name}, {config.lowering_policy} communication, on {device.type}: {grid}, "
-        f"{config.num_layers} layers of {config.hidden_size}; {sizes} bytes of text to learn from and to validate on"
-    )
+def _introduction(config: TransformerConfig, device: torch.device) -> str:
+    sides = {"rank": config.pipeline_model_parallel_size, "chunk": config.num_chunks}
+    sides |= {"replica": config.data_parallel_size or 1}
+    grid = " x ".join(counted(number, name) for name, number in sides.items())
+    layers = f"{counted(config.num_layers, 'layer')} of {config.hidden_size}"
+    return f"{config.schedule_name}, {config.lowering_policy} communication, on {device.type}: {grid}, {layers}"
 
 
 def _conclude(trainer: Trainer, start: Start) -> None:
@@ -193,9 +189,10 @@ def _conclude(trainer: Trainer, start: Start) -> None:
         steps = f"{trainer.steps_done} of {trainer.settings.train_steps}"
         said = [f"stopped by {cause} after step {steps}", f"continue with --resume {folder}"]
     if not math.isnan(trainer.validation_before):
-        after = f", {trainer.validation_after:.3f} after {trainer.validated_at} steps"
+        after = f", {trainer.validation_after:.3f} after {counted(trainer.validated_at, 'step')}"
         said += [f"validation loss: {trainer.validation_before:.3f} before{after if trainer.validated_at > 0 else ''}"]
-    print("\n".join(filter(None, [plot_losses(folder), *said, timeline])), flush=True)
+    plots = plot_metrics(folder, _introduction(trainer.config, trainer.device))
+    print("\n".join(filter(None, [plots, *said, timeline])), flush=True)
 
 
 def _timeline(folder: Path) -> str:
@@ -205,4 +202,5 @@ def _timeline(folder: Path) -> str:
     except PlanError as error:
         return f"the traces could not be put together: {error}"
     where = f"open {page} in a browser, or {chrome} at https://ui.perfetto.dev"
-    return f"timeline of step(s) {listed(steps)}: {where}; in numbers: megatron-pp report {traces}"
+    name = "step" if len(steps) == 1 else "steps"
+    return f"timeline of {name} {listed(steps)}: {where}; in numbers: megatron-pp report {traces}"

@@ -6,6 +6,7 @@ Flags override a TOML file, which overrides what a resumed run remembers.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 import json
 import os
@@ -115,7 +116,8 @@ class Settings:
     save_interval: int = 100  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # newest checkpoints that are kept
     log_interval: int = 20  # steps between two lines on the terminal
-    tensorboard: bool = True  # write TensorBoard's files beside metrics.jsonl
+    tensorboard: bool = True  # write TensorBoard's files beside metrics.jsonl, where it is installed
+    wandb: str | None = None  # project of Weights & Biases to log to; WANDB_MODE=offline keeps it in the run's folder
     peak_tflops: float | None = None  # of one device, for MFU; None: known for V100, A100, H100, H200, B200 in bf16
     trace: str | None = None  # record the pipeline's timeline in these training steps, as in 3,10-12, and draw it
 
@@ -139,10 +141,17 @@ class Settings:
             raise ArgumentError(f"--validation-fraction is {self.validation_fraction}; it must lie between 0 and 1")
         if self.run_dir is not None and self.resume is not None:
             raise ArgumentError("--run-dir and --resume are both given; a resumed run stays in its folder: give one")
-        try:
-            chosen_steps("1" if self.trace is None else self.trace)
-        except ScheduleInputError:
-            raise ArgumentError(f"--trace is {self.trace!r}; it must list steps, as in 3,10-12") from None
+        if self.trace is not None:
+            try:
+                last = max(chosen[-1] for chosen in chosen_steps(self.trace))
+            except ScheduleInputError:
+                raise ArgumentError(f"--trace is {self.trace!r}; it must list steps, as in 3,10-12") from None
+            if last > self.train_steps:
+                raise ArgumentError(f"--trace is {self.trace}, but the run ends after step {self.train_steps}")
+        if self.wandb is not None and importlib.util.find_spec("wandb") is None:
+            raise ArgumentError(
+                f"--wandb is {self.wandb}, but wandb is not installed; install it, or leave --wandb out"
+            )
 
     def make_config(self, world_size: int) -> TransformerConfig:
         """The engine's config on ``world_size`` processes. Raises ConfigError, or PlanError for a schedule file."""
@@ -180,8 +189,10 @@ class Settings:
 
 
 _FIELDS = (*dataclasses.fields(Settings), *dataclasses.fields(ModelOptions))
+# A schedule brings its own, unless they are given.
+_BROUGHT = {"virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage", "overlap_pairs"}
 # Fields with a factory are read from the environment, anew at each start.
-_SAVED = {f.name for f in _FIELDS if f.default is not MISSING} - {"config", "run_dir", "resume"}
+_SAVED = {f.name for f in _FIELDS if f.default is not MISSING} - {"config", "run_dir", "resume", "trace"}
 
 
 def parse(argv: Sequence[str]) -> Settings:
@@ -204,7 +215,8 @@ def parse(argv: Sequence[str]) -> Settings:
         file = find_run(Path(settings.resume)) / ARGUMENTS
         try:
             content = json.loads(read_text(file))
-            saved = _flags_of({name: value for name, value in content.items() if name in _SAVED})
+            forgotten = _BROUGHT if any(flag.startswith("--pipeline-schedule") for flag in [*given, *argv]) else set()
+            saved = _flags_of({name: value for name, value in content.items() if name in _SAVED - forgotten})
             _parse(saved)
         except (OSError, ValueError, AttributeError, RecursionError, ArgumentError) as error:
             advice = "give all flags and a new --run-dir"

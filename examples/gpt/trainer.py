@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from examples.gpt.checkpoint import Checkpoint, CheckpointWriter, load_tensors
-from examples.gpt.data import VOCAB_SIZE, SampleOrder
+from examples.gpt.data import VOCAB_SIZE, Microbatch, SampleOrder
 from examples.gpt.errors import NonFiniteLossError
 from examples.gpt.gpt import GPTStage
 from examples.gpt.interrupt import StopRequest
@@ -35,11 +35,11 @@ COMPUTE_TIMERS = ("forward-compute", "backward-compute", "weight-compute")
 
 
 def forward_step(
-    data_iterator: Iterator[tuple[Tensor, Tensor]] | None, model: GPTStage, checkpoint: bool | None = None
+    data_iterator: Iterator[Microbatch], model: GPTStage, checkpoint: bool | None = None
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """One microbatch through one stage, as the schedules call it. Stages in the middle have no ``data_iterator``."""
-    tokens, labels = next(data_iterator) if data_iterator is not None else (None, None)
-    output = model(tokens, labels, checkpoint_activations=bool(checkpoint))
+    """One microbatch through one stage, as the schedules call it. Stages in the middle get its number alone."""
+    number, tokens, labels = next(data_iterator)
+    output = model(tokens, labels, number, checkpoint_activations=bool(checkpoint))
     return output, summed_loss if model.config.calculate_per_token_loss else mean_loss
 
 
@@ -153,12 +153,8 @@ class Trainer:
         """Continue from ``checkpoint``. Collective. Raises CheckpointError: it cannot be used."""
         before, after = (checkpoint.note(f"validation_{when}", float, int) for when in ("before", "after"))
         validated_at, text = checkpoint.note("validated_at", int), checkpoint.note("text", str)
-        tensors = self._tensors()
         with self._watched("loading a checkpoint"):
-            load_tensors(checkpoint, tensors)
-        torch.set_rng_state(tensors[f"rng.rank{dist.get_rank()}.cpu"])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(tensors[f"rng.rank{dist.get_rank()}.cuda"], self.device)
+            load_tensors(checkpoint, self.optimizer.tensors())
         self.steps_done = self.saved_at = checkpoint.step
         self.validation_before, self.validation_after, self.validated_at = before, after, validated_at
         self.recorder.say(f"continuing from {checkpoint.path}")
@@ -219,9 +215,9 @@ class Trainer:
         iterators: list[Any] = []
         for chunk in self.chunks:
             chunk.train(not forward_only)
-            is_end = chunk.pre_process or chunk.post_process
+            is_middle = not (chunk.pre_process or chunk.post_process)
             data_rank = parallel_state.get_data_parallel_rank()
-            iterators.append(samples.step_iterator(step, data_rank, self.device) if is_end else None)
+            iterators.append(samples.step_iterator(step, data_rank, self.device, numbers_only=is_middle))
         several = len(self.chunks) > 1
         self.timers.take_seconds()
         start = time.perf_counter()
@@ -265,7 +261,7 @@ class Trainer:
         progress: dict[str, Any] = {"text": self.texts.digest, "launcher": this_launcher()}
         progress |= {name: getattr(self, name) for name in ("validation_before", "validation_after", "validated_at")}
         with self._watched("saving a checkpoint"):
-            path = self.writer.save(self.steps_done, self._tensors(), progress)
+            path = self.writer.save(self.steps_done, self.optimizer.tensors(), progress)
         self.saved_at = self.steps_done
         self.recorder.say(f"saved {path}")
 
@@ -283,10 +279,3 @@ class Trainer:
     def _watched(self, what: str) -> AbstractContextManager[Any]:
         """Around ``what`` ranks do together: a failure of one of them ends the others' waits."""
         return watched(communicator_for(self.pipeline_group, self.config), self.config, what)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """All that is saved of this rank: weights, optimizer state, the states of its random generators."""
-        states = {f"rng.rank{dist.get_rank()}.cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            states[f"rng.rank{dist.get_rank()}.cuda"] = torch.cuda.get_rng_state(self.device)
-        return {**self.optimizer.tensors(), **states}

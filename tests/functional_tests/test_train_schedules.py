@@ -52,8 +52,8 @@ def test_the_script_brings_the_chunks_that_a_schedule_needs_and_says_what_is_spl
     schedule = str(folder / "pytorch.csv")
     flags = [*SIZES, "--pipeline-schedule", schedule]
     output = run_well(train_sh(*flags, "--run-dir", str(folder / "runs" / "script")), folder)
-    first, layers, optimizer, backward = output.splitlines()[:4]
-    assert first.startswith(f"{schedule}, overlap communication, on cpu: 2 ranks x 2 chunks x 1 replicas")
+    first, _, layers, optimizer, backward = output.splitlines()[:5]
+    assert first.startswith(f"{schedule}, overlap communication, on cpu: 2 ranks x 2 chunks x 1 replica,")
     assert (layers, optimizer) == ("layers: torch; norms: torch LayerNorm", "optimizer: torch AdamW (fused=False)")
     # Of the first and the last stage: two layers of four linear maps, the embedding and the output, and five norms.
     assert backward == (

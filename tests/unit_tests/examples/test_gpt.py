@@ -190,12 +190,17 @@ def test_what_a_stage_sends_is_its_own_in_the_pipelines_dtype(cut: list[list[int
             received = sent.detach().requires_grad_()
 
 
-def test_dropout_acts_in_training_only() -> None:
-    (stage,) = make_stages(WHOLE, make_config(hidden_dropout=0.5))
-    tokens, labels = make_batch()
-    assert not torch.equal(stage(tokens, labels), stage(tokens, labels))
+@pytest.mark.parametrize("kind", ["hidden_dropout", "attention_dropout"])
+def test_dropout_follows_from_the_microbatch_and_acts_in_training_only(kind: str) -> None:
+    (stage,), (other,) = (make_stages(WHOLE, make_config(**{kind: 0.5}), seed=seed) for seed in (0, 1))
+    other.load_state_dict(stage.state_dict())
+    batch = make_batch()
+    losses = [stage(*batch, microbatch=number).detach() for number in (3, 4, 3)]
+    assert losses[2].equal(losses[0])
+    assert not losses[1].equal(losses[0])
+    assert not other(*batch, microbatch=3).equal(losses[0])
     stage.eval()
-    assert torch.equal(stage(tokens, labels), stage(tokens, labels))
+    assert stage(*batch, microbatch=3).equal(stage(*batch, microbatch=4))
 
 
 def test_chunks_of_a_rank_know_what_they_are() -> None:

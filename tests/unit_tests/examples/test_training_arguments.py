@@ -144,7 +144,7 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     pair = Process(rank=1, world_size=2, local_rank=1, local_world_size=2)
     assert choose_device("auto", pair) == torch.device("cpu")
     assert choose_device("auto", Process()) == torch.device("cuda", 0)
-    with pytest.raises(ArgumentError, match="1 GPUs for 2 processes"):
+    with pytest.raises(ArgumentError, match="1 GPU for 2 processes"):
         choose_device("cuda", pair)
 
 
@@ -157,6 +157,8 @@ BAD_INPUT = {
     "validation fraction": ("--validation-fraction 1", ArgumentError, "--validation-fraction is 1.0; .* 0 and 1"),
     "no text": ("--max-data-bytes 0", ArgumentError, "--max-data-bytes is 0; it must be at least 1"),
     "trace": ("--trace first", ArgumentError, "--trace is 'first'; it must list steps"),
+    "trace past the end": ("--trace 3,9-12 --train-steps 11", ArgumentError, "9-12, but the run ends after step 11"),
+    "no wandb": ("--wandb mine", ArgumentError, "--wandb is mine, but wandb is not installed"),
     "no config": ("--config none.toml", ArgumentError, "--config is none.toml, which cannot be used: .*No such file"),
     "no samples": ("--micro-batch-size -1", ArgumentError, "--micro-batch-size is -1"),
     "negative steps": ("--train-steps -1", ArgumentError, "--train-steps is -1"),
@@ -204,8 +206,9 @@ for flag, library in LIBRARIES.items():
 
 @pytest.fixture
 def second_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is rank 1 of 2 with no peer in sight: who tried to communicate would wait."""
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+    """This process is rank 1 of 2 with no peer in sight: who tried to communicate would wait. It is the first rank of
+    its node, which reports bad input."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
@@ -323,7 +326,7 @@ def save_run(folder: Path, settings: Settings) -> Path:
     checkpoint = folder / "checkpoints" / "step-00000003"
     checkpoint.mkdir(parents=True)
     layout = _layout(settings, settings.make_config(2))
-    write_description(Checkpoint(checkpoint, checkpoint.name, 3, layout, {}, {}))
+    write_description(Checkpoint(checkpoint, checkpoint.name, 3, layout, {}, {}, {}))
     (folder / "checkpoints" / "latest").write_text("step-00000003\n")
     save_settings(settings, folder, "")
     return checkpoint
@@ -334,22 +337,14 @@ def save_run(folder: Path, settings: Settings) -> Path:
 @pytest.mark.parametrize(
     ("flags", "difference"),
     {
-        "pipeline": ("--pipeline-model-parallel-size 1", "pipeline_model_parallel_size is 2 there and 1 here"),
-        "chunks": (
-            "--virtual-pipeline-model-parallel-size 2",
-            "virtual_pipeline_model_parallel_size is None there and 2",
-        ),
         "layers": ("--num-layers 8", "num_layers is 4 there and 8 here"),
-        "placement of layers": (
-            "--pipeline-model-parallel-layout 1,3",
-            r"layers_of_stages is \[\[0, 1\], \[2, 3\]\] there",
-        ),
         "width": ("--hidden-size 64", "hidden_size is 128 there and 64 here"),
         "batch": ("--micro-batch-size 2", "micro_batch_size is 4 there and 2 here"),
+        "replicas": ("--data-parallel-size 2", "num_microbatches times data_parallel_size is 8 there and 16 here"),
         "ties": ("--untie-embeddings-and-output-weights", "untie_embeddings_and_output_weights is False there"),
     }.values(),
 )
-def test_checkpoints_of_another_layout_are_refused(flags: str, difference: str, tmp_path: Path) -> None:
+def test_checkpoints_of_another_model_are_refused(flags: str, difference: str, tmp_path: Path) -> None:
     save_run(tmp_path, parse([]))
     with pytest.raises(CheckpointLayoutError, match=difference):
         train([*flags.split(), "--resume", str(tmp_path)])
@@ -373,6 +368,12 @@ def test_a_resumed_run_remembers_its_flags(tmp_path: Path, inside: str) -> None:
     data = (str(Path("a").absolute()), "/b")
     changes: dict[str, Any] = {"run_dir": None, "resume": str(tmp_path / inside), "train_steps": 17, "data": data}
     assert resumed == dataclasses.replace(started, **changes)
+
+
+def test_a_schedule_that_is_given_anew_brings_its_own_chunks(tmp_path: Path) -> None:
+    save_run(tmp_path, parse(["--virtual-pipeline-model-parallel-size", "2", "--overlap-p2p-comm"]))
+    resumed = parse(["--resume", str(tmp_path), "--pipeline-schedule", "zb_h1"])
+    assert (resumed.model.virtual_pipeline_model_parallel_size, resumed.model.overlap_p2p_comm) == (None, True)
 
 
 @pytest.mark.parametrize("text", ['{"seed": ', "[]", '{"seed": null}', '{"data": ["--help"]}', '{"num_layers": true}'])

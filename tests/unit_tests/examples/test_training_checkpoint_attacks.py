@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from examples.gpt.errors import CheckpointError, CheckpointWriteError
 from tests.harness.forged import sealed
 
 TENSORS = {"w": torch.arange(40.0), "h": torch.ones(3, 2, dtype=torch.bfloat16)}
-DESCRIPTION = "description.json"
+DESCRIPTION, TENSORS_FILE = "description.json", "__0_0.distcp"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,16 +99,19 @@ class _Bomb:
         return os.mkdir, (str(self.target),)
 
 
-@pytest.mark.parametrize("name", [".metadata", DESCRIPTION, "rank-00000.bin"])
+@pytest.mark.parametrize("name", [".metadata", DESCRIPTION, TENSORS_FILE, "a forged file"])
 @pytest.mark.parametrize("kind", ["runs", "sets an attribute"])
 def test_no_pickle_acts(tmp_path: Path, name: str, kind: str) -> None:
     path, proof = save(tmp_path / "checkpoints", 1), tmp_path / "was-run"
-    (path / name).write_bytes(pickle.dumps(_Bomb(proof)) if kind == "runs" else SETS_AN_ATTRIBUTE)
+    content = pickle.dumps(_Bomb(proof)) if kind == "runs" else SETS_AN_ATTRIBUTE
+    (path / (TENSORS_FILE if name == "a forged file" else name)).write_bytes(content)
+    if name == "a forged file":
+        forge(path, tensor={"offset": 0, "length": len(content)}, files={TENSORS_FILE: zlib.crc32(content)})
     try:
         if name == ".metadata":
-            assert is_whole(path)  # no file of ours: never opened
+            assert is_whole(path)  # for torch's own tools: never opened here
         else:
-            assert name in refused(path)
+            assert ("cannot be loaded" if name == "a forged file" else name) in refused(path)
         assert not proof.exists()
         assert Path("/some/file").parent == Path("/some")
     finally:
@@ -115,11 +119,14 @@ def test_no_pickle_acts(tmp_path: Path, name: str, kind: str) -> None:
             del type(path).parent
 
 
-@pytest.mark.parametrize("rank", ["../../x", "/etc/passwd", "00000", -1, True, 1.0, None, [0], 2**70])
-def test_a_description_that_names_another_place_is_refused(tmp_path: Path, rank: object) -> None:
+@pytest.mark.parametrize("file", ["../../x", "/etc/passwd", DESCRIPTION, "", 0, None, [TENSORS_FILE], {}])
+def test_a_description_that_names_another_place_is_refused(tmp_path: Path, file: object) -> None:
     path = save(tmp_path, 1)
-    forge(path, tensor={"rank": rank})
-    assert f"tensor w: rank is {rank!r}; it must be a whole number from 0" in refused(path)
+    forge(path, tensor={"relative_path": file})
+    assert f"tensor w: relative_path is {file!r}" in refused(path)
+    if isinstance(file, str):
+        forge(path, tensor={"relative_path": file}, files={file: 0})
+        assert f"{file!r} is no name of a file of tensors" in refused(path)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +138,14 @@ def test_a_description_that_names_another_place_is_refused(tmp_path: Path, rank:
         ({"step": "4"}, "step is '4'; it must be a whole number from 0"),
         ({"layout": []}, "layout is []; it must be a dict"),
         ({"more": 1}, "fields ['more'] are missing or unknown"),
-        ({"format": 1}, "format is 1; this version reads 2"),
-        ({"format": True}, "format is True; this version reads 2"),
-        ({"tensor": {"offset": 2**62}}, "rank-00000.bin is cut short"),
-        ({"tensor": {"offset": 4}}, "rank-00000.bin is damaged: tensor w"),
-        ({"tensor": {"size": 8}}, "tensor w is (dtype, shape, bytes) ('torch.float32', [40], 8) there"),
-        ({"tensor": {"dtype": "torch.int32"}}, "tensor w is (dtype, shape, bytes) ('torch.int32', [40], 160) there"),
+        ({"format": 1}, "format is 1; this version reads 3"),
+        ({"format": True}, "format is True; this version reads 3"),
+        ({"tensor": {"offset": 2**62}}, "cannot be loaded: "),
+        ({"tensor": {"offset": 4}}, "cannot be loaded: "),
+        ({"tensor": {"length": 8}}, "cannot be loaded: "),
+        ({"tensor": {"shape": [8]}}, "cannot be loaded: Size mismatch between saved torch.Size([8]) and current: "),
+        ({"files": {TENSORS_FILE: 1}}, "__0_0.distcp is damaged: it does not have the CRC-32"),
+        ({"files": {TENSORS_FILE: "1"}}, "the CRC-32 of __0_0.distcp is '1'; it must be a whole number from 0"),
         ({"tensor": {"shape": [-1]}}, "tensor w: a size in shape is -1; it must be a whole number from 0"),
         ({"tensor": {"path": "/etc/passwd"}}, "tensor w: "),
     ],
@@ -156,7 +165,7 @@ def test_a_note_of_another_kind_is_named(tmp_path: Path) -> None:
             found.note(name, kind)
 
 
-@pytest.mark.parametrize("name", [LATEST, DESCRIPTION, "rank-00000.bin"])
+@pytest.mark.parametrize("name", [LATEST, DESCRIPTION, TENSORS_FILE])
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder", "device"])
 def test_only_plain_files_are_opened(tmp_path: Path, name: str, kind: str) -> None:
     folder = tmp_path / "checkpoints"
@@ -184,7 +193,7 @@ def test_a_link_that_waits_for_a_write_is_not_followed(tmp_path: Path) -> None:
 # -- damage ---
 
 
-@pytest.mark.parametrize("name", [LATEST, DESCRIPTION, "rank-00000.bin"])
+@pytest.mark.parametrize("name", [LATEST, DESCRIPTION, TENSORS_FILE])
 def test_a_flipped_bit_is_found_and_another_checkpoint_named(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "checkpoints"
     older = save(folder, 1, keep=2)
@@ -198,14 +207,14 @@ def test_a_flipped_bit_is_found_and_another_checkpoint_named(tmp_path: Path, nam
             file.write_bytes(flipped)
             told = refusal(folder)
             if told is None:
-                assert name != "rank-00000.bin"
+                assert name != TENSORS_FILE
                 assert is_whole(folder), (position, bit)
             else:
                 assert name in told or name == LATEST
                 assert str(older if name != LATEST else path) in told
                 assert "weights_only" not in told
     # The older one is damaged too.
-    (older / "rank-00000.bin").write_bytes(b"")
+    (older / TENSORS_FILE).write_bytes(b"")
     if name != LATEST:
         assert "there is no whole checkpoint in" in refused(folder)
 

@@ -81,11 +81,11 @@ def test_an_epoch_holds_every_sample_once(replicas: int) -> None:
     assert order.num_samples == 24
     steps = []
     for step in range(4):
-        drawn = [
-            tokens[:, 0] // 4
-            for rank in range(replicas)
-            for tokens, _ in order.step_iterator(step, rank, torch.device("cpu"))
-        ]
+        all_ranks = [order.step_iterator(step, rank, torch.device("cpu")) for rank in range(replicas)]
+        found = [microbatch for rank in all_ranks for microbatch in rank]
+        count = shape.microbatches
+        assert sorted(at.number for at in found) == list(range(step * count, (step + 1) * count))
+        drawn = [at.tokens[:, 0] // 4 for at in found if at.tokens is not None]
         steps.append(sorted(torch.cat(drawn).tolist()))
     assert sorted(steps[0] + steps[1]) == list(range(24))
     assert sorted(steps[2] + steps[3]) == list(range(24))

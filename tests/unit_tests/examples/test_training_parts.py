@@ -11,15 +11,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from examples.gpt import interrupt
+from examples.gpt.data import Microbatch
 from examples.gpt.gpt import OUTPUT, GPTStage
 from examples.gpt.interrupt import StopRequest
-from examples.gpt.metrics import METRICS, TENSORBOARD, Recorder, read_metrics
+from examples.gpt.metrics import METRICS, TENSORBOARD, Recorder, plot_metrics, read_metrics
 from examples.gpt.optimizer import (
     GradientClipper,
     NamedAdamW,
@@ -27,6 +29,7 @@ from examples.gpt.optimizer import (
     learning_rate,
     sum_tied_gradients,
 )
+from examples.gpt.settings import Settings
 from examples.gpt.trainer import ComputeTimers, forward_step, mean_loss, summed_loss
 from megatron_pp import parallel_state
 from tests.harness.processes import run_processes
@@ -233,7 +236,7 @@ def test_timers_add_up_compute_and_nothing_else() -> None:
 @pytest.mark.parametrize(("per_token", "expected"), [(False, mean_loss), (True, summed_loss)])
 def test_a_stage_names_the_loss_function_that_the_config_asks_for(per_token: bool, expected: object) -> None:
     (stage,) = make_stages(WHOLE, make_config(calculate_per_token_loss=per_token))
-    output, loss_function = forward_step(iter([make_batch()]), stage)
+    output, loss_function = forward_step(iter([Microbatch(0, *make_batch())]), stage)
     assert loss_function is expected
     assert torch.equal(output, stage(*make_batch()))
 
@@ -250,7 +253,7 @@ def test_metrics_are_lines_of_json_and_later_ones_are_dropped_when_continued(tmp
     with path.open("w") as file:
         file.writelines(json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in (1, 2, 3))
         file.write('{"step": 4, "lo')  # killed while writing
-    recorder = Recorder(tmp_path, done=2, total=9, interval=9)
+    recorder = Recorder(tmp_path, 2, Settings(tensorboard=False))
     recorder.record(3, loss=0.5)
     recorder.close()
     assert read_metrics(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.5}]
@@ -261,7 +264,7 @@ VALUES = {"loss": 2.0, "tokens_per_second": 1234.6, "bubble": 0.25, "peak_memory
 
 def test_the_recorder_writes_on_the_first_rank_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (None, tmp_path):
-        recorder = Recorder(folder, done=0, total=4, interval=2)
+        recorder = Recorder(folder, 0, Settings(train_steps=4, log_interval=2, tensorboard=False))
         for step in (1, 2, 3, 4):
             recorder.record(step, **VALUES)
         recorder.record(4, validation_loss=1.5)
@@ -278,10 +281,51 @@ def test_the_recorder_writes_on_the_first_rank_only(tmp_path: Path, capsys: pyte
 def test_tensorboard_gets_every_value(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for done in (0, 2):  # the second run continues after step 2
-        recorder = Recorder(tmp_path, done=done, total=4, interval=9, tensorboard=True)
+        recorder = Recorder(tmp_path, done, Settings())
         for step in range(done + 1, 4):
             recorder.record(step, **VALUES)
         recorder.close()
     events = accumulator.EventAccumulator(str(tmp_path / TENSORBOARD)).Reload()
     assert set(events.Tags()["scalars"]) == set(VALUES)
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]
+
+
+WANDB = """
+import json, os
+CALLS = []
+class _Run:
+    def __init__(self, **given): CALLS.append(given)
+    def log(self, values, step): CALLS.append((step, values))
+    def finish(self): CALLS.append("finished")
+init = _Run
+"""
+
+
+def test_wandb_gets_every_value_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    settings = Settings(wandb="my-project", tensorboard=False)
+    settings.check()
+    (tmp_path / "a run").mkdir()
+    recorder = Recorder(tmp_path / "a run", 0, settings)
+    recorder.record(1, **VALUES)
+    recorder.close()
+    begun, *logged = sys.modules.pop("wandb").CALLS
+    assert (begun["project"], begun["id"], begun["dir"]) == ("my-project", "a-run", str(tmp_path / "a run"))
+    assert begun["config"]["wandb"] == "my-project"
+    assert logged == [(1, VALUES), "finished"]
+
+
+def test_the_plots_have_a_title_and_every_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, path, **_: drawn.update({path.name: figure}))
+    records = [{"step": step, **VALUES, "gradient_norm": 1.0} for step in (1, 2, 3)]
+    records += [{"step": 3, "validation_loss": 1.5}]
+    (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert plot_metrics(tmp_path, "1f1b on cpu") is None
+    assert {figure.get_suptitle() for figure in drawn.values()} == {"1f1b on cpu"}
+    curves = {name: {a.get_ylabel(): len(a.lines) for a in figure.axes} for name, figure in drawn.items()}
+    measures = ("tokens/s", "bubble (share of a step)", "peak memory (GiB)", "gradient norm")
+    assert curves == {"loss.png": {"loss (nats per byte)": 2}, "metrics.png": dict.fromkeys(measures, 1)}

@@ -90,7 +90,7 @@ def test_each_kind_of_failure_has_its_exit_code(tmp_path: Path, capsys: pytest.C
     codes += [code_of(flags(tmp_path / "full", new)), code_of(flags(folder, new))]
     with lock_folder(folder, first=True):
         codes += [code_of(resume), code_of([*resume, "--hidden-size", "16"])]
-    (tensors,) = folder.rglob("rank-*.bin")
+    (tensors,) = folder.rglob("*.distcp")
     tensors.write_bytes(b"")
     codes += [code_of(resume)]
     assert codes == [2, 2, 4, 0, 5, 2, 3]

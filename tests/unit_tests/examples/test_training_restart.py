@@ -31,7 +31,7 @@ def make_run(folder: Path, launcher: str = OURS) -> Settings:
 def make_checkpoint(folder: Path, name: str, step: int, launcher: str = OURS) -> Path:
     path = folder / "checkpoints" / name
     path.mkdir(parents=True)
-    write_description(Checkpoint(path, name, step, LAYOUT, {"launcher": launcher}, {}))
+    write_description(Checkpoint(path, name, step, LAYOUT, {"launcher": launcher}, {}, {}))
     (folder / "checkpoints" / LATEST).write_text(name + "\n")
     return path
 

@@ -260,7 +260,7 @@ def test_the_checkpoint_that_is_mutated_is_loaded(checkpoint: Path) -> None:
     _load(checkpoint)
 
 
-@pytest.mark.parametrize("name", ["latest", "description.json", "rank-00000.bin"])
+@pytest.mark.parametrize("name", ["latest", "description.json", "__0_0.distcp"])
 @examples(60)
 @given(data=st.data())
 def test_a_damaged_checkpoint(name: str, data: st.DataObject, checkpoint: Path, tmp_path: Path) -> None:
