@@ -27,6 +27,7 @@ from benchmarks.report import BenchmarkError
 
 SOURCE_VARIABLE = "MEGATRON_PP_BENCHMARK_MEGATRON_SOURCE"
 MAIN = "megatron-main"
+_CORE = "megatron.core"
 _VERSION_FILE = Path("megatron", "core", "package_info.py")
 
 
@@ -38,7 +39,13 @@ class Library:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Within, ``import megatron...`` gives this library. Megatron's functions import modules late, too."""
+        """Within, ``import megatron...`` gives this library. Megatron's functions import modules late, too.
+
+        Nothing changes for the installed library, so that ranks that are threads can use it.
+        """
+        if sys.modules.get(_CORE) is self.modules[_CORE]:
+            yield
+            return
         before = _take_modules()
         sys.modules.update(self.modules)
         try:
@@ -48,7 +55,7 @@ class Library:
             sys.modules.update(before)
 
     def module(self, name: str) -> Any:
-        return self.modules[f"megatron.core.{name}"]
+        return self.modules[f"{_CORE}.{name}"]
 
 
 def source() -> Path | None:
@@ -68,38 +75,43 @@ def load(engine: str) -> Library:
     Raises Unavailable.
     """
     if engine != MAIN:
-        return _load([])
+        return _imported()
     folder = source()
     if folder is None:
         raise Unavailable("no checkout of Megatron-LM was given (--megatron-source)")
-    return _load([str(folder)])
-
-
-def _load(first: list[str]) -> Library:
-    """Import Megatron-core with the folders ``first`` at the front of the module path."""
     from tests.megatron.cpu_shim import triton_stand_in
 
     before, path = _take_modules(), list(sys.path)
-    sys.path[:0] = first
+    sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
-        with warnings.catch_warnings(), triton_stand_in():
-            warnings.simplefilter("ignore")
-            for name in ("pipeline_parallel.schedules", "pipeline_parallel.p2p_communication", "transformer", "enums"):
-                importlib.import_module(f"megatron.core.{name}")
-        return Library(_take_modules())
-    except ImportError as error:
-        raise Unavailable(f"Megatron-core is not importable: {error} (pip install megatron-core)") from error
+        with triton_stand_in():
+            return _imported()
     finally:
         _take_modules()
         sys.modules.update(before)
         sys.path[:] = path
 
 
+def _imported() -> Library:
+    """The library that ``import megatron`` gives here, imported as far as the benchmarks need it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in ("pipeline_parallel.schedules", "pipeline_parallel.p2p_communication", "transformer", "enums"):
+                importlib.import_module(f"{_CORE}.{name}")
+    except ImportError as error:
+        raise Unavailable(f"Megatron-core is not importable: {error} (pip install megatron-core)") from error
+    return Library({name: sys.modules[name] for name in _module_names()})
+
+
 def _take_modules() -> dict[str, ModuleType]:
     """Remove Megatron's modules from ``sys.modules`` and return them."""
-    names = [name for name in sys.modules if name == "megatron" or name.startswith("megatron.")]
-    return {name: sys.modules.pop(name) for name in names}
+    return {name: sys.modules.pop(name) for name in _module_names()}
+
+
+def _module_names() -> list[str]:
+    return [name for name in list(sys.modules) if name == "megatron" or name.startswith("megatron.")]
 
 
 def versions() -> dict[str, str]:
