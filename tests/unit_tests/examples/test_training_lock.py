@@ -41,14 +41,17 @@ def test_a_process_does_not_follow_into_a_folder_that_another_run_takes(tmp_path
 def test_the_lock_goes_with_its_process_however_it_ends(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        lock_folder(tmp_path, first=True)
+        held = lock_folder(tmp_path, first=True)
         signal.pause()
-    while not (tmp_path / LOCK).exists() or not (tmp_path / LOCK).stat().st_size:
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
-    with pytest.raises(RunInUseError, match=f"process {pid} on "):
-        lock_folder(tmp_path, first=True)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+        os._exit(held.closed)
+    try:
+        while not (tmp_path / LOCK).exists() or not (tmp_path / LOCK).stat().st_size:
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+        with pytest.raises(RunInUseError, match=f"process {pid} on "):
+            lock_folder(tmp_path, first=True)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     lock_folder(tmp_path, first=True).close()
 
 

@@ -303,7 +303,8 @@ def test_rules_of_a_spec_have_one_form() -> None:
     assert spec == PlanSpec("1f1b", 2, 1, 4, device=(ONE_QUEUE, STATIC_BUFFERS))
     with pytest.raises(PlanError) as caught:
         PlanSpec("1f1b", 2, 1, 4, device=("two_queues",))
-    assert str(caught.value) == f"device rule 'two_queues' is not known; it is one of {', '.join(DEVICE_RULES)}"
+    known = f"(did you mean one_queue?); it is one of {', '.join(DEVICE_RULES)}"
+    assert str(caught.value) == f"device rule 'two_queues' is not known {known}"
 
 
 def test_a_plan_in_a_file_keeps_its_rules() -> None:

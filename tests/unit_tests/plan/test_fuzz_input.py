@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from examples.gpt.checkpoint import DESCRIPTION, CheckpointWriter, check_layout, find_checkpoint, load_tensors
 from examples.gpt.errors import CheckpointError, TrainingError
 from examples.gpt.metrics import Recorder, read_metrics
-from examples.gpt.settings import parse
+from examples.gpt.settings import Settings, parse
 from megatron_pp.config.fields import read_flag
 from megatron_pp.config.layout_text import layers_per_stage
 from megatron_pp.errors import ConfigError, ExchangeError, InstructionError, LayoutError, PlanError, ScheduleInputError
@@ -303,4 +303,5 @@ def test_the_metrics_of_a_run_to_resume(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + data)
     assert read_metrics(path)[0] == {"step": 1}
-    _only(TrainingError, lambda: Recorder(tmp_path, 5, 9, 1).close())
+    settings = Settings(train_steps=9, log_interval=1, tensorboard=False)
+    _only(TrainingError, lambda: Recorder(tmp_path, 5, settings).close())
