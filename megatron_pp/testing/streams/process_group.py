@@ -190,6 +190,24 @@ class VirtualGroup(dist.ProcessGroup):
             output.copy_(tensor)
         return _Done()
 
+    def gather(  # type: ignore[override]
+        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any
+    ) -> Any:
+        if self.rank() == opts.rootRank:
+            return self.allgather(outputs, tensors)
+        self._exchange(tensors[0])
+        return _Done()
+
+    def scatter(  # type: ignore[override]
+        self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any
+    ) -> Any:
+        root = self.rank() == opts.rootRank
+        mine = torch.cat(tensors[0]) if root else torch.cat([torch.zeros_like(outputs[0])] * self.size())
+        everyone = self._exchange(mine)
+        everyone.insert(self.rank(), mine)
+        outputs[0].copy_(everyone[opts.rootRank].chunk(self.size())[self.rank()])
+        return _Done()
+
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:  # type: ignore[override]
         peers = [rank for rank in range(self.size()) if rank != self.rank()]
         if not peers:
