@@ -6,7 +6,7 @@
 #   scripts/test.sh tests/unit_tests/test_x.py   paths (as seen from here): these only
 #   scripts/test.sh tests/unit_tests -m "not slow"   unit tests without the long sweeps, mutants and searches
 #
-#   MEGATRON_PP_TEST_JOBS=N   tests at a time (default: the number of cores, at most 8; half for functional tests,
+#   MEGATRON_PP_TEST_JOBS=N   tests at a time (default: the number of cores, at most 8; half for functional tests, from 4 on,
 #                             each of which starts several processes)
 # See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON.
 set -euo pipefail
@@ -22,7 +22,7 @@ fi
 
 cores="$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
 jobs="${MEGATRON_PP_TEST_JOBS:-$((cores < 8 ? cores : 8))}"
-functional_jobs="${MEGATRON_PP_TEST_JOBS:-$((jobs > 3 ? jobs / 2 : jobs))}"
+functional_jobs="${MEGATRON_PP_TEST_JOBS:-$((jobs > 3 ? jobs / 2 : jobs + 1))}" # they wait more than they compute
 
 names_a_path=false
 for argument in "$@"; do

@@ -104,6 +104,7 @@ def test_the_names_at_the_top_are_there():
         megatron_pp.no_such_name  # noqa: B018
 
 
+@pytest.mark.slow
 def test_every_module_at_the_top_is_an_attribute():
     """Also in a program that has imported nothing but the package."""
     names = [module.name for module in pkgutil.iter_modules(megatron_pp.__path__) if module.name != "__main__"]
@@ -141,6 +142,7 @@ def test_the_paths_of_the_docs_of_release_0_1_work(module: str, name: str):
     assert hasattr(importlib.import_module(module), name)
 
 
+@pytest.mark.slow
 def test_plans_drawings_and_the_command_line_do_not_load_torch():
     modules = ", ".join(name for package in WITHOUT_TORCH for name in modules_of(package))
     program = f"import sys, megatron_pp, {modules}; sys.exit('torch' in sys.modules)"

@@ -206,6 +206,7 @@ def test_compare_ranks_under_a_memory_limit(command):
     assert command(*arguments, "--memory-limit", 0.001)[0] == 1
 
 
+@pytest.mark.slow
 def test_compare_all_names_what_cannot_be_had(command):
     code, out, _ = command("simulate", "--compare", "all", "-P", 4, "-V", "2,3", "-M", 5, *MODEL)
     assert code == 0
@@ -241,6 +242,7 @@ def test_the_grids_table_counts_slots_by_what_operations_cost(command):
     assert rows["zb_h1"][7:11] == ["4"] * 4  # a waiting weight gradient is in flight too, as for simulate
 
 
+@pytest.mark.slow
 def test_several_schedules_are_one_drawing(command, tmp_path):
     _, out, _ = command("draw", "-s", "1f1b,zb_h1", "-P", 2, "-M", 4)
     assert "1f1b P=2 V=1 M=4\nstep 15 slots" in out
@@ -402,6 +404,7 @@ def test_as_a_module_it_needs_no_torch():
     assert "rank 1" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["plan -P 8 -M 512", "draw -P 8 -M 512", "draw --style grid -P 8 -M 64"])
 def test_a_reader_that_has_seen_enough_is_no_error(what):
     pipe = f"{sys.executable} -m megatron_pp {what} | head -1"

@@ -85,6 +85,7 @@ def test_options_of_a_plan(command, line):
             assert_not_ignored(command, line, option)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", SIMULATIONS)
 def test_options_of_a_simulation(command, line):
     """Those that ``plan`` has are tested there: not each of them shows in a simulation's numbers."""

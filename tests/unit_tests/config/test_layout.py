@@ -65,6 +65,7 @@ def test_chunks_of_a_rank_share_its_layers():
     assert sizes(first_on_a_v) == [1, 3, 3, 1]
 
 
+@pytest.mark.slow
 @given(
     num_layers=st.integers(1, 40),
     size=st.integers(1, 5),

@@ -117,6 +117,7 @@ def label_boxes(labels):
     return [(at["name"], at["left"], at["y"], at["right"], at["y"] + 22) for at in labels]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1400, 500])
 def test_a_page_of_three_schedules_can_be_read(browser, screenshots, tmp_path, width):
     """At P=8, M=16: every block has a label in a wide window; nothing covers anything else, in a narrow one too."""
@@ -193,6 +194,7 @@ def test_zooming_shows_a_part_of_all_charts_and_fit_the_whole(browser, screensho
     assert not browser.get_log("browser")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_colours_are_on_the_canvas(browser, screenshots, tmp_path, scheme):
     picture = screenshots / f"dualpipe_v_{scheme}.png"
@@ -208,6 +210,7 @@ def test_a_stand_in_order_says_so(browser, tmp_path):
     assert "ZB-V's order" in browser.find_element("class name", "note").text
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_opens_with_its_steps_and_tables(browser, screenshots, tmp_path):
     """``timeline.html``, of traces that were written from simulated steps."""
     step = simulated("zb_v", 4, 2, 8)

@@ -69,6 +69,7 @@ def test_every_schedule_has_all_its_blocks_and_labels(schedule):
     assert sorted(labels) in [sorted(block_name(at, chunks) for at in events) for chunks in (1, timeline.num_chunks)]
 
 
+@pytest.mark.slow
 def test_three_schedules_at_8_ranks_and_16_microbatches_are_labelled_inside_their_blocks():
     timelines = compared("1f1b", "zb_h1", "zb_v")
     svg = draw.svg(timelines)
@@ -84,6 +85,7 @@ def test_three_schedules_at_8_ranks_and_16_microbatches_are_labelled_inside_thei
         assert any(a <= left and right <= c and b <= top and bottom <= d for a, b, c, d in blocks), lines
 
 
+@pytest.mark.slow
 def test_schedules_share_one_time_axis():
     """The last block of each ends where its step does, to one scale."""
     timelines = compared("1f1b", "zb_h1", p=4, m=4)
@@ -122,6 +124,7 @@ def test_summary_has_step_bubble_peak_and_transfers():
     ]
 
 
+@pytest.mark.slow
 def test_a_stand_in_order_says_so():
     notes = [
         any("ZB-V's order" in text for text, *_ in texts(draw.svg(compared("dualpipe_v", p=4, m=m)))) for m in (7, 8)
@@ -136,6 +139,7 @@ def test_labels_of_a_picture_name_the_chunk_all_or_none(width, named):
     assert {"." in label for label in labels} == {named}
 
 
+@pytest.mark.slow
 def test_svg_is_the_same_bytes_in_another_process():
     code = (
         "from tests.unit_tests.draw.timelines import compared; from megatron_pp import draw;"
@@ -146,6 +150,7 @@ def test_svg_is_the_same_bytes_in_another_process():
     assert not re.search(r"\d{4}-\d\d-\d\d|matplotlib", other)
 
 
+@pytest.mark.slow
 def test_svg_of_many_blocks_stays_small():
     assert len(draw.svg([timeline_of("1f1b", 4, 2000)])) < 1_500_000
 
@@ -156,6 +161,7 @@ def test_svg_escapes_titles():
     assert 'a < b & "c" $x$' in [text for text, *_ in texts(draw.svg([timeline]))]
 
 
+@pytest.mark.slow
 def test_png_has_two_dots_a_pixel_and_the_colours_on_light_and_dark_paper():
     timelines = [timeline_of("dualpipe_v")]
     for dark in (False, True):

@@ -18,6 +18,7 @@ from megatron_pp.plan.sim.simulate import simulate
 from tests.unit_tests.draw.timelines import compared, plan_of, timeline_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("m", [1, 8, 64, 700])
 def test_text_keeps_to_the_width(width, m):

@@ -38,6 +38,7 @@ def test_there_is_one() -> None:
     assert [path.name for path in NOTEBOOKS] == ["schedules.ipynb"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path) -> None:
     code = "\n".join("".join(cell["source"]) for cell in _cells(path))

@@ -301,6 +301,7 @@ def test_a_toml_file_is_read_without_tomllib(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "words"),
     [

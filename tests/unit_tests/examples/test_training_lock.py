@@ -80,6 +80,7 @@ def test_what_is_no_lock_file_is_refused(tmp_path: Path, kind: str) -> None:
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's own means")
 def test_a_process_whose_launcher_has_ended_before_it_could_ask_ends_too() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])

@@ -93,6 +93,7 @@ def clip_what_two_ranks_hold(rank: int, size: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_parameter_on_two_ranks_is_refused() -> None:
     said = run_processes(clip_what_two_ranks_hold, 2, timeout=60, start_method="forkserver")
     assert said == ["two ranks of the pipeline hold the same parameter"] * 2

@@ -56,6 +56,7 @@ def test_every_kind_of_run_learns(tmp_path: Path, more: str) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_per_token_loss_takes_the_same_steps(tmp_path: Path) -> None:
     """All microbatches have as many tokens, so the mean over tokens is the mean over microbatches."""
     runs = {}
@@ -113,12 +114,14 @@ def code_of(command: list[str]) -> int:
     return code
 
 
+@pytest.mark.slow
 def test_no_steps_leave_the_untrained_model(tmp_path: Path) -> None:
     outcome = train(flags(tmp_path / "run", "--train-steps 0"))
     assert outcome.validation_before == outcome.validation_after
     assert find_checkpoint(tmp_path / "run").step == 0
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(flags(tmp_path / "run", "--train-steps 2"))
     before = (tmp_path / "run" / METRICS).read_text()
@@ -128,6 +131,7 @@ def test_a_finished_run_has_nothing_to_resume(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.splitlines()[-1] == last_words
 
 
+@pytest.mark.slow
 def test_a_text_that_has_changed_is_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 400)
@@ -137,6 +141,7 @@ def test_a_text_that_has_changed_is_mentioned(tmp_path: Path, capsys: pytest.Cap
     assert "the text is not the one that this run began with" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_training_leaves_the_callers_random_numbers_to_the_seed(tmp_path: Path) -> None:
     """Two runs with dropout in one process are the same: what a run draws follows from its seed alone."""
     for name in ("one", "two"):

@@ -58,6 +58,7 @@ class Rank:
         return self.other.read_all(Progress).get(0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_after_its_step_is_found_in_seconds(gone: Process, caplog: pytest.LogCaptureFixture) -> None:
     """The groups that the program may be blocked in are aborted, the log says who it was, and the next step raises."""
     rank = Rank()
@@ -75,6 +76,7 @@ def test_a_rank_that_dies_after_its_step_is_found_in_seconds(gone: Process, capl
     rank.guard.close()
 
 
+@pytest.mark.slow
 def test_a_failure_elsewhere_is_found_after_the_step() -> None:
     rank = Rank()
     rank.other.publish_failure(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad"))
@@ -84,6 +86,7 @@ def test_a_failure_elsewhere_is_found_after_the_step() -> None:
     rank.guard.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
     """Its process is gone before the next read shows that it was done."""
     rank = Rank()
@@ -100,6 +103,7 @@ def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
     rank.guard.close()
 
 
+@pytest.mark.slow
 def test_what_follows_a_step_may_take_any_time() -> None:
     rank = Rank(timeout=0.5)
     rank.other_is(AFTER, this_process())
@@ -111,6 +115,7 @@ def test_what_follows_a_step_may_take_any_time() -> None:
     rank.guard.close()
 
 
+@pytest.mark.slow
 def test_the_watch_ends_with_the_guard_and_with_its_group(gone: Process) -> None:
     closed, exiting, destroyed = Rank(), Rank(), Rank()
     time.sleep(1.0)
@@ -144,6 +149,7 @@ def test_the_watch_ends_with_the_store() -> None:
     rank.guard.close()
 
 
+@pytest.mark.slow
 def test_what_was_found_between_steps_is_raised_where_the_communicator_is_asked_for(gone: Process) -> None:
     """Its group is aborted by then."""
     rank, group, config = Rank(), ThreadGroup(0, 2), toy_config()

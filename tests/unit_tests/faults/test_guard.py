@@ -174,6 +174,7 @@ def test_ranks_that_agree_on_a_new_plan_go_on() -> None:
     assert set(_train(None, steps=6, microbatches=lambda rank, step: 4 + 2 * (step % 2)).values()) == {None}
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_enters_is_named() -> None:
     raised = _train(None, absent=(1,), p2p_timeout=1.5)
     for rank in (0, 2):
@@ -186,6 +187,7 @@ def test_a_rank_that_never_enters_is_named() -> None:
 # -- stalls ---
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_its_own_code_is_named() -> None:
     fault = Fault(DELAY, rank=1, step=2, chunk=0, mb=3, seconds=4.0)
     raised = _train(fault, p2p_timeout=0.5, compute_timeout=1.5)
@@ -198,6 +200,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named() -> None:
     assert ">F0.3<" in str(raised[0])
 
 
+@pytest.mark.slow
 def test_an_operation_that_takes_several_times_p2p_timeout_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     """The rank that is in it gives signs of life; it says once where it is."""
     raised = _train(Fault(DELAY, 1, 2, 0, 3, seconds=2.0), p2p_timeout=0.5)
@@ -228,6 +231,7 @@ def test_ranks_that_wait_for_each_other_are_given_up_after_p2p_timeout() -> None
         guard.close()
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_no_error() -> None:
     assert set(_train(Fault(DELAY, 1, 2, 0, 3, seconds=1.5), p2p_timeout=4.0).values()) == {None}
 
@@ -404,6 +408,7 @@ class _Unreachable:
         return call
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_is_an_error_for_who_waits() -> None:
     store = _Unreachable()
     guard, source = _guard(0, store)
@@ -416,6 +421,7 @@ def test_a_store_that_is_gone_is_an_error_for_who_waits() -> None:
     guard.close()
 
 
+@pytest.mark.slow
 def test_an_exception_is_raised_although_the_store_is_gone() -> None:
     """And at once, not after the timeout."""
     store = _Unreachable()
@@ -432,6 +438,7 @@ def test_an_exception_is_raised_although_the_store_is_gone() -> None:
     guard.close()
 
 
+@pytest.mark.slow
 def test_a_store_that_blocks_does_not_block_the_verdict() -> None:
     """The network to the store is cut: calls neither return nor fail."""
     cut = threading.Event()
@@ -455,6 +462,7 @@ def test_a_store_that_blocks_does_not_block_the_verdict() -> None:
     guard.close()
 
 
+@pytest.mark.slow
 def test_what_does_not_leave_its_step_meets_stronger_means() -> None:
     """Blocked in a collective of another group, where aborting the communicator does not help."""
     stronger = threading.Event()

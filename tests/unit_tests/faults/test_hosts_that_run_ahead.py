@@ -135,6 +135,7 @@ def _eventually(is_so: Callable[[], bool]) -> bool:
 # -- who is named ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_watched", [True, False], ids=["host waits under the guard", "host waits outside"])
 def test_a_rank_that_dies_behind_its_host_is_named_in_seconds(
     is_watched: bool, gone: Process, caplog: pytest.LogCaptureFixture
@@ -168,6 +169,7 @@ def test_a_rank_that_dies_behind_its_host_is_named_in_seconds(
     assert is_watched or any("the process of rank 1" in text for text in said)
 
 
+@pytest.mark.slow
 def test_a_device_that_hangs_is_named_and_where(caplog: pytest.LogCaptureFixture) -> None:
     """Its process and its host are alive."""
     job = Job(stops=(1, 1, 2), p2p_timeout=0.8, compute_timeout=2.0)
@@ -187,6 +189,7 @@ def test_a_device_that_hangs_is_named_and_where(caplog: pytest.LogCaptureFixture
         assert "is in forward of chunk 0, microbatch 2 (F0.2, " in error.progress[1]
 
 
+@pytest.mark.slow
 def test_a_slow_device_is_not_accused_and_the_position_is_that_of_the_device() -> None:
     job = Job(stops=(1, 2, 2), p2p_timeout=0.5, compute_timeout=60.0)
     seen: dict[int, str] = {}
@@ -207,6 +210,7 @@ def test_a_slow_device_is_not_accused_and_the_position_is_that_of_the_device() -
     assert seen == {0: "2 in_step WAIT_B0.1", 1: "2 in_step F0.2", 2: "2 in_step WAIT_F0.2"}
 
 
+@pytest.mark.slow
 def test_a_step_is_over_when_the_device_is_done() -> None:
     job = Job(stops=(1, 1, 2))
     states: dict[int, list[str]] = {rank: [] for rank in range(SIZE)}
@@ -231,6 +235,7 @@ def test_a_step_is_over_when_the_device_is_done() -> None:
     assert set(map(tuple, states.values())) == {(IN_STEP, DONE)}
 
 
+@pytest.mark.slow
 def test_what_is_watched_outside_steps_is_over_when_the_device_is_done() -> None:
     job = Job(stops=(-1, -1, -1))
 
@@ -250,6 +255,7 @@ def test_what_is_watched_outside_steps_is_over_when_the_device_is_done() -> None
     assert set(job.run(main).values()) == {None}
 
 
+@pytest.mark.slow
 def test_a_device_may_be_at_a_send_that_is_not_received() -> None:
     """As many sends are pending as may be; the host has freed them all."""
     job = Job(stops=(-1, -1, -1), pipeline_schedule="gpipe")

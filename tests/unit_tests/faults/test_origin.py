@@ -187,6 +187,7 @@ def outcome(place: str, error: BaseException) -> dict[int, BaseException | None]
     return Ranks(SIZE, rank_main).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(kind=st.sampled_from(sorted(EXCEPTIONS)))

@@ -68,6 +68,7 @@ def test_moves_that_were_both_agreed_on_before_are_compared_in_the_background() 
         assert error_of(outcome).field == "step_number"
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, SIZE - 1), st.integers(2, 6), st.integers(0, 4), st.booleans(), st.data())
 def test_no_step_is_run_in_which_numbers_differ(
@@ -86,6 +87,7 @@ def test_no_step_is_run_in_which_numbers_differ(
         assert outcome.finished == place + too_often
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=8))
 def test_ranks_that_count_alike_never_differ(calls: list[tuple[int, bool]]) -> None:

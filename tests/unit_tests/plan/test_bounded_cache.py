@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +50,7 @@ def test_templates_of_many_shapes_do_not_pile_up() -> None:
     assert len(communicator._templates.entries) == 1024
 
 
+@pytest.mark.slow
 def test_plans_are_kept_by_their_size() -> None:
     builder.forget_plans()
     plans = [build_plan(PlanSpec("1f1b", 2, 1, m)) for m in range(1, 101)]

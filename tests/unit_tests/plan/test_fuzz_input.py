@@ -160,6 +160,7 @@ def test_the_trace_that_is_mutated_is_read(tmp_path: Path) -> None:
     _read_run(tmp_path)
 
 
+@pytest.mark.slow
 @examples(100)
 @given(data=st.data())
 def test_a_damaged_trace(data: st.DataObject, tmp_path: Path) -> None:

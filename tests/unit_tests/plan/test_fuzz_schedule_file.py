@@ -73,6 +73,7 @@ def exit_code(command: tuple[str, ...], path: Path, plan: Plan) -> int:
     return main([*command, str(path), *map(str, size if command[-1] == "-s" else [])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @settings(
     max_examples=100,

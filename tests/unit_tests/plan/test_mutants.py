@@ -108,6 +108,7 @@ def test_every_harmful_plan_mutant_is_refused(schedule: str, capsys: pytest.Capt
         print(f"\nplan mutants of {schedule}, refused by verify + harmless when run: {summary}; escaped 0")
 
 
+@pytest.mark.slow
 def test_the_judge_sees_harm_that_verify_would_miss() -> None:
     """A run over a hostile network separates harmful mutants from harmless ones: here with verify out of the way."""
     plan = build_plan(PlanSpec("1f1b", 2, 1, MICROBATCHES))

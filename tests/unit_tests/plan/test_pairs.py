@@ -30,6 +30,7 @@ def test_what_pairs() -> None:
     assert format_program(pair_up(order)) == "F0.0 B0.0 F0.1 I1.0 W1.0 (F1.2 B0.1) F0.3 F0.4"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("more", [0, 1, 5])
 def test_dualpipe_v_runs_its_overlapped_phases_as_pairs(size: int, more: int) -> None:
@@ -46,6 +47,7 @@ def test_the_bubble_of_paired_dualpipe_v_is_the_published_one(size: int) -> None
     assert simulate(plan, StageCosts.uniform(2 * size)).idle == (2.0 * (size - 1),) * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, family in SCHEDULES.items() if family.search is None])
 def test_paired_plans_of_every_family_are_accepted(name: str) -> None:
     """Under every policy, with the four choices of channels and shapes in turn."""

@@ -73,12 +73,14 @@ def test_finds_better_than_v_min_in_v_mins_memory() -> None:
     assert max(result.best.peaks) <= 8
 
 
+@pytest.mark.slow
 def test_finds_interleaving_without_its_extra_memory() -> None:
     result = search("auto", 4, 2, 8)
     assert result.best.makespan == 6 * 8 + 3
     assert max(result.best.peaks) <= 8 < max(next(c for c, _ in result.named if c.name == "interleaved_zb").peaks)
 
 
+@pytest.mark.slow
 def test_measured_times_and_transfers_gain_from_the_search() -> None:
     """Between the memory of ZB-H1 (4) and ZB-H2 (7) there is something for 6: named orders leave it unused.
 
@@ -90,6 +92,7 @@ def test_measured_times_and_transfers_gain_from_the_search() -> None:
     assert result.best.makespan <= 29.1 + 1e-6
 
 
+@pytest.mark.slow
 def test_a_limit_per_rank_is_kept_on_each() -> None:
     result = search("auto", 4, 1, 12, Measured(memory_limit=(3.0, 4.0, 5.0, 6.0)))
     assert all(peak <= limit for peak, limit in zip(result.best.peaks, (3, 4, 5, 6), strict=True))

@@ -87,6 +87,7 @@ def test_files_round_trip_and_leave_nothing_beside_them(tmp_path):
     assert os.listdir(tmp_path) == [path.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_compute_order_survives_pytorchs_format(name):
     plan = small_plan(name, 4, SCHEDULES[name].chunks or 2, 8)
@@ -111,6 +112,7 @@ def torch_files(tmp_path_factory):
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 4), (4, 8)])
 @pytest.mark.parametrize("name", sorted(TORCH_SCHEDULES))
 def test_pytorchs_schedules_import_and_verify(torch_files, name, shape):
@@ -225,6 +227,7 @@ def test_what_pytorchs_rows_leave_out_is_added():
     verify(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comms", [False, True])
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in sorted(SCHEDULES)), *PAIRED])
 def test_pytorch_reads_what_is_written(name, options, comms):
@@ -549,6 +552,7 @@ def test_the_csv_of_the_first_release_is_refused_in_one_line():
         parse_plan("megatron_pp plan,1\nschedule,1f1b\n")
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(form=st.sampled_from(FORMATS), data=st.data())
 def test_no_damage_brings_anything_but_a_plan_error(form, data):

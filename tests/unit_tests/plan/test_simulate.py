@@ -56,6 +56,7 @@ def test_forward_only_is_a_plain_pipeline(m):
     assert simulated("1f1b", 4, 1, m, forward_only=True).makespan == m + 3
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     schedule=st.sampled_from(sorted(UNIT_COSTS)),

@@ -15,6 +15,7 @@ from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.parametrize("chunks", [None, 2, 3])
 def test_the_order_is_megatrons_own(size: int, chunks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

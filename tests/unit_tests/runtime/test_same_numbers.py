@@ -95,6 +95,7 @@ def test_named_schedules_equal_one_process(schedule: str, num_chunks: int, pipel
     assert over_all_counts(pipeline_size, num_chunks, pipeline_schedule=schedule) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("pipeline_size", [2, 4])
 def test_shared_channels_equal_one_process(pipeline_size: int, num_chunks: int) -> None:

@@ -152,6 +152,7 @@ def backward_first(forward_call: HalfCall, backward_call: HalfCall) -> None:
     forward_call()
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     schedule=st.sampled_from(sorted(set(SCHEDULES) - {"auto"})),

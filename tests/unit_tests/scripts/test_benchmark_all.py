@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "benchmark.py"
 
 
@@ -26,6 +28,7 @@ def outcomes(printed: str) -> list[list[str]]:
     return [[name, *rest] for name, _, _, *rest in map(str.split, lines)]
 
 
+@pytest.mark.slow
 def test_a_failure_ends_no_other(tmp_path: Path) -> None:
     (tmp_path / "tracing.json").mkdir()  # so that its report cannot be written
     process = start(tmp_path, "tracing", "gpu")
@@ -37,6 +40,7 @@ def test_a_failure_ends_no_other(tmp_path: Path) -> None:
     assert process.returncode == 1
 
 
+@pytest.mark.slow
 def test_a_missing_gpu_is_no_failure(tmp_path: Path) -> None:
     process = start(tmp_path, "gpu")
     printed, _ = process.communicate(timeout=240)
@@ -44,6 +48,7 @@ def test_a_missing_gpu_is_no_failure(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_benchmark_that_runs_and_lists_the_rest(tmp_path: Path) -> None:
     process = start(tmp_path, "tracing", "growth")
     assert process.stdout is not None

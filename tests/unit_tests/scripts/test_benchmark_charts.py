@@ -96,6 +96,7 @@ def test_chart_and_paragraph(name: str, tmp_path: Path) -> None:
     assert not set(words) - set(texts)
 
 
+@pytest.mark.slow
 def test_a_chart_is_the_same_each_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = Report("growth", "A title", [], GROWTH, machine={"cores": 2})

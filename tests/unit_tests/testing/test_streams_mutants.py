@@ -63,6 +63,7 @@ def test_an_early_free_without_ownership_is_a_race(spec: PlanSpec) -> None:
     assert race.second.timeline is not race.first.timeline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", EARLY_FREES)
 def test_early_frees_with_and_without_ownership_and_record_stream(mutant: type[PlanExecutor]) -> None:
     for name in ("1f1b", "interleaved", "zb_v"):

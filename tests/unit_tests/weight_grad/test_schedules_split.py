@@ -53,6 +53,7 @@ def test_losses_and_gradients_equal_one_process(name: str, size: int) -> None:
         assert result.difference(reference_run(size * chunks, data)) == 0.0, f"M={microbatches}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["auto", "auto_v"])
 def test_searched_schedules_equal_one_process(name: str, size: int) -> None:

@@ -150,6 +150,7 @@ def test_split_gradients_are_those_of_autograd_to_the_last_bit(delay: int) -> No
     assert_same(gradients(expected), gradients(model))
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(splits=st.lists(st.booleans(), min_size=1, max_size=6), delay=st.integers(0, 3))
 def test_any_mixture_of_whole_and_split_backwards(splits: list[bool], delay: int) -> None:
