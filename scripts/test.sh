@@ -4,7 +4,7 @@
 #   scripts/test.sh                              everything
 #   scripts/test.sh -k layout -x                 arguments for pytest, in both halves
 #   scripts/test.sh tests/unit_tests/test_x.py   paths (as seen from here): these only
-#   scripts/test.sh tests/unit_tests -m "not slow"   unit tests without the long sweeps, mutants and searches
+#   scripts/test.sh tests/unit_tests -m "not slow"   unit tests without what takes more than a second
 #
 #   MEGATRON_PP_TEST_JOBS=N   tests at a time (default: the number of cores, at most 8; half for functional tests, from 4 on,
 #                             each of which starts several processes)
