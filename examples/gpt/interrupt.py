@@ -18,7 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM is noted in ``first``; one IMPATIENT_AFTER that ends the process.
+    """After ``begin`` the first SIGINT or SIGTERM is noted in ``first``; one IMPATIENT_AFTER that ends the process.
 
     A process that left on its own would leave its peers without a partner in the middle of a step. So the ranks
     exchange their requests at a step's end, and all leave after the same one. Python runs signal handlers in the main
@@ -27,16 +27,22 @@ class StopRequest:
 
     first: signal.Signals | None = None
     granted = False  # the process is ending as requested: further signals change nothing
+    _previous: dict[signal.Signals, Any] | None = None
 
     def __enter__(self) -> StopRequest:
+        return self
+
+    def begin(self) -> None:
+        """From here on signals are noted."""
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), daemon=True, name="megatron_pp signals").start()
         self._previous = {number: signal.signal(number, self._note) for number in _SIGNALS}
-        return self
 
     def __exit__(self, *_: Any) -> None:
+        if self._previous is None:
+            return
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         signal.set_wakeup_fd(self._previous_fd)

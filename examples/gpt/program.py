@@ -41,14 +41,16 @@ VALIDATION_SEED = 0  # every run validates on the same samples, whatever its own
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; its exit code, as listed in the README beside this file."""
-    try:
-        trainer = train(argv)
-    except (TrainingError, PipelineError, ConfigError, PlanError) as error:
-        report(error, foreseen=True)
-        return exit_code_of(error)
-    except Exception as error:
-        report(error, foreseen=False)
-        return 1
+    # The launcher sends SIGTERM when another rank has failed: this one still says what it knows of that.
+    with StopRequest() as stop:
+        try:
+            trainer = train_until(stop, argv)
+        except (TrainingError, PipelineError, ConfigError, PlanError) as error:
+            report(error, foreseen=True)
+            return exit_code_of(error)
+        except Exception as error:
+            report(error, foreseen=False)
+            return 1
     return 0 if trainer.stopped_by is None else 128 + trainer.stopped_by
 
 
@@ -63,6 +65,12 @@ def end_process(code: int) -> NoReturn:
 
 def train(argv: Sequence[str]) -> Trainer:
     """Train as the command line says. Bad input is raised before any communication, where one rank can see it."""
+    with StopRequest() as stop:
+        return train_until(stop, argv)
+
+
+def train_until(stop: StopRequest, argv: Sequence[str]) -> Trainer:
+    """``train``; signals are noted in ``stop`` from when the ranks have met."""
     settings, process = parse(argv), Process.from_environment()
     config = settings.make_config(process.world_size)
     texts, layout = _read_texts(settings, config), _layout(settings, config)
@@ -75,7 +83,8 @@ def train(argv: Sequence[str]) -> Trainer:
     timeout = timedelta(seconds=max(1800.0, 2 * StepSettings.from_config(config).patience))
     with joined(process, device, timeout):
         check_same_settings(settings.everything())
-        with agreed_start(settings, layout) as start, StopRequest() as stop:
+        with agreed_start(settings, layout) as start:
+            stop.begin()
             steps_done = start.checkpoint.step if start.checkpoint else 0
             if settings.trace is not None:
                 config.trace_dir, config.trace_steps = str(start.folder / "traces"), settings.trace

@@ -11,9 +11,11 @@ import json
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from examples.gpt.distributed import Process
+from examples.gpt.files import write_atomically
 from megatron_pp.errors import ConfigError, PipelinePeerError, PlanError
 
 REPORTS = "MEGATRON_PP_REPORTS"
@@ -30,7 +32,9 @@ def report(error: Exception, foreseen: bool) -> None:
         of_peer = isinstance(error, PipelinePeerError)
         found = {"start": int(start), "rank": process.rank, "of_peer": of_peer}
         content = json.dumps({**found, "line": first_line(error) if of_peer else line})
-        (folder / f"{start}-{process.rank}.json").write_text(content)
+        # The launcher's SIGTERM may end this rank at any point: it reads a whole report, or none.
+        with suppress(OSError):
+            write_atomically(folder / f"{start}-{process.rank}.json", content)
         speaks = _is_first(folder / f"{start}-{kind}")
     else:
         speaks = process.local_rank == 0 or exit_code_of(error) == 1
@@ -62,6 +66,8 @@ def shortened(text: str, most: int) -> str:
 def _is_first(mark: Path) -> bool:
     try:
         mark.touch(exist_ok=False)
-    except OSError:
+    except FileExistsError:
         return False
+    except OSError:  # a full disk, or the folder is gone: better said twice than not at all
+        return True
     return True

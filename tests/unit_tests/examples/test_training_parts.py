@@ -12,12 +12,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt import interrupt
+from examples.gpt import interrupt, program
 from examples.gpt.data import Microbatch
 from examples.gpt.gpt import OUTPUT, GPTStage
 from examples.gpt.interrupt import StopRequest
@@ -29,6 +30,7 @@ from examples.gpt.optimizer import (
     learning_rate,
     sum_tied_gradients,
 )
+from examples.gpt.reports import report
 from examples.gpt.settings import Settings
 from examples.gpt.trainer import ComputeTimers, forward_step, mean_loss, summed_loss
 from megatron_pp import parallel_state
@@ -183,11 +185,51 @@ def test_a_rank_without_parameters_takes_its_steps() -> None:
 def test_a_signal_is_a_wish_and_the_next_one_soon_is_the_same_wish(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
+        assert signal.getsignal(number) == before
+        stop.begin()
         assert stop.first is None
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
         assert stop.first is number
     assert signal.getsignal(number) == before
+
+
+def test_a_rank_that_fails_reports_before_a_signal_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher sends SIGTERM when another rank has failed, at any point of this one's end."""
+
+    def failing(stop: StopRequest, argv: list[str]) -> None:
+        stop.begin()
+        raise OSError(5, "the disk has gone away")
+
+    def signalled(descriptor: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def ended(*_: Any) -> None:
+        raise SystemExit("ended by the signal")
+
+    monkeypatch.setenv("MEGATRON_PP_REPORTS", str(tmp_path))
+    monkeypatch.setattr(program, "train_until", failing)
+    monkeypatch.setattr(os, "fsync", signalled)
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        assert program.main([]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "the disk has gone away" in json.loads((tmp_path / "0-0.json").read_text())["line"]
+    assert "OSError: [Errno 5] the disk has gone away" in capsys.readouterr().err
+
+
+def test_a_launcher_finds_whole_reports_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that is full; the rank then speaks for itself."""
+    monkeypatch.setenv("MEGATRON_PP_REPORTS", str(tmp_path))
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    report(OSError(5, "the disk has gone away"), foreseen=False)
+    assert not list(tmp_path.glob("*.json"))
+    assert "OSError: [Errno 5] the disk has gone away" in capsys.readouterr().err
 
 
 BLOCKED = """
@@ -198,7 +240,8 @@ sys.modules["interrupt"] = interrupt
 spec.loader.exec_module(interrupt)
 interrupt.IMPATIENT_AFTER = 0.2
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
-with interrupt.StopRequest():
+with interrupt.StopRequest() as stop:
+    stop.begin()
     print("blocked", flush=True)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)  # for ever, and no signal handler of Python runs
