@@ -25,12 +25,17 @@ def _in_the_given_group(*_: Any) -> Iterator[None]:
     parallel_state.destroy_model_parallel()
 
 
+def _no_plots(*_: Any) -> None:
+    """Drawing them takes as long as a small run; those of runs of the script are looked at."""
+
+
 def _rank_main(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]) -> str:
     from examples.gpt import program
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.chdir(folder)
     program.joined = _in_the_given_group  # type: ignore[assignment]
+    program.plot_metrics = _no_plots
     with redirect_stdout(StringIO()) as output:
         for flags in runs:
             program.train(flags)
