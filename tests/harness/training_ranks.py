@@ -29,7 +29,8 @@ def _no_plots(*_: Any) -> None:
     """Drawing them takes as long as a small run; those of runs of the script are looked at."""
 
 
-def _rank_main(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]) -> str:
+def train_rank(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]) -> str:
+    """One rank of ``train``."""
     from examples.gpt import program
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
@@ -46,4 +47,4 @@ def train(ranks: int, folder: Path, *runs: Sequence[str], timeout: float = 150.0
     """One run of the training program after the other, each with its flags, in ``folder``. Returns the first rank's
     output; raises RankFailedError where a rank raises.
     """
-    return run_processes(_rank_main, ranks, (folder, runs), timeout=timeout, start_method="forkserver")[0]
+    return run_processes(train_rank, ranks, (folder, runs), timeout=timeout, start_method="forkserver")[0]
