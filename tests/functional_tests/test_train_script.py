@@ -68,8 +68,8 @@ def train_sh(*flags: str) -> list[str]:
 @contextmanager
 def started(command: Sequence[str], folder: Path) -> Iterator[Any]:
     """A run, in ``folder`` and in a session of its own. It ends with the context, and at the latest at the deadline."""
-    # The launcher kills ranks that do not follow within that many seconds.
-    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15", "MEGATRON_PP_PYTHON": sys.executable}
+    # The launcher kills ranks that do not follow within that many seconds. They take one on an idle machine.
+    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "MEGATRON_PP_PYTHON": sys.executable}
     process = subprocess.Popen(
         command,
         cwd=folder,
