@@ -88,7 +88,7 @@ def started(command: Sequence[str], folder: Path) -> Iterator[Any]:
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(60)
+                process.wait(90)
             except subprocess.TimeoutExpired:
                 process.kill()
         process.communicate()

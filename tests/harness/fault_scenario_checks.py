@@ -28,8 +28,8 @@ _PARTNER = {WAIT_F: FREE_F, WAIT_B: FREE_B, FREE_F: WAIT_F, FREE_B: WAIT_B}
 
 
 def complaints(episode: Episode, reports: Mapping[int, Report], size: int, slack: float = 0.0) -> list[str]:
-    """What is wrong with the reports of an episode; empty if nothing is. ``slack``: seconds by which a loaded machine may
-    exceed the limits.
+    """What is wrong with the reports of an episode; empty if nothing is. ``slack``: seconds by which a loaded machine
+    may exceed the limits.
     """
     found = [
         f"rank {r}: wrong numbers in steps {report.wrong_steps}" for r, report in reports.items() if report.wrong_steps
