@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from benchmarks.engines import ENGINES, Step, Work, available_steps, first_input, loss_of, surroundings
+from benchmarks.engines import ENGINES, PLUG_IN, Step, Work, available_steps, first_input, loss_of, surroundings
 from benchmarks.megatron_library import versions
 from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row
@@ -18,6 +18,7 @@ from benchmarks.stubbed import STUBS, stubbed_group
 
 HELP = "time outside the model per virtual microbatch: transport stubbed, and wall time on real gloo"
 MODEL = "the model alone"
+MEASURED = (ENGINES[0], PLUG_IN, *ENGINES[1:])
 QUICK = {"rounds": 12, "gloo_rounds": 2}
 _SHAPE = (1, 1, 8)
 
@@ -74,12 +75,12 @@ def run(args: argparse.Namespace) -> Report:
 
 def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
     with stubbed_group(rank, work.pipeline_size, args.stub) as (group, transport):
-        steps, remarks = available_steps(work, rank, group, functools.partial(_stage, work.shape), transport)
+        steps, remarks = available_steps(work, rank, group, functools.partial(_stage, work.shape), transport, MEASURED)
         steps[MODEL] = bare_model(work, rank)
         seconds = timed_rounds(steps, args.rounds, warmup=3, clock=time.thread_time, around=surroundings)
     bare, scale = seconds.pop(MODEL), 1e6 / work.virtual_microbatches
     rows: list[Row] = [_row(work, MODEL, summary(bare, scale), "")]
-    for engine in ENGINES:
+    for engine in MEASURED:
         us = _outside(seconds[engine], bare, scale) if engine in seconds else {}
         rows.append(_row(work, engine, us, remarks[engine]))
     return rows
@@ -106,7 +107,7 @@ def _with_ratios(rows: list[Row]) -> list[Row]:
     ours = {row["setting"]: row["outside us (median)"] for row in rows if row["engine"] == "ours"}
     for row in rows:
         theirs = row["outside us (median)"]
-        if theirs and theirs > 0 and row["engine"] not in ("ours", MODEL):
+        if theirs and theirs > 0 and row["engine"] not in ("ours", PLUG_IN, MODEL):
             row["ours / it"] = ours[row["setting"]] / theirs
     return rows
 
@@ -148,7 +149,7 @@ def _gloo_rank(rank: int, size: int, works: list[Work], rounds: int) -> list[dic
 
     results = []
     for work in works:
-        steps, _ = available_steps(work, rank, dist.group.WORLD, functools.partial(_stage, work.shape))
+        steps, _ = available_steps(work, rank, dist.group.WORLD, functools.partial(_stage, work.shape), None, MEASURED)
         results.append(timed_rounds(steps, rounds, warmup=1, before_each=dist.barrier, around=surroundings))
     return results
 
