@@ -14,6 +14,6 @@ PROGRAM = Path(__file__).with_name("ending_program.py")
 
 @pytest.mark.parametrize("what", ["abort", "transfer"])
 def test_the_process_is_not_aborted(what: str) -> None:
-    ended = subprocess.run([sys.executable, str(PROGRAM), what], capture_output=True, text=True, timeout=60.0)
+    ended = subprocess.run([sys.executable, str(PROGRAM), what], capture_output=True, text=True, timeout=120.0)
     assert "terminate called" not in ended.stderr
     assert ended.returncode == 3, ended.stderr

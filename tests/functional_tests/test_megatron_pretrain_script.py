@@ -30,7 +30,7 @@ def test_both_engines_train_alike() -> None:
         env={**os.environ, "PP": "2", "VP": "2", "PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     steps = re.findall(r"lm loss (\S+)  megatron's (\S+)  largest gradient difference (\S+)", result.stdout)
