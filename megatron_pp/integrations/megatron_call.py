@@ -85,6 +85,7 @@ class MegatronCall(StepCall):
     """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, the others are those of StepCall."""
 
     followed_by = "the work after the step (data-parallel reduction, optimizer)"
+    graph_in_evaluation = True
 
     def __init__(self, megatron: Megatron, *, alone: bool, chunked: bool, **arguments: Any) -> None:
         self.megatron = megatron
@@ -114,6 +115,19 @@ class MegatronCall(StepCall):
             )
         super().begin()
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
+
+    def tensor_shapes(self) -> list[Any]:
+        """By the release's own function. Its interleaved schedules make no use of `decoder_seq_length`."""
+        inputs, groups = self.inputs, self.inputs.pg_collection
+        super().tensor_shapes()  # raises for what is missing
+        return self.megatron.schedules.get_tensor_shapes(
+            seq_length=inputs.seq_length,
+            micro_batch_size=inputs.micro_batch_size,
+            decoder_seq_length=None if inputs.chunked else inputs.decoder_seq_length,
+            config=self.config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
 
     def step_number(self) -> int | None:
         """Where the config gives none, the iteration of Megatron's own training loop."""

@@ -3,10 +3,11 @@
     from megatron_pp.integrations import megatron_core
     megatron_core.install()
 
-Afterwards `megatron.core.pipeline_parallel.get_forward_backward_func`, wherever it has been imported to, returns
-schedules that run through this engine. Models, optimizers, data-parallel wrappers, configs, process groups and the
-forward and backward of one microbatch stay Megatron's. Megatron's own schedule runs what the engine does not serve,
-with one warning that names the reason; `install(strict=True)` raises NotServedError instead.
+Afterwards Megatron's three schedule functions, `forward_backward_no_pipelining` and the two for pipelines, run through
+this engine, wherever their names have been imported to; so Megatron's own `get_forward_backward_func` returns them.
+Models, optimizers, data-parallel wrappers, configs, process groups and the forward and backward of one microbatch stay
+Megatron's. Megatron's own schedule runs what the engine does not serve, with one warning that names the reason;
+`install(strict=True)` raises NotServedError instead.
 """
 
 from __future__ import annotations
@@ -14,55 +15,36 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_pp.errors import NotServedError, UnknownMegatronError
 from megatron_pp.integrations.megatron_call import MegatronCall
-from megatron_pp.integrations.megatron_release import Megatron, load_megatron, reason_not_served
+from megatron_pp.integrations.megatron_release import Megatron, load_megatron
+from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
+from megatron_pp.integrations.megatron_versions import ENTRIES
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
 logger = logging.getLogger("megatron_pp")
 
-
-class Schedule:
-    """Replaces one of Megatron's three schedule functions; called with the same keywords."""
-
-    def __init__(self, theirs: Callable[..., Any], selector: ScheduleSelector) -> None:
-        functools.update_wrapper(self, theirs)
-        self.theirs = theirs
-        self.selector = selector
-
-    def __call__(self, **arguments: Any) -> list[Any]:
-        """Run one step. Returns the reports of the loss function on the last stage, an empty list elsewhere.
-
-        Raises ScheduleInputError before any communication for arguments or a config that cannot be run.
-        """
-        name, reason = self.theirs.__name__, reason_not_served(self.selector.megatron, arguments)
-        if reason is not None:
-            self.selector.log_once(reason)
-            return self.theirs(**arguments)
-        alone = name == "forward_backward_no_pipelining"
-        chunked = name == "forward_backward_pipelining_with_interleaving"
-        return MegatronCall(self.selector.megatron, alone=alone, chunked=chunked, **arguments).run()
+# Whether Megatron's own schedule runs, so that a schedule function that it calls by name is Megatron's too.
+_HANDED_BACK: ContextVar[bool] = ContextVar("megatron_pp_handed_back", default=False)
 
 
-class ScheduleSelector:
-    """Replaces Megatron's `get_forward_backward_func`; takes the arguments of the installed release's."""
+@dataclass
+class Plugin:
+    """What the installed schedules share. `logged` are the reasons that have been logged; `active` ends with
+    `uninstall()`, after which a schedule that a program has kept is Megatron's own.
+    """
 
-    def __init__(self, original: Callable[..., Any], megatron: Megatron, strict: bool) -> None:
-        functools.update_wrapper(self, original)
-        self.original = original
-        self.megatron = megatron
-        self.strict = strict
-        self._logged: set[str] = set()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Schedule:
-        if not any(value is not None for value in (*args, *kwargs.values())):
-            self.megatron.require_initialised()
-        return Schedule(self.original(*args, **kwargs), self)
+    megatron: Megatron
+    strict: bool
+    active: bool = True
+    logged: set[str] = field(default_factory=set)
 
     def log_once(self, reason: str) -> None:
         """Log once that Megatron's own schedule runs, and why. Raises NotServedError under `strict`."""
@@ -70,29 +52,79 @@ class ScheduleSelector:
             raise NotServedError(
                 f"megatron_pp does not serve {reason}; install() without strict=True lets Megatron run it"
             )
-        if reason not in self._logged:
-            self._logged.add(reason)
+        if reason not in self.logged:
+            self.logged.add(reason)
             logger.warning("megatron_pp does not serve %s: Megatron-core's own schedule runs instead", reason)
 
 
+class Schedule:
+    """Stands for one of Megatron's schedule functions under its name: called with the same keywords, with the same
+    signature, and pickled by name.
+    """
+
+    def __init__(self, theirs: Callable[..., Any], plugin: Plugin) -> None:
+        functools.update_wrapper(self, theirs)
+        self.theirs = theirs
+        self.plugin = plugin
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        """Run one step. Returns the reports of the loss function on the last stage, an empty list elsewhere.
+
+        Raises ScheduleInputError before any communication for arguments or a config that cannot be run.
+        """
+        plugin = self.plugin
+        if _HANDED_BACK.get() or not plugin.active:
+            return self.theirs(**arguments)
+        arguments = without_defaults(self.theirs, plugin.megatron.row, arguments)
+        reason = reason_not_served(plugin.megatron, arguments)
+        if reason is not None:
+            plugin.log_once(reason)
+            return self._hand_back(arguments)
+        name = self.theirs.__name__
+        alone = name == "forward_backward_no_pipelining"
+        chunked = name == "forward_backward_pipelining_with_interleaving"
+        return MegatronCall(plugin.megatron, alone=alone, chunked=chunked, **arguments).run()
+
+    def _hand_back(self, arguments: Mapping[str, Any]) -> Any:
+        token = _HANDED_BACK.set(True)
+        try:
+            return self.theirs(**arguments)
+        finally:
+            _HANDED_BACK.reset(token)
+
+    def __reduce__(self) -> str:
+        return str(self.__qualname__)  # type: ignore[attr-defined]  # set by update_wrapper
+
+    def __repr__(self) -> str:
+        return f"<{self.__qualname__} of megatron_pp>"  # type: ignore[attr-defined]
+
+
 def install(strict: bool = False) -> None:
-    """Make Megatron-core's training loop use this engine, in this process. A second call only sets `strict`. Raises
-    UnknownMegatronError where megatron-core is missing, too old, or has an unknown signature; nothing is changed then.
+    """Make Megatron-core's training loop use this engine, in this process. A second call only sets `strict`.
+
+    Raises UnknownMegatronError where megatron-core is missing, too old, or has an unknown signature, and under `strict`
+    where its schedules read or call something that the engine does not know; nothing is changed then.
     """
     current = _current()
+    megatron = load_megatron() if current is None else current.megatron
+    unknown = megatron.unknown_reads
+    if unknown is not None and strict:
+        raise UnknownMegatronError(f"{unknown}; install() without strict=True accepts that")
     if current is not None:
         current.strict = strict
         return
-    megatron = load_megatron()
-    original = megatron.schedules.get_forward_backward_func
-    _replace(original, ScheduleSelector(original, megatron, strict))
+    if unknown is not None:
+        logger.warning(unknown)
+    plugin = Plugin(megatron, strict)
+    theirs = [getattr(megatron.schedules, name) for name in ENTRIES]
+    _replace({id(function): Schedule(function, plugin) for function in theirs})
 
 
 def uninstall() -> None:
     """Restore Megatron-core's own schedules everywhere, where they are replaced."""
-    current = _current()
-    if current is not None:
-        _replace(current, current.original)
+    for schedule in _schedules():
+        schedule.plugin.active = False
+    _replace({id(schedule): schedule.theirs for schedule in _schedules()})
 
 
 def is_installed() -> bool:
@@ -115,17 +147,20 @@ def installed(strict: bool = False) -> Iterator[None]:
             install(strict_before)
 
 
-def _current() -> ScheduleSelector | None:
-    """The selector that is installed, read from Megatron's own module."""
-    schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
-    selector = getattr(schedules, "get_forward_backward_func", None)
-    return selector if isinstance(selector, ScheduleSelector) else None
+def _current() -> Plugin | None:
+    """What is installed, read from Megatron's own module."""
+    return next((schedule.plugin for schedule in _schedules()), None)
 
 
-def _replace(old: Any, new: Any) -> None:
-    """Replace `old` by `new` in all imported modules: Megatron's own, and scripts that have imported the name."""
+def _schedules() -> list[Schedule]:
+    module = sys.modules.get("megatron.core.pipeline_parallel.schedules")
+    return [s for name in ENTRIES if isinstance(s := getattr(module, name, None), Schedule)]
+
+
+def _replace(new: Mapping[int, Any]) -> None:
+    """Replace objects, given by id, in all imported modules: Megatron's own, and scripts that have imported a name."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         for name, value in list(names.items()) if isinstance(names, dict) else []:
-            if value is old:
-                setattr(module, name, new)
+            if id(value) in new:
+                setattr(module, name, new[id(value)])
