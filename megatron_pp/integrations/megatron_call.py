@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.module_attributes import wrapped_attribute
+from megatron_pp.plan.orders import INTERLEAVED
 from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
@@ -101,6 +103,19 @@ class MegatronCall(StepCall):
             raise ScheduleInputError(
                 f"config.pipeline_schedule {self.spec.schedule!r} places stages in a {placement}, and Megatron-core's "
                 "models are built for a loop; choose a schedule that places them in a loop"
+            )
+
+    def refuse_slow_count(self) -> None:
+        """Raises ScheduleInputError for a number of microbatches that Megatron's interleaved schedule refuses, as it
+        costs throughput."""
+        spec = self.spec
+        if spec.schedule != INTERLEAVED or spec.pipeline_size == 1:
+            return
+        sizes = spec.num_microbatches, spec.pipeline_size, spec.num_chunks, spec.group_size or None
+        count = explain_microbatch_count(*sizes)
+        if not count.full_speed:
+            raise ScheduleInputError(
+                f"{count.sentence}; Megatron-core refuses such a number, and install(any_microbatch_count=True) runs it"
             )
 
     @property

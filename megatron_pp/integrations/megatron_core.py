@@ -37,12 +37,15 @@ _HANDED_BACK: ContextVar[bool] = ContextVar("megatron_pp_handed_back", default=F
 
 @dataclass
 class Plugin:
-    """What the installed schedules share. `logged` are the reasons that have been logged; `active` ends with
-    `uninstall()`, after which a schedule that a program has kept is Megatron's own.
+    """What the installed schedules share: the arguments of `install()`, and
+
+    active   until `uninstall()`, after which a schedule that a program has kept is Megatron's own
+    logged   the reasons that have been logged
     """
 
     megatron: Megatron
     strict: bool
+    any_microbatch_count: bool
     active: bool = True
     logged: set[str] = field(default_factory=set)
 
@@ -83,7 +86,10 @@ class Schedule:
         name = self.theirs.__name__
         alone = name == "forward_backward_no_pipelining"
         chunked = name == "forward_backward_pipelining_with_interleaving"
-        return MegatronCall(plugin.megatron, alone=alone, chunked=chunked, **arguments).run()
+        call = MegatronCall(plugin.megatron, alone=alone, chunked=chunked, **arguments)
+        if not plugin.any_microbatch_count:
+            call.refuse_slow_count()
+        return call.run()
 
     def _hand_back(self, arguments: Mapping[str, Any]) -> Any:
         token = _HANDED_BACK.set(True)
@@ -99,8 +105,12 @@ class Schedule:
         return f"<{self.__qualname__} of megatron_pp>"  # type: ignore[attr-defined]
 
 
-def install(strict: bool = False) -> None:
-    """Make Megatron-core's training loop use this engine, in this process. A second call only sets `strict`.
+def install(strict: bool = False, any_microbatch_count: bool = False) -> None:
+    """Make Megatron-core's training loop use this engine, in this process. A second call only sets the arguments.
+
+    strict                raise NotServedError where Megatron's own schedule would run
+    any_microbatch_count  run interleaved steps that Megatron refuses, as they are slower than they need be: fewer
+                          microbatches than ranks, or a last group that is smaller than their number
 
     Raises UnknownMegatronError where megatron-core is missing, too old, or has an unknown signature, and under `strict`
     where its schedules read or call something that the engine does not know; nothing is changed then.
@@ -111,20 +121,21 @@ def install(strict: bool = False) -> None:
     if unknown is not None and strict:
         raise UnknownMegatronError(f"{unknown}; install() without strict=True accepts that")
     if current is not None:
-        current.strict = strict
+        current.strict, current.any_microbatch_count = strict, any_microbatch_count
         return
     if unknown is not None:
         logger.warning(unknown)
-    plugin = Plugin(megatron, strict)
+    plugin = Plugin(megatron, strict, any_microbatch_count)
     theirs = [getattr(megatron.schedules, name) for name in ENTRIES]
-    _replace({id(function): Schedule(function, plugin) for function in theirs})
+    for function in theirs:
+        _replace(function, Schedule(function, plugin))
 
 
 def uninstall() -> None:
     """Restore Megatron-core's own schedules everywhere, where they are replaced."""
     for schedule in _schedules():
         schedule.plugin.active = False
-    _replace({id(schedule): schedule.theirs for schedule in _schedules()})
+        _replace(schedule, schedule.theirs)
 
 
 def is_installed() -> bool:
@@ -133,18 +144,18 @@ def is_installed() -> bool:
 
 
 @contextmanager
-def installed(strict: bool = False) -> Iterator[None]:
+def installed(strict: bool = False, any_microbatch_count: bool = False) -> Iterator[None]:
     """`install()` for a `with` block; restores the state before it."""
     before = _current()
-    strict_before = before is not None and before.strict
-    install(strict)
+    given = None if before is None else (before.strict, before.any_microbatch_count)
+    install(strict, any_microbatch_count)
     try:
         yield
     finally:
-        if before is None:
+        if given is None:
             uninstall()
         else:
-            install(strict_before)
+            install(*given)
 
 
 def _current() -> Plugin | None:
@@ -157,10 +168,10 @@ def _schedules() -> list[Schedule]:
     return [s for name in ENTRIES if isinstance(s := getattr(module, name, None), Schedule)]
 
 
-def _replace(new: Mapping[int, Any]) -> None:
-    """Replace objects, given by id, in all imported modules: Megatron's own, and scripts that have imported a name."""
+def _replace(old: Any, new: Any) -> None:
+    """Replace `old` by `new` in all imported modules: Megatron's own, and scripts that have imported the name."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         for name, value in list(names.items()) if isinstance(names, dict) else []:
-            if id(value) in new:
-                setattr(module, name, new[id(value)])
+            if value is old:
+                setattr(module, name, new)

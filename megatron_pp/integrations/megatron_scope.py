@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_versions import Row, entry_keywords
 from megatron_pp.module_attributes import wrapped_attribute
-from megatron_pp.p2p_communication import P2PCommunicator
 
 
 def without_defaults(theirs: Callable[..., Any], row: Row, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -202,6 +202,8 @@ def impossible_arguments_are_errors(case: Case) -> list[str]:
             ({"microbatch_group_size_per_vp_stage": 1}, {}, "microbatch_group_size_per_vp_stage is 1"),
             ({"virtual_pipeline_model_parallel_size": 3}, {}, "virtual_pipeline_model_parallel_size is 3"),
             ({}, {"num_microbatches": 0}, "num_microbatches is 0"),
+            ({}, {"num_microbatches": 3}, "the last group has 1 of 2 microbatches"),
+            ({}, {"num_microbatches": 1}, "fewer microbatches than ranks"),
             ({}, {"model": run.chunks[0]}, "list of model chunks"),
             ({}, {"data_iterator": one}, "list of data iterators"),
             ({}, {"data_iterator": [one]}, "1 data iterators were given for 2"),
@@ -211,6 +213,8 @@ def impossible_arguments_are_errors(case: Case) -> list[str]:
         ):
             with _fields(run.config, fields):
                 messages.append(_raises(ScheduleInputError, words, lambda a=arguments: _call(run, **a)))
+        with megatron_core.installed(any_microbatch_count=True):
+            _call(run, num_microbatches=3)
         reports = _call(run)
         assert len(reports) == (case.microbatches if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else 0)
     return messages
