@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_pp.errors import NotServedError, UnknownMegatronError
+from megatron_pp.integrations.freed_outputs import leave_freed_outputs
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
@@ -37,16 +38,11 @@ _HANDED_BACK: ContextVar[bool] = ContextVar("megatron_pp_handed_back", default=F
 
 @dataclass
 class Plugin:
-    """What the installed schedules share: the arguments of `install()`, and
-
-    active   until `uninstall()`, after which a schedule that a program has kept is Megatron's own
-    logged   the reasons that have been logged
-    """
+    """What the installed schedules share: the arguments of `install()`, and the reasons that have been logged."""
 
     megatron: Megatron
     strict: bool
     any_microbatch_count: bool
-    active: bool = True
     logged: set[str] = field(default_factory=set)
 
     def log_once(self, reason: str) -> None:
@@ -76,7 +72,7 @@ class Schedule:
         Raises ScheduleInputError before any communication for arguments or a config that cannot be run.
         """
         plugin = self.plugin
-        if _HANDED_BACK.get() or not plugin.active:
+        if _HANDED_BACK.get():
             return self.theirs(**arguments)
         arguments = without_defaults(self.theirs, plugin.megatron.row, arguments)
         reason = reason_not_served(plugin.megatron, arguments)
@@ -134,8 +130,8 @@ def install(strict: bool = False, any_microbatch_count: bool = False) -> None:
 def uninstall() -> None:
     """Restore Megatron-core's own schedules everywhere, where they are replaced."""
     for schedule in _schedules():
-        schedule.plugin.active = False
         _replace(schedule, schedule.theirs)
+        leave_freed_outputs(schedule.plugin.megatron.schedules)
 
 
 def is_installed() -> bool:

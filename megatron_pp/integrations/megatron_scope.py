@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
@@ -34,8 +35,13 @@ def reason_not_served(megatron: Megatron, arguments: Mapping[str, Any]) -> str |
 
 
 def _unknown(row: Row, arguments: Mapping[str, Any]) -> list[str]:
-    known = {*entry_keywords(row), "p2p_communicator"}
+    known = _known(row)
     return [name for name in arguments if name not in known]
+
+
+@lru_cache(maxsize=8)
+def _known(row: Row) -> frozenset[str]:
+    return frozenset({*entry_keywords(row), "p2p_communicator"})
 
 
 def _unserved_groups(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:

@@ -129,7 +129,6 @@ def test_megatrons_own_schedule_calls_megatrons_own(caplog: pytest.LogCaptureFix
             ours(**CALL, sloth=2)
         with megatron_core.installed(strict=True), pytest.raises(megatron_core.NotServedError, match="'slots'"):
             ours(**CALL, slots=2)
-    assert ours(**CALL) == "theirs", "a schedule that was kept is Megatron's after uninstall()"
 
 
 def test_a_hook_that_is_unknown_here_is_named(caplog: pytest.LogCaptureFixture) -> None:
