@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.module_attributes import wrapped_attribute
@@ -28,6 +31,7 @@ class MegatronSteps:
         self.inputs = call.inputs
         self.config = call.config
         self.deallocates = call.settings.deallocate_pipeline_outputs
+        self.config_of_backward = _with_value(call.config, "deallocate_pipeline_outputs", self.deallocates)
         self.options = options
         self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=call.communicator.device))
         known = {
@@ -72,7 +76,7 @@ class MegatronSteps:
             input_tensor=input_tensor,
             output_tensor=output,
             output_tensor_grad=output_grad,
-            config=self.config,
+            config=self.config_of_backward,
             **self.more_for_backward,
         )
 
@@ -81,13 +85,27 @@ class MegatronSteps:
         return freed_alias(output)
 
 
+def _with_value(config: Any, name: str, value: Any) -> Any:
+    """The config, or where it has another value, a changed copy."""
+    if getattr(config, name, value) == value:
+        return config
+    changed = copy.copy(config)
+    setattr(changed, name, value)
+    return changed
+
+
 class MegatronCall(StepCall):
-    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, the others are those of StepCall."""
+    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``overrides`` settings of `install()`,
+    the others those of StepCall.
+    """
 
     followed_by = "the work after the step (data-parallel reduction, optimizer)"
 
-    def __init__(self, megatron: Megatron, *, alone: bool, chunked: bool, **arguments: Any) -> None:
+    def __init__(
+        self, megatron: Megatron, overrides: Mapping[str, Any], *, alone: bool, chunked: bool, **arguments: Any
+    ) -> None:
         self.megatron = megatron
+        self.overrides = overrides
         keyword = megatron.row.groups_keyword
         groups = arguments.pop(keyword, None)
         if groups is None:
@@ -105,6 +123,9 @@ class MegatronCall(StepCall):
     @property
     def finalizes(self) -> bool:
         return not self.inputs.forward_only and self.settings.finalize_model_grads_func is not None
+
+    def read_settings(self) -> StepSettings:
+        return StepSettings.from_config(self.config, self.overrides)
 
     def begin(self) -> None:
         config, schedules = self.config, self.megatron.schedules

@@ -16,11 +16,13 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any
 
 from megatron_pp.errors import NotServedError, UnknownMegatronError
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron, reason_not_served
+from megatron_pp.integrations.settings import InstallSettings, read_settings
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
@@ -46,17 +48,18 @@ class Schedule:
             return self.theirs(**arguments)
         alone = name == "forward_backward_no_pipelining"
         chunked = name == "forward_backward_pipelining_with_interleaving"
-        return MegatronCall(self.selector.megatron, alone=alone, chunked=chunked, **arguments).run()
+        overrides = self.selector.settings.overrides
+        return MegatronCall(self.selector.megatron, overrides, alone=alone, chunked=chunked, **arguments).run()
 
 
 class ScheduleSelector:
     """Replaces Megatron's `get_forward_backward_func`; takes the arguments of the installed release's."""
 
-    def __init__(self, original: Callable[..., Any], megatron: Megatron, strict: bool) -> None:
+    def __init__(self, original: Callable[..., Any], megatron: Megatron, settings: InstallSettings) -> None:
         functools.update_wrapper(self, original)
         self.original = original
         self.megatron = megatron
-        self.strict = strict
+        self.settings = settings
         self._logged: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Schedule:
@@ -66,7 +69,7 @@ class ScheduleSelector:
 
     def log_once(self, reason: str) -> None:
         """Log once that Megatron's own schedule runs, and why. Raises NotServedError under `strict`."""
-        if self.strict:
+        if self.settings.strict:
             raise NotServedError(
                 f"megatron_pp does not serve {reason}; install() without strict=True lets Megatron run it"
             )
@@ -75,17 +78,29 @@ class ScheduleSelector:
             logger.warning("megatron_pp does not serve %s: Megatron-core's own schedule runs instead", reason)
 
 
-def install(strict: bool = False) -> None:
-    """Make Megatron-core's training loop use this engine, in this process. A second call only sets `strict`. Raises
+def install(strict: bool | None = None, *, settings: str | PathLike[str] | None = None, **overrides: Any) -> None:
+    """Make Megatron-core's training loop use this engine, in this process. A second call only changes the settings.
+
+    strict     raise NotServedError where Megatron's own schedule would run
+    settings   a TOML file with settings; by default the one that the environment variable MEGATRON_PP_SETTINGS names
+    overrides  settings, such as ``overlap_p2p_comm=True``; docs/megatron.md lists them. None: not given
+
+    A keyword goes before the environment variable MEGATRON_PP_<NAME>, that before the file, that before the field of
+    Megatron's config, which is never written to. Raises ConfigError for an unknown name or an impossible value,
     UnknownMegatronError where megatron-core is missing, too old, or has an unknown signature; nothing is changed then.
     """
+    install_with(read_settings(settings, strict=strict, **overrides))
+
+
+def install_with(settings: InstallSettings) -> None:
+    """`install()` with settings that have been read."""
     current = _current()
     if current is not None:
-        current.strict = strict
+        current.settings = settings
         return
     megatron = load_megatron()
     original = megatron.schedules.get_forward_backward_func
-    _replace(original, ScheduleSelector(original, megatron, strict))
+    _replace(original, ScheduleSelector(original, megatron, settings))
 
 
 def uninstall() -> None:
@@ -101,18 +116,20 @@ def is_installed() -> bool:
 
 
 @contextmanager
-def installed(strict: bool = False) -> Iterator[None]:
+def installed(
+    strict: bool | None = None, *, settings: str | PathLike[str] | None = None, **overrides: Any
+) -> Iterator[None]:
     """`install()` for a `with` block; restores the state before it."""
     before = _current()
-    strict_before = before is not None and before.strict
-    install(strict)
+    settings_before = None if before is None else before.settings
+    install(strict, settings=settings, **overrides)
     try:
         yield
     finally:
-        if before is None:
+        if settings_before is None:
             uninstall()
         else:
-            install(strict_before)
+            install_with(settings_before)
 
 
 def _current() -> ScheduleSelector | None:

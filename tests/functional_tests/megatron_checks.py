@@ -62,8 +62,8 @@ def context_manager_restores_what_was(case: Case) -> None:
     assert schedules.get_forward_backward_func is original
     megatron_core.install(strict=True)
     with megatron_core.installed(strict=False):
-        assert not schedules.get_forward_backward_func.strict
-    assert schedules.get_forward_backward_func.strict, "the strictness from before the block must be back"
+        assert not schedules.get_forward_backward_func.settings.strict
+    assert schedules.get_forward_backward_func.settings.strict, "the strictness from before the block must be back"
     megatron_core.uninstall()
 
 
