@@ -90,12 +90,12 @@ def test_it_sees_what_it_sees_under_python(of_python: list[str], of_ours: list[s
 
 
 def script(*lines: str) -> str:
-    Path("train.py").write_text("\n".join(["import sys, json, pathlib", *lines]))
+    Path("train.py").write_text("\n".join(["import json, os, pathlib, sys", *lines]))
     return "train.py"
 
 
 NOTE_ARGUMENTS = "pathlib.Path('arguments').write_text(json.dumps(sys.argv))"
-IMPORT_MEGATRON = "sys.path.insert(0, 'library'); import megatron.core"
+IMPORT_MEGATRON = "sys.path.insert(0, os.path.abspath('library')); import megatron.core"
 
 
 @pytest.mark.parametrize("flags", [[], ["--overlap-p2p-comm"], ["--p2p-timeout", "3", "--no-batch-p2p-sync"]])
@@ -114,11 +114,11 @@ def test_the_engine_is_installed_when_the_script_has_imported_megatron(
     Path("settings.toml").write_text("p2p_timeout = 7\nmax_pending_sends = 6\nstrict = true")
     lines = (
         "assert 'megatron' not in sys.modules",
-        "sys.path.insert(0, 'library')",
+        "sys.path.insert(0, os.path.abspath('library'))",
         "from megatron.core.pipeline_parallel import get_forward_backward_func",
         "from megatron_pp.integrations import megatron_core",
         "assert megatron_core.is_installed()",
-        "assert type(get_forward_backward_func()).__module__ == megatron_core.__name__",
+        "assert type(get_forward_backward_func(1)).__module__ == megatron_core.__name__",
     )
     assert command("run", "--settings", "settings.toml", "--overlap-p2p-comm", script(*lines))[0] == 0
     installed = megatron_core._current()
@@ -130,7 +130,7 @@ def test_the_engine_is_installed_when_the_script_has_imported_megatron(
 
 def test_an_unknown_megatron_is_an_error_of_its_import(command: Callable[..., tuple[int, str, str]]) -> None:
     (Path("library/megatron/core/__init__.py")).write_text("__version__ = '0.13.0'")
-    lines = ("sys.path.insert(0, 'library')", "import megatron.core.pipeline_parallel")
+    lines = ("sys.path.insert(0, os.path.abspath('library'))", "import megatron.core.pipeline_parallel")
     with pytest.raises(megatron_core.UnknownMegatronError, match=r"0\.13\.0 is not supported"):
         command("run", script(*lines))
 
