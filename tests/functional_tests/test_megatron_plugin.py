@@ -28,6 +28,8 @@ JOBS = {
     "own_groups_and_communicator_are_taken": SINGLE,
     "checkpointed_microbatches": PAIR,
     "outputs_that_a_hook_reads_keep_their_data": PAIR,
+    "settings_reach_the_engine_and_not_the_config": SINGLE,
+    "wrong_settings_install_nothing": SINGLE,
 }
 
 
@@ -79,3 +81,13 @@ def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[s
     for theirs, ours in outcomes["checkpointed_microbatches"].facts:
         assert theirs == ours
         assert len({tuple(more) for more in theirs}) == 2, "some microbatches in part, some in full"
+
+
+def test_settings_decide_how_transfers_go_out(outcomes: dict[str, Outcome]) -> None:
+    for policies in outcomes["settings_reach_the_engine_and_not_the_config"].facts:
+        assert policies == ["batched", "overlap", "overlap", "plain", "overlap", "overlap"] * 2
+
+
+def test_wrong_settings_are_errors_on_every_rank(outcomes: dict[str, Outcome]) -> None:
+    first, second = outcomes["wrong_settings_install_nothing"].facts
+    assert first == second
