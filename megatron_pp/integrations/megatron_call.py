@@ -30,8 +30,8 @@ class MegatronSteps:
         self.schedules = megatron.schedules
         self.inputs = call.inputs
         self.config = call.config
+        self.config_of_backward = with_overrides(call.config, call.overrides)
         self.deallocates = call.settings.deallocate_pipeline_outputs
-        self.config_of_backward = _with_value(call.config, "deallocate_pipeline_outputs", self.deallocates)
         self.options = options
         self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=call.communicator.device))
         known = {
@@ -86,13 +86,14 @@ class MegatronSteps:
         return freed_output(output)
 
 
-def _with_value(config: Any, name: str, value: Any) -> Any:
-    """The config, or where it has another value, a changed copy."""
-    if getattr(config, name, value) == value:
+def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
+    """The config; where fields of it have other values in ``overrides``, a copy with these."""
+    changed = {name: value for name, value in overrides.items() if getattr(config, name, value) != value}
+    if not changed:
         return config
-    changed = copy.copy(config)
-    setattr(changed, name, value)
-    return changed
+    config = copy.copy(config)
+    vars(config).update(changed)
+    return config
 
 
 class MegatronCall(StepCall):
