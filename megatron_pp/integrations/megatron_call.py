@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.freed_outputs import freed_output, take_freed_outputs
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.module_attributes import wrapped_attribute
+from megatron_pp.plan.orders import INTERLEAVED
 from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
@@ -102,6 +104,7 @@ class MegatronCall(StepCall):
     """
 
     followed_by = "the work after the step (data-parallel reduction, optimizer)"
+    graph_in_evaluation = True
 
     def __init__(
         self, megatron: Megatron, overrides: Mapping[str, Any], *, alone: bool, chunked: bool, **arguments: Any
@@ -122,6 +125,19 @@ class MegatronCall(StepCall):
                 "models are built for a loop; choose a schedule that places them in a loop"
             )
 
+    def refuse_slow_count(self) -> None:
+        """Raises ScheduleInputError for a number of microbatches that Megatron's interleaved schedule refuses, as it
+        costs throughput."""
+        spec = self.spec
+        if spec.schedule != INTERLEAVED or spec.pipeline_size == 1:
+            return
+        sizes = spec.num_microbatches, spec.pipeline_size, spec.num_chunks, spec.group_size or None
+        count = explain_microbatch_count(*sizes)
+        if not count.full_speed:
+            raise ScheduleInputError(
+                f"{count.sentence}; Megatron-core refuses such a number, and install(any_microbatch_count=True) runs it"
+            )
+
     @property
     def finalizes(self) -> bool:
         return not self.inputs.forward_only and self.settings.finalize_model_grads_func is not None
@@ -138,6 +154,19 @@ class MegatronCall(StepCall):
             )
         super().begin()
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
+
+    def tensor_shapes(self) -> list[Any]:
+        """By the release's own function. Its interleaved schedules make no use of `decoder_seq_length`."""
+        inputs, groups = self.inputs, self.inputs.pg_collection
+        super().tensor_shapes()  # raises for what is missing
+        return self.megatron.schedules.get_tensor_shapes(
+            seq_length=inputs.seq_length,
+            micro_batch_size=inputs.micro_batch_size,
+            decoder_seq_length=None if inputs.chunked else inputs.decoder_seq_length,
+            config=with_overrides(self.config, self.overrides),
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
 
     def step_number(self) -> int | None:
         """Where the config gives none, the iteration of Megatron's own training loop."""

@@ -61,9 +61,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class InstallSettings:
-    """What `install()` was given. ``overrides``: field of `StepSettings` -> the value that replaces the config's."""
+    """What `install()` was given. ``overrides``: field of `StepSettings` -> the value that replaces the config's; the
+    others are settings of the plug-in itself (`PLUGIN`).
+    """
 
     strict: bool = False
+    any_microbatch_count: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -82,7 +85,8 @@ def read_settings(file: str | os.PathLike[str] | None = None, /, **keywords: Any
         rules.lowering_policy(SimpleNamespace(**given))
     if given.keys() >= {"p2p_timeout", "compute_timeout"}:
         rules.check_timeouts(SimpleNamespace(**given))
-    return InstallSettings(given.pop("strict", False), given)
+    of_plugin = {name: given.pop(name) for name in PLUGIN if name in given}
+    return InstallSettings(**of_plugin, overrides=given)
 
 
 def value_of_text(name: str, text: str, where: str) -> Any:
@@ -260,6 +264,13 @@ _ROWS: tuple[tuple[str, Callable[[str, Any], Any], Callable[[str], Any]], ...] =
     ("trace_first_step", _whole, _number),
 )
 
+PLUGIN = {
+    "strict": "raise NotServedError where Megatron's own schedule would run",
+    "any_microbatch_count": "run interleaved steps that Megatron refuses as slow: fewer microbatches than ranks, or a "
+    "last group that is smaller than their number",
+}
+"""Switches that no config has -> a line of help."""
+
 
 def _table() -> dict[str, Setting]:
     of_config = TransformerConfig.__dataclass_fields__
@@ -267,7 +278,7 @@ def _table() -> dict[str, Setting]:
         Setting(name, accept, read, of_config[name].metadata["help"], only_keyword=name == "step_number")
         for name, accept, read in _ROWS
     ]
-    rows.append(Setting("strict", _switch, read_flag, "raise NotServedError where Megatron's own schedule would run"))
+    rows += [Setting(name, _switch, read_flag, help_text) for name, help_text in PLUGIN.items()]
     return {row.name: row for row in rows}
 
 

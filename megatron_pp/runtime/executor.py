@@ -47,6 +47,7 @@ class PlanExecutor:
         max_pending_sends: int = 2,
         weights: WeightGradStore | None = None,
         pair_runner: PairRunner | None = None,
+        graph_in_evaluation: bool = False,
         observer: Any = None,
     ) -> None:
         self.plan = plan
@@ -65,6 +66,7 @@ class PlanExecutor:
         self.pair_runner = pair_runner
         self.observer = observer
         self.forward_only = plan.spec.forward_only
+        self.graphs = graph_in_evaluation or not self.forward_only  # whether stages may build autograd graphs
         self.position = 0
         self.placement = plan.placement
         self.last_stage = plan.placement.num_stages - 1
@@ -84,7 +86,7 @@ class PlanExecutor:
         if not self.forward_only:
             self.hooks.disable_grad_sync()
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.forward_only), self._weight_step():
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.graphs), self._weight_step():
                 for position, at in enumerate(self.plan.tasks(self.rank)):
                     self.position = position
                     handlers[at.op](at)
@@ -140,6 +142,8 @@ class PlanExecutor:
             return
         if self._checks_shapes and not (isinstance(output, torch.Tensor) and output.shape == self._sent_shape):
             self._check_shapes(at, output)
+        if self.forward_only and self.graphs:
+            output = _detached(output)  # the graph ends with the forward, not with the send
         self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
 
     def _check_shapes(self, at: Task, output: Activation) -> None:
@@ -213,7 +217,7 @@ class PlanExecutor:
                 handlers[at.op](at)
 
     def _recv_f(self, at: Task) -> None:
-        handle = self.communicator.post_recv(self.shapes.receive, at.peer, ACT, not self.forward_only)
+        handle = self.communicator.post_recv(self.shapes.receive, at.peer, ACT, self.graphs)
         self.handles[at.message] = handle
 
     def _wait_f(self, at: Task) -> None:
@@ -246,7 +250,7 @@ class PlanExecutor:
         if at.op == ins.SEND_B:
             return Send(self.input_grads[at.key], at.peer, GRAD)
         if at.op == ins.RECV_F:
-            return Receive(self.shapes.receive, at.peer, ACT, not self.forward_only)
+            return Receive(self.shapes.receive, at.peer, ACT, self.graphs)
         return Receive(self.shapes.send, at.peer, GRAD, False)
 
     def _free(self, at: Task) -> None:
@@ -281,11 +285,11 @@ class PlanExecutor:
 
     def _hand_f(self, at: Task) -> None:
         source = (at.stage - 1, at.mb)
-        output, training = self.outputs[source], not self.forward_only
+        output = self.outputs[source]
         if isinstance(output, (list, tuple)):
-            self.inputs[at.key] = [tensor.detach().requires_grad_(training) for tensor in output]
+            self.inputs[at.key] = [tensor.detach().requires_grad_(self.graphs) for tensor in output]
         else:
-            self.inputs[at.key] = output.detach().requires_grad_(training)
+            self.inputs[at.key] = output.detach().requires_grad_(self.graphs)
         self._drop_data(source)
 
     def _hand_b(self, at: Task) -> None:
@@ -331,6 +335,13 @@ class PlanExecutor:
 
 def _is_any_there(grad: Activation) -> bool:
     return any(g is not None for g in grad) if isinstance(grad, list) else grad is not None
+
+
+def _detached(output: Activation) -> Activation:
+    """The tensors of an output without their graph; what is no tensor is left for the send to refuse."""
+    if isinstance(output, (list, tuple)):
+        return [_detached(item) for item in output]
+    return output.detach() if isinstance(output, torch.Tensor) else output
 
 
 def _shown(shapes: list[list[int]]) -> str:

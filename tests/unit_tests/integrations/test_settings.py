@@ -16,7 +16,7 @@ import torch
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError
-from megatron_pp.integrations.settings import OTHER_VARIABLES, PREFIX, TABLE, InstallSettings, read_settings
+from megatron_pp.integrations.settings import OTHER_VARIABLES, PLUGIN, PREFIX, TABLE, InstallSettings, read_settings
 from megatron_pp.runtime.pairs import in_turn
 from tests.harness.pages import ROOT
 
@@ -44,6 +44,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "trace_steps": ("3,10-12", '"3,10-12"', "3,10-12"),
     "trace_first_step": ("101", "101", 101),
     "strict": ("1", "true", True),
+    "any_microbatch_count": ("yes", "true", True),
 }
 # Fields that the engine reads and that are the model's, or the training loop's.
 NOT_SETTINGS = {
@@ -78,7 +79,7 @@ def file(*lines: str) -> str:
 
 
 def given(settings: InstallSettings) -> dict[str, Any]:
-    return {**settings.overrides, "strict": settings.strict}
+    return {**settings.overrides, **{name: getattr(settings, name) for name in PLUGIN}}
 
 
 def refusal(*arguments: Any, **keywords: Any) -> str:
@@ -89,7 +90,7 @@ def refusal(*arguments: Any, **keywords: Any) -> str:
 
 
 def test_every_field_that_the_engine_reads_is_a_setting_or_known_to_be_none() -> None:
-    assert set(TABLE) - {"strict"} == set(StepSettings._fields) - NOT_SETTINGS
+    assert set(TABLE) - set(PLUGIN) == set(StepSettings._fields) - NOT_SETTINGS
     assert set(EXAMPLES) == {name for name, setting in TABLE.items() if not setting.only_keyword}
 
 
