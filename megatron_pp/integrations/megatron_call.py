@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from megatron_pp.config.microbatch_counts import explain_microbatch_count
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.freed_outputs import freed_output, take_freed_outputs
 from megatron_pp.integrations.megatron_release import Megatron
@@ -29,6 +32,7 @@ class MegatronSteps:
         self.schedules = megatron.schedules
         self.inputs = call.inputs
         self.config = call.config
+        self.config_of_backward = with_overrides(call.config, call.overrides)
         self.deallocates = call.settings.deallocate_pipeline_outputs
         self.options = options
         self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=call.communicator.device))
@@ -75,7 +79,7 @@ class MegatronSteps:
             input_tensor=input_tensor,
             output_tensor=output,
             output_tensor_grad=output_grad,
-            config=self.config,
+            config=self.config_of_backward,
             **self.more_for_backward,
         )
 
@@ -84,14 +88,29 @@ class MegatronSteps:
         return freed_output(output)
 
 
+def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
+    """The config; where fields of it have other values in ``overrides``, a copy with these."""
+    changed = {name: value for name, value in overrides.items() if getattr(config, name, value) != value}
+    if not changed:
+        return config
+    config = copy.copy(config)
+    vars(config).update(changed)
+    return config
+
+
 class MegatronCall(StepCall):
-    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, the others are those of StepCall."""
+    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``overrides`` settings of `install()`,
+    the others those of StepCall.
+    """
 
     followed_by = "the work after the step (data-parallel reduction, optimizer)"
     graph_in_evaluation = True
 
-    def __init__(self, megatron: Megatron, *, alone: bool, chunked: bool, **arguments: Any) -> None:
+    def __init__(
+        self, megatron: Megatron, overrides: Mapping[str, Any], *, alone: bool, chunked: bool, **arguments: Any
+    ) -> None:
         self.megatron = megatron
+        self.overrides = overrides
         keyword = megatron.row.groups_keyword
         groups = arguments.pop(keyword, None)
         if groups is None:
@@ -123,6 +142,9 @@ class MegatronCall(StepCall):
     def finalizes(self) -> bool:
         return not self.inputs.forward_only and self.settings.finalize_model_grads_func is not None
 
+    def read_settings(self) -> StepSettings:
+        return StepSettings.from_config(self.config, self.overrides)
+
     def begin(self) -> None:
         config, schedules = self.config, self.megatron.schedules
         take_freed_outputs(schedules)
@@ -141,7 +163,7 @@ class MegatronCall(StepCall):
             seq_length=inputs.seq_length,
             micro_batch_size=inputs.micro_batch_size,
             decoder_seq_length=None if inputs.chunked else inputs.decoder_seq_length,
-            config=self.config,
+            config=with_overrides(self.config, self.overrides),
             tp_group=groups.tp,
             cp_group=groups.cp,
         )

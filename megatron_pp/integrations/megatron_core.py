@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any
 
 from megatron_pp.errors import NotServedError, UnknownMegatronError
@@ -27,6 +28,7 @@ from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
 from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.integrations.settings import InstallSettings, read_settings
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
@@ -38,16 +40,15 @@ _HANDED_BACK: ContextVar[bool] = ContextVar("megatron_pp_handed_back", default=F
 
 @dataclass
 class Plugin:
-    """What the installed schedules share: the arguments of `install()`, and the reasons that have been logged."""
+    """What the installed schedules share: the settings of `install()`, and the reasons that have been logged."""
 
     megatron: Megatron
-    strict: bool
-    any_microbatch_count: bool
+    settings: InstallSettings
     logged: set[str] = field(default_factory=set)
 
     def log_once(self, reason: str) -> None:
         """Log once that Megatron's own schedule runs, and why. Raises NotServedError under `strict`."""
-        if self.strict:
+        if self.settings.strict:
             raise NotServedError(
                 f"megatron_pp does not serve {reason}; install() without strict=True lets Megatron run it"
             )
@@ -82,8 +83,8 @@ class Schedule:
         name = self.theirs.__name__
         alone = name == "forward_backward_no_pipelining"
         chunked = name == "forward_backward_pipelining_with_interleaving"
-        call = MegatronCall(plugin.megatron, alone=alone, chunked=chunked, **arguments)
-        if not plugin.any_microbatch_count:
+        call = MegatronCall(plugin.megatron, plugin.settings.overrides, alone=alone, chunked=chunked, **arguments)
+        if not plugin.settings.any_microbatch_count:
             call.refuse_slow_count()
         return call.run()
 
@@ -101,27 +102,36 @@ class Schedule:
         return f"<{self.__qualname__} of megatron_pp>"  # type: ignore[attr-defined]
 
 
-def install(strict: bool = False, any_microbatch_count: bool = False) -> None:
-    """Make Megatron-core's training loop use this engine, in this process. A second call only sets the arguments.
+def install(strict: bool | None = None, *, settings: str | PathLike[str] | None = None, **others: Any) -> None:
+    """Make Megatron-core's training loop use this engine, in this process. A second call only changes the settings.
 
-    strict                raise NotServedError where Megatron's own schedule would run
-    any_microbatch_count  run interleaved steps that Megatron refuses, as they are slower than they need be: fewer
-                          microbatches than ranks, or a last group that is smaller than their number
+    strict     raise NotServedError where Megatron's own schedule would run
+    settings   a TOML file with settings; by default the one that the environment variable MEGATRON_PP_SETTINGS names
+    others     settings, such as ``overlap_p2p_comm=True``; docs/megatron.md lists them. None: not given
 
-    Raises UnknownMegatronError where megatron-core is missing, too old, or has an unknown signature, and under `strict`
-    where its schedules read or call something that the engine does not know; nothing is changed then.
+    A keyword goes before the environment variable MEGATRON_PP_<NAME>, that before the file, that before the field of
+    Megatron's config, which is never written to.
+
+    Raises ConfigError for an unknown name or an impossible value, UnknownMegatronError where megatron-core is missing,
+    too old, or has an unknown signature, and under `strict` where its schedules read or call something that the engine
+    does not know; nothing is changed then.
     """
+    install_with(read_settings(settings, strict=strict, **others))
+
+
+def install_with(settings: InstallSettings) -> None:
+    """`install()` with settings that have been read."""
     current = _current()
     megatron = load_megatron() if current is None else current.megatron
     unknown = megatron.unknown_reads
-    if unknown is not None and strict:
+    if unknown is not None and settings.strict:
         raise UnknownMegatronError(f"{unknown}; install() without strict=True accepts that")
     if current is not None:
-        current.strict, current.any_microbatch_count = strict, any_microbatch_count
+        current.settings = settings
         return
     if unknown is not None:
         logger.warning(unknown)
-    plugin = Plugin(megatron, strict, any_microbatch_count)
+    plugin = Plugin(megatron, settings)
     theirs = [getattr(megatron.schedules, name) for name in ENTRIES]
     for function in theirs:
         _replace(function, Schedule(function, plugin))
@@ -140,18 +150,18 @@ def is_installed() -> bool:
 
 
 @contextmanager
-def installed(strict: bool = False, any_microbatch_count: bool = False) -> Iterator[None]:
+def installed(strict: bool | None = None, **others: Any) -> Iterator[None]:
     """`install()` for a `with` block; restores the state before it."""
     before = _current()
-    given = None if before is None else (before.strict, before.any_microbatch_count)
-    install(strict, any_microbatch_count)
+    settings_before = None if before is None else before.settings
+    install(strict, **others)
     try:
         yield
     finally:
-        if given is None:
+        if settings_before is None:
             uninstall()
         else:
-            install(*given)
+            install_with(settings_before)
 
 
 def _current() -> Plugin | None:

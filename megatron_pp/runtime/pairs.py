@@ -70,6 +70,10 @@ def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
     current.wait_stream(side)
 
 
+PAIR_FUNCTIONS: dict[str, OverlappedForwardBackward] = {"in_turn": in_turn, "on_two_streams": on_two_streams}
+"""By the name that a flag or a file has for them."""
+
+
 class _SideStreams(threading.local):
     """By device; a thread has its own, as it has a current stream of its own."""
 

@@ -40,8 +40,9 @@ class StepCall:
 
     ``arguments`` are those of ``get_forward_backward_func``; ``chunked``: lists of model chunks and data iterators;
     ``alone``: without a pipeline. Raises ScheduleInputError before any communication. A plug-in for another training
-    stack overrides ``tensor_shapes``, ``begin``, ``make_steps`` and ``finish``; with ``followed_by``, what its training
-    loop does with other ranks between steps, in words, that is watched for failures too.
+    stack overrides ``read_settings``, ``tensor_shapes``, ``begin``, ``make_steps`` and ``finish``; with
+    ``followed_by``, what its training loop does with other ranks between steps, in words, that is watched for failures
+    too.
     """
 
     followed_by = ""
@@ -51,7 +52,7 @@ class StepCall:
         self.alone = alone
         self.inputs = inputs = StepInputs(chunked, **arguments)
         self.config = inputs.config
-        self.settings = settings = StepSettings.from_config(self.config)
+        self.settings = settings = self.read_settings()
         self.number = self.step_number()
         self.tp_size, self.cp_size = group_sizes(inputs.pg_collection, settings)
         if inputs.adjust_tensor_shapes_fn is not None and (chunked or alone):
@@ -113,6 +114,10 @@ class StepCall:
             **describe_step(self.spec, self.messages.shapes, self.communicator.dtype),
             "tracing (trace_dir, trace_steps)": f"steps {traced}" if traced else "off",
         }
+
+    def read_settings(self) -> StepSettings:
+        """The config, as the engine takes it."""
+        return StepSettings.from_config(self.config)
 
     def tensor_shapes(self) -> list[Any]:
         """Shapes of the tensors between stages, one per tensor, before ``adjust_tensor_shapes_fn``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import os
 import pickle
 import sys
 import types
@@ -23,8 +24,9 @@ from megatron.core import parallel_state
 from megatron.core import pipeline_parallel as megatron_pipeline_parallel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.integrations import megatron_core, megatron_release, megatron_versions
+from megatron_pp.runtime import step
 from tests.megatron import lab as megatron_lab
 from tests.megatron.cases import Case
 
@@ -70,8 +72,8 @@ def context_manager_restores_what_was(case: Case) -> None:
     assert _named() == originals
     megatron_core.install(strict=True)
     with megatron_core.installed(strict=False):
-        assert not schedules.forward_backward_no_pipelining.plugin.strict
-    assert schedules.forward_backward_no_pipelining.plugin.strict, "the strictness from before must be back"
+        assert not schedules.forward_backward_no_pipelining.plugin.settings.strict
+    assert schedules.forward_backward_no_pipelining.plugin.settings.strict, "the strictness from before must be back"
     megatron_core.uninstall()
 
 
@@ -289,6 +291,82 @@ def outputs_that_a_hook_reads_keep_their_data(case: Case) -> list[float]:
     freed, kept = gradients
     assert all(torch.equal(freed[name], kept[name]) for name in kept)
     return [float(grad.abs().max()) for grad in kept.values()]
+
+
+OVERRIDES: tuple[dict[str, Any], ...] = (
+    {},
+    {"overlap_p2p_comm": True},
+    {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": False, "p2p_channels": "shared"},
+    {"overlap_p2p_comm": False, "batch_p2p_comm": False, "p2p_debug": True, "deallocate_pipeline_outputs": True},
+    {"overlap_p2p_comm": True, "pipeline_schedule": "eager_1f1b", "max_pending_sends": 4},
+    {"overlap_p2p_comm": True, "variable_seq_lengths": True, "overlapped_forward_backward": "in_turn"},
+)
+
+
+def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
+    """The policies of steps under `OVERRIDES`; gradients are those of Megatron's own schedule, to the last bit."""
+    run = megatron_lab.Run(case)
+    _call(run, forward_only=False)
+    theirs = _taken_gradients(run)
+    policies = []
+    for config in ({}, {"deallocate_pipeline_outputs": False}):
+        for overrides in OVERRIDES:
+            with (
+                _fields(run.config, config),
+                mock.patch.object(step, "build_plan", wraps=step.build_plan) as built,
+                megatron_core.installed(strict=True, **overrides),
+            ):
+                fields = dict(vars(run.config))
+                _call(run, forward_only=False)
+                assert vars(run.config) == fields, "the config was written to"
+            policies.append(built.call_args.args[0].policy)
+            ours = _taken_gradients(run)
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs), overrides
+    return policies
+
+
+def _taken_gradients(run: megatron_lab.Run) -> dict[str, torch.Tensor]:
+    """What the last step has left, which is then zero again."""
+    taken = {name: grad.clone() for name, grad in run.gradients().items()}
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
+    assert any(grad.abs().max() > 0 for grad in taken.values())
+    return taken
+
+
+def wrong_settings_install_nothing(case: Case) -> list[str]:
+    """A second call sets the settings anew; a wrong one raises, and leaves everything as it was."""
+    messages = [
+        _raises(ConfigError, "did you mean p2p_timeout?", lambda: megatron_core.install(p2p_timeouts=3)),
+        _raises(ConfigError, "p2p_timeout is 0", lambda: megatron_core.install(p2p_timeout=0)),
+    ]
+    assert not megatron_core.is_installed()
+    run = megatron_lab.Run(case)
+    with megatron_core.installed(pipeline_schedule="eager_1f1b"):
+        with contextlib.suppress(ConfigError):
+            megatron_core.install(pipeline_schedule="late_1f1b")
+        assert _schedule_of_a_step(run) == "eager_1f1b"
+        with megatron_core.installed(p2p_timeout=30):
+            assert _schedule_of_a_step(run) == "1f1b"
+        assert _schedule_of_a_step(run) == "eager_1f1b"
+        megatron_core.install()
+        assert _schedule_of_a_step(run) == "1f1b"
+        with mock.patch.dict(os.environ, {"MEGATRON_PP_PIPELINE_SCHEDULE": "gpipe"}):
+            megatron_core.install()
+        assert _schedule_of_a_step(run) == "gpipe"
+        messages.append(_raises(ScheduleInputError, "zb_v", lambda: _with_schedule(run, "zb_v")))
+    return messages
+
+
+def _with_schedule(run: megatron_lab.Run, schedule: str) -> None:
+    with megatron_core.installed(pipeline_schedule=schedule):
+        _call(run)
+
+
+def _schedule_of_a_step(run: megatron_lab.Run) -> str:
+    with mock.patch.object(step, "build_plan", wraps=step.build_plan) as built:
+        _call(run)
+    return str(built.call_args.args[0].schedule)
 
 
 def shapes_are_those_of_the_release(case: Case) -> list[float]:

@@ -34,6 +34,8 @@ JOBS = {
     "interleaved_shapes_ignore_the_decoders_length": PAIR,
     "evaluation_leaves_autograd_as_it_is": SINGLE,
     "evaluation_gives_graphs_back": dataclasses.replace(PAIR, policy="overlap"),
+    "settings_reach_the_engine_and_not_the_config": SINGLE,
+    "wrong_settings_install_nothing": SINGLE,
 }
 
 
@@ -88,6 +90,16 @@ def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[s
     for theirs, ours in outcomes["checkpointed_microbatches"].facts:
         assert theirs == ours
         assert len({tuple(more) for more in theirs}) == 2, "some microbatches in part, some in full"
+
+
+def test_settings_decide_how_transfers_go_out(outcomes: dict[str, Outcome]) -> None:
+    for policies in outcomes["settings_reach_the_engine_and_not_the_config"].facts:
+        assert policies == ["batched", "overlap", "overlap", "plain", "overlap", "overlap"] * 2
+
+
+def test_wrong_settings_are_errors_on_every_rank(outcomes: dict[str, Outcome]) -> None:
+    first, second = outcomes["wrong_settings_install_nothing"].facts
+    assert first == second
 
 
 def test_evaluation_has_gradients_where_the_caller_has_them(outcomes: dict[str, Outcome]) -> None:
