@@ -4,10 +4,9 @@ tests/megatron/runner.py: gradients equal those of the same layers as Megatron r
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ from unittest import mock
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers as megatron_layers
+from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
@@ -94,8 +94,8 @@ def tensor_parallel_layers(case: Case) -> dict[str, int]:
         with _fusion(fused):
             for frozen, split in itertools.product(flags, flags) if not fused else ((False, True),):
                 config = _config(case, sequence_parallel=sequence, gradient_accumulation_fusion=fused)
-                model = Pair(config, bias, skip, expert)
-                compared[f"{form} {frozen=} {split=}"] = _compare(model, sequence and not expert, fused, frozen, split)
+                pairs = [Pair(config, bias, skip, expert) for _ in range(2)]
+                compared[f"{form} {frozen=} {split=}"] = _compare(pairs, sequence and not expert, fused, frozen, split)
     return compared
 
 
@@ -104,15 +104,20 @@ def _config(case: Case, **fields: Any) -> TransformerConfig:
     return TransformerConfig(**wide, **fields)
 
 
-def _compare(model: Pair, sequence: bool, fused: bool, frozen: bool, split: bool) -> int:
-    if frozen:
-        model.up.weight.requires_grad_(False)
+def _same_weights(one: nn.Module, other: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter, its_copy in zip(one.parameters(), other.parameters(), strict=True):
+            its_copy.copy_(parameter.normal_(std=0.3))
+
+
+def _compare(pairs: list[Pair], sequence: bool, fused: bool, frozen: bool, split: bool) -> int:
+    model, expected = pairs
+    _same_weights(model, expected)
+    for each in pairs:
+        each.up.weight.requires_grad_(not frozen)
+        for parameter in (each.up.weight, each.down.weight) if fused else ():
+            parameter.main_grad = torch.zeros_like(parameter)
     flags = [(p.allreduce, getattr(p, "sequence_parallel", None)) for p in model.parameters()]  # type: ignore[attr-defined]
-    expected = copy.deepcopy(model)
-    for each in (model, expected):
-        for parameter in each.parameters():
-            if fused:
-                parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
     shape = (6 // (2 if sequence else 1), 2, WIDTH)
     for loss in _losses(expected, shape):
         loss.backward()
@@ -142,34 +147,43 @@ def _leaves(model: Pair) -> list[Any]:
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
-_RAN: list[str] = []
+class GroupedBackend:
+    """Stands for ``grouped_gemm.backend``; notes what its products are for."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def gmm(self, a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+        assert torch.count_nonzero(batch_sizes) != 0
+        assert a.is_contiguous()
+        sizes = batch_sizes.tolist()
+        self.ran.append("weight" if trans_a else "input" if trans_b else "output")
+        if trans_a:
+            return torch.stack([x.t() @ y for x, y in zip(a.split(sizes), b.split(sizes), strict=True)])
+        return torch.cat([x @ (b[e].t() if trans_b else b[e]) for e, x in enumerate(a.split(sizes))])
 
 
-class _GroupedGemm(torch.autograd.Function):
-    """grouped_gemm's autograd function, with its kernel in plain torch. ``_RAN`` notes its gradients."""
+BACKEND = GroupedBackend()
+
+
+class GroupedGemm(torch.autograd.Function):
+    """``grouped_gemm.ops``: its backward computes both gradients at once."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool) -> Tensor:
-        assert torch.count_nonzero(batch_sizes) != 0
         ctx.save_for_backward(a, b, batch_sizes)
         assert not trans_b
-        return torch.cat([part @ b[e] for e, part in enumerate(a.split(batch_sizes.tolist()))])
+        return BACKEND.gmm(a, b, batch_sizes, trans_a=False, trans_b=trans_b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        a, b, batch_sizes = ctx.saved_tensors
-        parts, input_grad, weight_grad = grads[0].split(batch_sizes.tolist()), None, None
-        if ctx.needs_input_grad[0]:
-            _RAN.append("input")
-            input_grad = torch.cat([part @ b[e].t() for e, part in enumerate(parts)])
-        if ctx.needs_input_grad[1]:
-            _RAN.append("weight")
-            weight_grad = torch.stack([x.t() @ g for x, g in zip(a.split(batch_sizes.tolist()), parts, strict=True)])
-        return input_grad, weight_grad, None, None
+        grad, (a, b, batch_sizes) = grads[0].contiguous(), ctx.saved_tensors
+        input_grad = BACKEND.gmm(grad, b, batch_sizes, trans_a=False, trans_b=True) if ctx.needs_input_grad[0] else None
+        return input_grad, BACKEND.gmm(a, grad, batch_sizes, trans_a=True, trans_b=False), None, None
 
 
 def _gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
-    return _GroupedGemm.apply(a, b, batch_sizes, trans_b)  # type: ignore[no-any-return]
+    return GroupedGemm.apply(a, b, batch_sizes, trans_b)  # type: ignore[no-any-return]
 
 
 def grouped_experts(case: Case) -> dict[str, list[str]]:
@@ -179,24 +193,31 @@ def grouped_experts(case: Case) -> dict[str, list[str]]:
     megatron_lab.set_up_parallel_state(case)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     ran: dict[str, list[str]] = {}
-    library = SimpleNamespace(ops=SimpleNamespace(gmm=_gmm), assert_grouped_gemm_is_available=lambda: None)
-    with mock.patch.object(experts, "gg", library):
+    library = SimpleNamespace(
+        ops=SimpleNamespace(gmm=_gmm, backend=BACKEND), assert_grouped_gemm_is_available=lambda: None
+    )
+    te = {  # names of Transformer Engine that Megatron's recomputation uses
+        "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
+        "activation_recompute_forward": lambda **_: nullcontext(),
+        "fp8_autocast": lambda **_: nullcontext(),
+    }
+    with mock.patch.object(experts, "gg", library), mock.patch.multiple(megatron_random, create=True, **te):
         for recompute in (False, True):
             selective = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]} if recompute else {}
             config = _config(
-                case, num_moe_experts=2, moe_router_topk=1, add_bias_linear=False, bf16=True,
+                case, num_moe_experts=2, moe_router_topk=2, add_bias_linear=False, bf16=True, moe_grouped_gemm=True,
                 params_dtype=torch.bfloat16, moe_ffn_hidden_size=4 * WIDTH, **selective,
             )  # fmt: skip
-            model = experts.GroupedMLP(2, config, pg_collection=groups)
-            expected = copy.deepcopy(model)
+            model, expected = (experts.GroupedMLP(2, config, pg_collection=groups) for _ in range(2))
+            _same_weights(model, expected)
             for loss in _expert_losses(expected):
                 loss.backward()
             store = split_weight_grad(model)
             assert (store.report.split, store.report.whole_layers) == (1, ())
-            _RAN.clear()
+            BACKEND.ran.clear()
             with store.step({0: MICROBATCHES - 1}):
                 _split_step(store, _expert_losses(model), split=True)
-            ran[f"{recompute=}"] = list(_RAN)
+            ran[f"{recompute=}"] = list(BACKEND.ran)
             for name, parameter in expected.named_parameters():
                 assert torch.equal(parameter.grad, model.get_parameter(name).grad), name  # type: ignore[arg-type]
                 assert float(parameter.grad.abs().max()) > 0, name  # type: ignore[union-attr]
