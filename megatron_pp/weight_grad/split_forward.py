@@ -129,8 +129,8 @@ def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args
         return cast(Tensor, state.original._forward_impl(layer, input, weight, *args, **kwargs))
     bias = kwargs.get("bias")
     trained = None if bias is None or not bias.requires_grad else parameter_behind(bias)
-    now = state.layer(parameter, trained, bool(kwargs.get("gradient_accumulation_fusion")))
-    why = _why_whole(input, kwargs)
+    now = state.layer(parameter, trained, state.fusion or bool(kwargs.get("gradient_accumulation_fusion")))
+    why = why_left_to_megatron(input, kwargs)
     if why:
         state.store.keep_whole(now, why)
         return cast(Tensor, state.original._forward_impl(layer, input, weight, **kwargs))
@@ -138,7 +138,7 @@ def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args
     return cast(Tensor, SplitTensorParallelLinear.apply(input, state.store.anchor, weight, bias, now, *call))
 
 
-def _why_whole(layer_input: Tensor, kwargs: dict[str, Any]) -> str:
+def why_left_to_megatron(layer_input: Tensor, kwargs: dict[str, Any]) -> str:
     """Why a call of Megatron's ``_forward_impl`` is left to Megatron; empty where it is split."""
     if kwargs.get("gtp_remat_size", 1) != 1:
         return "its weight is sharded (gtp_remat_size)"

@@ -91,11 +91,15 @@ def tensor_parallel_layers(case: Case) -> dict[str, int]:
         flags, ((False, False), (True, False), (True, True)), flags, flags
     ):
         form = f"{sequence=} {bias=} {skip=} {fused=} {expert=}"
-        with _fusion(fused):
-            for frozen, split in itertools.product(flags, flags) if not fused else ((False, True),):
-                config = _config(case, sequence_parallel=sequence, gradient_accumulation_fusion=fused)
-                pairs = [Pair(config, bias, skip, expert) for _ in range(2)]
-                compared[f"{form} {frozen=} {split=}"] = _compare(pairs, sequence and not expert, fused, frozen, split)
+        for one, split in itertools.product(flags, flags):
+            frozen, asked = one and not fused, one and fused  # fusion by the config, or by split_weight_grad's argument
+            with _fusion(fused):
+                pairs = [
+                    Pair(_config(case, sequence_parallel=sequence, gradient_accumulation_fusion=on), bias, skip, expert)
+                    for on in (fused and not asked, fused)
+                ]
+                number = _compare(pairs, sequence and not expert, fused, frozen, split)
+            compared[f"{form} {frozen=} {asked=} {split=}"] = number
     return compared
 
 
@@ -121,7 +125,7 @@ def _compare(pairs: list[Pair], sequence: bool, fused: bool, frozen: bool, split
     shape = (6 // (2 if sequence else 1), 2, WIDTH)
     for loss in _losses(expected, shape):
         loss.backward()
-    store = split_weight_grad(model)
+    store = split_weight_grad(model, gradient_accumulation_fusion=fused)
     assert store.report.whole_layers == ()
     with store.step({0: MICROBATCHES - 1}):
         losses = _losses(model, shape)

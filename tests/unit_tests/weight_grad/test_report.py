@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_pp.weight_grad import split_weight_grad
 from megatron_pp.weight_grad.report import weight_work
+from megatron_pp.weight_grad.split_forward import why_left_to_megatron
 
 
 class OwnForward(nn.Linear):
@@ -67,10 +68,25 @@ def test_a_reason_found_in_a_step_comes_with_the_share(caplog: pytest.LogCapture
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 12))
     store = split_weight_grad(model)
     with store.step({0: 0}):
-        loss = torch.vmap(model[0])(torch.ones(3, 2, 4)).sum()
+        x = torch.ones(2, 4, requires_grad=True)
+        (force,) = torch.autograd.grad(model[0](x).sum(), x, create_graph=True)
+        loss = force.square().sum()
         with store.backward(0, 0):
             loss.backward()
         store.run(0, 0)
     assert [record.getMessage().rpartition(" (")[2] for record in caplog.records] == [
         "Linear, 25.0% of the weight gradients' FLOPs)"
     ]
+
+
+def test_calls_that_only_megatron_can_run_are_left_to_it() -> None:
+    """``gtp_remat_size`` and ``output_dtype`` are arguments of Megatron's main branch."""
+    call = {"bias": torch.ones(2), "allreduce_dgrad": True, "sequence_parallel": False, "tp_group": object()}
+    call |= {"gradient_accumulation_fusion": True, "grad_output_buffer": None, "wgrad_deferral_limit": 0}
+    x = torch.ones(1)
+    assert why_left_to_megatron(x, call) == ""
+    assert why_left_to_megatron(x, {**call, "gtp_remat_size": 1, "output_dtype": None}) == ""
+    assert why_left_to_megatron(x, {**call, "gtp_remat_size": 2}) == "its weight is sharded (gtp_remat_size)"
+    assert why_left_to_megatron(x, {**call, "output_dtype": torch.float32}) == "it is called with output_dtype"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert why_left_to_megatron(x, call) == "it is called under autocast"
