@@ -23,7 +23,7 @@ from megatron_pp.tracing.run import load_run
 from tests.megatron.cases import Case, Model
 
 HELP = "the bubble of 1F1B and zero bubble on Megatron's GPTModel under install(), measured beside the simulator's"
-QUICK = {"steps": 2}
+QUICK = {"rounds": 2}
 SCHEDULES = {"1f1b": None, "zb_h1": None, "interleaved_1f1b": 2, "interleaved_zb": 2}  # with their V
 
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backward-ms", type=float, default=90.0, help="of its input gradients")
     parser.add_argument("--weight-ms", type=float, default=70.0, help="of its weight gradients")
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
-    parser.add_argument("--steps", type=int, default=4, help="recorded; the one of median length is shown")
+    parser.add_argument("--rounds", type=int, default=4, help="recorded steps; the one of median length is shown")
     parser.add_argument("--timeout", type=float, default=280.0)
 
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> Report:
     cases = [
         Case(
             Model(layers=layers), pp=args.pp, vp=SCHEDULES[name], microbatches=args.microbatches, policy="overlap",
-            schedule=name, steps=args.steps + 1,
+            schedule=name, steps=args.rounds + 1,
         )
         for name in args.schedules
     ]  # fmt: skip
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> Report:
         rows = [_row(case, lengths, Path(folder) / str(case.schedule)) for case in cases]
     settings = {
         "P": args.pp, "microbatches": args.microbatches, "layers": layers, "forward ms": args.forward_ms,
-        "backward ms": args.backward_ms, "weight ms": args.weight_ms, "steps": args.steps,
+        "backward ms": args.backward_ms, "weight ms": args.weight_ms, "rounds": args.rounds,
     }  # fmt: skip
     return Report(
         "megatron_bubble",

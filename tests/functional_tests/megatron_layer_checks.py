@@ -238,3 +238,10 @@ def _expert_losses(model: nn.Module) -> list[Tensor]:
         output, _ = model(tokens, torch.tensor(sizes), probabilities)
         losses.append(output.float().square().sum() + 0.0 * tokens.float().sum())
     return losses
+
+
+def whole_layers(case: Case) -> list[tuple[str, str, float]]:
+    """The layers of the case's GPTModel that are not split: name, class, share."""
+    megatron_lab.set_up_parallel_state(case)
+    store = split_weight_grad(megatron_lab.build_chunks(case, megatron_lab.make_config(case)))
+    return [(layer.name, layer.kind, layer.share) for layer in store.report.whole_layers]

@@ -120,3 +120,14 @@ def test_grouped_experts() -> None:
     assert outcome.status == "ok", outcome.message
     ran = ["output"] * 4 + ["input"] * 4 + ["weight"] * 4
     assert outcome.facts[0] == dict.fromkeys(("recompute=False", "recompute=True"), ran)
+
+
+def test_of_a_gpt_only_routers_stay_whole() -> None:
+    jobs = [Job(Case(model), check=f"{CHECKS}:whole_layers") for model in (Model(), Model(layers=2, experts=4))]
+    dense, experts = run_jobs(jobs, deadline=120)
+    assert (dense.status, experts.status) == ("ok", "ok"), (dense.message, experts.message)
+    assert dense.facts[0] == []
+    # Elements for a token: the router, attention, two of four experts; the head.
+    layer = 16 * 4 + 16 * (48 + 16) + 2 * (2 * 16 * 64)
+    share = 16 * 4 / (2 * layer + 16 * 48)
+    assert experts.facts[0] == [[f"decoder.layers.{n}.mlp.router", "TopKRouter", share] for n in range(2)]
