@@ -65,9 +65,10 @@ def _fusion(on: bool) -> Iterator[None]:
         yield
 
 
-def _losses(model: nn.Module, shape: tuple[int, ...]) -> list[Tensor]:
+def _losses(model: nn.Module, shape: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """The loss of each microbatch, and its input."""
     inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(mb)) for mb in range(MICROBATCHES)]
-    return [model(x.requires_grad_()).square().sum() for x in inputs]
+    return [model(x.requires_grad_()).square().sum() for x in inputs], inputs
 
 
 def _split_step(store: WeightGradStore, losses: list[Tensor], split: bool) -> None:
@@ -123,15 +124,17 @@ def _compare(pairs: list[Pair], sequence: bool, fused: bool, frozen: bool, split
             parameter.main_grad = torch.zeros_like(parameter)
     flags = [(p.allreduce, getattr(p, "sequence_parallel", None)) for p in model.parameters()]  # type: ignore[attr-defined]
     shape = (6 // (2 if sequence else 1), 2, WIDTH)
-    for loss in _losses(expected, shape):
+    losses, wanted_inputs = _losses(expected, shape)
+    for loss in losses:
         loss.backward()
     store = split_weight_grad(model, gradient_accumulation_fusion=fused)
     assert store.report.whole_layers == ()
     with store.step({0: MICROBATCHES - 1}):
-        losses = _losses(model, shape)
+        losses, inputs = _losses(model, shape)
         assert [(p.allreduce, getattr(p, "sequence_parallel", None)) for p in (*_leaves(model),)] == flags
         _split_step(store, losses, split)
         assert not store._logged, store._logged
+    assert all(torch.equal(one.grad, x.grad) for one, x in zip(wanted_inputs, inputs, strict=True))  # type: ignore[arg-type]
     wanted, got = _gradients(expected, fused), _gradients(model, fused)
     for name, grad in wanted.items():
         if grad is None:
