@@ -51,7 +51,7 @@ EXAMPLES = """examples:
   megatron-pp simulate -s zb_v -P 8 -M 32 --forward-ms 10 --backward-ms 10 --weight-ms 10 \\
       --bandwidth 25 --layers 32 --hidden-size 4096 --seq-length 4096 --vocab-size 32000 --tensor-parallel 8
   megatron-pp simulate -s interleaved_1f1b -P 4 -V 2 -M 16 --p2p-ms 0.1 --device one_queue
-  megatron-pp simulate --compare all -P 8 -V 1,2 -M 16,32 --forward-ms 10 --backward-ms 20 \\
+  megatron-pp simulate --compare all -P 4 -V 1,2 -M 8,16 --forward-ms 10 --backward-ms 20 \\
       --layers 32 --hidden-size 4096 --seq-length 4096 --memory-limit 40
   megatron-pp simulate -s zb_h2 -P 8 -M 32 --optimizer-bypass
   megatron-pp simulate -s mine.csv --p2p-ms 0.1                       (P, V and M are the file's)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from examples.gpt import distributed, libraries, metrics
+from examples.gpt import program as training
 from examples.gpt.errors import ArgumentError
-from examples.gpt.program import train
 from examples.gpt.settings import parse
 from megatron_pp.comm import abort
 from megatron_pp.comm.transport import P2PRequest, Preparation, ProcessGroupTransport, SoloTransport
@@ -185,10 +185,11 @@ def the_trainer_s_parts(folder: Path) -> None:
 def the_training_program(folder: Path) -> None:
     """A run that is continued, on one rank, in this thread: the program's signal handlers are the main thread's."""
     flags = [*SMALL_MODEL, "--device", "cuda", "--num-microbatches", "2", "--warmup-steps", "1"]
+    flags += ["--max-data-bytes", "100000"]
     network = StreamNetwork(1, seed=None)
-    with virtual_machine(), network.running(0):
-        train([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2"])
-        trainer = train([*flags, "--resume", str(folder / "run"), "--train-steps", "3"])
+    with virtual_machine((training, "plot_metrics", lambda *_: None)), network.running(0):
+        training.train([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2"])
+        trainer = training.train([*flags, "--resume", str(folder / "run"), "--train-steps", "3"])
     assert trainer.steps_done == 3
     assert not network.devices[0].races, list(network.devices[0].races.values())
 
