@@ -11,7 +11,9 @@ from rich.console import Console
 
 from megatron_pp import draw
 from megatron_pp.cli.cost_options import (
+    COSTS,
     MILLISECONDS,
+    MODEL,
     add_cost_options,
     add_model_options,
     cost_profile,
@@ -19,9 +21,10 @@ from megatron_pp.cli.cost_options import (
     model_shape,
     network,
 )
-from megatron_pp.cli.draw_options import refuse_unused
 from megatron_pp.cli.errors import OK, UsageError
+from megatron_pp.cli.given import refuse
 from megatron_pp.cli.plan_options import (
+    PLAN_OPTIONS,
     add_plan_options,
     listed_specs,
     named_plan,
@@ -32,7 +35,7 @@ from megatron_pp.cli.plan_options import (
 )
 from megatron_pp.cli.simulate import costs_of
 from megatron_pp.cli.terminal import print_line, print_table, write_output
-from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
+from megatron_pp.cli.trace_options import RUN, add_from_trace_option, traced_findings
 from megatron_pp.draw.chrome import render_chrome_trace
 from megatron_pp.draw.facts import costs_line
 from megatron_pp.draw.grid import render_grid
@@ -70,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     style = args.style or _style_of(args.output)
-    refuse_unused(args, style)
+    _refuse_unused(args, style)
     if args.width is not None and args.width < _LEAST_WIDTH[style]:
         raise UsageError(f"--width is {args.width}; {style} needs at least {_LEAST_WIDTH[style]}")
     if args.output is None and style not in ("text", "grid"):
@@ -87,6 +90,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
     else:
         write_output(console, args.output, rendered(_timelines(args), style, args.width, args.dark))
     return OK
+
+
+def _refuse_unused(args: argparse.Namespace, style: str) -> None:
+    """Raises UsageError for an option that would change nothing."""
+    if style == "grid":
+        refuse(args, ("from_trace", *RUN), "is for drawings in time, not for --style grid")
+    if args.from_trace is not None:
+        refuse(args, (*PLAN_OPTIONS, *COSTS, *MODEL), "does not go with --from-trace, which draws what happened")
+    if style not in ("svg", "png"):
+        refuse(args, ["dark"], f"is for svg and png, not {style}")
+    if style in ("html", "chrome"):
+        refuse(args, ["width"], f"is not for {style}, which is as wide as its reader")
 
 
 def _style_of(output: str | None) -> str:

@@ -22,6 +22,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,11 +108,11 @@ def observers(*candidates: Observer | None) -> Observer | None:
     return _Nested(found) if len(found) > 1 else next(iter(found), None)
 
 
+@dataclass
 class _Nested:
     """Observers, the later ones within the earlier ones."""
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self.observers = observers
+    observers: Sequence[Observer]
 
     def begin(self, at: Instruction) -> None:
         for one in self.observers:
@@ -204,26 +205,26 @@ class Tracer:
 
 
 def message_bytes(shapes: Any, dtype: torch.dtype | None) -> float:
-    """Bytes of a message of ``shapes`` (one, or a list or dict of them) in ``dtype``; 0 if they are not known."""
+    """Bytes of a message of ``shapes`` (one, or a list of them) in ``dtype``; 0 if they are not known."""
     if shapes is None or dtype is None:
         return 0.0
-    if isinstance(shapes, dict):
-        return sum(message_bytes(shape, dtype) for shape in shapes.values())
     if all(isinstance(n, int) for n in shapes):
         return float(math.prod(shapes)) * dtype.itemsize
     return sum(message_bytes(shape, dtype) for shape in shapes)
 
 
+@dataclass(eq=False)
 class Recording:
     """One step that is being recorded, by the monotonic clock. ``start`` is called right before its first instruction,
     with all ranks' channels prepared (collective over the pipeline), ``finish`` after the last one."""
 
-    def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
-        self.tracer = tracer
-        self.plan = plan
-        self.step = step
-        self.size = size
-        self.clock = tracer.clock
+    tracer: Tracer
+    plan: Plan
+    step: int
+    size: float
+
+    def __post_init__(self) -> None:
+        self.clock = self.tracer.clock
         self.number = 0  # of the plan, in the file
         self.begun: list[Any] = []
         self.ended: list[Any] = []
@@ -246,8 +247,8 @@ class Recording:
 class _CudaRecording(Recording):
     """CUDA events on the current stream, read after the step."""
 
-    def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
-        super().__init__(tracer, plan, step, size)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.origin = torch.cuda.Event(enable_timing=True)
         self.base = 0  # the host's time at ``origin``
 

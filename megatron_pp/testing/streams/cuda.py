@@ -10,7 +10,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -130,13 +130,8 @@ def set_stream(stream: Stream | None) -> None:
         _here().nodes.set(stream.lane)
 
 
-@contextmanager
-def _on_stream(chosen: Stream | None) -> Iterator[None]:
-    if chosen is None:
-        yield
-        return
-    with chosen:
-        yield
+def _on_stream(chosen: Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if chosen is None else chosen
 
 
 def _sleep(cycles: int) -> None:
@@ -175,11 +170,6 @@ def _range(message: str, *args: Any, **kwargs: Any) -> Iterator[None]:
         _range_pop()
 
 
-@contextmanager
-def _on_device(device: Any = None) -> Iterator[None]:
-    yield
-
-
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -210,7 +200,7 @@ _REPLACED: dict[str, Any] = {
     "get_device_name": _constant("virtual device"),
     "get_device_capability": _constant((9, 0)),
     "is_current_stream_capturing": _constant(False),
-    "device": _on_device,
+    "device": _constant(nullcontext()),
     "Stream": Stream,
     "Event": Event,
     "stream": _on_stream,
@@ -224,23 +214,13 @@ _REPLACED: dict[str, Any] = {
 _REPLACED_NVTX = {"range_push": _range_push, "range_pop": _range_pop, "range": _range, "mark": _nothing}
 
 
-_MISSING = object()
-
-
 @contextmanager
 def replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
     """(place, name, what it is called meanwhile) each; put back as it was."""
-    before = [vars(place).get(name, _MISSING) for place, name, _ in places]
-    try:
+    with ExitStack() as meanwhile:
         for place, name, new in places:
-            setattr(place, name, new)
+            meanwhile.enter_context(patch.object(place, name, new, create=True))
         yield
-    finally:
-        for (place, name, _), original in zip(places, before, strict=True):
-            if original is _MISSING:
-                delattr(place, name)
-            else:
-                setattr(place, name, original)
 
 
 @contextmanager
