@@ -25,6 +25,15 @@ def _in_the_given_group(*_: Any) -> Iterator[None]:
     parallel_state.destroy_model_parallel()
 
 
+def train_here(flags: Sequence[str]) -> Any:
+    """One run of the training program in this process. Returns its ``Trainer``."""
+    from examples.gpt import program
+    from examples.gpt.interrupt import StopRequest
+
+    with StopRequest() as stop:
+        return program.train(flags, stop)
+
+
 def _rank_main(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]) -> str:
     from examples.gpt import program
 
@@ -33,7 +42,7 @@ def _rank_main(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]
     program.joined = _in_the_given_group  # type: ignore[assignment]
     with redirect_stdout(StringIO()) as output:
         for flags in runs:
-            program.train(flags)
+            train_here(flags)
     return output.getvalue()
 
 

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -150,7 +151,7 @@ def _synchronize(device: Any = None) -> None:
 def _range_push(message: str) -> int:
     here = current_device()
     if here is not None:
-        here.ranges.append(str(message))
+        here.ranges.append(message)
     return 0
 
 
@@ -159,15 +160,6 @@ def _range_pop() -> int:
     if here is not None and here.ranges:
         here.ranges.pop()
     return 0
-
-
-@contextmanager
-def _range(message: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-    _range_push(message)
-    try:
-        yield
-    finally:
-        _range_pop()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -192,10 +184,10 @@ def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
 
 
 _REPLACED: dict[str, Any] = {
-    **{name: _constant(True) for name in ("is_available", "is_initialized")},
+    **dict.fromkeys(("is_available", "is_initialized"), _constant(True)),
     **dict.fromkeys(("set_device", "_lazy_init", "init", "empty_cache", "reset_peak_memory_stats"), _nothing),
-    **{name: _constant(0) for name in ("current_device", "memory_allocated", "max_memory_allocated")},
-    **{name: _constant(0) for name in ("memory_reserved", "max_memory_reserved")},
+    **dict.fromkeys(("current_device", "memory_allocated", "max_memory_allocated"), _constant(0)),
+    **dict.fromkeys(("memory_reserved", "max_memory_reserved"), _constant(0)),
     "device_count": _constant(1),
     "get_device_name": _constant("virtual device"),
     "get_device_capability": _constant((9, 0)),
@@ -211,7 +203,7 @@ _REPLACED: dict[str, Any] = {
     "_sleep": _sleep,
     "default_generators": (torch.default_generator,),
 }
-_REPLACED_NVTX = {"range_push": _range_push, "range_pop": _range_pop, "range": _range, "mark": _nothing}
+_REPLACED_NVTX = SimpleNamespace(rangePushA=_range_push, rangePop=_range_pop, markA=_nothing)
 
 
 @contextmanager
@@ -228,7 +220,7 @@ def virtual_cuda() -> Iterator[None]:
     """``torch.cuda`` is virtual. The engine names its instructions by NVTX ranges (MEGATRON_PP_NVTX), which reports
     quote. One at a time in a process."""
     places: list[tuple[Any, str, Any]] = [(torch.cuda, name, new) for name, new in _REPLACED.items()]
-    places += [(torch.cuda.nvtx, name, new) for name, new in _REPLACED_NVTX.items()]
+    places += [(torch.cuda.nvtx, "_nvtx", _REPLACED_NVTX)]
     places += [(torch, "set_default_device", _nothing)]  # all new tensors lie on the device as it is
     places += [(torch.cuda.nccl, "version", _constant((0, 0, 0)))]
     places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -122,13 +121,9 @@ class StreamNetwork(WindowNetwork):
             lane = self._lanes[queue]
             work = StreamWork(self, device, queue, ends, lane)
             for end in ends:
-                end.work = work
                 self._record(end, device, lane)
             self._unfinished.append(work)
-            waiting = self._queues.setdefault(queue, deque())
-            waiting.append(work)
-            if len(waiting) == 1:
-                self._activate(work)
+            self.enqueue(work)
             self.progress()
         if self._turns is not None and self.rng.random() < 0.5:
             self._turns.give_way(rank)
