@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -32,41 +33,32 @@ from megatron_pp.weight_grad.store import WeightGradStore
 Handler = Callable[[Task], None]
 
 
+@dataclass(eq=False)
 class PlanExecutor:
     """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        communicator: P2PCore,
-        steps: Steps,
-        hooks: SyncHooks,
-        shapes: Shapes,
-        *,
-        deallocate: bool = True,
-        max_pending_sends: int = 2,
-        weights: WeightGradStore | None = None,
-        pair_runner: PairRunner | None = None,
-        graph_in_evaluation: bool = False,
-        observer: Any = None,
-    ) -> None:
-        self.plan = plan
+    plan: Plan
+    communicator: P2PCore
+    steps: Steps
+    hooks: SyncHooks
+    shapes: Shapes
+    _: KW_ONLY
+    deallocate: bool = True
+    max_pending_sends: int = 2
+    weights: WeightGradStore | None = None
+    pair_runner: PairRunner | None = None
+    graph_in_evaluation: bool = False
+    observer: Any = None
+
+    def __post_init__(self) -> None:
+        plan, communicator, sent = self.plan, self.communicator, self.shapes.send
         self.rank = communicator.rank
         self.program = plan.programs[self.rank]
-        self.communicator = communicator
-        self.steps = steps
-        self.hooks = hooks
-        self.shapes = shapes
-        alone = communicator.size == 1
-        self._checks_shapes = not alone and not communicator.shapes_vary and shapes.send not in (None, [])
+        self._checks_shapes = communicator.size > 1 and not communicator.shapes_vary and sent not in (None, [])
         # Compared with each output; None where several tensors are sent.
-        self._sent_shape = tuple(shapes.send) if self._checks_shapes and is_single_shape(shapes.send) else None
-        self.deallocate = deallocate
-        self.weights = weights
-        self.pair_runner = pair_runner
-        self.observer = observer
+        self._sent_shape = tuple(sent) if self._checks_shapes and is_single_shape(sent) else None
         self.forward_only = plan.spec.forward_only
-        self.graphs = graph_in_evaluation or not self.forward_only  # whether stages may build autograd graphs
+        self.graphs = self.graph_in_evaluation or not self.forward_only  # whether stages may build autograd graphs
         self.position = 0
         self.placement = plan.placement
         self.last_stage = plan.placement.num_stages - 1
@@ -76,7 +68,7 @@ class PlanExecutor:
         self.input_grads: dict[Key, Activation] = {}
         self.handles: dict[MessageKey, WaitHandle] = {}  # of what is posted and not waited for
         self.deferred: deque[tuple[WaitHandle, Task]] = deque()
-        self.max_deferred = max_pending_sends if communicator.transport.pollable else 0
+        self.max_deferred = self.max_pending_sends if communicator.transport.pollable else 0
         self._finished_in_place = ins.FREE_B if STATIC_BUFFERS in plan.spec.device else None
         self._sync_open = False
 

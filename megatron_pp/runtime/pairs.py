@@ -90,12 +90,12 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _SIDE_STREAMS.of[device]
 
 
+@dataclass(eq=False)
 class PairRunner:
     """Runs pairs by the user's function; ``models`` are the chunks of one rank."""
 
-    def __init__(self, function: OverlappedForwardBackward, models: Sequence[Any]) -> None:
-        self.function = function
-        self.models = models
+    function: OverlappedForwardBackward
+    models: Sequence[Any]
 
     def run(self, pair: Task, handlers: Mapping[str, Callable[[Task], None]]) -> None:
         """Raises ScheduleInputError where the function left one of the halves out."""
