@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     if given[:1] == [run.NAME]:
         return _run_script(given[1:])
-    args = parse({name: _command(name) for name in _COMMANDS}, {run.NAME: run.SUMMARY}, given)
+    args = parse({name: _command(name) for name in _COMMANDS}, given, {run.NAME: run.SUMMARY})
     try:
         from megatron_pp.cli.console import Terminal
 

@@ -31,7 +31,9 @@ class Parser(argparse.ArgumentParser):
         return {action.dest: max(action.option_strings, key=len) for action in self._actions if action.option_strings}
 
 
-def parse(commands: Mapping[str, Any], listed: Mapping[str, str], argv: Sequence[str]) -> argparse.Namespace:
+def parse(
+    commands: Mapping[str, Any], argv: Sequence[str] | None, listed: Mapping[str, str] | None = None
+) -> argparse.Namespace:
     """The arguments, for ``commands``: name -> module with SUMMARY, EXAMPLES, add_arguments and run. ``listed``: name
     -> summary of those that read their arguments themselves. Exits where they are not understood.
     """
@@ -39,7 +41,7 @@ def parse(commands: Mapping[str, Any], listed: Mapping[str, str], argv: Sequence
     parser.add_argument("--version", action="version", version=f"megatron-pp {__version__}")
     chosen = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers = {name: _add_command(chosen, name, module) for name, module in commands.items()}
-    for name, summary in listed.items():
+    for name, summary in (listed or {}).items():
         chosen.add_parser(name, help=summary)
     args, rest = parser.parse_known_args(argv)
     if rest:

@@ -299,6 +299,7 @@ OVERRIDES: tuple[dict[str, Any], ...] = (
     {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": False, "p2p_channels": "shared"},
     {"overlap_p2p_comm": False, "batch_p2p_comm": False, "p2p_debug": True, "deallocate_pipeline_outputs": True},
     {"overlap_p2p_comm": True, "pipeline_schedule": "eager_1f1b", "max_pending_sends": 4},
+    {"overlap_p2p_comm": True, "variable_seq_lengths": False},
     {"overlap_p2p_comm": True, "variable_seq_lengths": True, "overlapped_forward_backward": "in_turn"},
 )
 
@@ -309,7 +310,7 @@ def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
     _call(run, forward_only=False)
     theirs = _taken_gradients(run)
     policies = []
-    for config in ({}, {"deallocate_pipeline_outputs": False}):
+    for config in ({}, {"deallocate_pipeline_outputs": False, "variable_seq_lengths": True}):
         for overrides in OVERRIDES:
             with (
                 _fields(run.config, config),
