@@ -194,9 +194,13 @@ def _gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Te
 
 
 def grouped_experts(case: Case) -> dict[str, list[str]]:
-    """Megatron's GroupedMLP, split and whole, with and without recomputation; the halves of backward that ran."""
+    """Megatron's GroupedMLP, split and whole, with and without recomputation; the products that ran. Nothing where the
+    release has no GroupedMLP.
+    """
     from megatron.core.transformer.moe import experts
 
+    if not hasattr(experts, "GroupedMLP"):
+        return {}
     megatron_lab.set_up_parallel_state(case)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     ran: dict[str, list[str]] = {}

@@ -118,6 +118,8 @@ def test_grouped_experts() -> None:
     """Each product runs once: those of the outputs, of the input gradients in B, of the weight gradients in W."""
     (outcome,) = run_jobs([Job(Case(), check=f"{CHECKS}:grouped_experts")], deadline=120)
     assert outcome.status == "ok", outcome.message
+    if not outcome.facts[0]:
+        pytest.skip("this release of Megatron-core has no GroupedMLP")
     ran = ["output"] * 4 + ["input"] * 4 + ["weight"] * 4
     assert outcome.facts[0] == dict.fromkeys(("recompute=False", "recompute=True"), ran)
 
