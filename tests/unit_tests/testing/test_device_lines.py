@@ -27,7 +27,7 @@ def test_every_line_of_the_device_runs(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
     log = LineLog(project_files())
-    for ran in run_processes(lines_that_run, len(PROGRAMS), (tmp_path, PROGRAMS), backend=None, timeout=300.0):
+    for ran in run_processes(lines_that_run, len(PROGRAMS), (tmp_path, PROGRAMS), backend=None, timeout=600.0):
         for path, lines in ran.items():
             log.ran[path] |= lines
 
