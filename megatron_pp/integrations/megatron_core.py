@@ -21,6 +21,7 @@ from typing import Any
 from megatron_pp.errors import NotServedError, UnknownMegatronError
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron, reason_not_served
+from megatron_pp.integrations.v_placement import install_v, uninstall_v
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
@@ -86,6 +87,7 @@ def install(strict: bool = False) -> None:
     megatron = load_megatron()
     original = megatron.schedules.get_forward_backward_func
     _replace(original, ScheduleSelector(original, megatron, strict))
+    install_v(_replace)
 
 
 def uninstall() -> None:
@@ -93,6 +95,7 @@ def uninstall() -> None:
     current = _current()
     if current is not None:
         _replace(current, current.original)
+        uninstall_v(_replace)
 
 
 def is_installed() -> bool:

@@ -253,7 +253,7 @@ class Run:
             optimizer="adam",
             lr=1e-2,
             weight_decay=0.01,
-            clip_grad=1.0,
+            clip_grad=self.case.clip_grad,
             use_distributed_optimizer=self.case.optimizer == "distributed",
             overlap_param_gather=self.case.overlap_param_gather,
         )
@@ -322,7 +322,10 @@ class Run:
         for chunk in self.chunks:
             for name, parameter in global_names(chunk, self.case.model.tied):
                 grad = parameter.main_grad
-                result[name] = result[name] + grad if name in result else grad
+                if name in result and self.case.split_tied:
+                    grad = result[name] + grad
+                assert name not in result or self.case.split_tied or torch.equal(result[name], grad), name
+                result[name] = grad
         return result
 
     def parameters(self) -> Tensors:
@@ -369,9 +372,20 @@ def run_job(job: Job) -> dict[str, Any]:
         "grad_size": max(float(grad.abs().max()) for grad in snapshot["grads"].values()),
     }
     if job.reference is not None:
-        reference = torch.load(job.reference.format(rank=rank), weights_only=True)
-        report.update(compare(snapshot, reference, case))
+        report.update(compare(snapshot, read_reference(job, rank), case))
     return report
+
+
+def read_reference(job: Job, rank: int) -> dict[str, Any]:
+    """What this rank is compared with: its own file, or those of all ranks of its pipeline together."""
+    assert job.reference is not None
+    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    paths = [job.reference.format(rank=other) for other in (ranks if job.other_cut else [rank])]
+    parts = [torch.load(path, weights_only=True) for path in paths]
+    return {
+        "losses": next((part["losses"] for part in parts if part["losses"]), []),
+        **{kind: {n: t for part in parts for n, t in part[kind].items()} for kind in ("grads", "params")},
+    }
 
 
 def compare(snapshot: dict[str, Any], reference: dict[str, Any], case: Case) -> dict[str, Any]:
