@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
 import tempfile
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import transformer_block, transformer_layer
@@ -143,16 +147,25 @@ def wrong_placements_are_errors(case: Case) -> list[str]:
 
 
 def _save(run: lab.Run, folder: str) -> None:
-    dist_checkpointing.save(_state(run), folder)
+    """Megatron writes from child processes, which the daemons that ranks are here may not have, and logs their memory
+    with psutil.
+    """
+    if dist.get_rank() == 0:
+        os.makedirs(folder)
+    dist.barrier()
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    memory = mock.patch.object(filesystem_async, "_process_memory", return_value=0, create=True)
+    with mock.patch.dict(config, daemon=False), memory:
+        dist_checkpointing.save(_state(run), folder)
 
 
-def _state(run: lab.Run) -> dict[str, Any]:
+def _state(run: lab.Run, is_loading: bool = False) -> dict[str, Any]:
     models = {f"model{n}": chunk.module.sharded_state_dict() for n, chunk in enumerate(run.chunks)}
-    return models | {"optimizer": run.optimizer.sharded_state_dict(models)}
+    return models | {"optimizer": run.optimizer.sharded_state_dict(models, is_loading=is_loading)}
 
 
 def _load(run: lab.Run, folder: str) -> None:
-    state = dist_checkpointing.load(_state(run), folder)
+    state = dist_checkpointing.load(_state(run, is_loading=True), folder)
     for number, chunk in enumerate(run.chunks):
         chunk.module.load_state_dict(state[f"model{number}"])
     run.optimizer.load_state_dict(state["optimizer"])
@@ -174,8 +187,7 @@ def checkpoints_go_from_a_loop_to_a_v_and_back(case: Case) -> dict[str, Any]:
         with megatron_core.installed():
             alone = lab.Run(loop)
             alone.step(0)
-            saved = _prepare(folders[0][0])
-            _save(alone, saved)
+            _save(alone, folders[0][0])
             for step in (1, 2):
                 alone.step(step)
         with megatron_core.installed():
@@ -183,7 +195,7 @@ def checkpoints_go_from_a_loop_to_a_v_and_back(case: Case) -> dict[str, Any]:
             _forget(run)
             _load(run, folders[0][0])
             run.step(1)
-            _save(run, _prepare(folders[0][1]))
+            _save(run, folders[0][1])
         with megatron_core.installed():
             back = lab.Run(loop)
             _forget(back)
@@ -193,15 +205,6 @@ def checkpoints_go_from_a_loop_to_a_v_and_back(case: Case) -> dict[str, Any]:
     losses = {name: [float(loss) for loss in r.losses] for name, r in (("alone", alone), ("v", run), ("back", back))}
     after, expected = back.parameters(), alone.parameters()
     return {"losses": losses, "equal": all(torch.equal(after[name], expected[name]) for name in expected)}
-
-
-def _prepare(folder: str) -> str:
-    import os
-
-    if dist.get_rank() == 0:
-        os.makedirs(folder, exist_ok=True)
-    dist.barrier()
-    return folder
 
 
 def models_of_other_kinds_may_ask_for_their_place(case: Case) -> None:
