@@ -51,7 +51,6 @@ VARIED = {
     "embedding and loss counted as layers": dataclasses.replace(V, model=Model(layers=6, extra_config=COUNTED)),
     "per-token loss": dataclasses.replace(V, model=dataclasses.replace(SMALL_TIED, per_token_loss=True)),
     "mixture of experts": dataclasses.replace(V, model=Model(layers=4, experts=4)),
-    "shapes that vary": dataclasses.replace(V, variable_shapes=True),
     "tensor and sequence parallel, tied": dataclasses.replace(V, tp=2, model=SMALL_TIED),
     "distributed optimizer, tied": dataclasses.replace(
         V, dp=2, model=SMALL_TIED, optimizer="distributed", overlap_grad_reduce=True, overlap_param_gather=True
@@ -60,6 +59,7 @@ VARIED = {
 }
 ALONE = [Case(model, pp=pp, vp=2, policy="overlap", schedule="zb_v") for pp in (2, 4) for model in (Model(), TIED)]
 ALONE.append(Case(SMALL, pp=2, vp=2, schedule="v_min", forward_only=True))
+ALONE.append(Case(SMALL, pp=2, vp=2, schedule="zb_v", policy="overlap", variable_shapes=True))
 
 
 def loop_of(case: Case) -> Case:
