@@ -61,7 +61,7 @@ def _row(text: str, rounds: int) -> Row:
     cached = (time.process_time() - began) / 1000
     with stubbed_group(1, p, "calls") as (group, transport):
         steps = {
-            MODEL: bare_model(work),
+            MODEL: bare_model(work, 1),
             "ours": make_step("ours", work, 1, group, lambda stage: AddWeight(_SHAPE), transport),
         }
         seconds = timed_rounds(steps, rounds, clock=time.thread_time)

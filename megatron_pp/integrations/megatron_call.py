@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_pp.integrations import v_step
+from megatron_pp.integrations.freed_outputs import freed_output, take_freed_outputs
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.v_placement import ChunkPlace
 from megatron_pp.module_attributes import wrapped_attribute
@@ -15,7 +16,6 @@ from megatron_pp.plan.placement import V_SHAPE
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
 from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions
-from megatron_pp.runtime.deallocate import freed_alias
 from megatron_pp.runtime.step import StepCall
 
 
@@ -60,7 +60,8 @@ class MegatronSteps:
             vp_stage=chunk if inputs.chunked else None,
             is_last_stage=options.is_last_stage[chunk],
         )
-        self.record.num_tokens += num_tokens
+        if options.is_last_stage[chunk]:  # elsewhere Megatron counts none
+            self.record.num_tokens += num_tokens
         return output
 
     def backward(
@@ -68,7 +69,7 @@ class MegatronSteps:
     ) -> Activation:
         """Megatron's `backward_step`; the gradient of `input_tensor`."""
         if output_grad is not None and self.deallocates:
-            # Megatron requires an output of one element here, also where its send is still pending.
+            # Megatron requires a freed output here, also where its send is still pending.
             output = self.backward_root(output)
         return self.schedules.backward_step(
             input_tensor=input_tensor,
@@ -79,8 +80,8 @@ class MegatronSteps:
         )
 
     def backward_root(self, output: Activation) -> Any:
-        """A tensor, as Megatron's `backward_step` requires."""
-        return freed_alias(output)
+        """What Megatron's `backward_step` can start from, without the data."""
+        return freed_output(output)
 
 
 class StepsInV(MegatronSteps):
@@ -121,6 +122,7 @@ class MegatronCall(StepCall):
 
     def begin(self) -> None:
         config, schedules = self.config, self.megatron.schedules
+        take_freed_outputs(schedules)
         if self.finalizes and not self.alone:
             self.embedding = schedules.clear_embedding_activation_buffer(
                 config, self.inputs.chunks, self._holds_last_stage()

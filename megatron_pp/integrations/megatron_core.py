@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_pp.errors import NotServedError, UnknownMegatronError
+from megatron_pp.integrations.freed_outputs import leave_freed_outputs
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron, reason_not_served
 from megatron_pp.integrations.v_placement import install_v, uninstall_v
@@ -96,6 +97,7 @@ def uninstall() -> None:
     if current is not None:
         _replace(current, current.original)
         uninstall_v(_replace)
+        leave_freed_outputs(current.megatron.schedules)
 
 
 def is_installed() -> bool:
