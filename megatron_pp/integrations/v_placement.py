@@ -259,19 +259,17 @@ def _default_groups() -> Any:
 
 
 def install_v(replace: Callable[[Any, Any], None], schedule: str | None = None) -> None:
-    """Let GPTModels be built for V schedules: for ``schedule``, or else for that of their config. A second call only
-    changes ``schedule``.
+    """Let GPTModels be built for V schedules: for ``schedule``, or else for that of their config.
 
     ``replace`` puts its second argument in place of the first in all imported modules. Where GPTModel cannot be
-    imported, nothing is done.
+    imported, nothing is done. A further call changes ``schedule``, and takes what has been imported since.
     """
-    use = Use(schedule)
-    for owner, name, original in _targets():
-        if isinstance(original, ByChunk):
-            original.use.schedule = schedule
-            continue
-        new = (PlacedModel if name == "__init__" else ByChunk)(original, use)
-        _put(replace, owner, name, new)
+    found = _targets()
+    use = next((function.use for _, _, function in found if isinstance(function, ByChunk)), Use())
+    use.schedule = schedule
+    for owner, name, function in found:
+        if not isinstance(function, ByChunk):
+            _put(replace, owner, name, (PlacedModel if name == "__init__" else ByChunk)(function, use))
 
 
 def uninstall_v(replace: Callable[[Any, Any], None]) -> None:

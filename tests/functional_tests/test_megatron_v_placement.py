@@ -24,6 +24,7 @@ TIED = Model(tied=True, position="learned_absolute")
 SMALL = Model(layers=4)
 LAYOUT = (("pipeline_model_parallel_layout", "Et|ttt|tt|L"),)
 UNEVEN = (("num_layers_in_first_pipeline_stage", 2), ("num_layers_in_last_pipeline_stage", 4))
+MTP = (("mtp_num_layers", 1),)
 COUNTED = (("account_for_embedding_in_pipeline_split", True), ("account_for_loss_in_pipeline_split", True))
 
 # Against Megatron's interleaved schedule: the same cut, on other ranks.
@@ -50,6 +51,7 @@ VARIED = {
     "uneven stages": dataclasses.replace(V, pp=4, model=Model(layers=10, extra_config=UNEVEN)),
     "embedding and loss counted as layers": dataclasses.replace(V, model=Model(layers=6, extra_config=COUNTED)),
     "per-token loss": dataclasses.replace(V, model=dataclasses.replace(SMALL_TIED, per_token_loss=True)),
+    "multi-token prediction": dataclasses.replace(V, model=Model(layers=4, extra_config=MTP)),
     "mixture of experts": dataclasses.replace(V, model=Model(layers=4, experts=4)),
     "tensor and sequence parallel, tied": dataclasses.replace(V, tp=2, model=SMALL_TIED),
     "distributed optimizer, tied": dataclasses.replace(
@@ -112,7 +114,13 @@ JOBS = {
     "contents: tied": ("contents_of_loop_and_v", VARIED["per-token loss"]),
     **{
         name: (name, V)
-        for name in ("functions_answer_by_chunk", "a_place_is_seen_and_left_again", "wrong_placements_are_errors")
+        for name in (
+            "functions_answer_by_chunk",
+            "a_place_is_seen_and_left_again",
+            "wrong_placements_are_errors",
+            "forward_steps_see_their_stage",
+            "reports_reach_the_last_rank",
+        )
     },
     "tied_weights_start_equal": ("tied_weights_start_equal", dataclasses.replace(V, model=SMALL_TIED)),
     "checkpoints": ("checkpoints_go_from_a_loop_to_a_v_and_back", V),
@@ -151,6 +159,23 @@ def test_megatrons_functions_answer_for_the_chunk_that_they_are_asked_about(fact
 
 def test_a_place_is_left_as_it_was_found(facts: dict[str, Outcome]) -> None:
     assert facts["a_place_is_seen_and_left_again"].status == "ok", facts["a_place_is_seen_and_left_again"].message
+
+
+def test_a_forward_step_asks_as_the_stage_of_its_chunk(facts: dict[str, Outcome]) -> None:
+    """By this, training scripts choose what a batch has to hold."""
+    outcome = facts["forward_steps_see_their_stage"]
+    assert outcome.status == "ok", outcome.message
+    first, last = outcome.facts
+    assert first == [[0, True, False], [1, False, True]]
+    assert last == [[0, False, True], [1, True, False]]
+
+
+def test_all_that_the_loss_function_reports_reaches_the_last_rank(facts: dict[str, Outcome]) -> None:
+    outcome = facts["reports_reach_the_last_rank"]
+    assert outcome.status == "ok", outcome.message
+    first, last = outcome.facts
+    assert first == last
+    assert len(first) == V.microbatches
 
 
 def test_tied_weights_start_equal_and_count_once(facts: dict[str, Outcome]) -> None:

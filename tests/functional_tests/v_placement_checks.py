@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import transformer_block, transformer_layer
 
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import megatron_core
 from megatron_pp.integrations.v_placement import MirroredGroup, chunk_place
+from megatron_pp.module_attributes import wrapped_attribute
 from tests.megatron import lab
 from tests.megatron.cases import Case
 
@@ -207,8 +207,36 @@ def checkpoints_go_from_a_loop_to_a_v_and_back(case: Case) -> dict[str, Any]:
     return {"losses": losses, "equal": all(torch.equal(after[name], expected[name]) for name in expected)}
 
 
-def models_of_other_kinds_may_ask_for_their_place(case: Case) -> None:
-    lab.set_up_parallel_state(case)
-    with megatron_core.installed(), chunk_place(1):
-        assert parallel_state.is_pipeline_last_stage() == (dist.get_rank() == 0)
-    assert GPTModel.__init__.__name__ == "__init__"
+def forward_steps_see_their_stage(case: Case) -> list[list[Any]]:
+    """Of each chunk: whether it is on the first and on the last rank, as a forward step of a training script asks."""
+    seen: dict[int, list[Any]] = {}
+
+    def forward_step(per_token: bool, data_iterator: Any, model: torch.nn.Module) -> Any:
+        chunk = wrapped_attribute(model, "vp_stage")
+        seen[chunk] = [chunk, parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()]
+        assert parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1) == (dist.get_rank() == 0)
+        return original(per_token, data_iterator, model)
+
+    original = lab.forward_step
+    with megatron_core.installed(), mock.patch.object(lab, "forward_step", forward_step):
+        lab.Run(case).step(0)
+    assert parallel_state.get_pipeline_model_parallel_rank() == dist.get_rank()
+    return [seen[chunk] for chunk in sorted(seen)]
+
+
+def reports_reach_the_last_rank(case: Case) -> list[str]:
+    """Reports of several kinds, as text."""
+
+    def forward_step(per_token: bool, data_iterator: Any, model: torch.nn.Module) -> Any:
+        output, loss_func = original(per_token, data_iterator, model)
+
+        def more(output: torch.Tensor) -> Any:
+            loss, report = loss_func(output)
+            more = {"name": "a", "count": torch.tensor([3, 4]), "nested": [report["loss"].double().reshape(1, 1)]}
+            return loss, report | more
+
+        return output, more
+
+    original = lab.forward_step
+    with megatron_core.installed(), mock.patch.object(lab, "forward_step", forward_step):
+        return [str(report) for report in lab.Run(case).schedule(0, True)]

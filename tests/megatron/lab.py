@@ -33,7 +33,7 @@ with cpu_shim.triton_stand_in():
         finalize_model_grads,
     )
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
@@ -125,6 +125,13 @@ def layer_spec(case: Case) -> Any:
     return TransformerBlockSubmodules(layer_specs=[spec] * _layers_of_a_chunk(case), layer_norm=SequenceParallelNorm)
 
 
+def mtp_spec(case: Case, config: TransformerConfig, vp_stage: int | None) -> Any:
+    """Of the layers that predict further tokens, where this chunk holds them; None elsewhere."""
+    if config.mtp_num_layers is None:
+        return None
+    return get_gpt_mtp_block_spec(config, layer_spec(case), use_transformer_engine=False, vp_stage=vp_stage)
+
+
 def _layers_of_a_chunk(case: Case) -> int:
     return case.model.layers // (case.pp * (case.vp or 1))
 
@@ -145,6 +152,7 @@ def build_chunks(case: Case, config: TransformerConfig) -> list[torch.nn.Module]
             post_process=parallel_state.is_pipeline_last_stage(**place),
             share_embeddings_and_output_weights=model.tied and not case.split_tied,
             position_embedding_type=model.position,
+            mtp_block_spec=mtp_spec(case, config, vp_stage),
             vp_stage=vp_stage,
         )
         fill_weights(gpt, model)
