@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ import torch
 from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.integrations import v_step
 from megatron_pp.integrations.freed_outputs import freed_output, take_freed_outputs
 from megatron_pp.integrations.megatron_release import Megatron
+from megatron_pp.integrations.v_placement import ChunkPlace
 from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.plan.orders import INTERLEAVED
-from megatron_pp.plan.placement import LOOP
+from megatron_pp.plan.placement import V_SHAPE
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
 from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions
@@ -98,6 +101,18 @@ def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
     return config
 
 
+class StepsInV(MegatronSteps):
+    """A forward asks Megatron for its data, as seen from the stage that the chunk holds."""
+
+    def __init__(self, megatron: Megatron, call: MegatronCall, options: StepOptions) -> None:
+        super().__init__(megatron, call, options)
+        self.places = [ChunkPlace(megatron.parallel_state, chunk) for chunk in range(len(call.inputs.chunks))]
+
+    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
+        with self.places[chunk]:
+            return super().forward(chunk, mb, input_tensor)
+
+
 class MegatronCall(StepCall):
     """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``overrides`` settings of `install()`,
     the others those of StepCall.
@@ -118,12 +133,11 @@ class MegatronCall(StepCall):
             groups = megatron.default_groups()
         super().__init__(alone=alone, chunked=chunked, pg_collection=groups, **arguments)
         self.embedding: Any = None
-        placement = find_family(self.spec.schedule).placement
-        if placement != LOOP and self.communicator.size > 1:  # chunk c of rank r has the layers of stage c * P + r
-            raise ScheduleInputError(
-                f"config.pipeline_schedule {self.spec.schedule!r} places stages in a {placement}, and Megatron-core's "
-                "models are built for a loop; choose a schedule that places them in a loop"
-            )
+        kind, size = find_family(self.spec.schedule).placement, self.communicator.size
+        self.in_v = kind == V_SHAPE and size > 1
+        self.last_rank = 0 if self.in_v else size - 1  # it holds the last stage
+        if size > 1:
+            v_step.check_chunks(self.spec.schedule, kind, self.inputs.chunks)
 
     def refuse_slow_count(self) -> None:
         """Raises ScheduleInputError for a number of microbatches that Megatron's interleaved schedule refuses, as it
@@ -150,7 +164,7 @@ class MegatronCall(StepCall):
         take_freed_outputs(schedules)
         if self.finalizes and not self.alone:
             self.embedding = schedules.clear_embedding_activation_buffer(
-                config, self.inputs.chunks, self._is_last_rank()
+                config, self.inputs.chunks, self._holds_last_stage()
             )
         super().begin()
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
@@ -174,13 +188,19 @@ class MegatronCall(StepCall):
         return self.megatron.current_iteration() if given is None else given
 
     def make_steps(self, plan: Plan) -> MegatronSteps:
-        return MegatronSteps(self.megatron, self, self.step_options(plan))
+        kind = StepsInV if self.in_v else MegatronSteps
+        return kind(self.megatron, self, self.step_options(plan))
 
     def finish(self, steps: MegatronSteps) -> None:
         """The calls of Megatron's schedules after the last backward, in their order."""
         megatron, forward_only = self.megatron, self.inputs.forward_only
         if self.finalizes:
             self._finalize(steps.record.num_tokens)
+        if self.in_v:
+            last = self.communicator.size - 1  # where Megatron's training loop reads the losses
+            v_step.hand_over(
+                steps.record.data, self.communicator.pp_group, self.last_rank, last, self.communicator.device
+            )
         megatron.reset_offload(self.config, forward_only, self.inputs.pg_collection)
         if self.alone and forward_only:
             megatron.resynchronise_fsdp(self.inputs.chunks)
@@ -191,15 +211,16 @@ class MegatronCall(StepCall):
         config, row = self.config, self.megatron.row
         if not self.alone:
             self.megatron.schedules.finish_embedding_wgrad_compute(
-                config, self.embedding, self._is_last_rank(), self.inputs.pg_collection.tp
+                config, self.embedding, self._holds_last_stage(), self.inputs.pg_collection.tp
             )
         more = {"force_all_reduce": self.inputs.force_all_reduce} if row.force_all_reduce else {}
-        config.finalize_model_grads_func(
-            self.inputs.chunks,
-            num_tokens if config.calculate_per_token_loss else None,
-            **{row.groups_keyword: self.inputs.pg_collection},
-            **more,
-        )
+        counted = num_tokens if config.calculate_per_token_loss else None
+        if self.in_v and counted is not None:
+            v_step.broadcast_tokens(counted, self.communicator.pp_group, self.last_rank)
+        with v_step.shared_gradients_summed() if self.in_v else nullcontext():
+            config.finalize_model_grads_func(
+                self.inputs.chunks, counted, **{row.groups_keyword: self.inputs.pg_collection}, **more
+            )
 
-    def _is_last_rank(self) -> bool:
-        return self.communicator.rank == self.communicator.size - 1
+    def _holds_last_stage(self) -> bool:
+        return self.communicator.rank == self.last_rank

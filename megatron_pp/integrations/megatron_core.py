@@ -29,6 +29,7 @@ from megatron_pp.integrations.megatron_release import Megatron, load_megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
 from megatron_pp.integrations.megatron_versions import ENTRIES
 from megatron_pp.integrations.settings import InstallSettings, read_settings
+from megatron_pp.integrations.v_placement import install_v, uninstall_v
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
@@ -128,6 +129,7 @@ def install_with(settings: InstallSettings) -> None:
         raise UnknownMegatronError(f"{unknown}; install() without strict=True accepts that")
     if current is not None:
         current.settings = settings
+        install_v(_replace, settings.overrides.get("pipeline_schedule"))
         return
     if unknown is not None:
         logger.warning(unknown)
@@ -135,13 +137,17 @@ def install_with(settings: InstallSettings) -> None:
     theirs = [getattr(megatron.schedules, name) for name in ENTRIES]
     for function in theirs:
         _replace(function, Schedule(function, plugin))
+    install_v(_replace, settings.overrides.get("pipeline_schedule"))
 
 
 def uninstall() -> None:
     """Restore Megatron-core's own schedules everywhere, where they are replaced."""
-    for schedule in _schedules():
+    schedules = _schedules()
+    for schedule in schedules:
         _replace(schedule, schedule.theirs)
         leave_freed_outputs(schedule.plugin.megatron.schedules)
+    if schedules:
+        uninstall_v(_replace)
 
 
 def is_installed() -> bool:
