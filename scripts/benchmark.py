@@ -36,6 +36,7 @@ SUBCOMMANDS = (
     "tracing",
     "memory",
     "bubble",
+    "megatron_bubble",
     "training",
     "growth",
     "gpu",

@@ -35,6 +35,7 @@ from tests.functional_tests import race_cases
 from tests.harness import processes
 from tests.harness.nccl_runs import FailingBlock, step_on_nccl
 from tests.harness.train_flags import SMALL_MODEL
+from tests.harness.training_ranks import train_here
 from tests.harness.virtual_ranks import run_on_virtual_devices, virtual_machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -188,8 +189,8 @@ def the_training_program(folder: Path) -> None:
     flags += ["--max-data-bytes", "100000"]
     network = StreamNetwork(1, seed=None)
     with virtual_machine((training, "plot_metrics", lambda *_: None)), network.running(0):
-        training.train([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2"])
-        trainer = training.train([*flags, "--resume", str(folder / "run"), "--train-steps", "3"])
+        train_here([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2"])
+        trainer = train_here([*flags, "--resume", str(folder / "run"), "--train-steps", "3"])
     assert trainer.steps_done == 3
     assert not network.devices[0].races, list(network.devices[0].races.values())
 

@@ -29,6 +29,15 @@ def _no_plots(*_: Any) -> None:
     """Drawing them takes as long as a small run; those of runs of the script are looked at."""
 
 
+def train_here(flags: Sequence[str]) -> Any:
+    """One run of the training program in this process. Returns its ``Trainer``."""
+    from examples.gpt import program
+    from examples.gpt.interrupt import StopRequest
+
+    with StopRequest() as stop:
+        return program.train(flags, stop)
+
+
 def train_rank(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]) -> str:
     """One rank of ``train``."""
     from examples.gpt import program
@@ -39,7 +48,7 @@ def train_rank(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]
     program.plot_metrics = _no_plots
     with redirect_stdout(StringIO()) as output:
         for flags in runs:
-            program.train(flags)
+            train_here(flags)
     return output.getvalue()
 
 
