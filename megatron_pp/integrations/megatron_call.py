@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from megatron_pp.config.microbatch_counts import explain_microbatch_count
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import v_step
 from megatron_pp.integrations.freed_outputs import freed_output, take_freed_outputs
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.v_placement import ChunkPlace
 from megatron_pp.module_attributes import wrapped_attribute
+from megatron_pp.plan.orders import INTERLEAVED
 from megatron_pp.plan.placement import V_SHAPE
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
@@ -29,6 +35,7 @@ class MegatronSteps:
         self.schedules = megatron.schedules
         self.inputs = call.inputs
         self.config = call.config
+        self.config_of_backward = with_overrides(call.config, call.overrides)
         self.deallocates = call.settings.deallocate_pipeline_outputs
         self.options = options
         self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=call.communicator.device))
@@ -75,7 +82,7 @@ class MegatronSteps:
             input_tensor=input_tensor,
             output_tensor=output,
             output_tensor_grad=output_grad,
-            config=self.config,
+            config=self.config_of_backward,
             **self.more_for_backward,
         )
 
@@ -96,13 +103,29 @@ class StepsInV(MegatronSteps):
             return super().forward(chunk, mb, input_tensor)
 
 
+def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
+    """The config; where fields of it have other values in ``overrides``, a copy with these."""
+    changed = {name: value for name, value in overrides.items() if getattr(config, name, value) != value}
+    if not changed:
+        return config
+    config = copy.copy(config)
+    vars(config).update(changed)
+    return config
+
+
 class MegatronCall(StepCall):
-    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, the others are those of StepCall."""
+    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``overrides`` settings of `install()`,
+    the others those of StepCall.
+    """
 
     followed_by = "the work after the step (data-parallel reduction, optimizer)"
+    graph_in_evaluation = True
 
-    def __init__(self, megatron: Megatron, *, alone: bool, chunked: bool, **arguments: Any) -> None:
+    def __init__(
+        self, megatron: Megatron, overrides: Mapping[str, Any], *, alone: bool, chunked: bool, **arguments: Any
+    ) -> None:
         self.megatron = megatron
+        self.overrides = overrides
         keyword = megatron.row.groups_keyword
         groups = arguments.pop(keyword, None)
         if groups is None:
@@ -116,9 +139,25 @@ class MegatronCall(StepCall):
         if size > 1:
             v_step.check_chunks(self.spec.schedule, kind, self.inputs.chunks)
 
+    def refuse_slow_count(self) -> None:
+        """Raises ScheduleInputError for a number of microbatches that Megatron's interleaved schedule refuses, as it
+        costs throughput."""
+        spec = self.spec
+        if spec.schedule != INTERLEAVED or spec.pipeline_size == 1:
+            return
+        sizes = spec.num_microbatches, spec.pipeline_size, spec.num_chunks, spec.group_size or None
+        count = explain_microbatch_count(*sizes)
+        if not count.full_speed:
+            raise ScheduleInputError(
+                f"{count.sentence}; Megatron-core refuses such a number, and install(any_microbatch_count=True) runs it"
+            )
+
     @property
     def finalizes(self) -> bool:
         return not self.inputs.forward_only and self.settings.finalize_model_grads_func is not None
+
+    def read_settings(self) -> StepSettings:
+        return StepSettings.from_config(self.config, self.overrides)
 
     def begin(self) -> None:
         config, schedules = self.config, self.megatron.schedules
@@ -129,6 +168,19 @@ class MegatronCall(StepCall):
             )
         super().begin()
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
+
+    def tensor_shapes(self) -> list[Any]:
+        """By the release's own function. Its interleaved schedules make no use of `decoder_seq_length`."""
+        inputs, groups = self.inputs, self.inputs.pg_collection
+        super().tensor_shapes()  # raises for what is missing
+        return self.megatron.schedules.get_tensor_shapes(
+            seq_length=inputs.seq_length,
+            micro_batch_size=inputs.micro_batch_size,
+            decoder_seq_length=None if inputs.chunked else inputs.decoder_seq_length,
+            config=with_overrides(self.config, self.overrides),
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
 
     def step_number(self) -> int | None:
         """Where the config gives none, the iteration of Megatron's own training loop."""

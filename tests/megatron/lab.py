@@ -345,7 +345,7 @@ def engine(case: Case) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     from megatron_pp.integrations import megatron_core
 
-    return megatron_core.installed()
+    return megatron_core.installed(any_microbatch_count=True)
 
 
 def run_job(job: Job) -> dict[str, Any]:
