@@ -91,6 +91,16 @@ class MegatronSteps:
         return freed_output(output)
 
 
+def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
+    """The config; where fields of it have other values in ``overrides``, a copy with these."""
+    changed = {name: value for name, value in overrides.items() if getattr(config, name, value) != value}
+    if not changed:
+        return config
+    config = copy.copy(config)
+    vars(config).update(changed)
+    return config
+
+
 class StepsInV(MegatronSteps):
     """A forward asks Megatron for its data, as seen from the stage that the chunk holds."""
 
@@ -101,16 +111,6 @@ class StepsInV(MegatronSteps):
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         with self.places[chunk]:
             return super().forward(chunk, mb, input_tensor)
-
-
-def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
-    """The config; where fields of it have other values in ``overrides``, a copy with these."""
-    changed = {name: value for name, value in overrides.items() if getattr(config, name, value) != value}
-    if not changed:
-        return config
-    config = copy.copy(config)
-    vars(config).update(changed)
-    return config
 
 
 class MegatronCall(StepCall):

@@ -149,10 +149,12 @@ def take_models() -> None:
 
 def uninstall() -> None:
     """Restore Megatron-core's own schedules everywhere, where they are replaced."""
-    uninstall_v(_replace)
-    for schedule in _schedules():
+    schedules = _schedules()
+    for schedule in schedules:
         _replace(schedule, schedule.theirs)
         leave_freed_outputs(schedule.plugin.megatron.schedules)
+    if schedules:
+        uninstall_v(_replace)
 
 
 def is_installed() -> bool:
