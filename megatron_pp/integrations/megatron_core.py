@@ -129,7 +129,7 @@ def install_with(settings: InstallSettings) -> None:
         raise UnknownMegatronError(f"{unknown}; install() without strict=True accepts that")
     if current is not None:
         current.settings = settings
-        install_v(_replace, settings.overrides.get("pipeline_schedule"))
+        take_models()
         return
     if unknown is not None:
         logger.warning(unknown)
@@ -137,7 +137,14 @@ def install_with(settings: InstallSettings) -> None:
     theirs = [getattr(megatron.schedules, name) for name in ENTRIES]
     for function in theirs:
         _replace(function, Schedule(function, plugin))
-    install_v(_replace, settings.overrides.get("pipeline_schedule"))
+    take_models()
+
+
+def take_models() -> None:
+    """Let GPTModels be built for V schedules, if the engine is installed."""
+    current = _current()
+    if current is not None:
+        install_v(_replace, current.settings.overrides.get("pipeline_schedule"))
 
 
 def uninstall() -> None:

@@ -9,9 +9,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from megatron_pp.integrations.megatron_core import install_with
+from megatron_pp.integrations.megatron_core import install_with, take_models
 from megatron_pp.integrations.settings import InstallSettings
 
+_MODEL = ("megatron.core.models.gpt.gpt_model",)
 _MODULES = ("megatron.core", "megatron.core.pipeline_parallel.schedules")
 
 
@@ -21,6 +22,7 @@ def install_on_import(settings: InstallSettings) -> None:
     What `install()` raises is raised by that import.
     """
     WhenImported(_MODULES, partial(install_with, settings))
+    WhenImported(_MODEL, take_models)  # it may import the schedules itself, and be incomplete then
 
 
 class WhenImported(MetaPathFinder):

@@ -5,6 +5,8 @@ one process, checkpoints from and to a loop, and what is refused.
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,7 @@ JOBS = {
             "wrong_placements_are_errors",
             "forward_steps_see_their_stage",
             "reports_reach_the_last_rank",
+            "the_schedule_of_install_decides",
         )
     },
     "tied_weights_start_equal": ("tied_weights_start_equal", dataclasses.replace(V, model=SMALL_TIED)),
@@ -168,6 +171,29 @@ def test_a_forward_step_asks_as_the_stage_of_its_chunk(facts: dict[str, Outcome]
     first, last = outcome.facts
     assert first == [[0, True, False], [1, False, True]]
     assert last == [[0, False, True], [1, True, False]]
+
+
+def test_the_schedule_of_install_decides_how_models_are_built(facts: dict[str, Outcome]) -> None:
+    outcome = facts["the_schedule_of_install_decides"]
+    assert outcome.status == "ok", outcome.message
+    count = V.microbatches
+    assert outcome.facts == [[[[True, False], [False, True]], count], [[[False, False], [False, False]], count]]
+
+
+def test_a_model_that_is_imported_later_is_taken_too() -> None:
+    """`megatron-pp run` installs itself when the script has imported Megatron."""
+    program = """
+from megatron_pp.integrations.on_import import install_on_import
+from megatron_pp.integrations.settings import read_settings
+from megatron_pp.integrations.v_placement import PlacedModel
+from tests.megatron import cpu_shim
+install_on_import(read_settings(pipeline_schedule="zb_v"))
+cpu_shim.redirect()
+with cpu_shim.triton_stand_in():
+    from megatron.core.models.gpt import GPTModel
+assert isinstance(vars(GPTModel)["__init__"], PlacedModel)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)
 
 
 def test_all_that_the_loss_function_reports_reaches_the_last_rank(facts: dict[str, Outcome]) -> None:

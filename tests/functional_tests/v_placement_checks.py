@@ -224,6 +224,15 @@ def forward_steps_see_their_stage(case: Case) -> list[list[Any]]:
     return [seen[chunk] for chunk in sorted(seen)]
 
 
+def the_schedule_of_install_decides(case: Case) -> list[Any]:
+    """For a config that names none: what this rank's chunks are, and how many losses it has."""
+    with megatron_core.installed(pipeline_schedule=case.schedule):
+        run = lab.Run(dataclasses.replace(case, schedule=None))
+        run.step(0)
+    stages = [[c.module.pre_process, c.module.post_process] for c in run.chunks]
+    return [stages, len(run.losses)]
+
+
 def reports_reach_the_last_rank(case: Case) -> list[str]:
     """Reports of several kinds, as text."""
 
