@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import channel_of, message_of
-from megatron_pp.plan.instruction import NONE, Instruction
+from megatron_pp.plan.instruction import NONE, Instruction, later
 from megatron_pp.plan.spec import ONE_WAY, Plan
 
 DATA = "data"
@@ -46,6 +46,10 @@ class Entry:
     @property
     def is_done(self) -> bool:
         return self.left == 0
+
+    def state(self, since: int) -> Any:
+        """What it is and what it still waits for, microbatches counted from ``since``."""
+        return self.rank, later(self.at, -since), [(end.part, end.done) for end in self.ends]
 
 
 class End:
@@ -114,6 +118,15 @@ class QueueMachine:
         if entry.queue:
             self.activate(entry.queue[0], now)
         return True
+
+    def state(self, since: int) -> Any:
+        """All that stands in queues or waits for its partner, in order; microbatches counted from ``since``."""
+        queues = {key: [entry.state(since) for entry in queue] for key, queue in self.queues.items() if queue}
+        waiting = [
+            {way: [(later(end.at, -since), end.part) for end in ends] for way, ends in by_direction.items() if ends}
+            for by_direction in (self._open_sends, self._open_receives)
+        ]
+        return queues, waiting
 
     def activate(self, entry: Entry, now: float) -> None:
         """The entry has come to the head of its queue: its ends meet their partners, or wait for them."""

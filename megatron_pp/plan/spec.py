@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from megatron_pp.plan.instruction import Instruction, format_program, without_pa
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.repeated import Line, Repeated
 from megatron_pp.plan.tasks import Task
 
 OVERLAP = "overlap"  # posts early, waits late
@@ -129,14 +130,15 @@ class Plan:
 
     spec: PlanSpec
     placement: Placement
-    programs: tuple[tuple[Instruction, ...], ...]
-    orders: tuple[tuple[Instruction, ...], ...] = field(repr=False, default=())
+    programs: Sequence[Line]
+    orders: Sequence[Line] = field(repr=False, default=())
     remark: str = ""
 
     def tasks(self, rank: int) -> tuple[Task, ...]:
         """``rank``'s program for the engine; made once."""
         if rank not in self._tasks:
-            self._tasks[rank] = tuple(map(Task, self.programs[rank]))
+            repeated = isinstance(self.programs, Repeated)
+            self._tasks[rank] = self.programs.tasks(rank) if repeated else tuple(map(Task, self.programs[rank]))
         return self._tasks[rank]
 
     @cached_property
