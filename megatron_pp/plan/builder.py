@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.bounded_cache import BoundedCache
+from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.family import Announce, Family
 from megatron_pp.plan.instruction import (
     BACKWARD,
@@ -98,12 +99,15 @@ def _template(spec: PlanSpec) -> _Template | None:
 
 def _proven(spec: PlanSpec, period: int) -> _Template | None:
     """The template that the plan of ``spec`` is, if it is one."""
-    plan = lowered_plan(spec)
-    block = steady_block(plan, period)
     more = replace(spec, num_microbatches=spec.num_microbatches + period)
     try:
-        check_repetition(plan, block, _Orders(more, plan.placement))
-        return _Template(plan, verify(plan, block=block), Repeating(plan.programs, block, {}))
+        plan = lowered_plan(spec)
+        programs = Repeating(plan.programs, steady_block(plan, period), {})
+        check_repetition(plan, programs.block, _Orders(more, plan.placement))
+        # A shorter last group has effects far ahead of it.
+        if spec.num_microbatches % period and Repeated(programs, 1) != lowered_plan(more).programs:
+            return None
+        return _Template(plan, verify(plan, block=programs.block), programs)
     except PlanError:  # also where the plan itself is refused: so will be that of more microbatches, in its own words
         return None
 
@@ -140,6 +144,7 @@ def _size(plan: Plan) -> int:
     return _INSTRUCTION * sum(len(at.members) or 1 for program in (*plan.programs, *plan.orders) for at in program)
 
 
+@collector_paused()
 def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     """The plan of ``spec`` before it is verified."""
     if not spec.split_backward:

@@ -4,13 +4,14 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
 from megatron_pp.plan.placement import LOOP
+from megatron_pp.plan.repeated import Line
 from megatron_pp.plan.spec import PlanSpec, Shape
 
 Order = list[Instruction]
@@ -68,7 +69,7 @@ class Family:
     splits_weight: bool = False
     search: Callable[[PlanSpec, Announce | None], list[Order]] | None = None
     remark: Callable[[Shape], str] = no_remark
-    programs: Callable[[PlanSpec], tuple[tuple[Instruction, ...], ...] | None] | None = None
+    programs: Callable[[PlanSpec], Sequence[Line] | None] | None = None
     digest: str = ""
     shape: Shape | None = None
     grouped: bool = False

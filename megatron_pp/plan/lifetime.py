@@ -138,13 +138,14 @@ class _Walk:
 
     def tensors(self) -> Iterator[int]:
         """Run the program; after each instruction, the tensors alive together."""
-        now, peaks, alive = self.now, self.peaks, 0
+        now, peaks, known, alive = self.now, self.peaks, self.known, 0
         for at in self.program:
             for one in at.members or (at,):
-                step = self.known.get((one.op, one.chunk))
-                if step is None or one.stage != step.stage or one.peer != step.peer:
+                op, stage, _, peer, chunk, *_ = one
+                step = known.get((op, chunk))
+                if step is None or stage != step.stage or peer != step.peer:
                     step = self._step(one)
-                if one.op in ins.SYNC_OPS:
+                if op in ins.SYNC_OPS:
                     continue
                 if self._advance(one, step):
                     now[0] -= 1

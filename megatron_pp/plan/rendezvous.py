@@ -152,13 +152,14 @@ class _Run:
 
     def _once(self, rank: int, at: Instruction, part: str) -> Entry:
         """The entry of ``at``, posted now unless it was before the rank had to wait."""
-        posted, keys = self.posted[rank], [(one.op, one[1:], part) for one in at.members or (at,)]
-        entry = posted.get(keys[0])
+        posted, first = self.posted[rank], at.members[0] if at.members else at
+        entry = posted.get((first.op, first[1:], part))
         if entry is None or entry.at is not at:
             entry = self.machine.post(rank, at, part)
-            for key in keys:
-                posted[key] = entry
-            self._settle()
+            for one in at.members or (at,):
+                posted[(one.op, one[1:], part)] = entry
+            if self.machine.met:
+                self._settle()
             if self.device_sync:
                 self.open[rank].append(entry)
         return entry

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import Instruction, later

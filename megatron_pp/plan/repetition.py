@@ -49,6 +49,7 @@ def _edges(orders: _Orders) -> tuple[int, int]:
 
 def _positions(program: Sequence[Instruction], ops: frozenset[str], counts: tuple[int, int]) -> tuple[int, int]:
     """Right behind the instruction that is, or completes, that many operations of ``ops``, for each of ``counts``."""
-    done = list(accumulate(sum(one.op in ops for one in at.members or (at,)) for at in program))
-    first, second = (next(k for k, number in enumerate(done, 1) if number >= count) for count in counts)
+    done = accumulate(sum(one.op in ops for one in at.members) if at.members else at.op in ops for at in program)
+    numbered = enumerate(done, 1)
+    first, second = (next(k for k, number in numbered if number >= count) for count in counts)
     return first, second

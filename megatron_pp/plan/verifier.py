@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.activations import Shares, peak_activations
+from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.lifetime import RankPeaks, check_rank
 from megatron_pp.plan.order_check import check_programs
@@ -51,6 +52,7 @@ class Verdict:
         )
 
 
+@collector_paused()
 def verify(
     plan: Plan,
     deallocate: bool = True,
@@ -62,8 +64,8 @@ def verify(
 
     ``weight_share``: what a split backward keeps until its W, of a forward's memory; one number or one per stage.
     ``device``: which of DEVICE_RULES hold together where the plan runs; by default those it was lowered for. Rendezvous
-    always does. ``block``: raises RepetitionError besides, unless the plan with this block any number of times more, each
-    of later microbatches, is verified with it (docs/design.md, "A new number of microbatches").
+    always does. ``block``: raises RepetitionError besides, unless the plan with this block any number of times more,
+    each of later microbatches, is verified with it (docs/design.md, "A new number of microbatches").
     """
     rules = plan.spec.device if device is None else checked_device(device)
     if len(plan.programs) != plan.spec.pipeline_size:

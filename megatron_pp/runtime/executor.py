@@ -51,7 +51,6 @@ class PlanExecutor:
     ) -> None:
         self.plan = plan
         self.rank = communicator.rank
-        self.program = plan.programs[self.rank]
         self.communicator = communicator
         self.steps = steps
         self.hooks = hooks
@@ -96,7 +95,7 @@ class PlanExecutor:
     @property
     def instruction(self) -> Instruction:
         """The instruction that is being executed (the last one, after the end)."""
-        return self.program[self.position]
+        return self.plan.programs[self.rank][self.position]
 
     def _handlers(self) -> dict[str, Handler]:
         handlers: dict[str, Handler] = {
@@ -201,7 +200,8 @@ class PlanExecutor:
         """The step of the weight-gradient store, with the microbatch that completes the gradients of each chunk."""
         if self.weights is None or self.forward_only:
             return nullcontext()
-        completing = (at for at in ins.each(self.program) if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
+        program = self.plan.programs[self.rank]
+        completing = (at for at in ins.each(program) if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
         return self.weights.step({at.chunk: at.mb for at in completing})
 
     def _pair(self, handlers: dict[str, Handler], pair: Task) -> None:
