@@ -42,7 +42,7 @@ def sampled_spec(schedule: str, rng: random.Random) -> PlanSpec:
         schedule,
         size,
         chunks,
-        rng.randint(5, 8) * (group or size) + rng.choice((0, 0, 1)) + 8,
+        rng.randint(5, 6) * (group or size) + rng.choice((0, 0, 1)) + 8,
         group,
         policy=rng.choice(POLICIES),
         channels=rng.choice(CHANNELS),
@@ -62,10 +62,16 @@ def sampled_spec(schedule: str, rng: random.Random) -> PlanSpec:
 def test_a_repeated_plan_is_the_one_that_is_made_directly(schedule: str) -> None:
     rng = random.Random(schedule)
     repeated = 0
-    for _ in range(5):
+    for _ in range(4):
         spec = sampled_spec(schedule, rng)
         direct = lowered_plan(spec)
-        verdict = verify(direct)
+        try:
+            verdict = verify(direct)
+        except PlanError as refused:
+            with pytest.raises(PlanError) as same:
+                verified_plan(spec)
+            assert str(same.value) == str(refused)
+            continue
         plan, found = verified_plan(spec)
         assert plan.programs == direct.programs, spec
         assert plan.orders == direct.orders
@@ -119,6 +125,7 @@ MUTATED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", MUTATED, ids=PlanSpec.describe)
 def test_no_fault_passes_that_the_whole_plan_is_refused_for(spec: PlanSpec) -> None:
     """Faults in front of the block, in it, at its ends and behind it."""
