@@ -31,8 +31,8 @@ def project_urls() -> dict[str, str]:
 
 
 EXTRAS = {
-    # The training program, examples/gpt: command line, TOML files before Python 3.11, loss plot, TensorBoard's files.
-    "train": ["numpy", "tyro>=1.0", "tomli; python_version < '3.11'", "matplotlib", "tensorboard"],
+    # The training program, examples/gpt: command line, loss plot, TensorBoard's files.
+    "train": ["numpy", "tyro>=1.0", "matplotlib", "tensorboard"],
     # Drawings as SVG and PNG files.
     "viz": ["matplotlib"],
     # The plug-in for Megatron-core, and the tests that run inside it.
@@ -73,6 +73,8 @@ setup(
         "torch>=2.6",
         # The command line's tables and drawings.
         "rich>=13",
+        # TOML files: settings of the plug-in, and of the training program.
+        "tomli; python_version < '3.11'",
     ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-pp = megatron_pp.cli.command_line:main"]},

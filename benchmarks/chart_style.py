@@ -13,6 +13,7 @@ Values = Sequence[float | None]
 # Distinguishable with any colour vision (Okabe and Ito), and by marker without colour.
 _LOOKS = {
     "ours": ("#0072B2", "o"),
+    "plug-in": ("#56B4E9", "X"),
     "megatron": ("#D55E00", "s"),
     "megatron-main": ("#A6568B", "D"),
     "torch": ("#008A64", "^"),

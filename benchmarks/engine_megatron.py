@@ -1,14 +1,19 @@
-"""Megatron-core's own schedules, for `engines.make_step`: of the installed package, or of a source checkout."""
+"""Megatron-core's own schedules, for `engines.make_step`: of the installed package, or of a source checkout; and ours
+in their place, under `install()`."""
 
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from benchmarks.engines import MakeStage, Step, Unavailable, Work, scheduled_step
+from benchmarks.engine_ours import SECONDS
+from benchmarks.engines import PLUG_IN, MakeStage, Step, Unavailable, Work, scheduled_step
 from benchmarks.megatron_library import Library, load
+from megatron_pp.integrations.megatron_core import installed
+from megatron_pp.p2p_communication import P2PCommunicator
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b")
 
@@ -17,7 +22,8 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
     if work.schedule not in _SCHEDULES:
         raise Unavailable(f"Megatron-core has no schedule {work.schedule}")
     chunked = work.num_chunks > 1
-    if work.policy == "overlap" and not chunked:
+    plugged_in = engine == PLUG_IN
+    if work.policy == "overlap" and not chunked and not plugged_in:
         raise Unavailable("Megatron-core has no overlap without model chunks; compare with plain")
     library = load(engine)
     _stand_in_for_cuda()
@@ -26,11 +32,14 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
         stages = [make_stage(c * work.pipeline_size + rank) for c in range(work.num_chunks)]
         chunks = [_Chunk(stage, config, c, library) for c, stage in enumerate(stages)]
         arguments: dict[str, Any] = {"pg_collection": _groups(library, group)}
-        if work.pipeline_size > 1:
+        if plugged_in and transport is not None:
+            arguments["p2p_communicator"] = P2PCommunicator(group, config, transport)
+        elif work.pipeline_size > 1:
             communicator = library.module("pipeline_parallel.p2p_communication").P2PCommunicator
             arguments["p2p_communicator"] = communicator(pp_group=group, config=config)
         schedules = library.module("pipeline_parallel.schedules")
-        function = schedules.get_forward_backward_func(work.pipeline_size, work.num_chunks if chunked else None)
+        with installed() if plugged_in else nullcontext():
+            function = schedules.get_forward_backward_func(work.pipeline_size, work.num_chunks if chunked else None)
     return scheduled_step(work, function, chunks, forward_only=False, **arguments)
 
 
@@ -64,7 +73,7 @@ def _groups(library: Library, group: Any) -> Any:
 def _config(library: Library, work: Work) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return library.module("transformer").TransformerConfig(
+        config = library.module("transformer").TransformerConfig(
             num_layers=work.num_stages,
             hidden_size=work.shape[2],
             num_attention_heads=1,
@@ -77,6 +86,8 @@ def _config(library: Library, work: Work) -> Any:
             batch_p2p_sync=False,
             deallocate_pipeline_outputs=True,
         )
+    config.p2p_timeout = config.compute_timeout = SECONDS  # of ours
+    return config
 
 
 class _Chunk(torch.nn.Module):

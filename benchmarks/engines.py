@@ -3,6 +3,7 @@
 | name                | what                                                                                  |
 | ------------------- | ------------------------------------------------------------------------------------- |
 | ours                | megatron_pp                                                                           |
+| plug-in             | megatron_pp under `install()`, with Megatron-core's own forward and backward          |
 | megatron            | Megatron-core's own schedules, of the installed package                               |
 | megatron-main       | those of a checkout of Megatron-LM (`--megatron-source`)                              |
 | torch               | torch.distributed.pipelining                                                          |
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 
 ENGINES = ("ours", "megatron", "megatron-main", "torch", "torch per-direction")
+PLUG_IN = "plug-in"
+IN_MEGATRON = (PLUG_IN, "megatron", "megatron-main")
 MakeStage = Callable[[int], torch.nn.Module]
 Step = Callable[[], None]
 
@@ -77,12 +80,12 @@ def make_step(engine: str, work: Work, rank: int, group: Any, make_stage: MakeSt
     """
     if engine == "ours":
         from benchmarks.engine_ours import make
-    elif engine.startswith("megatron"):
+    elif engine in IN_MEGATRON:
         from benchmarks.engine_megatron import make
     elif engine.startswith("torch"):
         from benchmarks.engine_torch import make
     else:
-        raise ValueError(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
+        raise ValueError(f"engine {engine!r} is not one of {', '.join((*ENGINES, PLUG_IN))}")
     return make(engine, work, rank, group, make_stage, transport)
 
 
@@ -115,7 +118,7 @@ def available_steps(
 
 def surroundings(engine: str) -> AbstractContextManager[None]:
     """The context that a step of ``engine`` runs in; entering it is no part of the step."""
-    if not engine.startswith("megatron"):
+    if engine not in IN_MEGATRON:
         return nullcontext()
     from benchmarks.megatron_library import load
 

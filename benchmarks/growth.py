@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> Report:
         [
             "Once per training run: build makes and lowers the orders of all ranks, verify checks them. Each step "
             "looks the plan up (cached). Peak MB is the process's largest memory so far, torch's own included.",
-            "First use: the first plan of a run, of M / 2 microbatches, with one rank's tasks; new M: that of M after it.",
+            "First use: the first plan of a run, of M / 2 microbatches, with a rank's tasks; new M: that of M after it.",
         ],
     )
 
@@ -66,7 +66,7 @@ def _row(text: str, rounds: int) -> Row:
     cached = (time.process_time() - began) / 1000
     with stubbed_group(1, p, "calls") as (group, transport):
         steps = {
-            MODEL: bare_model(work),
+            MODEL: bare_model(work, 1),
             "ours": make_step("ours", work, 1, group, lambda stage: AddWeight(_SHAPE), transport),
         }
         seconds = timed_rounds(steps, rounds, clock=time.thread_time)

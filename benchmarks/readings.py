@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
+from benchmarks.engines import PLUG_IN
 from benchmarks.report import Report, Row, shown
 
 PEERS = {
@@ -31,7 +32,24 @@ def overhead(report: Report) -> str:
         if theirs:
             share = _range(_values(report.rows, "ours / it", engine=engine), "{:.2f}")
             peers.append(f"{name} {_range(theirs)} us (ours is {share} of it)")
-    return f"{text}; {_list(peers)}."
+    return f"{text}; {_list(peers)}.{_plugged_in(report.rows, column)}"
+
+
+def _plugged_in(rows: Sequence[Row], column: str) -> str:
+    """A sentence on ours under `install()`, where Megatron-core's own forward and backward are most of the time."""
+    of = {engine: {row["setting"]: row for row in _rows(rows, engine=engine)} for engine in (PLUG_IN, "megatron")}
+    both = [
+        (mine[column], theirs[column])
+        for setting, mine in of[PLUG_IN].items()
+        if (theirs := of["megatron"].get(setting)) and mine[column] is not None and theirs[column] is not None
+    ]
+    if not both:
+        return ""
+    ratios = _range([mine / theirs for mine, theirs in both], "{:.2f}")
+    return (
+        f" Under `install()`, with Megatron-core's own forward and backward of a microbatch, it is "
+        f"{_range([mine for mine, _ in both])} us, {ratios} of what Megatron-core's schedules take."
+    )
 
 
 def exposed(report: Report) -> str:

@@ -52,8 +52,7 @@ class Report:
 
     def write(self, folder: Path) -> list[Path]:
         """Write NAME.json and NAME.txt."""
-        folder.mkdir(parents=True, exist_ok=True)
-        data, text = folder / f"{self.name}.json", folder / f"{self.name}.txt"
+        data, text = files_of(self.name, folder)
         data.write_text(json.dumps(asdict(self), indent=1, default=str) + "\n")
         text.write_text(self.text() + "\n")
         return [data, text]
@@ -65,6 +64,19 @@ class Report:
     def _circumstances(self) -> str:
         facts = [f"{key} {value}" for key, value in {**self.settings, **self.machine}.items()]
         return ", ".join(facts)
+
+
+def files_of(name: str, folder: Path) -> list[Path]:
+    """NAME.json and NAME.txt in the folder, which is made. Raises BenchmarkError where they cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchmarkError(f"--out {folder}: {error}") from error
+    files = [folder / f"{name}.json", folder / f"{name}.txt"]
+    for path in files:
+        if path.exists() and not path.is_file():
+            raise BenchmarkError(f"--out {folder}: {path} is no file, so the report cannot be written")
+    return files
 
 
 def shown(value: Any) -> str:

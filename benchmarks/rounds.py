@@ -32,6 +32,8 @@ def timed_rounds(
                     before_each()
                 steps[name]()
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.freeze()  # what is loaded is not looked through again between steps
     for number in range(rounds):
         start = number % max(1, len(names))
         for name in names[start:] + names[:start]:
@@ -44,6 +46,7 @@ def timed_rounds(
                 steps[name]()
                 seconds[name].append(clock() - began)
             gc.enable()
+    gc.unfreeze()
     return seconds
 
 

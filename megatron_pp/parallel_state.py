@@ -16,36 +16,17 @@ from megatron_pp.comm.transport import backend_of, device_of
 from megatron_pp.errors import ParallelStateError
 
 __all__ = [
-    "ParallelStateError",
-    "destroy_model_parallel",
-    "get_backend",
-    "get_context_parallel_group",
-    "get_context_parallel_rank",
-    "get_context_parallel_world_size",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-    "get_device",
-    "get_embedding_group",
-    "get_model_parallel_group",
-    "get_pipeline_model_parallel_first_rank",
-    "get_pipeline_model_parallel_group",
-    "get_pipeline_model_parallel_last_rank",
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-    "get_pipeline_model_parallel_rank",
-    "get_pipeline_model_parallel_world_size",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_world_size",
-    "get_virtual_pipeline_model_parallel_world_size",
-    "initialize_model_parallel",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
-    "is_rank_in_embedding_group",
-    "model_parallel_is_initialized",
-    "set_virtual_pipeline_model_parallel_world_size",
-]
+    "ParallelStateError", "destroy_model_parallel", "get_backend", "get_context_parallel_group",
+    "get_context_parallel_rank", "get_context_parallel_world_size", "get_data_parallel_group", "get_data_parallel_rank",
+    "get_data_parallel_world_size", "get_device", "get_embedding_group", "get_model_parallel_group",
+    "get_pipeline_model_parallel_first_rank", "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_last_rank", "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank", "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_world_size", "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size", "get_virtual_pipeline_model_parallel_world_size",
+    "initialize_model_parallel", "is_pipeline_first_stage", "is_pipeline_last_stage", "is_rank_in_embedding_group",
+    "model_parallel_is_initialized", "set_virtual_pipeline_model_parallel_world_size",
+]  # fmt: skip
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup:

@@ -36,6 +36,7 @@ SUBCOMMANDS = (
     "tracing",
     "memory",
     "bubble",
+    "megatron_bubble",
     "training",
     "growth",
     "gpu",
@@ -49,13 +50,15 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser("--quick" in argv).parse_args(argv)
     from benchmarks.all import NO_DEVICE
     from benchmarks.megatron_library import SOURCE_VARIABLE, source
-    from benchmarks.report import BenchmarkError, NoDeviceError
+    from benchmarks.report import BenchmarkError, NoDeviceError, files_of
     from benchmarks.shaped_network import sigterm_unwinds
 
     try:
         if args.megatron_source is not None:
             os.environ[SOURCE_VARIABLE] = str(args.megatron_source.resolve())
             source()  # refuses what is no checkout
+        if args.out is not None:
+            files_of(args.subcommand, args.out)  # refuses a folder that takes no report, before minutes of measuring
         with sigterm_unwinds():
             result = args.run(args)
     except BenchmarkError as error:

@@ -1,4 +1,5 @@
-"""Writes the table of config fields in docs/config.md. ``--check`` only reports whether it is up to date.
+"""Writes the tables of config fields in docs/config.md and of settings in docs/megatron.md. ``--check`` only reports
+whether they are up to date.
 
 python scripts/config_table.py [--check]
 """
@@ -15,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 from made_parts import MadePart, markdown_table, renew  # noqa: E402
 
 from megatron_pp.config.model_config import TransformerConfig  # noqa: E402
+from megatron_pp.integrations.settings import TABLE  # noqa: E402
 
 
 def default_text(field: dataclasses.Field) -> str:
@@ -23,7 +25,7 @@ def default_text(field: dataclasses.Field) -> str:
     return "from the environment"
 
 
-def table() -> str:
+def config_table() -> str:
     """The fields as a Markdown table, a heading row per section."""
     rows = [["field", "default", "what it says"]]
     for field in dataclasses.fields(TransformerConfig):
@@ -37,5 +39,18 @@ def table() -> str:
     return markdown_table(rows)
 
 
+def settings_table() -> str:
+    rows = [["setting", "what it says"]]
+    for setting in TABLE.values():
+        rest = "; a keyword only" if setting.only_keyword else ""
+        rows.append([f"`{setting.name}`", f"{setting.help.partition(' [env ')[0]}{rest}"])
+    return markdown_table(rows)
+
+
+PARTS = [
+    MadePart(ROOT / "docs" / "config.md", "config fields", config_table),
+    MadePart(ROOT / "docs" / "megatron.md", "settings of install()", settings_table),
+]
+
 if __name__ == "__main__":
-    sys.exit(renew([MadePart(ROOT / "docs" / "config.md", "config fields", table)], __doc__.splitlines()[0]))
+    sys.exit(renew(PARTS, __doc__.splitlines()[0]))

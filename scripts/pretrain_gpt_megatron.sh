@@ -3,14 +3,14 @@
 #
 #   scripts/pretrain_gpt_megatron.sh                      2 pipeline ranks, 2 virtual stages each
 #   PP=4 VP= scripts/pretrain_gpt_megatron.sh --compare   4 ranks, no virtual stages, against Megatron's own schedule
+#   VP= MEGATRON_PP_OVERLAP_P2P_COMM=1 scripts/pretrain_gpt_megatron.sh   with a setting of docs/megatron.md
 #
 # PP, VP, DP   pipeline ranks, virtual stages per rank (empty: none), data-parallel replicas
-# PYTHON       an interpreter with torch and megatron-core, to be used as it is; else see scripts/setup_env.sh
-# Everything else is passed on; see --help.
+# See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON. Everything else is passed on; see --help.
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
-python="$(MEGATRON_PP_PYTHON="${PYTHON:-${MEGATRON_PP_PYTHON:-}}" "$root/scripts/setup_env.sh" megatron)"
+python="$("$root/scripts/setup_env.sh" megatron)"
 script="$root/scripts/pretrain_gpt_megatron.py"
 
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then

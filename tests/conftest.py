@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import socket
 import sys
@@ -45,18 +47,37 @@ hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("project")
 
 
-# Workers take tests in this order: what runs long in one piece must not be left for the end.
+# Ranks that a test starts with start_method="forkserver" are forked from a process that has loaded these. Tests of
+# numbers, and of groups that all ranks make in one order, start theirs as a launcher does: each with an interpreter,
+# and an order of sets, of its own. Optimizers load torch._dynamo.
+multiprocessing.set_forkserver_preload(
+    [
+        *("pytest", "torch.distributed", "torch._dynamo", "megatron_pp.schedules", "megatron_pp.weight_grad"),
+        *("examples.gpt.program", "tests.harness.processes"),
+    ]
+)
+
+# Workers take files in this order, then all others: what runs long in one piece must not be left for the end.
 LONG = (
-    "test_device_lines.py",
-    "test_train_script.py",
-    "test_multinode.py",
-    "test_faults.py",
-    "test_train_schedules.py",
+    *("test_train_script.py", "test_multinode.py", "test_faults.py", "test_megatron_training.py"),
+    *("test_gloo_numbers.py", "test_train_schedules.py", "test_hostile_schedules.py", "test_device_lines.py"),
+    *("test_guard.py", "test_search.py", "test_same_numbers.py", "test_benchmark_all.py", "test_schedules_split.py"),
 )
 
 
+def place_of(item: pytest.Item) -> tuple[int, bool]:
+    """What comes first has less."""
+    name = item.path.name
+    return LONG.index(name) if name in LONG else len(LONG), "functional_tests" not in item.path.parts
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections need not look through what libraries hold."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=place_of)
     needing_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not needing_gpu:
         return

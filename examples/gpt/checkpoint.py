@@ -26,13 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from examples.gpt.distributed import on_all_ranks
 from examples.gpt.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError, NoCheckpointError
@@ -227,13 +221,14 @@ class _Reader(dcp.FileSystemReader):
         super().__init__(checkpoint.path)
         self.checkpoint = checkpoint
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
         kinds, places = {}, {}
         for name, saved in self.checkpoint.tensors.items():
             size, origin = torch.Size(saved.shape), torch.Size([0] * len(saved.shape))
-            kinds[name] = TensorStorageMetadata(TensorProperties(), size, [ChunkStorageMetadata(origin, size)])
-            places[MetadataIndex(name, origin)] = saved
-        return Metadata(kinds, storage_data=places)  # type: ignore[arg-type]
+            whole = [dcp_metadata.ChunkStorageMetadata(origin, size)]
+            kinds[name] = dcp_metadata.TensorStorageMetadata(dcp_metadata.TensorProperties(), size, whole)
+            places[dcp_metadata.MetadataIndex(name, origin)] = saved
+        return dcp_metadata.Metadata(kinds, storage_data=places)  # type: ignore[arg-type]
 
 
 def _said(error: dcp.CheckpointException) -> str:

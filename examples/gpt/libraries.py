@@ -9,7 +9,7 @@ approximation, that of the local layers is exact.
 from __future__ import annotations
 
 import importlib
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -87,13 +87,10 @@ def _find(flag: str, wanted: str, library: str, module: str, name: str, on_gpu: 
     """``module.name`` where it is wanted, or ``auto`` and there; else None."""
     if wanted == library:
         return getattr(_required(flag, library, module, on_gpu), name)
-    if wanted != "auto" or not on_gpu:
-        return None
-    try:
-        importlib.import_module(_COMPILED.get(module, module))
-        return getattr(importlib.import_module(module), name, None)
-    except Exception:  # a half-built extension raises what it likes
-        return None
+    if wanted == "auto" and on_gpu:
+        with suppress(ArgumentError):
+            return getattr(_required(flag, library, module, on_gpu), name, None)
+    return None
 
 
 def _required(flag: str, library: str, module: str, on_gpu: bool) -> Any:

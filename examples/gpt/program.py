@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     # The launcher sends SIGTERM when another rank has failed: this one still says what it knows of that.
     with StopRequest() as stop:
         try:
-            trainer = train_until(stop, argv)
+            trainer = train(argv, stop)
         except (TrainingError, PipelineError, ConfigError, PlanError) as error:
             report(error, foreseen=True)
             return exit_code_of(error)
@@ -63,14 +63,11 @@ def end_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def train(argv: Sequence[str]) -> Trainer:
-    """Train as the command line says. Bad input is raised before any communication, where one rank can see it."""
-    with StopRequest() as stop:
-        return train_until(stop, argv)
+def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
+    """Train as the command line says; signals are noted in ``stop`` from when the ranks have met.
 
-
-def train_until(stop: StopRequest, argv: Sequence[str]) -> Trainer:
-    """``train``; signals are noted in ``stop`` from when the ranks have met."""
+    Bad input is raised before any communication, where one rank can see it.
+    """
     settings, process = parse(argv), Process.from_environment()
     config = settings.make_config(process.world_size)
     texts, layout = _read_texts(settings, config), _layout(settings, config)

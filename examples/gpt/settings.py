@@ -29,7 +29,7 @@ from megatron_pp.config.parallel_grid import fit_grid
 from megatron_pp.errors import PlanError, ScheduleInputError
 from megatron_pp.plan.schedule_file import find_family, names_a_file
 from megatron_pp.plan.spec import PlanSpec
-from megatron_pp.runtime.pairs import in_turn, on_two_streams
+from megatron_pp.runtime.pairs import PAIR_FUNCTIONS
 from megatron_pp.tracing.recorder import chosen_steps
 
 if sys.version_info >= (3, 11):
@@ -47,7 +47,6 @@ _NOT_FLAGS = {
     *("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype", "kv_channels"),
     *("defer_embedding_wgrad_compute", "barrier_with_L1_time"),
 }
-_PAIR_FUNCTIONS = {None: None, "in_turn": in_turn, "on_two_streams": on_two_streams}
 _CHUNKS = 2  # of schedules that take any number, where none is given
 # tyro wants a value for a switch that may also be None.
 _SWITCHES = {"--batch-p2p-comm": "--batch-p2p-comm=True", "--no-batch-p2p-comm": "--batch-p2p-comm=False"}
@@ -172,7 +171,7 @@ class Settings:
             pipeline_dtype=dtype,
             enable_autocast=dtype != torch.float32,
             autocast_dtype=dtype,
-            overlapped_forward_backward=_PAIR_FUNCTIONS[self.overlap_pairs],
+            overlapped_forward_backward=None if self.overlap_pairs is None else PAIR_FUNCTIONS[self.overlap_pairs],
             **options,
         )
         check_model_config(config)

@@ -1,4 +1,4 @@
-"""The ``megatron-pp`` command, its subcommands one file each. None of them needs torch or a process group."""
+"""The ``megatron-pp`` command, its subcommands one file each. None of them imports torch but `run`, when it runs."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_pp.cli.errors import BAD_INPUT, REFUSED, RefusedError
+from megatron_pp.cli import run
+from megatron_pp.cli.errors import BAD_INPUT, OK, REFUSED, RefusedError
 from megatron_pp.cli.parser import parse
 from megatron_pp.errors import MegatronPPError
 
@@ -20,7 +21,10 @@ _COMMANDS = ("plan", "verify", "simulate", "draw", "report")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code (``errors.py``)."""
-    args = parse({name: _command(name) for name in _COMMANDS}, argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given[:1] == [run.NAME]:
+        return _run_script(given[1:])
+    args = parse({name: _command(name) for name in _COMMANDS}, given, {run.NAME: run.SUMMARY})
     try:
         from megatron_pp.cli.console import Terminal
 
@@ -44,6 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem, code = str(error), BAD_INPUT
     _complain(f"megatron-pp {args.command}: {problem}")
     return code
+
+
+def _run_script(argv: Sequence[str]) -> int:
+    """Errors of the settings are ours to report; whatever the script raises is raised."""
+    try:
+        script = run.prepare(argv)
+    except ImportError as error:
+        problem = _how_to_get(error)
+    except MegatronPPError as error:
+        problem = str(error)
+    else:
+        script()
+        return OK
+    _complain(f"megatron-pp {run.NAME}: {problem}")
+    return BAD_INPUT
 
 
 def _command(name: str) -> Any:

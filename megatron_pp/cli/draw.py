@@ -10,29 +10,12 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_pp import draw
-from megatron_pp.cli.cost_options import (
-    MILLISECONDS,
-    add_cost_options,
-    add_model_options,
-    cost_profile,
-    cost_unit,
-    model_shape,
-    network,
-)
-from megatron_pp.cli.draw_options import refuse_unused
+from megatron_pp.cli import cost_options, plan_options
 from megatron_pp.cli.errors import OK, UsageError
-from megatron_pp.cli.plan_options import (
-    add_plan_options,
-    listed_specs,
-    named_plan,
-    schedule_names,
-    verified,
-    verified_single_plan,
-    whole,
-)
+from megatron_pp.cli.given import refuse
 from megatron_pp.cli.simulate import costs_of
 from megatron_pp.cli.terminal import print_line, print_table, write_output
-from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
+from megatron_pp.cli.trace_options import RUN, add_from_trace_option, traced_findings
 from megatron_pp.draw.chrome import render_chrome_trace
 from megatron_pp.draw.facts import costs_line
 from megatron_pp.draw.grid import render_grid
@@ -57,20 +40,20 @@ _LEAST_WIDTH = {"text": 20, "grid": 20, "svg": 300, "html": 0, "png": 300, "chro
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_plan_options(parser, several=True)
-    add_cost_options(parser)
-    add_model_options(parser)
+    plan_options.add_plan_options(parser, several=True)
+    cost_options.add_cost_options(parser)
+    cost_options.add_model_options(parser)
     add_from_trace_option(parser, "draw what happened there, instead of a plan")
     parser.add_argument("--style", choices=_LEAST_WIDTH, help="default: what the name of -o ends in, else text")
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write; text and grid may go to the terminal")
     wide = "columns of text, or pixels of a picture (a PNG has two dots for each); default: what the labels need"
-    parser.add_argument("--width", type=whole, metavar="N", help=wide)
+    parser.add_argument("--width", type=plan_options.whole, metavar="N", help=wide)
     parser.add_argument("--dark", action="store_true", help="SVG and PNG on dark paper (HTML follows the reader)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     style = args.style or _style_of(args.output)
-    refuse_unused(args, style)
+    _refuse_unused(args, style)
     if args.width is not None and args.width < _LEAST_WIDTH[style]:
         raise UsageError(f"--width is {args.width}; {style} needs at least {_LEAST_WIDTH[style]}")
     if args.output is None and style not in ("text", "grid"):
@@ -87,6 +70,19 @@ def run(args: argparse.Namespace, console: Console) -> int:
     else:
         write_output(console, args.output, rendered(_timelines(args), style, args.width, args.dark))
     return OK
+
+
+def _refuse_unused(args: argparse.Namespace, style: str) -> None:
+    """Raises UsageError for an option that would change nothing."""
+    if style == "grid":
+        refuse(args, ("from_trace", *RUN), "is for drawings in time, not for --style grid")
+    if args.from_trace is not None:
+        of_plans = (*plan_options.PLAN_OPTIONS, *cost_options.COSTS, *cost_options.MODEL)
+        refuse(args, of_plans, "does not go with --from-trace, which draws what happened")
+    if style not in ("svg", "png"):
+        refuse(args, ["dark"], f"is for svg and png, not {style}")
+    if style in ("html", "chrome"):
+        refuse(args, ["width"], f"is not for {style}, which is as wide as its reader")
 
 
 def _style_of(output: str | None) -> str:
@@ -120,32 +116,32 @@ def _timelines(args: argparse.Namespace) -> list[Timeline]:
     traced = traced_findings(args)
     if traced is not None:
         title = f"{traced.measured.plan.spec.describe()}, step {traced.step} as measured"
-        return [simulated_timeline(traced.measured, MILLISECONDS, title=title)]
-    shape = model_shape(args)
+        return [simulated_timeline(traced.measured, cost_options.MILLISECONDS, title=title)]
+    shape = cost_options.model_shape(args)
     plans = _plans(args)
     if len(plans) > 1:
         steps = _compared(args, plans)
     else:
         steps = [simulate(plans[0], *costs_of(args, plans[0], None, shape), args.device)]
-    return [simulated_timeline(step, cost_unit(args), shape) for step in steps]
+    return [simulated_timeline(step, cost_options.cost_unit(args), shape) for step in steps]
 
 
 def _plans(args: argparse.Namespace) -> list[Plan]:
     """All that the options name, verified."""
     if args.source is not None:
-        return [verified_single_plan(args)]
-    specs = list(listed_specs(args, schedule_names(args.schedule)))
+        return [plan_options.verified_single_plan(args)]
+    specs = list(plan_options.listed_specs(args, plan_options.schedule_names(args.schedule)))
     if len(specs) == 1:
-        return [verified_single_plan(args)]
-    return [verified(named_plan(spec)) for spec in specs]
+        return [plan_options.verified_single_plan(args)]
+    return [plan_options.verified(plan_options.named_plan(spec)) for spec in specs]
 
 
 def _compared(args: argparse.Namespace, plans: Sequence[Plan]) -> list[Simulation]:
     """Steps of one model: without costs, a rank's share of it takes 1 slot for each of F, I and W, whatever V is."""
-    links = network(args, model_shape(args), plans[0].spec.pipeline_size)
+    links = cost_options.network(args, cost_options.model_shape(args), plans[0].spec.pipeline_size)
     steps = []
     for plan in plans:
-        costs = cost_profile(args, plan.spec.pipeline_size, 1).regrouped(plan.placement.num_stages)
+        costs = cost_options.cost_profile(args, plan.spec.pipeline_size, 1).regrouped(plan.placement.num_stages)
         steps.append(simulate(plan, costs, links, args.device))
     return steps
 
@@ -160,7 +156,7 @@ def _draw_grids(args: argparse.Namespace, console: Console) -> None:
             console.print(line, soft_wrap=True)
         console.print()
     steps = _compared(args, plans)
-    unit = cost_unit(args)
+    unit = cost_options.cost_unit(args)
     print_table(
         console,
         f"What it costs: {costs_line([simulated_timeline(step, unit) for step in steps])}",

@@ -15,7 +15,7 @@ _INTRODUCTION = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Suggests the nearest name where one is not known, and reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -31,22 +31,26 @@ class _Parser(argparse.ArgumentParser):
         return {action.dest: max(action.option_strings, key=len) for action in self._actions if action.option_strings}
 
 
-def parse(commands: Mapping[str, Any], argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments, for ``commands``: name -> module with SUMMARY, EXAMPLES, add_arguments and run. Exits where they
-    are not understood.
+def parse(
+    commands: Mapping[str, Any], argv: Sequence[str] | None, listed: Mapping[str, str] | None = None
+) -> argparse.Namespace:
+    """The arguments, for ``commands``: name -> module with SUMMARY, EXAMPLES, add_arguments and run. ``listed``: name
+    -> summary of those that read their arguments themselves. Exits where they are not understood.
     """
-    parser = _Parser(prog="megatron-pp", description=_INTRODUCTION)
+    parser = Parser(prog="megatron-pp", description=_INTRODUCTION)
     parser.add_argument("--version", action="version", version=f"megatron-pp {__version__}")
     chosen = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers = {name: _add_command(chosen, name, module) for name, module in commands.items()}
+    for name, summary in (listed or {}).items():
+        chosen.add_parser(name, help=summary)
     args, rest = parser.parse_known_args(argv)
     if rest:
         parsers[args.command].error(_not_understood(rest[0], args.command, parsers))
     return args
 
 
-def _add_command(chosen: Any, name: str, module: Any) -> _Parser:
-    parser: _Parser = chosen.add_parser(
+def _add_command(chosen: Any, name: str, module: Any) -> Parser:
+    parser: Parser = chosen.add_parser(
         name,
         help=module.SUMMARY,
         description=module.SUMMARY[0].upper() + module.SUMMARY[1:] + ".",
@@ -59,7 +63,7 @@ def _add_command(chosen: Any, name: str, module: Any) -> _Parser:
     return parser
 
 
-def _not_understood(text: str, command: str, parsers: Mapping[str, _Parser]) -> str:
+def _not_understood(text: str, command: str, parsers: Mapping[str, Parser]) -> str:
     """What to say about an argument that ``command`` does not have."""
     name = text.partition("=")[0]
     if not name.startswith("-"):

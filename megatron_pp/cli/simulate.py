@@ -7,27 +7,9 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_pp.cli.cost_options import (
-    MILLISECONDS,
-    add_cost_options,
-    add_model_options,
-    cost_profile,
-    cost_unit,
-    model_shape,
-    network,
-    number,
-)
+from megatron_pp.cli import cost_options, plan_options
 from megatron_pp.cli.errors import OK, REFUSED, UsageError
 from megatron_pp.cli.given import refuse
-from megatron_pp.cli.plan_options import (
-    LOWERING,
-    add_plan_options,
-    listed_specs,
-    names_no_plan,
-    pipeline_size,
-    schedule_names,
-    verified_single_plan,
-)
 from megatron_pp.cli.terminal import print_line, print_table
 from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.ticks import percent, short, size_label
@@ -51,7 +33,7 @@ EXAMPLES = """examples:
   megatron-pp simulate -s zb_v -P 8 -M 32 --forward-ms 10 --backward-ms 10 --weight-ms 10 \\
       --bandwidth 25 --layers 32 --hidden-size 4096 --seq-length 4096 --vocab-size 32000 --tensor-parallel 8
   megatron-pp simulate -s interleaved_1f1b -P 4 -V 2 -M 16 --p2p-ms 0.1 --device one_queue
-  megatron-pp simulate --compare all -P 8 -V 1,2 -M 16,32 --forward-ms 10 --backward-ms 20 \\
+  megatron-pp simulate --compare all -P 4 -V 1,2 -M 8,16 --forward-ms 10 --backward-ms 20 \\
       --layers 32 --hidden-size 4096 --seq-length 4096 --memory-limit 40
   megatron-pp simulate -s zb_h2 -P 8 -M 32 --optimizer-bypass
   megatron-pp simulate -s mine.csv --p2p-ms 0.1                       (P, V and M are the file's)
@@ -61,17 +43,18 @@ exit codes: 0 done, 1 the plan is refused or nothing fits, 2 wrong arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_plan_options(parser, several=True)
-    add_cost_options(parser)
-    add_model_options(parser)
+    plan_options.add_plan_options(parser, several=True)
+    cost_options.add_cost_options(parser)
+    cost_options.add_model_options(parser)
     add_from_trace_option(
         parser, "compute times and transfers as measured there; the plan too, unless another is named"
     )
     parser.add_argument("--compare", metavar="A,B,C", help="rank these schedules (all: every one), per microbatch")
-    parser.add_argument("--memory-limit", type=number, metavar="GIB", help="leave out what needs more on any rank")
+    too_large = "leave out what needs more on any rank"
+    parser.add_argument("--memory-limit", type=cost_options.number, metavar="GIB", help=too_large)
     parser.add_argument(
         "--weight-share",
-        type=number,
+        type=cost_options.number,
         metavar="SHARE",
         help="memory of a waiting weight gradient, as a share of its forward's; by default a transformer layer's, by "
         "the model options where they are given",
@@ -90,19 +73,19 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return _compare(args, console)
     refuse(args, ["memory_limit"], "is for --compare")
     traced = traced_findings(args)
-    if traced is not None and names_no_plan(args):
-        refuse(args, LOWERING, "changes nothing of the plan that was traced; name a plan with -s")
+    if traced is not None and plan_options.names_no_plan(args):
+        refuse(args, plan_options.LOWERING, "changes nothing of the plan that was traced; name a plan with -s")
         plan = traced.measured.plan
     else:
-        plan = verified_single_plan(args)
-    shape = model_shape(args)
+        plan = plan_options.verified_single_plan(args)
+    shape = cost_options.model_shape(args)
     conditions = (*costs_of(args, plan, traced, shape), args.device)
     result = simulate(plan, *conditions)
     steady = steady_step(plan, *conditions) if args.optimizer_bypass else None
     peaks = Peaks(
         result.peak_activations(_weight_shares(args, plan, shape)), peak_bytes(plan, shape) if shape else None
     )
-    unit = MILLISECONDS if traced else cost_unit(args)
+    unit = cost_options.MILLISECONDS if traced else cost_options.cost_unit(args)
     if args.json:
         console.file.write(json.dumps(_facts(result, steady, peaks, unit), indent=1) + "\n")
     else:
@@ -138,8 +121,8 @@ def costs_of(
     stages = plan.placement.num_stages
     if traced is not None:
         return traced.costs.regrouped(stages), traced.network
-    costs = cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
-    return costs.regrouped(stages), network(args, shape, plan.spec.pipeline_size)
+    costs = cost_options.cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
+    return costs.regrouped(stages), cost_options.network(args, shape, plan.spec.pipeline_size)
 
 
 def _sentences(result: Simulation, steady: SteadyStep | None, unit: str) -> list[str]:
@@ -199,9 +182,10 @@ def _facts(result: Simulation, steady: SteadyStep | None, peaks: Peaks, unit: st
 def _compare(args: argparse.Namespace, console: Console) -> int:
     refuse(args, ["source", "schedule"], "does not go with --compare, which names the schedules itself")
     refuse(args, ["weight_share"], "is for a single plan, not for --compare, which shows no activations")
-    names = schedule_names(args.compare)
-    specs, size, bypass = list(listed_specs(args, names)), pipeline_size(args, names), args.optimizer_bypass
-    shape = model_shape(args)
+    names = plan_options.schedule_names(args.compare)
+    specs, size = list(plan_options.listed_specs(args, names)), plan_options.pipeline_size(args, names)
+    bypass = args.optimizer_bypass
+    shape = cost_options.model_shape(args)
     if args.memory_limit is not None and shape is None:
         raise UsageError("--memory-limit needs the shape of the model: --layers, --hidden-size, --seq-length")
     limit = None if args.memory_limit is None else args.memory_limit * 2**30
@@ -209,11 +193,12 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     if traced is not None:
         found = compare(specs, traced.costs, traced.network, shape, limit, bypass)
     else:  # without costs, the whole model takes P slots for each of F, B and W, whatever V is
-        found = compare(specs, cost_profile(args, size, 1), network(args, shape, size), shape, limit, bypass)
+        costs, network = cost_options.cost_profile(args, size, 1), cost_options.network(args, shape, size)
+        found = compare(specs, costs, network, shape, limit, bypass)
     if args.json:
         console.file.write(json.dumps([_candidate_facts(c) for c in found], indent=1) + "\n")
     else:
-        _show_ranking(found, shape, MILLISECONDS if traced else cost_unit(args), console)
+        _show_ranking(found, shape, cost_options.MILLISECONDS if traced else cost_options.cost_unit(args), console)
     return OK if any(not c.refused for c in found) else REFUSED
 
 

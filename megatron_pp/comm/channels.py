@@ -17,6 +17,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple
@@ -62,6 +63,7 @@ def in_rounds(keys: Iterable[Key]) -> list[list[Key]]:
     return rounds
 
 
+@dataclass(eq=False)
 class ChannelGroups:
     """The one-way channels of pipeline rank ``rank``. ``name``: of the pipeline on ``store``, which all ranks share.
 
@@ -72,26 +74,18 @@ class ChannelGroups:
               waited for with a timeout of their own.
     """
 
-    def __init__(
-        self,
-        backend: str,
-        store: dist.Store,
-        name: str,
-        rank: int,
-        members: list[int],
-        options: Any,
-        max_ctas: int | None = None,
-    ) -> None:
-        self.backend = backend
-        self.store = store
-        self.name = name
-        self.rank = rank
-        self.members = members
-        self.options = options
-        self.max_ctas = max_ctas
-        self.timeout: timedelta = options._timeout
-        self.aborted = False
-        self.channels: dict[Key, Channel] = {}
+    backend: str
+    store: dist.Store
+    name: str
+    rank: int
+    members: list[int]
+    options: Any
+    max_ctas: int | None = None
+    aborted: bool = field(default=False, init=False)
+    channels: dict[Key, Channel] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.timeout: timedelta = self.options._timeout
 
     def make(self, keys: Iterable[Key], patience: timedelta) -> list[Key]:
         """Make those of ``keys`` that this rank is an end of and that are missing; returns them. Both ends call it, and

@@ -144,17 +144,14 @@ def _make_groups(
     grid: Grid, placement: Placement, pipeline_backend: str | None, timeout: timedelta
 ) -> tuple[dict[str, dist.ProcessGroup], dict[str, list[int]]]:
     """Make all groups, in one order on every rank; returns those that this rank is in, and their members."""
+    ends = sorted({placement.homes[0][0], placement.homes[-1][0]})
+    all_groups = [(kind, ranks) for kind, along in _DIMENSIONS.items() for ranks in grid.groups(*along)]
+    all_groups += [(_EMBEDDING, [pipeline[end] for end in ends]) for pipeline in grid.groups("pp")]
     groups: dict[str, dist.ProcessGroup] = {}
     members: dict[str, list[int]] = {}
-    for kind, ranks in _all_groups(grid, placement):
+    for kind, ranks in all_groups:
         backend = pipeline_backend if kind == "pp" else None
         group = dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=f"{kind}_{ranks[0]}")
         if dist.get_rank() in ranks:
             groups[kind], members[kind] = group, ranks
     return groups, members
-
-
-def _all_groups(grid: Grid, placement: Placement) -> list[tuple[str, list[int]]]:
-    ends = sorted({placement.homes[0][0], placement.homes[-1][0]})
-    listed = [(kind, ranks) for kind, along in _DIMENSIONS.items() for ranks in grid.groups(*along)]
-    return listed + [(_EMBEDDING, [pipeline[end] for end in ends]) for pipeline in grid.groups("pp")]

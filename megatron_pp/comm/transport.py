@@ -229,7 +229,7 @@ class ProcessGroupTransport(Transport):
 
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         if self.backend != "nccl" or not requests[0].tensor.is_cuda:  # gloo has no grouped call: each at once
-            return [(self.isend if r.is_send else self.irecv)(r.tensor, r.peer, r.channel) for r in requests]
+            return [self._post(request) for request in requests]
         ops = [
             dist.P2POp(dist.isend if r.is_send else dist.irecv, r.tensor, self.global_rank(r.peer), self.group)
             for r in requests
@@ -238,6 +238,9 @@ class ProcessGroupTransport(Transport):
             return dist.batch_isend_irecv(ops)
         except RuntimeError as error:
             self._post_failed(error, f"batch of {len(ops)} sends and receives")
+
+    def _post(self, request: P2PRequest) -> Work:
+        return (self.isend if request.is_send else self.irecv)(*request[1:])
 
     def _shape_transfer(self, method: str, tensor: torch.Tensor, peer: int, channel: str) -> ShapeTransfer:
         own = self._channels.get((min(self.rank, peer), max(self.rank, peer), SHAPES))
@@ -275,19 +278,25 @@ class ProcessGroupTransport(Transport):
         return size if has_channels and size >= GLOO_DETACHED_BYTES else 0
 
     def _channels_for(self, needs: Preparation) -> list[Key]:
-        """This rank's channels, in an order that is the same on all ranks."""
-        edges = sorted(needs.edges)
-        keys = [key for s, t in edges for key in ((s, t, ACT), (t, s, GRAD))]
-        if needs.with_shapes:
-            keys += sorted({(min(edge), max(edge), SHAPES) for edge in edges})
+        """The channels that ``needs`` wants of this rank."""
+        keys = self._ways(needs.edges, needs.with_shapes)
         if self.backend == "nccl":
             with_tensors = self.one_way and not needs.batched
-            wanted = {key for key in keys if with_tensors or key[2] == SHAPES}
-        else:  # both ends of an edge know the same size: one of what it sends, the other of what it receives
-            sent, received = needs.sent_bytes > 0, needs.received_bytes > 0
-            large = [(s, t) for s, t in edges if (sent and s == self.rank) or (received and t == self.rank)]
-            wanted = {key for s, t in large for key in ((s, t, ACT), (t, s, GRAD))}
-        return [key for together in in_rounds(keys) for key in together if key in wanted and self.rank in key[:2]]
+            return [key for key in keys if with_tensors or key[2] == SHAPES]
+
+        def is_large(key: Key) -> bool:
+            # Both ends of an edge know the same size: one of what it sends, the other of what it receives.
+            source = key[0] if key[2] == ACT else key[1]
+            return (needs.sent_bytes if source == self.rank else needs.received_bytes) > 0
+
+        return [key for key in keys if is_large(key)]
+
+    def _ways(self, edges: Iterable[Edge], with_shapes: bool = False) -> list[Key]:
+        """What this rank is an end of, in an order that is the same on all ranks."""
+        keys = [key for s, t in sorted(edges) for key in ((s, t, ACT), (t, s, GRAD))]
+        if with_shapes:
+            keys += sorted({(min(edge), max(edge), SHAPES) for edge in edges})
+        return [key for together in in_rounds(keys) for key in together if self.rank in key[:2]]
 
     def _make_channels(self, keys: list[Key], timeout: timedelta) -> list[Key]:
         """Those of ``keys`` that were missing."""
@@ -322,41 +331,25 @@ class ProcessGroupTransport(Transport):
 
     def _warm_up(self, needs: Preparation, made: list[Key]) -> None:
         """Small messages: the communicators that ``needs`` uses exist before the first step. ``made``: new channels."""
-        if needs.batched:
-            # The first batch makes the group's communicator, which takes all ranks; they cannot wait for shapes then.
-            if self.warm_up or needs.with_shapes:
-                self._warm_up_batches(needs.edges)
-        elif self.warm_up:
-            own = [key for key in made if key[2] != SHAPES]
-            self._warm_up_channels(own if self.one_way else self._ways(needs.edges))
-
-    def _ways(self, edges: Iterable[Edge]) -> list[Key]:
-        """What this rank is an end of, in an order that is the same on all ranks."""
-        keys = [key for s, t in sorted(edges) for key in ((s, t, ACT), (t, s, GRAD))]
-        return [key for together in in_rounds(keys) for key in together if self.rank in key[:2]]
-
-    def _warm_up_channels(self, keys: Iterable[Key]) -> None:
-        """One message along each, one after the other."""
-        token = torch.zeros(1, device=self.device)
-        for source, target, channel in keys:
-            work = self.isend(token, target, channel) if source == self.rank else self.irecv(token, source, channel)
-            work.wait()
-        torch.cuda.synchronize(self.device)
-
-    def _warm_up_batches(self, edges: Iterable[Edge]) -> None:
-        """A batch of messages along every edge, both ways."""
-        ways = self._ways(edges)
-        if not ways:  # a pipeline of one rank
+        # The first batch makes the group's communicator, which takes all ranks; they cannot wait for shapes then.
+        if not self.warm_up and not (needs.batched and needs.with_shapes):
             return
-        token = torch.zeros(1, device=self.device)
-        received = [torch.empty_like(token) for _ in ways]
-        requests = [
-            P2PRequest(True, token, t, kind) if s == self.rank else P2PRequest(False, buffer, s, kind)
-            for (s, t, kind), buffer in zip(ways, received, strict=True)
-        ]
-        for work in self.batch(requests):
-            work.wait()
+        on_channels = self.one_way and not needs.batched
+        keys = [key for key in made if key[2] != SHAPES] if on_channels else self._ways(needs.edges)
+        tokens = [self._token(*key) for key in keys]
+        if not tokens:  # a pipeline of one rank, or no new channel
+            return
+        if needs.batched:
+            for work in self.batch(tokens):
+                work.wait()
+        else:  # one after the other
+            for token in tokens:
+                self._post(token).wait()
         torch.cuda.synchronize(self.device)
+
+    def _token(self, source: int, target: int, channel: str) -> P2PRequest:
+        is_send = source == self.rank
+        return P2PRequest(is_send, torch.zeros(1, device=self.device), target if is_send else source, channel)
 
     def global_rank(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,13 +40,17 @@ def check_dtypes(config: Any) -> None:
         value = getattr(config, name)
         if value is None and name != "params_dtype":
             continue
-        if not isinstance(value, torch.dtype) or not value.is_floating_point:
-            raise ConfigError(f"{name} is {value!r}; it must be a floating point torch.dtype such as torch.bfloat16")
+        check_dtype(name, value)
     if config.pipeline_model_parallel_size > 1 and config.pipeline_dtype is None:
         raise ConfigError(
             f"pipeline_dtype is missing with pipeline_model_parallel_size {config.pipeline_model_parallel_size}; "
             f"it is the dtype of the activations between stages, usually params_dtype ({config.params_dtype})"
         )
+
+
+def check_dtype(name: str, value: object) -> None:
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise ConfigError(f"{name} is {value!r}; it must be a floating point torch.dtype such as torch.bfloat16")
 
 
 def check_schedule(config: Any) -> None:
@@ -74,26 +80,41 @@ def measured_of(config: Any, placement: Placement | None = None) -> Measured | N
     return measured
 
 
+def check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds above 0, such as 600.0")
+
+
+def _unless_none(rule: Callable[[str, Any], object], name: str, value: object) -> None:
+    if value is not None:
+        rule(name, value)
+
+
+COMMUNICATION: dict[str, Callable[[str, Any], object]] = {
+    "p2p_channels": partial(one_of, known=CHANNELS),
+    "max_pending_sends": partial(whole_number, at_least=0),
+    "p2p_max_ctas": partial(_unless_none, partial(whole_number, hint="None for the pipeline group's own")),
+    "p2p_timeout": check_seconds,
+    "compute_timeout": partial(_unless_none, check_seconds),
+}
+"""Field -> the rule for its value alone: raises ConfigError, given the name and a value."""
+
+
 def check_communication(config: Any) -> None:
     """Also of a step's settings."""
-    one_of("p2p_channels", config.p2p_channels, CHANNELS)
-    whole_number("max_pending_sends", config.max_pending_sends, at_least=0)
-    if config.p2p_max_ctas is not None:
-        whole_number("p2p_max_ctas", config.p2p_max_ctas, hint="None for the pipeline group's own")
-    _check_seconds("p2p_timeout", config.p2p_timeout)
-    if config.compute_timeout is not None:
-        _check_seconds("compute_timeout", config.compute_timeout)
-        if config.compute_timeout < config.p2p_timeout:
-            raise ConfigError(
-                f"compute_timeout is {config.compute_timeout!r}, below p2p_timeout, {config.p2p_timeout!r}; it must be "
-                "at least as long, or None"
-            )
+    for name, rule in COMMUNICATION.items():
+        rule(name, getattr(config, name))
+    check_timeouts(config)
     lowering_policy(config)
 
 
-def _check_seconds(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds above 0, such as 600.0")
+def check_timeouts(config: Any) -> None:
+    """The two against each other."""
+    if config.compute_timeout is not None and config.compute_timeout < config.p2p_timeout:
+        raise ConfigError(
+            f"compute_timeout is {config.compute_timeout!r}, below p2p_timeout, {config.p2p_timeout!r}; it must be "
+            "at least as long, or None"
+        )
 
 
 def check_training(config: Any) -> None:
@@ -162,13 +183,7 @@ def schedule_family(schedule: str | None, num_chunks: int) -> Family:
     be read, or another number of chunks than the family has.
     """
     name = schedule_name(schedule, num_chunks)
-    try:
-        family = find_family(name)
-    except PlanError as error:
-        if names_a_file(name):
-            raise ScheduleError(f"pipeline_schedule: {error}") from error
-        hint = did_you_mean(name, SCHEDULES)
-        raise ScheduleError(f"pipeline_schedule is {name!r}{hint}; it must be {choices()}") from error
+    family = known_family(name)
     if family.chunks not in (None, num_chunks):
         fitting = [name for name, other in SCHEDULES.items() if other.chunks in (None, num_chunks)]
         raise ScheduleError(
@@ -176,3 +191,14 @@ def schedule_family(schedule: str | None, num_chunks: int) -> Family:
             f"(virtual_pipeline_model_parallel_size); {num_chunks} fit {', '.join(fitting)}"
         )
     return family
+
+
+def known_family(name: str) -> Family:
+    """The family of this name, or in the file of this name. Raises ScheduleError."""
+    try:
+        return find_family(name)
+    except PlanError as error:
+        if names_a_file(name):
+            raise ScheduleError(f"pipeline_schedule: {error}") from error
+        hint = did_you_mean(name, SCHEDULES)
+        raise ScheduleError(f"pipeline_schedule is {name!r}{hint}; it must be {choices()}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -69,8 +69,10 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     trace_first_step: int
 
     @classmethod
-    def from_config(cls, config: Any) -> StepSettings:
-        """Reads every field of ``config`` once. Raises ScheduleInputError for an impossible value."""
+    def from_config(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
+        """Reads every field of ``config`` once; values in ``overrides``, by field, stand instead of its own. Raises
+        ScheduleInputError for an impossible value.
+        """
         if isinstance(config, cls):
             return config
         read = [default if (given := getattr(config, name, None)) is None else given for name, default in _DEFAULTS]
@@ -78,6 +80,8 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
             if read[position] is None:
                 read[position] = from_environment()
         settings = cls._make(read)
+        if overrides:
+            settings = settings._replace(**overrides)
         checked(rules.check_communication, settings)
         return settings
 

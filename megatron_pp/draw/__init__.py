@@ -37,20 +37,17 @@ def figure(timelines: Sequence[Timeline], width: int | None = None, dark: bool =
     ``width`` is in pixels, by default what the labels need (900 to 2800); ``dark``: on dark paper. Raises
     MegatronPPError where matplotlib is missing.
     """
-    drawn: Figure = _with_matplotlib().figure(timelines, width, dark)
-    return drawn
+    return _with_matplotlib().figure(timelines, width, dark)
 
 
 def svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> str:
     """The figure as SVG: the same timelines give the same text. Raises as ``figure``."""
-    text: str = _with_matplotlib().render_svg(timelines, width, dark)
-    return text
+    return _with_matplotlib().render_svg(timelines, width, dark)
 
 
 def png(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> bytes:
     """The figure as PNG, with two dots a pixel. Raises as ``figure``, and PlanError where it would be too large."""
-    picture: bytes = _with_matplotlib().render_png(timelines, width, dark)
-    return picture
+    return _with_matplotlib().render_png(timelines, width, dark)
 
 
 def _with_matplotlib() -> ModuleType:

@@ -245,5 +245,4 @@ class _Picture:
 
 def _outline(box: tuple[float, float, float, float]) -> Path:
     left, top, right, bottom = box
-    corners = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
-    return Path(corners, [Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY])
+    return Path([(left, top), (right, top), (right, bottom), (left, bottom), (left, top)], closed=True)

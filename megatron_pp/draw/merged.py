@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -20,20 +21,14 @@ class Piece(NamedTuple):
 
 def pieces(events: Sequence[Event], pixels_per_unit: float) -> Iterator[Piece]:
     """Blocks of at least a pixel; the others as one piece per pixel, with the share of each operation."""
-    pixel, shares = -1, dict[str, float]()
-    for event in events:
-        left, right = event.start * pixels_per_unit, event.end * pixels_per_unit
-        if right - left < 1.0 and int(left) == pixel:
-            shares[event.instruction.op] = shares.get(event.instruction.op, 0.0) + right - left
+    blocks = ((e, e.start * pixels_per_unit, e.end * pixels_per_unit) for e in events)
+    for pixel, group in groupby(blocks, lambda block: int(block[1]) if block[2] - block[1] < 1.0 else None):
+        if pixel is None:
+            yield from (Piece(left, right, event) for event, left, right in group)
             continue
-        if shares:
-            yield Piece(pixel, pixel + 1, None, tuple(shares.items()))
-        if right - left < 1.0:
-            pixel, shares = int(left), {event.instruction.op: right - left}
-        else:
-            pixel, shares = -1, {}
-            yield Piece(left, right, event)
-    if shares:
+        shares: defaultdict[str, float] = defaultdict(float)
+        for event, left, right in group:
+            shares[event.instruction.op] = shares[event.instruction.op] + right - left
         yield Piece(pixel, pixel + 1, None, tuple(shares.items()))
 
 

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron_pp.comm.at_exit import call_at_exit
 from megatron_pp.faults.completed_work import query_during_captures
@@ -18,23 +19,18 @@ _BEFORE_SHOWING_STACK = 5.0  # after that
 _JOIN = 5.0  # longer than it takes to report a failure and to abort the communicator
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Polls ``act``, which acts on a failure and returns whether there is one; while this rank does not leave its step
     after that, ``escalate`` and then ``show_stack``. Sleeps outside steps; never calls the store."""
 
-    def __init__(
-        self,
-        tracker: Tracker,
-        heartbeat: Heartbeat,
-        act: Callable[[], bool],
-        escalate: Callable[[], None] | None,
-        show_stack: Callable[[], None],
-    ) -> None:
-        self._tracker = tracker
-        self._heartbeat = heartbeat
-        self._act = act
-        self._escalate = escalate
-        self._show_stack = show_stack
+    tracker: Tracker
+    heartbeat: Heartbeat
+    act: Callable[[], bool]
+    escalate: Callable[[], None] | None
+    show_stack: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._closed = False
@@ -42,7 +38,7 @@ class Watchdog:
     def wake(self) -> None:
         """At the start of a step."""
         if self._thread is None:
-            name = f"megatron_pp watchdog {self._tracker.rank}"
+            name = f"megatron_pp watchdog {self.tracker.rank}"
             self._thread = threading.Thread(target=self._run, daemon=True, name=name)
             self._thread.start()
             call_at_exit(self.close)
@@ -52,14 +48,14 @@ class Watchdog:
     def close(self) -> None:
         self._closed = True
         self._wake.set()
-        with self._heartbeat.lock:
-            self._heartbeat.lock.notify_all()
+        with self.heartbeat.lock:
+            self.heartbeat.lock.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN)
 
     def _run(self) -> None:
-        lock = self._heartbeat.lock
-        if self._tracker.completed is not None:
+        lock = self.heartbeat.lock
+        if self.tracker.completed is not None:
             query_during_captures()
         while not self._closed:
             if not self._is_active():
@@ -68,18 +64,18 @@ class Watchdog:
                     self._wake.wait()
                 continue
             with lock:
-                lock.wait(self._heartbeat.pace.poll)
-            if self._act():
+                lock.wait(self.heartbeat.pace.poll)
+            if self.act():
                 self._await_exit()
 
     def _await_exit(self) -> None:
         """The communicator is aborted: wait for this rank to leave its step, with stronger means if it does not."""
         if self._left_within(_BEFORE_ESCALATION):
             return
-        if self._escalate is not None:
-            self._escalate()
+        if self.escalate is not None:
+            self.escalate()
         if not self._left_within(_BEFORE_SHOWING_STACK):
-            self._show_stack()
+            self.show_stack()
             self._left_within(math.inf)
 
     def _left_within(self, seconds: float) -> bool:
@@ -92,6 +88,6 @@ class Watchdog:
 
     def _is_active(self) -> bool:
         """Whether the host or the device is in what is watched."""
-        if self._tracker.completed is not None:
-            self._tracker.completed.poll()
-        return self._tracker.where() is not None
+        if self.tracker.completed is not None:
+            self.tracker.completed.poll()
+        return self.tracker.where() is not None

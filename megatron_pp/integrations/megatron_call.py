@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from megatron_pp.config.microbatch_counts import explain_microbatch_count
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.integrations import v_step
+from megatron_pp.integrations.freed_outputs import freed_output, take_freed_outputs
 from megatron_pp.integrations.megatron_release import Megatron
+from megatron_pp.integrations.v_placement import ChunkPlace
 from megatron_pp.module_attributes import wrapped_attribute
-from megatron_pp.plan.placement import LOOP
+from megatron_pp.plan.orders import INTERLEAVED
+from megatron_pp.plan.placement import V_SHAPE
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
 from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions
-from megatron_pp.runtime.deallocate import freed_alias
 from megatron_pp.runtime.step import StepCall
 
 
@@ -27,6 +35,7 @@ class MegatronSteps:
         self.schedules = megatron.schedules
         self.inputs = call.inputs
         self.config = call.config
+        self.config_of_backward = with_overrides(call.config, call.overrides)
         self.deallocates = call.settings.deallocate_pipeline_outputs
         self.options = options
         self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=call.communicator.device))
@@ -58,7 +67,8 @@ class MegatronSteps:
             vp_stage=chunk if inputs.chunked else None,
             is_last_stage=options.is_last_stage[chunk],
         )
-        self.record.num_tokens += num_tokens
+        if options.is_last_stage[chunk]:  # elsewhere Megatron counts none
+            self.record.num_tokens += num_tokens
         return output
 
     def backward(
@@ -66,28 +76,56 @@ class MegatronSteps:
     ) -> Activation:
         """Megatron's `backward_step`; the gradient of `input_tensor`."""
         if output_grad is not None and self.deallocates:
-            # Megatron requires an output of one element here, also where its send is still pending.
+            # Megatron requires a freed output here, also where its send is still pending.
             output = self.backward_root(output)
         return self.schedules.backward_step(
             input_tensor=input_tensor,
             output_tensor=output,
             output_tensor_grad=output_grad,
-            config=self.config,
+            config=self.config_of_backward,
             **self.more_for_backward,
         )
 
     def backward_root(self, output: Activation) -> Any:
-        """A tensor, as Megatron's `backward_step` requires."""
-        return freed_alias(output)
+        """What Megatron's `backward_step` can start from, without the data."""
+        return freed_output(output)
+
+
+def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
+    """The config; where fields of it have other values in ``overrides``, a copy with these."""
+    changed = {name: value for name, value in overrides.items() if getattr(config, name, value) != value}
+    if not changed:
+        return config
+    config = copy.copy(config)
+    vars(config).update(changed)
+    return config
+
+
+class StepsInV(MegatronSteps):
+    """A forward asks Megatron for its data, as seen from the stage that the chunk holds."""
+
+    def __init__(self, megatron: Megatron, call: MegatronCall, options: StepOptions) -> None:
+        super().__init__(megatron, call, options)
+        self.places = [ChunkPlace(megatron.parallel_state, chunk) for chunk in range(len(call.inputs.chunks))]
+
+    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
+        with self.places[chunk]:
+            return super().forward(chunk, mb, input_tensor)
 
 
 class MegatronCall(StepCall):
-    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, the others are those of StepCall."""
+    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``overrides`` settings of `install()`,
+    the others those of StepCall.
+    """
 
     followed_by = "the work after the step (data-parallel reduction, optimizer)"
+    graph_in_evaluation = True
 
-    def __init__(self, megatron: Megatron, *, alone: bool, chunked: bool, **arguments: Any) -> None:
+    def __init__(
+        self, megatron: Megatron, overrides: Mapping[str, Any], *, alone: bool, chunked: bool, **arguments: Any
+    ) -> None:
         self.megatron = megatron
+        self.overrides = overrides
         keyword = megatron.row.groups_keyword
         groups = arguments.pop(keyword, None)
         if groups is None:
@@ -95,25 +133,54 @@ class MegatronCall(StepCall):
             groups = megatron.default_groups()
         super().__init__(alone=alone, chunked=chunked, pg_collection=groups, **arguments)
         self.embedding: Any = None
-        placement = find_family(self.spec.schedule).placement
-        if placement != LOOP and self.communicator.size > 1:  # chunk c of rank r has the layers of stage c * P + r
+        kind, size = find_family(self.spec.schedule).placement, self.communicator.size
+        self.in_v = kind == V_SHAPE and size > 1
+        self.last_rank = 0 if self.in_v else size - 1  # it holds the last stage
+        if size > 1:
+            v_step.check_chunks(self.spec.schedule, kind, self.inputs.chunks)
+
+    def refuse_slow_count(self) -> None:
+        """Raises ScheduleInputError for a number of microbatches that Megatron's interleaved schedule refuses, as it
+        costs throughput."""
+        spec = self.spec
+        if spec.schedule != INTERLEAVED or spec.pipeline_size == 1:
+            return
+        sizes = spec.num_microbatches, spec.pipeline_size, spec.num_chunks, spec.group_size or None
+        count = explain_microbatch_count(*sizes)
+        if not count.full_speed:
             raise ScheduleInputError(
-                f"config.pipeline_schedule {self.spec.schedule!r} places stages in a {placement}, and Megatron-core's "
-                "models are built for a loop; choose a schedule that places them in a loop"
+                f"{count.sentence}; Megatron-core refuses such a number, and install(any_microbatch_count=True) runs it"
             )
 
     @property
     def finalizes(self) -> bool:
         return not self.inputs.forward_only and self.settings.finalize_model_grads_func is not None
 
+    def read_settings(self) -> StepSettings:
+        return StepSettings.from_config(self.config, self.overrides)
+
     def begin(self) -> None:
         config, schedules = self.config, self.megatron.schedules
+        take_freed_outputs(schedules)
         if self.finalizes and not self.alone:
             self.embedding = schedules.clear_embedding_activation_buffer(
-                config, self.inputs.chunks, self._is_last_rank()
+                config, self.inputs.chunks, self._holds_last_stage()
             )
         super().begin()
         self.megatron.reset_paged_stash(config, self.inputs.forward_only)
+
+    def tensor_shapes(self) -> list[Any]:
+        """By the release's own function. Its interleaved schedules make no use of `decoder_seq_length`."""
+        inputs, groups = self.inputs, self.inputs.pg_collection
+        super().tensor_shapes()  # raises for what is missing
+        return self.megatron.schedules.get_tensor_shapes(
+            seq_length=inputs.seq_length,
+            micro_batch_size=inputs.micro_batch_size,
+            decoder_seq_length=None if inputs.chunked else inputs.decoder_seq_length,
+            config=with_overrides(self.config, self.overrides),
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
 
     def step_number(self) -> int | None:
         """Where the config gives none, the iteration of Megatron's own training loop."""
@@ -121,13 +188,19 @@ class MegatronCall(StepCall):
         return self.megatron.current_iteration() if given is None else given
 
     def make_steps(self, plan: Plan) -> MegatronSteps:
-        return MegatronSteps(self.megatron, self, self.step_options(plan))
+        kind = StepsInV if self.in_v else MegatronSteps
+        return kind(self.megatron, self, self.step_options(plan))
 
     def finish(self, steps: MegatronSteps) -> None:
         """The calls of Megatron's schedules after the last backward, in their order."""
         megatron, forward_only = self.megatron, self.inputs.forward_only
         if self.finalizes:
             self._finalize(steps.record.num_tokens)
+        if self.in_v:
+            last = self.communicator.size - 1  # where Megatron's training loop reads the losses
+            v_step.hand_over(
+                steps.record.data, self.communicator.pp_group, self.last_rank, last, self.communicator.device
+            )
         megatron.reset_offload(self.config, forward_only, self.inputs.pg_collection)
         if self.alone and forward_only:
             megatron.resynchronise_fsdp(self.inputs.chunks)
@@ -138,15 +211,16 @@ class MegatronCall(StepCall):
         config, row = self.config, self.megatron.row
         if not self.alone:
             self.megatron.schedules.finish_embedding_wgrad_compute(
-                config, self.embedding, self._is_last_rank(), self.inputs.pg_collection.tp
+                config, self.embedding, self._holds_last_stage(), self.inputs.pg_collection.tp
             )
         more = {"force_all_reduce": self.inputs.force_all_reduce} if row.force_all_reduce else {}
-        config.finalize_model_grads_func(
-            self.inputs.chunks,
-            num_tokens if config.calculate_per_token_loss else None,
-            **{row.groups_keyword: self.inputs.pg_collection},
-            **more,
-        )
+        counted = num_tokens if config.calculate_per_token_loss else None
+        if self.in_v and counted is not None:
+            v_step.broadcast_tokens(counted, self.communicator.pp_group, self.last_rank)
+        with v_step.shared_gradients_summed() if self.in_v else nullcontext():
+            config.finalize_model_grads_func(
+                self.inputs.chunks, counted, **{row.groups_keyword: self.inputs.pg_collection}, **more
+            )
 
-    def _is_last_rank(self) -> bool:
-        return self.communicator.rank == self.communicator.size - 1
+    def _holds_last_stage(self) -> bool:
+        return self.communicator.rank == self.last_rank

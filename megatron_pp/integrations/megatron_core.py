@@ -3,10 +3,11 @@
     from megatron_pp.integrations import megatron_core
     megatron_core.install()
 
-Afterwards `megatron.core.pipeline_parallel.get_forward_backward_func`, wherever it has been imported to, returns
-schedules that run through this engine. Models, optimizers, data-parallel wrappers, configs, process groups and the
-forward and backward of one microbatch stay Megatron's. Megatron's own schedule runs what the engine does not serve,
-with one warning that names the reason; `install(strict=True)` raises NotServedError instead.
+Afterwards Megatron's three schedule functions, `forward_backward_no_pipelining` and the two for pipelines, run through
+this engine, wherever their names have been imported to; so Megatron's own `get_forward_backward_func` returns them.
+Models, optimizers, data-parallel wrappers, configs, process groups and the forward and backward of one microbatch stay
+Megatron's. Megatron's own schedule runs what the engine does not serve, with one warning that names the reason;
+`install(strict=True)` raises NotServedError instead.
 """
 
 from __future__ import annotations
@@ -14,85 +15,139 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any
 
 from megatron_pp.errors import NotServedError, UnknownMegatronError
+from megatron_pp.integrations.freed_outputs import leave_freed_outputs
 from megatron_pp.integrations.megatron_call import MegatronCall
-from megatron_pp.integrations.megatron_release import Megatron, load_megatron, reason_not_served
+from megatron_pp.integrations.megatron_release import Megatron, load_megatron
+from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
+from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.integrations.settings import InstallSettings, read_settings
+from megatron_pp.integrations.v_placement import install_v, uninstall_v
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
 logger = logging.getLogger("megatron_pp")
 
+# Whether Megatron's own schedule runs, so that a schedule function that it calls by name is Megatron's too.
+_HANDED_BACK: ContextVar[bool] = ContextVar("megatron_pp_handed_back", default=False)
+
+
+@dataclass
+class Plugin:
+    """What the installed schedules share: the settings of `install()`, and the reasons that have been logged."""
+
+    megatron: Megatron
+    settings: InstallSettings
+    logged: set[str] = field(default_factory=set)
+
+    def log_once(self, reason: str) -> None:
+        """Log once that Megatron's own schedule runs, and why. Raises NotServedError under `strict`."""
+        if self.settings.strict:
+            raise NotServedError(
+                f"megatron_pp does not serve {reason}; install() without strict=True lets Megatron run it"
+            )
+        if reason not in self.logged:
+            self.logged.add(reason)
+            logger.warning("megatron_pp does not serve %s: Megatron-core's own schedule runs instead", reason)
+
 
 class Schedule:
-    """Replaces one of Megatron's three schedule functions; called with the same keywords."""
+    """Stands for one of Megatron's schedule functions under its name: called with the same keywords, with the same
+    signature, and pickled by name.
+    """
 
-    def __init__(self, theirs: Callable[..., Any], selector: ScheduleSelector) -> None:
+    def __init__(self, theirs: Callable[..., Any], plugin: Plugin) -> None:
         functools.update_wrapper(self, theirs)
         self.theirs = theirs
-        self.selector = selector
+        self.plugin = plugin
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step. Returns the reports of the loss function on the last stage, an empty list elsewhere.
 
         Raises ScheduleInputError before any communication for arguments or a config that cannot be run.
         """
-        name, reason = self.theirs.__name__, reason_not_served(self.selector.megatron, arguments)
-        if reason is not None:
-            self.selector.log_once(reason)
+        plugin = self.plugin
+        if _HANDED_BACK.get():
             return self.theirs(**arguments)
+        arguments = without_defaults(self.theirs, plugin.megatron.row, arguments)
+        reason = reason_not_served(plugin.megatron, arguments)
+        if reason is not None:
+            plugin.log_once(reason)
+            return self._hand_back(arguments)
+        name = self.theirs.__name__
         alone = name == "forward_backward_no_pipelining"
         chunked = name == "forward_backward_pipelining_with_interleaving"
-        return MegatronCall(self.selector.megatron, alone=alone, chunked=chunked, **arguments).run()
+        call = MegatronCall(plugin.megatron, plugin.settings.overrides, alone=alone, chunked=chunked, **arguments)
+        if not plugin.settings.any_microbatch_count:
+            call.refuse_slow_count()
+        return call.run()
+
+    def _hand_back(self, arguments: Mapping[str, Any]) -> Any:
+        token = _HANDED_BACK.set(True)
+        try:
+            return self.theirs(**arguments)
+        finally:
+            _HANDED_BACK.reset(token)
+
+    def __reduce__(self) -> str:
+        return str(self.__qualname__)  # type: ignore[attr-defined]  # set by update_wrapper
+
+    def __repr__(self) -> str:
+        return f"<{self.__qualname__} of megatron_pp>"  # type: ignore[attr-defined]
 
 
-class ScheduleSelector:
-    """Replaces Megatron's `get_forward_backward_func`; takes the arguments of the installed release's."""
+def install(strict: bool | None = None, *, settings: str | PathLike[str] | None = None, **others: Any) -> None:
+    """Make Megatron-core's training loop use this engine, in this process. A second call only changes the settings.
 
-    def __init__(self, original: Callable[..., Any], megatron: Megatron, strict: bool) -> None:
-        functools.update_wrapper(self, original)
-        self.original = original
-        self.megatron = megatron
-        self.strict = strict
-        self._logged: set[str] = set()
+    strict     raise NotServedError where Megatron's own schedule would run
+    settings   a TOML file with settings; by default the one that the environment variable MEGATRON_PP_SETTINGS names
+    others     settings, such as ``overlap_p2p_comm=True``; docs/megatron.md lists them. None: not given
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Schedule:
-        if not any(value is not None for value in (*args, *kwargs.values())):
-            self.megatron.require_initialised()
-        return Schedule(self.original(*args, **kwargs), self)
+    A keyword goes before the environment variable MEGATRON_PP_<NAME>, that before the file, that before the field of
+    Megatron's config, which is never written to.
 
-    def log_once(self, reason: str) -> None:
-        """Log once that Megatron's own schedule runs, and why. Raises NotServedError under `strict`."""
-        if self.strict:
-            raise NotServedError(
-                f"megatron_pp does not serve {reason}; install() without strict=True lets Megatron run it"
-            )
-        if reason not in self._logged:
-            self._logged.add(reason)
-            logger.warning("megatron_pp does not serve %s: Megatron-core's own schedule runs instead", reason)
-
-
-def install(strict: bool = False) -> None:
-    """Make Megatron-core's training loop use this engine, in this process. A second call only sets `strict`. Raises
-    UnknownMegatronError where megatron-core is missing, too old, or has an unknown signature; nothing is changed then.
+    Raises ConfigError for an unknown name or an impossible value, UnknownMegatronError where megatron-core is missing,
+    too old, or has an unknown signature, and under `strict` where its schedules read or call something that the engine
+    does not know; nothing is changed then.
     """
+    install_with(read_settings(settings, strict=strict, **others))
+
+
+def install_with(settings: InstallSettings) -> None:
+    """`install()` with settings that have been read."""
     current = _current()
+    megatron = load_megatron() if current is None else current.megatron
+    unknown = megatron.unknown_reads
+    if unknown is not None and settings.strict:
+        raise UnknownMegatronError(f"{unknown}; install() without strict=True accepts that")
     if current is not None:
-        current.strict = strict
+        current.settings = settings
+        install_v(_replace, settings.overrides.get("pipeline_schedule"))
         return
-    megatron = load_megatron()
-    original = megatron.schedules.get_forward_backward_func
-    _replace(original, ScheduleSelector(original, megatron, strict))
+    if unknown is not None:
+        logger.warning(unknown)
+    plugin = Plugin(megatron, settings)
+    theirs = [getattr(megatron.schedules, name) for name in ENTRIES]
+    for function in theirs:
+        _replace(function, Schedule(function, plugin))
+    install_v(_replace, settings.overrides.get("pipeline_schedule"))
 
 
 def uninstall() -> None:
     """Restore Megatron-core's own schedules everywhere, where they are replaced."""
-    current = _current()
-    if current is not None:
-        _replace(current, current.original)
+    schedules = _schedules()
+    for schedule in schedules:
+        _replace(schedule, schedule.theirs)
+        leave_freed_outputs(schedule.plugin.megatron.schedules)
+    if schedules:
+        uninstall_v(_replace)
 
 
 def is_installed() -> bool:
@@ -101,25 +156,28 @@ def is_installed() -> bool:
 
 
 @contextmanager
-def installed(strict: bool = False) -> Iterator[None]:
+def installed(strict: bool | None = None, **others: Any) -> Iterator[None]:
     """`install()` for a `with` block; restores the state before it."""
     before = _current()
-    strict_before = before is not None and before.strict
-    install(strict)
+    settings_before = None if before is None else before.settings
+    install(strict, **others)
     try:
         yield
     finally:
-        if before is None:
+        if settings_before is None:
             uninstall()
         else:
-            install(strict_before)
+            install_with(settings_before)
 
 
-def _current() -> ScheduleSelector | None:
-    """The selector that is installed, read from Megatron's own module."""
-    schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
-    selector = getattr(schedules, "get_forward_backward_func", None)
-    return selector if isinstance(selector, ScheduleSelector) else None
+def _current() -> Plugin | None:
+    """What is installed, read from Megatron's own module."""
+    return next((schedule.plugin for schedule in _schedules()), None)
+
+
+def _schedules() -> list[Schedule]:
+    module = sys.modules.get("megatron.core.pipeline_parallel.schedules")
+    return [s for name in ENTRIES if isinstance(s := getattr(module, name, None), Schedule)]
 
 
 def _replace(old: Any, new: Any) -> None:

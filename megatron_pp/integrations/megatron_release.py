@@ -1,12 +1,10 @@
-"""The installed Megatron-core: modules, its row in the table of releases, calls that differ between releases, and what
-the engine does not serve of it.
-"""
+"""The installed Megatron-core: modules, its row in the table of releases, and calls that differ between releases."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -16,17 +14,25 @@ import torch
 
 from megatron_pp.errors import ScheduleInputError, UnknownMegatronError
 from megatron_pp.integrations import megatron_versions as versions
-from megatron_pp.module_attributes import wrapped_attribute
+from megatron_pp.integrations.megatron_reads import unknown_reads
 
 
 @dataclass(frozen=True)
 class Megatron:
-    """Megatron-core as it is installed. `version` is as Megatron prints it; `row` is its row of the table."""
+    """Megatron-core as it is installed.
+
+    version        as Megatron prints it
+    row            its row of the table
+    multi_module   the classes that stand for pipelines of several modules
+    unknown_reads  what its schedules make use of and is unknown here, in words; None where there is nothing
+    """
 
     version: str
     row: versions.Row
     schedules: ModuleType
     parallel_state: ModuleType
+    multi_module: tuple[type, ...] = ()
+    unknown_reads: str | None = None
 
     def require_initialised(self) -> None:
         """Raises ScheduleInputError unless the process groups of a pipeline exist."""
@@ -112,36 +118,24 @@ def load_megatron() -> Megatron:
         raise UnknownMegatronError(
             f"megatron-core cannot be imported ({error}); install it: pip install 'megatron-core>=0.14'"
         ) from error
-    row = versions.row_of(core.__version__)
-    versions.check_signatures(schedules, row, core.__version__)
-    return Megatron(core.__version__, row, schedules, importlib.import_module("megatron.core.parallel_state"))
+    version = core.__version__
+    row = versions.row_of(version)
+    versions.check_signatures(schedules, row, version)
+    state = importlib.import_module("megatron.core.parallel_state")
+    unknown = unknown_reads(schedules, versions.release_of(version), version)
+    return Megatron(version, row, schedules, state, _multi_module_classes(), unknown)
 
 
-def reason_not_served(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:
-    """Why Megatron's own schedule runs a call with these keyword ``arguments``, as the object of "does not serve ...";
-    None where the engine runs it.
-    """
-    groups, communicator = arguments.get(megatron.row.groups_keyword), arguments.get("p2p_communicator")
-    given = {type(groups).__name__, type(communicator).__name__}
-    if given & {"MultiModuleProcessGroupCollection", "MultiModulePipelineCommunicator"}:
-        return "pipelines of several modules (a multi-module process group collection or communicator was given)"
-    model = arguments.get("model")
-    config = wrapped_attribute(model[0] if isinstance(model, (list, tuple)) and model else model, "config")
-    if getattr(config, "overlap_moe_expert_parallel_comm", False) and not arguments.get("forward_only", False):
-        return "the combined 1F1B that hides MoE's all-to-all (config.overlap_moe_expert_parallel_comm)"
-    if getattr(config, "hybrid_context_parallel", False):
-        return "hybrid context parallelism (config.hybrid_context_parallel)"
-    if _captures_whole_step(config):
-        return "CUDA graphs of a whole iteration (config.cuda_graph_impl, config.cuda_graph_scope)"
-    return None
+_MULTI_MODULE = (
+    ("megatron.core.process_groups_config", "MultiModuleProcessGroupCollection"),
+    ("megatron.core.pipeline_parallel.multimodule_communicator", "MultiModulePipelineCommunicator"),
+)
 
 
-def _captures_whole_step(config: Any) -> bool:
-    """Releases ask for it in three ways: a field of its own; a scope (a string, an enum, or a list of them); a kind."""
-    kind, scope = getattr(config, "cuda_graph_impl", None), getattr(config, "cuda_graph_scope", None)
-    if kind == "full_iteration":
-        return True
-    if kind != "local" and not getattr(config, "enable_cuda_graph", False):
-        return False
-    scopes = scope if isinstance(scope, (list, tuple, set)) else [scope]
-    return any(getattr(s, "name", s) == "full_iteration" for s in scopes)
+def _multi_module_classes() -> tuple[type, ...]:
+    """Those that this release has."""
+    found = []
+    for module, name in _MULTI_MODULE:
+        with contextlib.suppress(ImportError, AttributeError):
+            found.append(getattr(importlib.import_module(module), name))
+    return tuple(found)

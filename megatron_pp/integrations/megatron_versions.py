@@ -51,6 +51,7 @@ ENTRY = (
     "forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length", "micro_batch_size",
     "decoder_seq_length", "forward_only", "collect_non_loss_data", "first_val_step", "adjust_tensor_shapes_fn",
 )  # fmt: skip
+TENSOR_SHAPES = ("seq_length", "micro_batch_size", "decoder_seq_length", "config", "tp_group", "cp_group")
 ENTRIES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
@@ -58,14 +59,15 @@ ENTRIES = (
 )
 
 
-def row_of(version: str) -> Row:
-    """The row for a version as Megatron prints it, such as "0.16.1" or "0.17.0rc0"; the newest row for newer ones.
-
-    Raises UnknownMegatronError for a version older than the table.
-    """
+def release_of(version: str) -> tuple[int, int]:
+    """(major, minor) of a version as Megatron prints it, such as "0.16.1" or "0.17.0rc0"."""
     match = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(match[1]), int(match[2])) if match else (0, 0)
-    rows = [row for row in TABLE if row.release <= release]
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def row_of(version: str) -> Row:
+    """The row for a version; the newest row for newer ones. Raises UnknownMegatronError for one before the table."""
+    rows = [row for row in TABLE if row.release <= release_of(version)]
     if not rows:
         oldest = ".".join(map(str, TABLE[0].release))
         raise UnknownMegatronError(
@@ -74,14 +76,20 @@ def row_of(version: str) -> Row:
     return rows[-1]
 
 
+def entry_keywords(row: Row) -> tuple[str, ...]:
+    """The keywords of the schedules, but for `p2p_communicator`, which early releases take in pipelines only."""
+    return (*ENTRY, row.groups_keyword, *(("force_all_reduce",) if row.force_all_reduce else ()))
+
+
 def expected_signatures(row: Row) -> dict[str, tuple[str, ...]]:
     """Function of Megatron's schedules.py -> the parameters that the plug-in passes to it or takes."""
-    entry = (*ENTRY, row.groups_keyword, *(("force_all_reduce",) if row.force_all_reduce else ()))
+    entry = entry_keywords(row)
     return {
         "forward_step": FORWARD_STEP,
         "backward_step": (*BACKWARD_STEP, *row.backward_only),
         "clear_embedding_activation_buffer": ("config", "model", "is_last_stage"),
         "finish_embedding_wgrad_compute": ("config", "embedding_module", "is_last_stage", "tp_group"),
+        "get_tensor_shapes": TENSOR_SHAPES,
         **dict.fromkeys(ENTRIES, entry),
     }
 
@@ -101,7 +109,6 @@ def check_signatures(schedules: ModuleType, row: Row, version: str) -> None:
                 f"{where} {name} takes no parameter {missing!r}; megatron_pp expects {ours}, but it is "
                 f"{name}{inspect.signature(function)}"
             )
-        # Early releases take no communicator without a pipeline.
         known = {*expected, "p2p_communicator"} if name in ENTRIES else set(expected)
         for unknown in [p for p in parameters.values() if p.default is p.empty and p.name not in known]:
             raise UnknownMegatronError(

@@ -157,29 +157,24 @@ class StepOptions:
 _CHUNK_METHODS = ("set_input_tensor", "set_is_first_microbatch", "set_current_microbatch")
 
 
+@dataclass(eq=False)
 class ModelSteps:
     """Runs a user's ``forward_step_func`` on this rank's model chunks. ``record`` holds the losses afterwards."""
 
+    forward_step_func: Callable[..., Any]
+    data_iterators: Sequence[Any]
+    chunks: Sequence[Any]
+    settings: StepSettings
+    options: StepOptions
+    record: LossRecord = field(default_factory=LossRecord, init=False)
+
     backward_root = staticmethod(backward_root)
 
-    def __init__(
-        self,
-        forward_step_func: Callable[..., Any],
-        data_iterators: Sequence[Any],
-        chunks: Sequence[Any],
-        settings: StepSettings,
-        options: StepOptions,
-    ) -> None:
-        self.forward_step_func = forward_step_func
-        self.data_iterators = data_iterators
-        self.chunks = chunks
-        self.settings = settings
-        self.options = options
-        self.record = LossRecord()
-        self.timers = settings.timers
-        self.grad_scale_func = settings.grad_scale_func
-        found = [wrapped_attributes(chunk, _CHUNK_METHODS) for chunk in chunks]
-        self._set_input = [_checked_setter(one[0], chunk) for one, chunk in zip(found, chunks, strict=True)]
+    def __post_init__(self) -> None:
+        self.timers = self.settings.timers
+        self.grad_scale_func = self.settings.grad_scale_func
+        found = [wrapped_attributes(chunk, _CHUNK_METHODS) for chunk in self.chunks]
+        self._set_input = [_checked_setter(one[0], chunk) for one, chunk in zip(found, self.chunks, strict=True)]
         self._mark_first = [one[1] for one in found]
         self._mark_microbatch = [one[2] for one in found]
 

@@ -40,21 +40,6 @@ def backward_root(output: Any) -> Any:
     return GradientEdge(node, output.output_nr)
 
 
-def freed_alias(output: Any) -> Any:
-    """A tensor of one element with the graph of ``output``: a ``backward_root`` for callers that need a tensor.
-
-    It is no view, which would keep its base. A list for a list; what is no tensor, or has one element already, is
-    returned as it is.
-    """
-    if isinstance(output, (list, tuple)):
-        return [freed_alias(item) for item in output]
-    if not isinstance(output, torch.Tensor) or output.numel() == 1:
-        return output
-    alias: torch.Tensor = torch.ops.aten._unsafe_view.default(output, output.shape)
-    alias.data = _one_element(output.dtype, output.device)
-    return alias
-
-
 def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
     """Replace the data of ``out`` by a single element of the same dtype on the same device, keeping its graph.
 

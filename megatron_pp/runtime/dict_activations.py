@@ -7,6 +7,7 @@ it returns dicts of name -> shape instead of lists of shapes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_pp.errors import ScheduleInputError
@@ -15,18 +16,14 @@ from megatron_pp.runtime.compute import Activation, Steps
 Names = tuple[str, ...] | None
 
 
+@dataclass(eq=False)
 class NamedSteps:
-    """Steps of a model whose stages take and give dicts; the engine sees lists of the same tensors.
+    """Steps of a model whose stages take and give dicts; the engine sees lists of the same tensors."""
 
-    received, sent  names of the tensors that this stage receives and sends
-    last            per chunk, whether it is the last stage, whose output is no activation
-    """
-
-    def __init__(self, steps: Steps, received: Names, sent: Names, last: Sequence[bool]) -> None:
-        self.steps = steps
-        self.received = received
-        self.sent = sent
-        self.last = last
+    steps: Steps
+    received: Names  # of the tensors that this stage receives
+    sent: Names
+    last: Sequence[bool]  # per chunk, whether it is the last stage, whose output is no activation
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         """Run the chunk; ``set_input_tensor`` gets a list with one dict. Raises ScheduleInputError for other names."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -32,38 +33,31 @@ from megatron_pp.weight_grad.store import WeightGradStore
 Handler = Callable[[Task], None]
 
 
+@dataclass(eq=False)
 class PlanExecutor:
     """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        communicator: P2PCore,
-        steps: Steps,
-        hooks: SyncHooks,
-        shapes: Shapes,
-        *,
-        deallocate: bool = True,
-        max_pending_sends: int = 2,
-        weights: WeightGradStore | None = None,
-        pair_runner: PairRunner | None = None,
-        observer: Any = None,
-    ) -> None:
-        self.plan = plan
+    plan: Plan
+    communicator: P2PCore
+    steps: Steps
+    hooks: SyncHooks
+    shapes: Shapes
+    _: KW_ONLY
+    deallocate: bool = True
+    max_pending_sends: int = 2
+    weights: WeightGradStore | None = None
+    pair_runner: PairRunner | None = None
+    graph_in_evaluation: bool = False
+    observer: Any = None
+
+    def __post_init__(self) -> None:
+        plan, communicator, sent = self.plan, self.communicator, self.shapes.send
         self.rank = communicator.rank
-        self.communicator = communicator
-        self.steps = steps
-        self.hooks = hooks
-        self.shapes = shapes
-        alone = communicator.size == 1
-        self._checks_shapes = not alone and not communicator.shapes_vary and shapes.send not in (None, [])
+        self._checks_shapes = communicator.size > 1 and not communicator.shapes_vary and sent not in (None, [])
         # Compared with each output; None where several tensors are sent.
-        self._sent_shape = tuple(shapes.send) if self._checks_shapes and is_single_shape(shapes.send) else None
-        self.deallocate = deallocate
-        self.weights = weights
-        self.pair_runner = pair_runner
-        self.observer = observer
+        self._sent_shape = tuple(sent) if self._checks_shapes and is_single_shape(sent) else None
         self.forward_only = plan.spec.forward_only
+        self.graphs = self.graph_in_evaluation or not self.forward_only  # whether stages may build autograd graphs
         self.position = 0
         self.placement = plan.placement
         self.last_stage = plan.placement.num_stages - 1
@@ -73,7 +67,7 @@ class PlanExecutor:
         self.input_grads: dict[Key, Activation] = {}
         self.handles: dict[MessageKey, WaitHandle] = {}  # of what is posted and not waited for
         self.deferred: deque[tuple[WaitHandle, Task]] = deque()
-        self.max_deferred = max_pending_sends if communicator.transport.pollable else 0
+        self.max_deferred = self.max_pending_sends if communicator.transport.pollable else 0
         self._finished_in_place = ins.FREE_B if STATIC_BUFFERS in plan.spec.device else None
         self._sync_open = False
 
@@ -83,7 +77,7 @@ class PlanExecutor:
         if not self.forward_only:
             self.hooks.disable_grad_sync()
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.forward_only), self._weight_step():
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.graphs), self._weight_step():
                 for position, at in enumerate(self.plan.tasks(self.rank)):
                     self.position = position
                     handlers[at.op](at)
@@ -139,6 +133,8 @@ class PlanExecutor:
             return
         if self._checks_shapes and not (isinstance(output, torch.Tensor) and output.shape == self._sent_shape):
             self._check_shapes(at, output)
+        if self.forward_only and self.graphs:
+            output = _detached(output)  # the graph ends with the forward, not with the send
         self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
 
     def _check_shapes(self, at: Task, output: Activation) -> None:
@@ -213,7 +209,7 @@ class PlanExecutor:
                 handlers[at.op](at)
 
     def _recv_f(self, at: Task) -> None:
-        handle = self.communicator.post_recv(self.shapes.receive, at.peer, ACT, not self.forward_only)
+        handle = self.communicator.post_recv(self.shapes.receive, at.peer, ACT, self.graphs)
         self.handles[at.message] = handle
 
     def _wait_f(self, at: Task) -> None:
@@ -246,7 +242,7 @@ class PlanExecutor:
         if at.op == ins.SEND_B:
             return Send(self.input_grads[at.key], at.peer, GRAD)
         if at.op == ins.RECV_F:
-            return Receive(self.shapes.receive, at.peer, ACT, not self.forward_only)
+            return Receive(self.shapes.receive, at.peer, ACT, self.graphs)
         return Receive(self.shapes.send, at.peer, GRAD, False)
 
     def _free(self, at: Task) -> None:
@@ -281,11 +277,11 @@ class PlanExecutor:
 
     def _hand_f(self, at: Task) -> None:
         source = (at.stage - 1, at.mb)
-        output, training = self.outputs[source], not self.forward_only
+        output = self.outputs[source]
         if isinstance(output, (list, tuple)):
-            self.inputs[at.key] = [tensor.detach().requires_grad_(training) for tensor in output]
+            self.inputs[at.key] = [tensor.detach().requires_grad_(self.graphs) for tensor in output]
         else:
-            self.inputs[at.key] = output.detach().requires_grad_(training)
+            self.inputs[at.key] = output.detach().requires_grad_(self.graphs)
         self._drop_data(source)
 
     def _hand_b(self, at: Task) -> None:
@@ -331,6 +327,13 @@ class PlanExecutor:
 
 def _is_any_there(grad: Activation) -> bool:
     return any(g is not None for g in grad) if isinstance(grad, list) else grad is not None
+
+
+def _detached(output: Activation) -> Activation:
+    """The tensors of an output without their graph; what is no tensor is left for the send to refuse."""
+    if isinstance(output, (list, tuple)):
+        return [_detached(item) for item in output]
+    return output.detach() if isinstance(output, torch.Tensor) else output
 
 
 def _shown(shapes: list[list[int]]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_pp.comm import process_groups
@@ -26,19 +26,16 @@ class Messages(NamedTuple):
     sent: Names
 
 
-def messages(inputs: StepInputs, settings: StepSettings, pipeline_size: int, tp_size: int, cp_size: int) -> Messages:
-    """Raises ScheduleInputError where shapes are needed and an argument is missing."""
-    receive: Any = [None]
+def messages(
+    inputs: StepInputs, settings: StepSettings, pipeline_size: int, between_stages: Callable[[], list[Any]]
+) -> Messages:
+    """``between_stages`` gives the shapes of the tensors between stages, before ``adjust_tensor_shapes_fn``, or (), as
+    Megatron does, for one that travels. It is called where shapes are needed. Raises what it raises.
+    """
+    receive: list[Any] = [None]
     adjust = inputs.adjust_tensor_shapes_fn
     if (pipeline_size > 1 and not settings.shapes_vary) or (adjust is not None and inputs.seq_length is not None):
-        receive = tensor_shapes(
-            seq_length=inputs.seq_length,
-            micro_batch_size=inputs.micro_batch_size,
-            decoder_seq_length=inputs.decoder_seq_length,
-            config=settings,
-            tp_size=tp_size,
-            cp_size=cp_size,
-        )
+        receive = between_stages()
     send = list(receive)
     if adjust is not None:
         receive, send = adjust(receive, send)
@@ -48,7 +45,7 @@ def messages(inputs: StepInputs, settings: StepSettings, pipeline_size: int, tp_
 
 def _names_and_shapes(given: Any) -> tuple[Names, Any]:
     """The names (None for a list) and the shapes (one, or a list of several) of what travels."""
-    shapes = list(given.values() if isinstance(given, Mapping) else given)
+    shapes = [None if shape == () else shape for shape in (given.values() if isinstance(given, Mapping) else given)]
     return tuple(given) if isinstance(given, Mapping) else None, shapes[0] if len(shapes) == 1 else shapes
 
 

@@ -70,6 +70,10 @@ def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
     current.wait_stream(side)
 
 
+PAIR_FUNCTIONS: dict[str, OverlappedForwardBackward] = {"in_turn": in_turn, "on_two_streams": on_two_streams}
+"""By the name that a flag or a file has for them."""
+
+
 class _SideStreams(threading.local):
     """By device; a thread has its own, as it has a current stream of its own."""
 
@@ -86,12 +90,12 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _SIDE_STREAMS.of[device]
 
 
+@dataclass(eq=False)
 class PairRunner:
     """Runs pairs by the user's function; ``models`` are the chunks of one rank."""
 
-    def __init__(self, function: OverlappedForwardBackward, models: Sequence[Any]) -> None:
-        self.function = function
-        self.models = models
+    function: OverlappedForwardBackward
+    models: Sequence[Any]
 
     def run(self, pair: Task, handlers: Mapping[str, Callable[[Task], None]]) -> None:
         """Raises ScheduleInputError where the function left one of the halves out."""

@@ -11,6 +11,7 @@ here waits for the device before the end of the step: a debug mode that synchron
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,8 +39,8 @@ class WatchedExecutor(PlanExecutor):
     an early release. Raises SendBufferError.
     """
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.pending: list[_PendingSend] = []
         self.returned: list[torch.Tensor] = []  # done with, about to be given back by the current instruction
         self.sums: list[tuple[_PendingSend, Instruction, torch.Tensor]] = []  # whether first and second sum agree
@@ -173,19 +174,19 @@ class _PendingSend:
         return torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._place)
 
 
+@dataclass(eq=False)
 class _WatchedHandle:
     """A WaitHandle whose ``wait`` is watched from both sides."""
 
-    def __init__(self, handle: WaitHandle, sends: list[_PendingSend], executor: WatchedExecutor) -> None:
-        self.handle = handle
-        self._sends = sends
-        self._executor = executor
+    handle: WaitHandle
+    sends: list[_PendingSend]
+    executor: WatchedExecutor
 
     def wait(self) -> None:
-        sends, self._sends = self._sends, []
-        self._executor.about_to_finish(sends)
+        sends, self.sends = self.sends, []
+        self.executor.about_to_finish(sends)
         self.handle.wait()
-        self._executor.finished(sends)
+        self.executor.finished(sends)
 
     def is_completed(self) -> bool:
         return self.handle.is_completed()

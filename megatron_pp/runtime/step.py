@@ -19,7 +19,7 @@ from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
 from megatron_pp.runtime.graph_order import check_graph_order
 from megatron_pp.runtime.log_once import warn_once
-from megatron_pp.runtime.message_shapes import group_sizes, messages
+from megatron_pp.runtime.message_shapes import group_sizes, messages, tensor_shapes
 from megatron_pp.runtime.pairs import PairRunner
 from megatron_pp.runtime.plan_choice import (
     advice_on_queues,
@@ -40,17 +40,19 @@ class StepCall:
 
     ``arguments`` are those of ``get_forward_backward_func``; ``chunked``: lists of model chunks and data iterators;
     ``alone``: without a pipeline. Raises ScheduleInputError before any communication. A plug-in for another training
-    stack overrides ``begin``, ``make_steps`` and ``finish``; with ``followed_by``, what its training loop does with
-    other ranks between steps, in words, that is watched for failures too.
+    stack overrides ``read_settings``, ``tensor_shapes``, ``begin``, ``make_steps`` and ``finish``; with
+    ``followed_by``, what its training loop does with other ranks between steps, in words, that is watched for failures
+    too.
     """
 
     followed_by = ""
+    graph_in_evaluation = False  # whether evaluation leaves autograd as the caller has it, or builds no graph
 
     def __init__(self, *, chunked: bool, alone: bool, **arguments: Any) -> None:
         self.alone = alone
         self.inputs = inputs = StepInputs(chunked, **arguments)
         self.config = inputs.config
-        self.settings = settings = StepSettings.from_config(self.config)
+        self.settings = settings = self.read_settings()
         self.number = self.step_number()
         self.tp_size, self.cp_size = group_sizes(inputs.pg_collection, settings)
         if inputs.adjust_tensor_shapes_fn is not None and (chunked or alone):
@@ -64,7 +66,7 @@ class StepCall:
             )
         self.weights = store_of(inputs.chunks)
         fields = spec_fields(inputs, settings, size, self.weights is not None)
-        self.messages = messages(inputs, settings, size, self.tp_size, self.cp_size)
+        self.messages = messages(inputs, settings, size, self.tensor_shapes)
         if settings.cuda_graph_impl == TE_GRAPHS:
             check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
@@ -112,6 +114,22 @@ class StepCall:
             **describe_step(self.spec, self.messages.shapes, self.communicator.dtype),
             "tracing (trace_dir, trace_steps)": f"steps {traced}" if traced else "off",
         }
+
+    def read_settings(self) -> StepSettings:
+        """The config, as the engine takes it."""
+        return StepSettings.from_config(self.config)
+
+    def tensor_shapes(self) -> list[Any]:
+        """Shapes of the tensors between stages, one per tensor, before ``adjust_tensor_shapes_fn``."""
+        inputs = self.inputs
+        return tensor_shapes(
+            seq_length=inputs.seq_length,
+            micro_batch_size=inputs.micro_batch_size,
+            decoder_seq_length=inputs.decoder_seq_length,
+            config=self.settings,
+            tp_size=self.tp_size,
+            cp_size=self.cp_size,
+        )
 
     def step_number(self) -> int | None:
         """The program's own number of this step, which all ranks compare; None where it gives none."""
@@ -182,6 +200,7 @@ class StepCall:
             max_pending_sends=settings.max_pending_sends,
             weights=self.weights,
             pair_runner=None if pairs is None else PairRunner(pairs, chunks),
+            graph_in_evaluation=self.graph_in_evaluation,
             observer=observers(instruction_marks(self.communicator, settings), recording, ranges_if_profiling()),
         )
         if self.communicator.wire is not None:

@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -59,6 +59,35 @@ class Window:
         return torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
 
 
+class WindowNetwork(MemoryNetwork):
+    """Keeps the addresses of what is sent and received, and nothing alive, as a DMA engine does."""
+
+    def __init__(self, size: int, one_way: bool = True, store: Any = None) -> None:
+        super().__init__(size, one_way, store)
+        self.windows: dict[End, Window] = {}
+
+    def keep_address(self, end: End) -> None:
+        """Fill the buffer of a receive with NaN; drop the tensor of ``end``."""
+        if not end.is_send:
+            end.tensor.data.fill_(poison_of(end.tensor.dtype))
+        self.windows[end] = Window(end.tensor)
+        del end.tensor
+
+    def deliver(self, send: End, receive: End) -> End | None:
+        """Copy the bytes: NaN where those of the send were freed, nothing where the buffer was. Returns the end whose
+        memory was freed."""
+        source, target = self.windows.pop(send), self.windows.pop(receive)
+        into, sent = target.look(), source.look()
+        if into is None:
+            return receive
+        content = torch.full(source.shape, poison_of(source.dtype), dtype=source.dtype) if sent is None else sent
+        try:
+            self.transfer(content, into)
+        except RuntimeError as error:
+            self.abort(str(error))
+        return send if sent is None else None
+
+
 class Pair(NamedTuple):
     """A matched send and receive before their transfer."""
 
@@ -66,7 +95,7 @@ class Pair(NamedTuple):
     receive: End
 
 
-class HostileNetwork(MemoryNetwork):
+class HostileNetwork(WindowNetwork):
     """Base of the adversarial networks: scheduling by seed, late transfers. ``pollable``: ``is_completed`` of a work is
     exact, as on NCCL.
     """
@@ -78,7 +107,6 @@ class HostileNetwork(MemoryNetwork):
         self.transfers = 0
         self.rng = random.Random(seed)
         self._turns = Turns(size, self.rng, self._move_one)
-        self._windows: dict[End, Window] = {}
         self._in_flight: list[Pair] = []
         self._awaited: set[MemoryWork] = set()
         self._running = size
@@ -105,7 +133,7 @@ class HostileNetwork(MemoryNetwork):
 
     def post(self, rank: int, queue: Queue, ends: list[End]) -> MemoryWork:
         for end in ends:
-            self._keep_address(end)
+            self.keep_address(end)
         work = super().post(rank, queue, ends)
         self.after_event()
         if self.rng.random() < 0.5:
@@ -139,12 +167,6 @@ class HostileNetwork(MemoryNetwork):
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _keep_address(self, end: End) -> None:
-        if not end.is_send:
-            end.tensor.data.fill_(poison_of(end.tensor.dtype))
-        self._windows[end] = Window(end.tensor)
-        del end.tensor
-
     def meet(self, one: End, other: End) -> None:
         send, receive = (one, other) if one.is_send else (other, one)
         self._in_flight.append(Pair(send, receive))
@@ -154,19 +176,12 @@ class HostileNetwork(MemoryNetwork):
         """Transfer one pair."""
         self._in_flight.remove(pair)
         self.transfers += 1
-        source, target = self._windows.pop(pair.send), self._windows.pop(pair.receive)
-        into = target.look()
-        if into is None:
-            self.violations.append(f"the buffer of a receive was freed before it was complete, {_words(pair.receive)}")
-        else:
-            sent = source.look()
-            if sent is None:
-                self.violations.append(f"the memory of a send was freed before it was read, {_words(pair.send)}")
-                sent = torch.full(source.shape, poison_of(source.dtype), dtype=source.dtype)
-            try:
-                self.transfer(sent, into)
-            except RuntimeError as error:
-                self.abort(str(error))
+        freed = self.deliver(pair.send, pair.receive)
+        if freed is not None:
+            what = "memory of a send was freed before it was read"
+            if not freed.is_send:
+                what = "buffer of a receive was freed before it was complete"
+            self.violations.append(f"the {what}, {_words(freed)}")
         self.complete_end(pair.send)
         self.complete_end(pair.receive)
 
@@ -202,7 +217,7 @@ class PoisoningNetwork(LastMomentNetwork):
     """
 
     def _move(self, pair: Pair) -> None:
-        window = self._windows[pair.send]
+        window = self.windows[pair.send]
         if window.only_communicator_holds():
             released = window.look()
             assert released is not None

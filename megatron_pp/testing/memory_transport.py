@@ -62,7 +62,7 @@ class MemoryNetwork:
         self.store = store
         self.changed = threading.Condition()
         self.failure: str | None = None
-        self._queues: dict[Queue, deque[MemoryWork]] = {}
+        self._queues: defaultdict[Queue, deque[MemoryWork]] = defaultdict(deque)
         self._open: dict[tuple[bool, tuple[int, int, str]], deque[End]] = defaultdict(deque)
 
     def transport(self, rank: int) -> MemoryTransport:
@@ -74,14 +74,17 @@ class MemoryNetwork:
 
     def post(self, rank: int, queue: Queue, ends: list[End]) -> MemoryWork:
         with self.changed:
-            work = MemoryWork(self, rank, queue, ends)
-            for end in ends:
-                end.work = work
-            waiting = self._queues.setdefault(queue, deque())
-            waiting.append(work)
-            if len(waiting) == 1:
-                self._activate(work)
-            return work
+            return self.enqueue(MemoryWork(self, rank, queue, ends))
+
+    def enqueue(self, work: MemoryWork) -> MemoryWork:
+        """Put ``work`` into its queue. Returns it."""
+        for end in work.ends:
+            end.work = work
+        waiting = self._queues[work.queue]
+        waiting.append(work)
+        if len(waiting) == 1:
+            self._activate(work)
+        return work
 
     def wait(self, work: MemoryWork, timeout: timedelta | None) -> None:
         seconds = None if timeout is None else timeout.total_seconds()

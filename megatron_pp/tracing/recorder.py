@@ -22,6 +22,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,16 +34,8 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.tracing import files
 from megatron_pp.tracing.clock_sync import agree_on_clocks
-from megatron_pp.tracing.files import (
-    RUN_RANDOM_BITS,
-    RunHeader,
-    StepRecord,
-    header_line,
-    plan_line,
-    step_line,
-    sync_line,
-)
 
 logger = logging.getLogger("megatron_pp")
 
@@ -107,11 +100,11 @@ def observers(*candidates: Observer | None) -> Observer | None:
     return _Nested(found) if len(found) > 1 else next(iter(found), None)
 
 
+@dataclass
 class _Nested:
     """Observers, the later ones within the earlier ones."""
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self.observers = observers
+    observers: Sequence[Observer]
 
     def begin(self, at: Instruction) -> None:
         for one in self.observers:
@@ -154,13 +147,13 @@ class Tracer:
         self.recorded += 1
         if plan.spec not in self.plans:
             self.plans[plan.spec] = len(self.plans)
-            self.write(plan_line(plan, self.transport.rank, size))
+            self.write(files.plan_line(plan, self.transport.rank, size))
         return self.plans[plan.spec]
 
     def resolve_pending(self) -> None:
         """Read the times of GPU steps that have finished; called where waiting for them costs nothing."""
         for recording in self.pending:
-            self.write(step_line(recording.resolved()))
+            self.write(files.step_line(recording.resolved()))
         self.pending.clear()
 
     def _compare_clocks(self) -> None:
@@ -168,18 +161,18 @@ class Tracer:
         agreed = agree_on_clocks(self.transport, self.clock, run)
         if self.path is None:
             self._make_file(f"{agreed.run:x}")
-        self.write(sync_line(self.clock(), agreed.ahead))
+        self.write(files.sync_line(self.clock(), agreed.ahead))
 
     def _make_file(self, run: str) -> None:
         ranks = tuple(map(self.transport.global_rank, range(self.transport.size)))
-        header = RunHeader(run, self.transport.rank, ranks, self.transport.device.type, socket.gethostname())
+        header = files.RunHeader(run, self.transport.rank, ranks, self.transport.device.type, socket.gethostname())
         self.path = Path(self.folder, header.file_name)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)  # of the same job's attempt before a restart
         except OSError as error:
             self._give_up(error)
-        self.write(header_line(header))
+        self.write(files.header_line(header))
 
     def write(self, line: str) -> None:
         """Append one line to the file."""
@@ -198,32 +191,32 @@ class Tracer:
     def _run_number(self) -> int:
         """Microseconds since 1970 and some random bits: sorted by time, and different for runs that start together. The
         same for all pipelines of one job: its store keeps the first one that is made for the model."""
-        mine = time.time_ns() // 1000 << RUN_RANDOM_BITS | secrets.randbits(RUN_RANDOM_BITS)
+        mine = time.time_ns() // 1000 << files.RUN_RANDOM_BITS | secrets.randbits(files.RUN_RANDOM_BITS)
         store = self.transport.store
         return mine if store is None else int(store.compare_set(f"megatron_pp/trace/run/{self.number}", "", str(mine)))
 
 
 def message_bytes(shapes: Any, dtype: torch.dtype | None) -> float:
-    """Bytes of a message of ``shapes`` (one, or a list or dict of them) in ``dtype``; 0 if they are not known."""
+    """Bytes of a message of ``shapes`` (one, or a list of them) in ``dtype``; 0 if they are not known."""
     if shapes is None or dtype is None:
         return 0.0
-    if isinstance(shapes, dict):
-        return sum(message_bytes(shape, dtype) for shape in shapes.values())
     if all(isinstance(n, int) for n in shapes):
         return float(math.prod(shapes)) * dtype.itemsize
     return sum(message_bytes(shape, dtype) for shape in shapes)
 
 
+@dataclass(eq=False)
 class Recording:
     """One step that is being recorded, by the monotonic clock. ``start`` is called right before its first instruction,
     with all ranks' channels prepared (collective over the pipeline), ``finish`` after the last one."""
 
-    def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
-        self.tracer = tracer
-        self.plan = plan
-        self.step = step
-        self.size = size
-        self.clock = tracer.clock
+    tracer: Tracer
+    plan: Plan
+    step: int
+    size: float
+
+    def __post_init__(self) -> None:
+        self.clock = self.tracer.clock
         self.number = 0  # of the plan, in the file
         self.begun: list[Any] = []
         self.ended: list[Any] = []
@@ -240,14 +233,14 @@ class Recording:
     def finish(self) -> None:
         base = self.begun[0] if self.begun else self.clock()
         starts, ends = [t - base for t in self.begun], [t - base for t in self.ended]
-        self.tracer.write(step_line(StepRecord(self.step, self.number, base, starts, ends)))
+        self.tracer.write(files.step_line(files.StepRecord(self.step, self.number, base, starts, ends)))
 
 
 class _CudaRecording(Recording):
     """CUDA events on the current stream, read after the step."""
 
-    def __init__(self, tracer: Tracer, plan: Plan, step: int, size: float) -> None:
-        super().__init__(tracer, plan, step, size)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.origin = torch.cuda.Event(enable_timing=True)
         self.base = 0  # the host's time at ``origin``
 
@@ -271,12 +264,12 @@ class _CudaRecording(Recording):
             atexit.register(call_if_alive, weakref.WeakMethod(self.tracer.resolve_pending))
         self.tracer.pending.append(self)
 
-    def resolved(self) -> StepRecord:
+    def resolved(self) -> files.StepRecord:
         """The step's times; waits for its last event."""
         if self.ended:
             self.ended[-1].synchronize()
         starts, ends = ([round(self.origin.elapsed_time(e) * 1e6) for e in es] for es in (self.begun, self.ended))
-        return StepRecord(self.step, self.number, self.base, starts, ends)
+        return files.StepRecord(self.step, self.number, self.base, starts, ends)
 
 
 def _recorded_event() -> torch.cuda.Event:

@@ -14,11 +14,12 @@ from typing import Any
 from megatron_pp.errors import WeightGradError, WeightGradSplitError
 from megatron_pp.weight_grad.convert import check_wrappers, split_weight_grad, store_of, unsplit_weight_grad
 from megatron_pp.weight_grad.fused import fused_kernels
-from megatron_pp.weight_grad.store import SplitReport, WeightGradStore
+from megatron_pp.weight_grad.report import SplitReport, WholeLayer
+from megatron_pp.weight_grad.store import WeightGradStore
 
 __all__ = [
-    "SplitReport", "WeightGradError", "WeightGradSplitError", "WeightGradStore", "check_wrappers", "fused_kernels",
-    "split_weight_grad", "store_of", "unsplit_weight_grad",
+    "SplitReport", "WeightGradError", "WeightGradSplitError", "WeightGradStore", "WholeLayer", "check_wrappers",
+    "fused_kernels", "split_weight_grad", "store_of", "unsplit_weight_grad",
 ]  # fmt: skip
 
 

@@ -42,18 +42,25 @@ class Deferred:
     def name(self) -> str:
         return self.layer.name
 
+    def prepare(self) -> None:
+        """Start communication that ``compute`` waits for. Called once or not at all, on all ranks alike."""
+
     def compute(self, fused: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
         """(parameter, gradient) for each, in fresh tensors; None where, with ``fused``, it went into ``main_grad``."""
         raise NotImplementedError
 
+    def is_put_off(self) -> bool:
+        """In the layer's backward: whether its weight gradient waits in the store."""
+        current = self.layer.store.running()
+        return current is not None and current.puts_off(self.layer.weight)
+
     def leave_or_compute(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of weight and bias that the layer's backward returns: none where the store queues them."""
         store = self.layer.store
-        current = store.running()
-        if current is not None and current.puts_off(self.layer.weight):
+        if self.is_put_off():
             store.leave(self)
             return None, None
-        grads = [grad for _, grad in self.compute(fused=current is not None)]
+        grads = [grad for _, grad in self.compute(fused=store.running() is not None)]
         return grads[0], grads[1] if len(grads) == 2 else None
 
 
@@ -63,6 +70,9 @@ class Ready(NamedTuple):
     parameters: tuple[Tensor]
     kept: tuple[Tensor]
     name: str = "of a gradient that B computed"
+
+    def prepare(self) -> None:
+        """It is there."""
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         return zip(self.parameters, self.kept, strict=True)

@@ -28,10 +28,17 @@ class DeferredLinear(Deferred):
     flat: bool = True  # the bias was added to [tokens, out], not to an output of more dimensions
     widen: bool = False  # each call's gradient is cast to the parameter's dtype before it is added to others
     group: Any = None  # the input is this rank's part of the tokens, which are split over this process group
+    gathering: Gathering | None = None  # of the input, where it has begun
+
+    def prepare(self) -> None:
+        if self.group is not None and self.gathering is None:
+            self.gathering = Gathering(self.layer_input, self.group)
 
     def compute(self, fused: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
-        layer, grad_output = self.layer, self.grad_output
-        layer_input = self.layer_input if self.group is None else gathered(self.layer_input, self.group)
+        layer, grad_output, layer_input = self.layer, self.grad_output, self.layer_input
+        self.prepare()
+        if self.gathering is not None:
+            layer_input = self.gathering.wait()
         flat_grad = grad_output if self.flat else grad_output.flatten(0, -2)
         main_grad = getattr(layer.weight, "main_grad", None) if fused and layer.fusion else None
         if main_grad is not None:
@@ -49,11 +56,18 @@ class DeferredLinear(Deferred):
         return grad.to(parameter.dtype) if self.widen else grad
 
 
-def gathered(part: Tensor, group: Any) -> Tensor:
-    """The whole of what is split over ``group`` along the first dimension."""
-    whole = part.new_empty((part.shape[0] * dist.get_world_size(group), *part.shape[1:]))
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
-    return whole
+class Gathering:
+    """The all-gather of what is split over ``group`` along the first dimension, begun."""
+
+    def __init__(self, part: Tensor, group: Any) -> None:
+        self._whole = part.new_empty((part.shape[0] * dist.get_world_size(group), *part.shape[1:]))
+        self._part = part.contiguous()  # kept until it is sent
+        self._work: Any = dist.all_gather_into_tensor(self._whole, self._part, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """The whole."""
+        self._work.wait()
+        return self._whole
 
 
 class _SplitLinear(torch.autograd.Function):

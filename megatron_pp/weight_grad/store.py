@@ -22,27 +22,13 @@ from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waitin
 from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
 from megatron_pp.weight_grad.linear import Casts
 from megatron_pp.weight_grad.parameter_leaf import accumulates, follow, new_leaf, take_gradient
-from megatron_pp.weight_grad.transformer_engine import DelayedRun, hooked_names
+from megatron_pp.weight_grad.report import SplitReport, percent
+from megatron_pp.weight_grad.transformer_engine import DelayedRun, SwitchedQueue, hooked_names
 
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int]  # (chunk, microbatch)
 _NEVER = -1  # the chunk, never complete, of parameters whose layer fires their hooks itself
-
-
-@dataclass(frozen=True)
-class SplitReport:
-    """Counts of layers with parameters."""
-
-    split: int = 0  # defer their weight gradients until W (linear layers and embeddings)
-    delayed: int = 0  # do so themselves (Transformer Engine's delay_wgrad_compute)
-    whole: int = 0  # compute all gradients in the backward
-
-    def __str__(self) -> str:
-        return (
-            f"{self.split} layers defer their weight gradients, {self.delayed} do so themselves, "
-            f"{self.whole} compute all gradients at once"
-        )
 
 
 @dataclass
@@ -55,6 +41,7 @@ class _Backward:
     whole: dict[int, Tensor]  # by id: parameters whose gradients autograd computes
     task: int = -1  # autograd's run that is part of this backward
     left: set[int] = field(default_factory=set)  # ids of parameters with queued gradients
+    switched: dict[int, DelayedRun] = field(default_factory=dict)  # by id: parameters of layers with a SwitchedQueue
 
     def puts_off(self, weight: Tensor) -> bool:
         """Whether a layer queues its gradients: for W, or in the last backward for its end, since hooks must not fire
@@ -74,12 +61,14 @@ class WeightGradStore:
     def __init__(self) -> None:
         self.anchor = torch.zeros((), requires_grad=True)  # so that outputs have a graph where no input has one
         self.report = SplitReport()
+        self.shares: dict[str, tuple[str, float]] = {}  # by a layer's name: its class, its share of the FLOPs
         self.timers: Callable[..., Any] | None = None  # Megatron's timers: "weight-compute" runs around every W
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self._whole: dict[int, Tensor] = {}
         self._logged: set[tuple[str, str]] = set()
         self._layers: list[tuple[nn.Module, int, bool]] = []
-        self._delayed: list[tuple[nn.Module, int]] = []
+        self._delayed: list[tuple[nn.Module, int, bool]] = []
+        self._queues_to_open: list[SwitchedQueue] = []
         self.abort_step()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -88,11 +77,13 @@ class WeightGradStore:
 
     # -- called by the conversion ----------------------------------------------------------------------------------
 
-    def own(self, layer: nn.Module, chunk: int, delays: bool) -> None:
-        """Register a layer of ``chunk``; ``delays``: it has a queue of its own."""
-        self._layers.append((layer, chunk, delays))
+    def own(self, layer: nn.Module, chunk: int, delays: bool, switched: SwitchedQueue | None = None) -> None:
+        """Register a layer of ``chunk``; ``delays``: it has a queue of its own, as built or as ``switched``."""
+        self._layers.append((layer, chunk, delays and switched is None))
         if delays:
-            self._delayed.append((layer, chunk))
+            self._delayed.append((layer, chunk, switched is not None))
+        if switched is not None and switched not in self._queues_to_open:
+            self._queues_to_open.append(switched)
 
     # -- called by the engine --------------------------------------------------------------------------------------
 
@@ -114,6 +105,8 @@ class WeightGradStore:
         self.abort_step()
         self._last.update(last)
         self._look_up_parameters()
+        for queue in self._queues_to_open:
+            queue.open()
         self.armed = True
 
     def end_step(self) -> None:
@@ -131,7 +124,9 @@ class WeightGradStore:
 
     def abort_step(self) -> None:
         """Drop everything of a step."""
-        self.armed = False
+        self.armed = self.delivering = False
+        for queue in self._queues_to_open:
+            queue.close()
         self.casts = Casts()
         self._current: _Backward | None = None
         self._last: dict[int, int] = {}
@@ -152,10 +147,11 @@ class WeightGradStore:
             )
         if key in self._queues:
             raise WeightGradError(f"backward of chunk {chunk}, microbatch {mb} ran twice")
-        delayed = [DelayedRun(layer) for layer, its_chunk in self._delayed if its_chunk == chunk]
+        delayed = [DelayedRun(layer, switched) for layer, its_chunk, switched in self._delayed if its_chunk == chunk]
         self._queues[key] = deque()
         self.casts.clear()
-        self._current = _Backward(key, split, self._last.get(chunk) == mb, self._whole)
+        now = self._current = _Backward(key, split, self._last.get(chunk) == mb, self._whole)
+        now.switched.update((id(parameter), run) for run in delayed if run.switched for parameter in run.parameters)
         try:
             yield
         finally:
@@ -180,10 +176,12 @@ class WeightGradStore:
             self._complete.add(chunk)
         if self.timers is not None:
             self.timers("weight-compute", log_level=2).start()
+        self.delivering = True
         with torch.no_grad():
             self._work_off(queue)
             if final:
                 self._fire_the_rest()
+        self.delivering = False
         if self.timers is not None:
             self.timers("weight-compute").stop()
 
@@ -209,7 +207,11 @@ class WeightGradStore:
             self._whole[id(layer.weight)] = layer.weight
         if (layer.name, reason) not in self._logged:
             self._logged.add((layer.name, reason))
-            logger.warning("layer %s computes its weight gradient in B, not in W: %s", layer.name, reason)
+            kind, share = self.shares.get(layer.name, ("", 0.0))
+            logger.warning(
+                "layer %s computes its weight gradient in B, not in W: %s (%s, %s)",
+                *(layer.name, reason, kind, percent(share)),
+            )
 
     def running(self) -> _Backward | None:
         """The pipeline backward that autograd is in; None in ``autograd.grad``, also where a backward calls it."""
@@ -235,6 +237,9 @@ class WeightGradStore:
         ``main_grad`` themselves.
         """
         current, grad = self._current, take_gradient(leaf)
+        run = None if current is None else current.switched.get(id(parameter))
+        if run is not None and grad is not None and run.takes(parameter, grad):
+            return
         if grad is None:
             left = current is not None and id(parameter) in current.left
             if not left and getattr(parameter, "main_grad", None) is not None:
@@ -260,6 +265,8 @@ class WeightGradStore:
         sums = _Sums(queue) if len(set(left)) < len(left) else None
         while queue:
             task, deferred, then, frozen_then = queue.popleft()
+            if queue:
+                queue[0].deferred.prepare()
             if versions(deferred) != then:
                 raise WeightGradError(
                     f"the input of layer {deferred.name}, or the gradient of its output, was changed in place between "

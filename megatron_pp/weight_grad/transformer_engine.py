@@ -1,18 +1,22 @@
-"""Layers that defer their weight gradients themselves: Transformer Engine's, built with ``delay_wgrad_compute=True``.
+"""Layers that delay their weight gradients themselves: Transformer Engine's.
 
 Such a layer queues its weight gradient in backward and computes it in ``backward_dw()``, first in, first out over all
 microbatches. That adds to ``main_grad`` where ``layer.fuse_wgrad_accumulation``; else it assigns ``.grad``, for a bias
 only if there is none. So each microbatch runs as if it were the only one, and the store adds up what it leaves.
+
+Layers built with ``delay_wgrad_compute=True`` always queue; others do in pipeline steps, given a ``SwitchedQueue``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_LIBRARY = "transformer_engine."
 
 
 def delays_weight_grad(layer: nn.Module) -> bool:
@@ -32,6 +36,55 @@ def hooked_names(layer: nn.Module) -> list[str]:
     return delayed_names(layer) if getattr(layer, "wgrad_accumulation_and_reduce_hooks", None) else []
 
 
+# -- layers built without delay_wgrad_compute --------------------------------------------------------------------------
+
+
+def from_the_library(layer: nn.Module) -> bool:
+    """Whether the class of ``layer`` is, or is derived from, one of Transformer Engine's."""
+    return any(base.__module__.startswith(_LIBRARY) for base in type(layer).__mro__)
+
+
+def why_not_switched(layer: nn.Module) -> str:
+    """Why a layer of Transformer Engine cannot get a ``SwitchedQueue``; empty where it can."""
+    if getattr(layer, "wgrad_store", None) is None or not hasattr(layer, "fuse_wgrad_accumulation"):
+        return "this class of the installed Transformer Engine has no delay_wgrad_compute"
+    if getattr(layer, "ub_bulk_wgrad", False):
+        return "Userbuffers overlap its weight gradient with communication (tp_comm_bulk_wgrad)"
+    if len(getattr(layer, "weight_names", ())) > 1:
+        return "its weight is in several parameters (parameters_split)"
+    return ""
+
+
+class SwitchedQueue:
+    """Makes a layer queue its weight gradients between ``open`` and ``close``; outside of that it computes as built.
+
+    Gradients of its parameters reach the leaves of the step, so no hook fires in its backward.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.built = layer.wgrad_store
+        layer.wgrad_store = type(self.built)(True)
+        self.close()
+
+    def open(self) -> None:
+        self.layer.wgrad_store.enable_delay_wgrad_compute()
+
+    def close(self) -> None:
+        """Drops what still waits."""
+        store = self.layer.wgrad_store
+        while store.context.qsize():
+            store.context.get()
+        store.disable_delay_wgrad_compute()
+
+    def remove(self) -> None:
+        """The layer has the queue that it was built with again."""
+        self.layer.wgrad_store = self.built
+
+
+# -- one backward ------------------------------------------------------------------------------------------------------
+
+
 class DelayedRun:
     """What one backward leaves to a layer's ``backward_dw()``, in the place of a ``Deferred``. Made before the
     backward, which ``end_backward`` ends.
@@ -39,36 +92,69 @@ class DelayedRun:
 
     kept: tuple[Tensor, ...] = ()  # the layer has them
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, switched: bool) -> None:
         self.layer = layer
+        self.switched = switched  # its parameters have leaves in autograd's graph
         parameters = (layer._parameters[name] for name in delayed_names(layer))
         self.parameters: list[Tensor] = [parameter for parameter in parameters if parameter is not None]
         self._entries = -self._queued()
-        self._grads = _exchange(self.parameters, [None] * len(self.parameters))
+        self._grads: list[Tensor | None] = [None] * len(self.parameters)  # autograd's, which ``backward_dw()`` looks at
+        self._beside: dict[Tensor, Tensor] = {}  # of weights that the backward reached beside their layer
+        if not switched:
+            self._grads = _exchange(self.parameters, self._grads)
+
+    def takes(self, parameter: Tensor, grad: Tensor) -> bool:
+        """Whether a gradient that reached the leaf of a switched layer's parameter goes with what the layer has queued:
+        not where this backward did not use the layer.
+        """
+        if self._queued() + self._entries <= 0:
+            return False
+        if parameter.dim() <= 1:
+            self._grads[[p is parameter for p in self.parameters].index(True)] = grad
+        elif not (self.layer.fuse_wgrad_accumulation or hasattr(self.layer, "num_gemms")):
+            self._beside[parameter] = grad
+        return True  # what is left are dummies: grouped layers return memory that ``backward_dw()`` is yet to fill
 
     def end_backward(self) -> None:
         self._entries += self._queued()
-        self._grads = _exchange(self.parameters, self._grads)
+        if not self.switched:
+            self._grads = _exchange(self.parameters, self._grads)
         if not self._entries:  # it was not used, or its weights are frozen: a bias may have its gradient from autograd
             have = [grad is not None for grad in self._grads]
             self.parameters, self._grads = list(compress(self.parameters, have)), list(compress(self._grads, have))
+
+    def prepare(self) -> None:
+        """Nothing runs ahead of ``compute``."""
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """(parameter, gradient) for each; None where the layer added it to ``main_grad``, or its hooks took it."""
         fused, grads, sums = bool(self.layer.fuse_wgrad_accumulation), self._grads, dict[Tensor, Tensor]()
         if not self._entries:
             return zip(self.parameters, grads, strict=True)
+        backward_dw = self._backward_dw()
         left = self._queued() - self._entries
         while (waiting := self._queued()) > left:  # more than once where the layer is used several times
             aside = _exchange(self.parameters, grads)
-            self.layer.backward_dw()
+            backward_dw()
             if self._queued() >= waiting:
                 raise RuntimeError(f"{type(self.layer).__name__}.backward_dw() left its queue as it was")
             for parameter, grad in zip(self.parameters, _exchange(self.parameters, aside), strict=True):
                 if grad is not None and not (fused and parameter.dim() > 1):  # else it is autograd's dummy
                     sums[parameter] = sums[parameter].add_(grad) if parameter in sums else grad
             grads = [None if grad is None else torch.zeros_like(grad) for grad in grads]
+        for parameter, grad in self._beside.items():
+            sums[parameter] = sums[parameter] + grad
         return ((parameter, sums.get(parameter)) for parameter in self.parameters)
+
+    def _backward_dw(self) -> Callable[[], None]:
+        """Of a switched layer, Transformer Engine's own: Megatron's does nothing unless its config says so."""
+        if self.switched:
+            for base in type(self.layer).__mro__:
+                if base.__module__.startswith(_LIBRARY) and "backward_dw" in vars(base):
+                    found: Callable[[], None] = vars(base)["backward_dw"].__get__(self.layer)
+                    return found
+        own: Callable[[], None] = self.layer.backward_dw
+        return own
 
     def _queued(self) -> int:
         return int(self.layer.wgrad_store.context.qsize())

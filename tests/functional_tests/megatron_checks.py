@@ -6,9 +6,13 @@ Each takes a case, asserts, and returns what the test wants to know of this rank
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
+import os
+import pickle
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -20,8 +24,9 @@ from megatron.core import parallel_state
 from megatron.core import pipeline_parallel as megatron_pipeline_parallel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.integrations import megatron_core, megatron_release, megatron_versions
+from megatron_pp.runtime import step
 from tests.megatron import lab as megatron_lab
 from tests.megatron.cases import Case
 
@@ -30,40 +35,45 @@ def installed_release(case: Case) -> dict[str, Any]:
     """The table's row for what is installed, after its signatures have been checked."""
     megatron = megatron_release.load_megatron()
     assert megatron.row == megatron_versions.row_of(megatron.version)
+    assert megatron.unknown_reads is None
     return {"version": megatron.version, "release": megatron.row.release}
 
 
 def names_are_replaced_and_restored(case: Case) -> None:
-    original = schedules.get_forward_backward_func
+    """What `get_forward_backward_func` returns is the named function, in the modules of scripts too."""
+    megatron_lab.set_up_parallel_state(case)
+    originals, signatures = _named(), {name: inspect.signature(function) for name, function in _named().items()}
     script = types.ModuleType("a_training_script")
-    exec("from megatron.core.pipeline_parallel import get_forward_backward_func as get_schedule", script.__dict__)
+    exec("from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining as run", script.__dict__)
     with mock.patch.dict(sys.modules, {script.__name__: script}):
         megatron_core.install()
-        assert megatron_core.is_installed()
-        ours = schedules.get_forward_backward_func
-        assert ours is not original
-        assert megatron_pipeline_parallel.get_forward_backward_func is ours
-        assert script.get_schedule is ours
-        megatron_core.install()
-        assert schedules.get_forward_backward_func is ours, "a second install must not wrap the first"
+        ours = _named()
+        assert not set(ours.values()) & set(originals.values())
+        assert megatron_pipeline_parallel.get_forward_backward_func() is script.run
+        assert script.run is ours["forward_backward_no_pipelining"]
+        for name, function in ours.items():
+            assert inspect.signature(function) == signatures[name]
+            assert pickle.loads(pickle.dumps(function)) is function
         megatron_core.uninstall()
         assert not megatron_core.is_installed()
-        for place in (schedules, megatron_pipeline_parallel):
-            assert place.get_forward_backward_func is original
-        assert script.get_schedule is original
-        megatron_core.uninstall()  # nothing to do
+        assert _named() == originals
+        assert script.run is originals["forward_backward_no_pipelining"]
+
+
+def _named() -> dict[str, Any]:
+    return {name: getattr(schedules, name) for name in megatron_versions.ENTRIES}
 
 
 def context_manager_restores_what_was(case: Case) -> None:
-    original = schedules.get_forward_backward_func
+    originals = _named()
     with contextlib.suppress(KeyError), megatron_core.installed():
         assert megatron_core.is_installed()
         raise KeyError
-    assert schedules.get_forward_backward_func is original
+    assert _named() == originals
     megatron_core.install(strict=True)
     with megatron_core.installed(strict=False):
-        assert not schedules.get_forward_backward_func.strict
-    assert schedules.get_forward_backward_func.strict, "the strictness from before the block must be back"
+        assert not schedules.forward_backward_no_pipelining.plugin.settings.strict
+    assert schedules.forward_backward_no_pipelining.plugin.settings.strict, "the strictness from before must be back"
     megatron_core.uninstall()
 
 
@@ -128,6 +138,11 @@ def _call(run: megatron_lab.Run, **changed: Any) -> list[Any]:
     return schedules.get_forward_backward_func()(**arguments)
 
 
+def _subclassed(kind: type, **changed: Any) -> Any:
+    derived = type("Derived", (kind,), changed)
+    return derived.__new__(derived)
+
+
 def unserved_steps_are_handed_back(case: Case) -> list[str]:
     """Every kind of step that the engine does not serve: Megatron's own function gets the arguments.
 
@@ -138,7 +153,11 @@ def unserved_steps_are_handed_back(case: Case) -> list[str]:
         ({"overlap_moe_expert_parallel_comm": True}, {"forward_only": False}),
         ({"hybrid_context_parallel": True}, {}),
         ({"cuda_graph_impl": "full_iteration"}, {}),
-        ({}, {"p2p_communicator": type("MultiModulePipelineCommunicator", (), {})()}),
+        ({"use_ring_exchange_p2p": True}, {}),
+        ({}, {"p2p_communicator": _subclassed(p2p_communication.P2PCommunicator, recv_forward=None)}),
+    ]
+    unserved += [
+        ({}, {"p2p_communicator": _subclassed(kind)}) for kind in megatron_release.load_megatron().multi_module
     ]
     fake = _Fake("forward_backward_no_pipelining")
     warnings: list[str] = []
@@ -146,6 +165,7 @@ def unserved_steps_are_handed_back(case: Case) -> list[str]:
         for fields, arguments in unserved:
             with _fields(run.config, fields):
                 with _log() as lines, megatron_core.installed():
+                    assert schedules.get_forward_backward_func().theirs is fake
                     for _ in range(2):
                         assert _call(run, **arguments) == ["megatron's own"]
                 assert len(lines) == 1, f"one warning for two calls, not {lines}"
@@ -184,6 +204,8 @@ def impossible_arguments_are_errors(case: Case) -> list[str]:
             ({"microbatch_group_size_per_vp_stage": 1}, {}, "microbatch_group_size_per_vp_stage is 1"),
             ({"virtual_pipeline_model_parallel_size": 3}, {}, "virtual_pipeline_model_parallel_size is 3"),
             ({}, {"num_microbatches": 0}, "num_microbatches is 0"),
+            ({}, {"num_microbatches": 3}, "the last group has 1 of 2 microbatches"),
+            ({}, {"num_microbatches": 1}, "fewer microbatches than ranks"),
             ({}, {"model": run.chunks[0]}, "list of model chunks"),
             ({}, {"data_iterator": one}, "list of data iterators"),
             ({}, {"data_iterator": [one]}, "1 data iterators were given for 2"),
@@ -193,16 +215,23 @@ def impossible_arguments_are_errors(case: Case) -> list[str]:
         ):
             with _fields(run.config, fields):
                 messages.append(_raises(ScheduleInputError, words, lambda a=arguments: _call(run, **a)))
+        with megatron_core.installed(any_microbatch_count=True):
+            _call(run, num_microbatches=3)
         reports = _call(run)
         assert len(reports) == (case.microbatches if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else 0)
     return messages
+
+
+def _without_groups() -> None:
+    more = {"forward_step_func": None, "data_iterator": None, "seq_length": 1, "micro_batch_size": 1}
+    schedules.forward_backward_no_pipelining(model=None, num_microbatches=1, **more)
 
 
 def parallel_state_is_not_initialised(case: Case) -> str:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     with megatron_core.installed():
-        return _raises(ScheduleInputError, "parallel_state is not initialised", schedules.get_forward_backward_func)
+        return _raises(ScheduleInputError, "parallel_state is not initialised", _without_groups)
 
 
 def distributed_is_not_initialised(case: Case) -> str:
@@ -211,7 +240,7 @@ def distributed_is_not_initialised(case: Case) -> str:
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     with megatron_core.installed():
-        return _raises(ScheduleInputError, "init_process_group", schedules.get_forward_backward_func)
+        return _raises(ScheduleInputError, "init_process_group", _without_groups)
 
 
 def own_groups_and_communicator_are_taken(case: Case) -> list[float]:
@@ -262,3 +291,171 @@ def outputs_that_a_hook_reads_keep_their_data(case: Case) -> list[float]:
     freed, kept = gradients
     assert all(torch.equal(freed[name], kept[name]) for name in kept)
     return [float(grad.abs().max()) for grad in kept.values()]
+
+
+OVERRIDES: tuple[dict[str, Any], ...] = (
+    {},
+    {"overlap_p2p_comm": True},
+    {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": False, "p2p_channels": "shared"},
+    {"overlap_p2p_comm": False, "batch_p2p_comm": False, "p2p_debug": True, "deallocate_pipeline_outputs": True},
+    {"overlap_p2p_comm": True, "pipeline_schedule": "eager_1f1b", "max_pending_sends": 4},
+    {"overlap_p2p_comm": True, "variable_seq_lengths": False},
+    {"overlap_p2p_comm": True, "variable_seq_lengths": True, "overlapped_forward_backward": "in_turn"},
+)
+
+
+def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
+    """The policies of steps under `OVERRIDES`; gradients are those of Megatron's own schedule, to the last bit."""
+    run = megatron_lab.Run(case)
+    _call(run, forward_only=False)
+    theirs = _taken_gradients(run)
+    policies = []
+    for config in ({}, {"deallocate_pipeline_outputs": False, "variable_seq_lengths": True}):
+        for overrides in OVERRIDES:
+            with (
+                _fields(run.config, config),
+                mock.patch.object(step, "build_plan", wraps=step.build_plan) as built,
+                megatron_core.installed(strict=True, **overrides),
+            ):
+                fields = dict(vars(run.config))
+                _call(run, forward_only=False)
+                assert vars(run.config) == fields, "the config was written to"
+            policies.append(built.call_args.args[0].policy)
+            ours = _taken_gradients(run)
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs), overrides
+    return policies
+
+
+def _taken_gradients(run: megatron_lab.Run) -> dict[str, torch.Tensor]:
+    """What the last step has left, which is then zero again."""
+    taken = {name: grad.clone() for name, grad in run.gradients().items()}
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
+    assert any(grad.abs().max() > 0 for grad in taken.values())
+    return taken
+
+
+def wrong_settings_install_nothing(case: Case) -> list[str]:
+    """A second call sets the settings anew; a wrong one raises, and leaves everything as it was."""
+    messages = [
+        _raises(ConfigError, "did you mean p2p_timeout?", lambda: megatron_core.install(p2p_timeouts=3)),
+        _raises(ConfigError, "p2p_timeout is 0", lambda: megatron_core.install(p2p_timeout=0)),
+    ]
+    assert not megatron_core.is_installed()
+    run = megatron_lab.Run(case)
+    with megatron_core.installed(pipeline_schedule="eager_1f1b"):
+        with contextlib.suppress(ConfigError):
+            megatron_core.install(pipeline_schedule="late_1f1b")
+        assert _schedule_of_a_step(run) == "eager_1f1b"
+        with megatron_core.installed(p2p_timeout=30):
+            assert _schedule_of_a_step(run) == "1f1b"
+        assert _schedule_of_a_step(run) == "eager_1f1b"
+        megatron_core.install()
+        assert _schedule_of_a_step(run) == "1f1b"
+        with mock.patch.dict(os.environ, {"MEGATRON_PP_PIPELINE_SCHEDULE": "gpipe"}):
+            megatron_core.install()
+        assert _schedule_of_a_step(run) == "gpipe"
+        messages.append(_raises(ScheduleInputError, "zb_v", lambda: _with_schedule(run, "zb_v")))
+    return messages
+
+
+def _with_schedule(run: megatron_lab.Run, schedule: str) -> None:
+    with megatron_core.installed(pipeline_schedule=schedule):
+        _call(run)
+
+
+def _schedule_of_a_step(run: megatron_lab.Run) -> str:
+    with mock.patch.object(step, "build_plan", wraps=step.build_plan) as built:
+        _call(run)
+    return str(built.call_args.args[0].schedule)
+
+
+def shapes_are_those_of_the_release(case: Case) -> list[float]:
+    """A release whose stages give each other more than its hidden size says, as hyper-connections do; the losses."""
+    run = megatron_lab.Run(case)
+    theirs, streams = schedules.get_tensor_shapes, 3
+    asked: list[Any] = []
+
+    def get_tensor_shapes(*, config: Any, **arguments: Any) -> Any:
+        asked.append((config, arguments["seq_length"]))
+        return [(*shape[:-1], streams * shape[-1]) for shape in theirs(config=config, **arguments)]
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        given = run.chunks[0].module.decoder.input_tensor
+        if given is not None:
+            model.module.decoder.set_input_tensor(given.chunk(streams, -1)[0].contiguous())
+        output, loss_func = megatron_lab.forward_step(False, data_iterator, model)
+        return (torch.cat([output] * streams, -1) if output.dim() == 3 else output), loss_func
+
+    with megatron_core.installed():
+        expected = _call(run, forward_only=False)
+        with mock.patch.object(schedules, "get_tensor_shapes", get_tensor_shapes):
+            reports = _call(run, forward_step_func=forward_step, forward_only=False)
+    assert asked
+    assert all(one == (run.config, case.model.seq) for one in asked)
+    assert [float(report["loss"]) for report in reports] == [float(report["loss"]) for report in expected]
+    return [float(report["loss"]) for report in reports]
+
+
+def interleaved_shapes_ignore_the_decoders_length(case: Case) -> int:
+    """As in Megatron's interleaved schedule; the number of reports."""
+    with megatron_core.installed():
+        return len(_call(megatron_lab.Run(case), decoder_seq_length=1))
+
+
+def evaluation_leaves_autograd_as_it_is(case: Case) -> list[bool]:
+    """A forward that takes a gradient, as one of forces does; whether stages had gradients enabled and disabled."""
+    run = megatron_lab.Run(case)
+    before = {name: grad.clone() for name, grad in run.gradients().items()}
+    seen: list[bool] = []
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        seen.append(torch.is_grad_enabled())
+        given = model.module.decoder.input_tensor
+        assert given is None or given.requires_grad, "as what Megatron's communicator receives"
+        output, loss_func = megatron_lab.forward_step(False, data_iterator, model)
+        if seen[-1]:
+            (force,) = torch.autograd.grad(output.sum(), next(model.parameters()), retain_graph=True, allow_unused=True)
+            seen.append(force is not None or given is None or output.requires_grad)
+        return output, loss_func
+
+    with megatron_core.installed():
+        with_grad = _call(run, forward_step_func=forward_step)
+        with torch.no_grad():
+            without = _call(run, forward_step_func=forward_step)
+    assert [float(report["loss"]) for report in with_grad] == [float(report["loss"]) for report in without]
+    assert all(torch.equal(grad, before[name]) for name, grad in run.gradients().items())
+    return seen
+
+
+def evaluation_gives_graphs_back(case: Case) -> int:
+    """The most graphs of forwards that were alive at the start of another one: none is kept for a send."""
+    run = megatron_lab.Run(case)
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        nonlocal most
+        most = max(most, len(alive))
+        output, loss_func = megatron_lab.forward_step(False, data_iterator, model)
+        held = output.new_ones(())
+        alive.add(held)
+        return output * _Keeping.apply(output, held), loss_func
+
+    with megatron_core.installed():
+        _call(run, forward_step_func=forward_step)
+    assert len(alive) == 0
+    return most
+
+
+class _Keeping(torch.autograd.Function):
+    """A node of the graph that keeps `held` alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        ctx.held = held
+        return torch.ones_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        return None, None

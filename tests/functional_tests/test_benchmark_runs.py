@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.functional_tests.megatron_support import needs_megatron
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmark.py"
 SMALL = ("--rounds", "1", "--forward-ms", "2", "--microbatches", "4")
 
@@ -29,6 +31,13 @@ def test_bubbles_of_schedules_with_and_without_a_split_backward(tmp_path: Path) 
     rows = report(tmp_path, "bubble", "--pp", "2", "--schedules", "1f1b", "zb_h1", "zb_v", *lengths)
     assert [row["schedule"] for row in rows] == ["1f1b", "zb_h1", "zb_v"]
     assert all(row["step over simulated"] > 1 for row in rows)  # sleeping cannot be shorter
+
+
+@needs_megatron
+def test_bubbles_on_megatrons_gpt_model(tmp_path: Path) -> None:
+    rows = report(tmp_path, "megatron_bubble", "--pp", "2", "--backward-ms", "2", "--weight-ms", "2")
+    assert [row["schedule"] for row in rows] == ["1f1b", "zb_h1", "interleaved_1f1b", "interleaved_zb"]
+    assert all(row["step over simulated"] > 1 for row in rows)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")

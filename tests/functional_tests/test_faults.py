@@ -40,7 +40,7 @@ class Lab:
         fields = {"microbatches": 2 * SIZE, **fields}
         episode = Episode(next(self._numbers), schedule, chunks, steps=4, fault=fault, **fields)  # type: ignore[arg-type]
         reports = self.pool.run(episode)
-        assert complaints(episode, reports, SIZE) == []
+        assert complaints(episode, reports, SIZE, slack=20.0) == []
         return reports
 
     def assert_clean_within(self, seconds: float, reports: dict[int, Report]) -> None:

@@ -2,8 +2,7 @@
 
 A covering subset of what ``unit_tests/runtime/test_same_numbers.py`` runs over the in-memory transport, and the cases
 in which a well-known stack returns wrong gradients or hangs: two ranks with two chunks each under the batched policy,
-and evaluation under overlap with warm-up flush. Four processes run all cases of one, two and four ranks, three the
-others.
+and evaluation under overlap with warm-up flush. Four processes run all cases; in those of three ranks the last idles.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ from megatron_pp.testing.toy import ToyData, ToyResult, merged, reference_run, t
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.processes import run_processes
 
-# World size -> pipeline size -> the groups; every rank takes part in every case of its world.
-WORLDS = {
-    4: {1: [[0], [1], [2], [3]], 2: [[0, 1], [2, 3]], 4: [[0, 1, 2, 3]]},
-    3: {3: [[0, 1, 2]]},
-}
+WORLD = 4
+# Pipeline size -> the groups.
+GROUPS = {1: [[0], [1], [2], [3]], 2: [[0, 1], [2, 3]], 3: [[0, 1, 2]], 4: [[0, 1, 2, 3]]}
 
 OVERLAP: dict[str, Any] = {"overlap_p2p_comm": True}
 FLUSH: dict[str, Any] = {"overlap_p2p_comm": True, "overlap_p2p_comm_warmup_flush": True}
@@ -99,14 +96,17 @@ def split_backwards() -> list[Case]:
     return cases
 
 
-EVERYTHING = [*grid(), *schedules(), *split_backwards()]
-CASES = {world: [case for case in EVERYTHING if case.size in groups] for world, groups in WORLDS.items()}
+CASES = [*grid(), *schedules(), *split_backwards()]
 
 
-def rank_main(rank: int, size: int, cases: list[Case]) -> list[ToyResult]:
-    """Every case, on the group of its size that this rank is in."""
-    groups = {p: [dist.new_group(ranks) for ranks in lists] for p, lists in WORLDS[size].items()}
-    return [run_case(case, groups[case.size][rank // case.size]) for case in cases]
+def rank_main(rank: int, size: int) -> list[ToyResult | None]:
+    """Every case, on the group of its size that this rank is in; None where it is in none."""
+    groups = {p: [dist.new_group(ranks) for ranks in lists] for p, lists in GROUPS.items()}
+    results: list[ToyResult | None] = []
+    for case in CASES:
+        number = rank // case.size
+        results.append(run_case(case, groups[case.size][number]) if number < len(groups[case.size]) else None)
+    return results
 
 
 def run_case(case: Case, group: dist.ProcessGroup) -> ToyResult:
@@ -139,28 +139,14 @@ def check_case(case: Case, per_rank: list[ToyResult]) -> None:
         assert result.difference(expected) == 0.0
 
 
-def results_of(world: int) -> list[list[ToyResult]]:
-    """Per case, what each rank returned."""
-    per_rank = run_processes(rank_main, world, (CASES[world],), timeout=240.0)
-    return [list(of_case) for of_case in zip(*per_rank, strict=True)]
-
-
-# One start serves all tests of a number of ranks, on one worker.
+# One start serves all tests, on one worker.
 @pytest.fixture(scope="module")
-def four_ranks() -> list[list[ToyResult]]:
-    return results_of(4)
+def results() -> list[list[ToyResult]]:
+    """Per case, what each rank that took part returned."""
+    per_rank = run_processes(rank_main, WORLD, timeout=240.0)
+    return [[result for result in of_case if result is not None] for of_case in zip(*per_rank, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def three_ranks() -> list[list[ToyResult]]:
-    return results_of(3)
-
-
-@pytest.mark.parametrize("number", range(len(CASES[4])), ids=list(map(str, CASES[4])))
-def test_four_gloo_processes_give_the_numbers_of_one(four_ranks: list[list[ToyResult]], number: int) -> None:
-    check_case(CASES[4][number], four_ranks[number])
-
-
-@pytest.mark.parametrize("number", range(len(CASES[3])), ids=list(map(str, CASES[3])))
-def test_three_gloo_processes_give_the_numbers_of_one(three_ranks: list[list[ToyResult]], number: int) -> None:
-    check_case(CASES[3][number], three_ranks[number])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=list(map(str, CASES)))
+def test_gloo_processes_give_the_numbers_of_one(results: list[list[ToyResult]], number: int) -> None:
+    check_case(CASES[number], results[number])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.functional_tests.megatron_support import needs_megatron
@@ -28,6 +30,12 @@ JOBS = {
     "own_groups_and_communicator_are_taken": SINGLE,
     "checkpointed_microbatches": PAIR,
     "outputs_that_a_hook_reads_keep_their_data": PAIR,
+    "shapes_are_those_of_the_release": SINGLE,
+    "interleaved_shapes_ignore_the_decoders_length": PAIR,
+    "evaluation_leaves_autograd_as_it_is": SINGLE,
+    "evaluation_gives_graphs_back": dataclasses.replace(PAIR, policy="overlap"),
+    "settings_reach_the_engine_and_not_the_config": SINGLE,
+    "wrong_settings_install_nothing": SINGLE,
 }
 
 
@@ -44,7 +52,10 @@ def test_check(name: str, outcomes: dict[str, Outcome]) -> None:
 
 def test_each_reason_is_said_in_words(outcomes: dict[str, Outcome]) -> None:
     (warnings,) = outcomes["unserved_steps_are_handed_back"].facts
-    for words in ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel", "cuda_graph_impl", "several modules"):
+    for words in (
+        *("overlap_moe_expert_parallel_comm", "hybrid_context_parallel", "cuda_graph_impl", "use_ring_exchange_p2p"),
+        "Derived.recv_forward",
+    ):
         assert sum(words in line for line in warnings) == 1, f"{words} in {warnings}"
 
 
@@ -79,3 +90,27 @@ def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[s
     for theirs, ours in outcomes["checkpointed_microbatches"].facts:
         assert theirs == ours
         assert len({tuple(more) for more in theirs}) == 2, "some microbatches in part, some in full"
+
+
+def test_settings_decide_how_transfers_go_out(outcomes: dict[str, Outcome]) -> None:
+    for policies in outcomes["settings_reach_the_engine_and_not_the_config"].facts:
+        assert policies == ["batched", "overlap", "overlap", "plain", *["overlap"] * 3] * 2
+
+
+def test_wrong_settings_are_errors_on_every_rank(outcomes: dict[str, Outcome]) -> None:
+    first, second = outcomes["wrong_settings_install_nothing"].facts
+    assert first == second
+
+
+def test_evaluation_has_gradients_where_the_caller_has_them(outcomes: dict[str, Outcome]) -> None:
+    for seen in outcomes["evaluation_leaves_autograd_as_it_is"].facts:
+        count = SINGLE.microbatches
+        assert seen == [True] * 2 * count + [False] * count
+
+
+def test_evaluation_keeps_no_graph_for_a_send(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["evaluation_gives_graphs_back"].facts == [0, 0]
+
+
+def test_interleaved_shapes_are_those_of_the_sequence(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["interleaved_shapes_ignore_the_decoders_length"].facts == [0, PAIR.microbatches]

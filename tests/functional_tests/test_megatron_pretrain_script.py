@@ -27,7 +27,7 @@ def test_both_engines_train_alike() -> None:
     )
     result = subprocess.run(
         [str(SCRIPTS / "pretrain_gpt_megatron.sh"), *flags.split()],
-        env={**os.environ, "PP": "2", "VP": "2", "PYTHON": sys.executable},
+        env={**os.environ, "PP": "2", "VP": "2", "MEGATRON_PP_PYTHON": sys.executable},
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,11 +1,21 @@
-"""docs/recipes/megatron.md: its program trains under ZB-H1, with the losses of Megatron's own schedule."""
+"""docs/recipes/megatron.md: its program trains under ZB-H1, with the losses of Megatron's own schedule; and without a
+line of ours, by ``megatron-pp run``.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
+from megatron_pp.plan.spec import OVERLAP
+from megatron_pp.tracing.run import load_run
 from tests.functional_tests.megatron_support import needs_megatron
-from tests.harness.pages import code_blocks, run_page
+from tests.harness.pages import PageOutput, code_blocks, run_page
 
 pytestmark = needs_megatron
 
@@ -14,14 +24,26 @@ megatron_core.install()
 config.pipeline_schedule = "zb_h1"
 split_weight_grad([gpt])
 """
+OUR_IMPORTS = re.compile(r"^from megatron_pp.*\n", re.MULTILINE)
+FIELDS = "print('config', config.overlap_p2p_comm, config.batch_p2p_comm, hasattr(config, 'trace_dir'))\n"
 
 
-def test_the_program_has_the_losses_of_megatrons_schedule(tmp_path: Path) -> None:
-    code = code_blocks("docs/recipes/megatron.md")["megatron_cpu.py"]
+@pytest.fixture(scope="module")
+def code() -> str:
+    return code_blocks("docs/recipes/megatron.md")["megatron_cpu.py"]
+
+
+@pytest.fixture(scope="module")
+def outputs(code: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PageOutput]]:
+    """What each rank gave, with the three lines and under Megatron's own schedule."""
     assert code.count(THREE_LINES) == 1
     assert code.count("cpu_shim.redirect()") == 1
     theirs = code.replace("cpu_shim.redirect()", "").replace(THREE_LINES, "megatron_core.uninstall()\n")
-    outputs = run_page({"ours.py": code, "theirs.py": theirs}, ["ours.py", "theirs.py"], tmp_path, 2)
+    files = {"ours.py": code, "theirs.py": theirs}
+    return run_page(files, list(files), tmp_path_factory.mktemp("recipe"), 2)
+
+
+def test_the_program_has_the_losses_of_megatrons_schedule(outputs: dict[str, list[PageOutput]]) -> None:
     ours, megatron = ([output.printed for output in outputs[name]] for name in ("ours.py", "theirs.py"))
     assert ours[0] == "", "the first stage reports nothing"
     losses = [float(line.split()[1]) for line in ours[1].splitlines()]
@@ -30,3 +52,31 @@ def test_the_program_has_the_losses_of_megatrons_schedule(tmp_path: Path) -> Non
     assert ours == megatron
     assert not outputs["ours.py"][0].warnings.count("does not serve")
     assert not outputs["ours.py"][0].warnings.count("splits backwards, but")
+
+
+def test_an_unchanged_program_overlaps_without_virtual_stages(
+    code: str, outputs: dict[str, list[PageOutput]], tmp_path: Path
+) -> None:
+    """A flag goes before the file, the environment counts too, and the program's config stays as it is."""
+    program = OUR_IMPORTS.sub("", code.replace(THREE_LINES, "")) + FIELDS
+    assert "megatron_pp" not in program
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "settings.toml").write_text('trace_steps = "2-3"\noverlap_p2p_comm = false\n')
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = ["--settings", "settings.toml", "--overlap-p2p-comm", "--strict"]
+    done = subprocess.run(
+        [*torchrun, "-m", "megatron_pp", "run", *flags, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "MEGATRON_PP_TRACE_DIR": "traces"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    megatrons = [line for output in outputs["theirs.py"] for line in output.printed.splitlines()]
+    assert sorted(done.stdout.splitlines()) == sorted([*megatrons, *["config False True False"] * 2])
+    run = load_run(tmp_path / "traces")
+    assert run.steps == (2, 3)
+    spec = run.plan(2).spec
+    assert (spec.policy, spec.num_chunks, spec.pipeline_size) == (OVERLAP, 1, 2)

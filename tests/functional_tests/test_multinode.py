@@ -29,7 +29,7 @@ class Node:
         # The interface is for the script to find.
         environment = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
         environment |= {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": master.address, "NPROC_PER_NODE": "1"}
-        environment |= {"MEGATRON_PP_PYTHON": sys.executable, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15"}
+        environment |= {"MEGATRON_PP_PYTHON": sys.executable, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
         self.log = folder / f"node{rank}.log"
         with open(self.log, "w") as log:
             command = host.command("bash", str(ROOT / "scripts" / "launch_multinode.sh"), *flags)
@@ -62,7 +62,7 @@ def training(folder: Path, *flags: str) -> Iterator[tuple[Node, Node, Cable]]:
         nodes = [Node(host, rank, left, folder, arguments) for rank, host in enumerate((left, right))]
         yield nodes[0], nodes[1], cable
     for node in nodes:
-        node.process.wait(30)
+        node.process.wait(DEADLINE)
 
 
 def test_two_hosts_train_as_one_also_when_the_cable_is_out_for_a_while(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_cable_that_stays_out_is_an_error_on_both_hosts(tmp_path: Path) -> Non
         cable.cut()
         for rank, node in enumerate((left, right)):
             # A hang would be TCP's quarter of an hour. Idle, it takes the timeout and up to four seconds.
-            node.wait_for("train.py: PipelineStallError: pipeline stalled: ", timeout + 30)
+            node.wait_for("train.py: PipelineStallError: pipeline stalled: ")
             assert node.process.wait(DEADLINE) == 1, node.said
             # Its own line, with the instruction, or with what it did between two steps.
             here = node.said.partition(f"\n  rank {rank}: step ")[2].partition("\n")[0]

@@ -1,11 +1,11 @@
 """The training program with every schedule, split backwards and placements included: the steps of 1F1B.
 
-One start of the processes runs them all in turn, in one process group; the script's own start, with a schedule file, is
-tested below.
+One start of the processes runs them all in turn, in one process group.
 """
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import PlanSpec
-from tests.functional_tests.test_train_script import SHORT, losses, numbers, run_well, train_sh
+from tests.functional_tests.test_train_script import ROOT, SHORT, losses, numbers
 from tests.harness.plan_text import save_plan
 from tests.harness.training_ranks import train
 
@@ -48,11 +48,23 @@ def test_every_schedule_takes_the_steps_of_1f1b(name: str, folder: Path) -> None
     assert numbers(folder / "runs" / name) == expected
 
 
-def test_the_script_brings_the_chunks_that_a_schedule_needs_and_says_what_is_split(folder: Path) -> None:
+def test_the_script_brings_the_chunks_that_a_schedule_needs_and_says_what_is_split(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     schedule = str(folder / "pytorch.csv")
-    flags = [*SIZES, "--pipeline-schedule", schedule]
-    output = run_well(train_sh(*flags, "--run-dir", str(folder / "runs" / "script")), folder)
-    first, _, layers, optimizer, backward = output.splitlines()[:5]
+    python = tmp_path / "python"  # prints what the script would start
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("MEGATRON_PP_PYTHON", str(python))
+    monkeypatch.setenv("NPROC", str(RANKS))
+    script = str(ROOT / "scripts" / "train.sh")
+    asked = [*SIZES, "--pipeline-schedule", schedule, "--run-dir", str(folder / "runs" / "script")]
+    started = subprocess.run(["bash", script, *asked], capture_output=True, text=True, check=True).stdout.splitlines()
+    launcher, program = (str(ROOT / "scripts" / name) for name in ("launch.py", "train.py"))
+    assert started[:5] == [launcher, "--standalone", "--nproc-per-node", str(RANKS), program]
+    flags = started[5:]
+    assert flags == ["--overlap-p2p-comm", "--num-layers", "4", *asked]
+    first, _, layers, optimizer, backward = train(RANKS, folder, flags).splitlines()[:5]
     assert first.startswith(f"{schedule}, overlap communication, on cpu: 2 ranks x 2 chunks x 1 replica,")
     assert (layers, optimizer) == ("layers: torch; norms: torch LayerNorm", "optimizer: torch AdamW (fused=False)")
     # Of the first and the last stage: two layers of four linear maps, the embedding and the output, and five norms.

@@ -1,4 +1,4 @@
-"""The training script under torchrun: it learns, continues exactly, ends cleanly, and says what is wrong."""
+"""The training script under its launcher: it learns, continues exactly, ends cleanly, and says what is wrong."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from examples.gpt.checkpoint import find_checkpoint
 from megatron_pp.faults.liveness import ALIVE, STOPPED, process_of, state_of
+from tests.functional_tests.faulty_train import Fault, put_into_optimizer
+from tests.harness.processes import RankFailedError, run_processes
 from tests.harness.train_flags import SMALL_MODEL
-from tests.harness.training_ranks import train
+from tests.harness.training_ranks import train, train_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTY = Path(__file__).with_name("faulty_train.py")
@@ -44,11 +46,6 @@ INTERLEAVED = ["--virtual-pipeline-model-parallel-size", "2", "--overlap-p2p-com
 FOUR_STEPS = [*SHORT, "--train-steps", "4", "--clip-grad", "0.5"]
 
 
-def torchrun(ranks: int, *flags: str) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*command, str(ROOT / "scripts" / "train.py"), *flags]
-
-
 def launched(ranks: int, *script_and_flags: str, restarts: int = 0) -> list[str]:
     command = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks)]
     return [*command, "--max-restarts", str(restarts), *script_and_flags]
@@ -66,8 +63,8 @@ def train_sh(*flags: str) -> list[str]:
 @contextmanager
 def started(command: Sequence[str], folder: Path) -> Iterator[Any]:
     """A run, in ``folder`` and in a session of its own. It ends with the context, and at the latest at the deadline."""
-    # The launcher kills ranks that do not follow within that many seconds.
-    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15", "MEGATRON_PP_PYTHON": sys.executable}
+    # The launcher kills ranks that do not follow within that many seconds. They take one on an idle machine.
+    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "MEGATRON_PP_PYTHON": sys.executable}
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -86,7 +83,7 @@ def started(command: Sequence[str], folder: Path) -> Iterator[Any]:
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(60)
+                process.wait(90)
             except subprocess.TimeoutExpired:
                 process.kill()
         process.communicate()
@@ -288,9 +285,10 @@ def test_a_run_is_alone_in_its_folder_and_ends_with_its_launcher(tmp_path: Path)
                     break
             ranks = ranks_of(process.pid)
             assert len(ranks) == 2
-            code, output = run(train_sh(*resume), tmp_path)
-            assert code == 5, output
-            assert f"RunInUseError: the run's folder {folder} is in use: its run was started by process" in output
+            with pytest.raises(RankFailedError) as refused:
+                train(2, tmp_path, resume)
+            assert {kind for kind, _ in refused.value.errors.values()} == {"RunInUseError"}
+            assert f"the run's folder {folder} is in use: its run was started by process" in str(refused.value)
             process.kill()
             wait_for_end(ranks)
         finally:
@@ -324,31 +322,41 @@ def test_a_run_of_which_a_rank_was_killed_starts_again_and_repeats_the_undisturb
     assert numbers(folder / "killed") == numbers(trained)
 
 
-@pytest.mark.parametrize(("what", "where"), [("validation", "forward of chunk"), ("optimizer", "the optimizer step")])
-def test_an_error_of_one_rank_ends_all_ranks_outside_of_training_steps_too(
-    tmp_path: Path, what: str, where: str
-) -> None:
+FAULTY_RUN = [*SHORT, *INTERLEAVED, "--train-steps", "8", "--eval-interval", "2", "--run-dir", "run"]
+
+
+def test_an_error_of_one_rank_ends_all_ranks_also_in_a_validation(tmp_path: Path) -> None:
     """The error stands with its stack, the other rank says whose it was, and so does the last line; in at most 30."""
-    flags = [*SHORT, *INTERLEAVED, "--train-steps", "8", "--eval-interval", "2", "--run-dir", "run"]
-    code, output = run(launched(2, *with_fault(what, 1, 6, tmp_path, *flags)), tmp_path)
+    code, output = run(launched(2, *with_fault("validation", 1, 6, tmp_path, *FAULTY_RUN)), tmp_path)
     assert code == 1, output  # after a process group's timeout the deadline would have come first
     assert output.splitlines().count("Traceback (most recent call last):") == 1, output
     assert "OSError: [Errno 5] the disk has gone away" in output
-    said = "pipeline rank 1 (global rank 1) raised OSError in " + where
+    said = "pipeline rank 1 (global rank 1) raised OSError in forward of chunk"
     assert f"PipelinePeerError: {said}" in output
     after = output.partition("Traceback")[2].splitlines()
     assert after[-1].startswith(f"launch.py: failed: {said}")
     assert len(after) <= 30
 
 
-def test_bad_input_is_reported_once_and_ends_the_run(tmp_path: Path, trained: Path) -> None:
+def test_an_error_in_the_optimizer_of_one_rank_reaches_the_other(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as failed:
+        run_processes(faulty_optimizer, 2, (tmp_path,), timeout=DEADLINE, start_method="forkserver")
+    assert failed.value.errors[1] == ("OSError", "[Errno 5] the disk has gone away")
+    kind, said = failed.value.errors[0]
+    assert kind == "PipelinePeerError"
+    assert said.startswith("pipeline rank 1 (global rank 1) raised OSError in the optimizer step")
+
+
+def faulty_optimizer(rank: int, size: int, folder: Path) -> None:
+    if rank == 1:
+        put_into_optimizer(Fault("optimizer", 6, folder))
+    train_rank(rank, size, folder, [FAULTY_RUN])
+
+
+def test_bad_input_is_reported_once_and_ends_the_run(tmp_path: Path) -> None:
     code, output = run(train_sh(*SMALL, "--data", "nothing"), tmp_path)
     assert (code, output.count("\n")) == (2, 1), output
     assert output.startswith("train.py: DataError: data path nothing does not exist")
-    code, output = run(torchrun(1, "--resume", str(trained), "--hidden-size", "64"), tmp_path)
-    assert code != 0
-    assert "CheckpointLayoutError" in output
-    assert "hidden_size is 32 there and 64 here" in output
 
 
 @pytest.mark.parametrize("ranks", ["x", "0", "-1", "2.5"])

@@ -14,14 +14,15 @@ not the device's.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("megatron_pp", "scripts", "examples", "benchmarks")
@@ -31,6 +32,7 @@ _DEVICE = re.compile(r"cuda(?![_ ]?graph)|nccl|nvtx", re.IGNORECASE)  # Megatron
 _CONDITION = re.compile(rf"{_DEVICE.pattern}|\bon_gpu\b", re.IGNORECASE)
 _QUESTIONS = {"is_available", "device_count"}  # answered without a device, too
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+_MARK = "_device_line_runs"
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -162,45 +164,88 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 
 class LineLog:
-    """Which of the device's statements in some files run while ``watching``, in this thread and in those that start
-    meanwhile.
+    """Which of the device's statements in some files run. Their modules must be imported while ``marking``: compiled
+    then, they note each of these statements when it runs, in any thread.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.ran: dict[str, set[int]] = {str(path): set() for path in files}
-        self._statements = {
-            str(path): {line: first for first, last in device_lines(path).items() for line in range(first, last + 1)}
-            for path in files
-        }
-        self._left: dict[CodeType, set[int]] = {}  # statements of a function that have not run yet
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        before = sys.gettrace()
-        threading.settrace(self._call)
-        sys.settrace(self._call)
+    def marking(self) -> Iterator[None]:
+        """Raises RuntimeError where one of the modules has been imported before."""
+        before = {name for name, module in sys.modules.items() if getattr(module, "__file__", None) in self.ran}
+        if before:
+            raise RuntimeError(f"imported before, so not marked: {sorted(before)}")
+        finder = _MarkingFinder(self.ran)
+        sys.meta_path.insert(0, finder)
         try:
             yield
         finally:
-            sys.settrace(before)
-            threading.settrace(before)  # type: ignore[arg-type]
-
-    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        code = frame.f_code
-        if code not in self._left:
-            firsts = self._statements.get(code.co_filename, {})
-            self._left[code] = {firsts[line] for _, _, line in code.co_lines() if line in firsts}
-        return self._line if self._left[code] else None
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        code = frame.f_code
-        if event == "line":
-            first = self._statements[code.co_filename].get(frame.f_lineno)
-            if first is not None:
-                self.ran[code.co_filename].add(first)
-                self._left[code].discard(first)
-        return self._line if self._left[code] else None
+            sys.meta_path.remove(finder)
 
     def missing(self, path: Path) -> list[int]:
         """The first lines of the device's statements in ``path`` that did not run."""
         return sorted(device_lines(path).keys() - self.ran[str(path)])
+
+
+class _MarkingFinder(MetaPathFinder):
+    def __init__(self, ran: dict[str, set[int]]) -> None:
+        self.ran = ran
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.origin in self.ran:
+            spec.loader = _MarkingLoader(fullname, spec.origin, self.ran[spec.origin])
+            return spec
+        return None
+
+
+class _MarkingLoader(SourceFileLoader):
+    def __init__(self, fullname: str, path: str, ran: set[int]) -> None:
+        super().__init__(fullname, path)
+        self.ran = ran
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = Path(self.path)
+        tree = _Marks(device_lines(path)).visit(ast.parse(path.read_text()))
+        return compile(tree, self.path, "exec")
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)[_MARK] = self.ran.add
+        super().exec_module(module)
+
+
+class _Marks(ast.NodeTransformer):
+    """Puts a call that notes its line before each statement that begins in ``lines``."""
+
+    def __init__(self, lines: Container[int]) -> None:
+        self.lines = lines
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list):
+                setattr(node, name, [one for statement in block for one in self._marked(statement)])
+        return node
+
+    def _marked(self, statement: ast.stmt) -> list[ast.stmt]:
+        if statement.lineno not in self.lines or isinstance(statement, (*_Function, ast.ClassDef)):
+            return [statement]
+        return [*ast.parse(f"{_MARK}({statement.lineno})").body, statement]
+
+
+def lines_that_run(rank: int, size: int, folder: Path, programs: Sequence[str]) -> dict[str, set[int]]:
+    """``LineLog.ran`` after all ``SCENARIOS`` of the module ``programs[rank]``, each in its own folder; in a process
+    that has not imported what they import.
+    """
+    log = LineLog(project_files())
+    with log.marking():
+        for scenario in importlib.import_module(programs[rank]).SCENARIOS:
+            own = folder / scenario.__name__
+            own.mkdir()
+            scenario(own)
+    return log.ran

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from examples.gpt import distributed, libraries, metrics
+from examples.gpt import program as training
 from examples.gpt.errors import ArgumentError
-from examples.gpt.program import train
 from examples.gpt.settings import parse
 from megatron_pp.comm import abort
 from megatron_pp.comm.transport import P2PRequest, Preparation, ProcessGroupTransport, SoloTransport
@@ -35,6 +35,7 @@ from tests.functional_tests import race_cases
 from tests.harness import processes
 from tests.harness.nccl_runs import FailingBlock, step_on_nccl
 from tests.harness.train_flags import SMALL_MODEL
+from tests.harness.training_ranks import train_here
 from tests.harness.virtual_ranks import run_on_virtual_devices, virtual_machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -185,10 +186,11 @@ def the_trainer_s_parts(folder: Path) -> None:
 def the_training_program(folder: Path) -> None:
     """A run that is continued, on one rank, in this thread: the program's signal handlers are the main thread's."""
     flags = [*SMALL_MODEL, "--device", "cuda", "--num-microbatches", "2", "--warmup-steps", "1"]
+    flags += ["--max-data-bytes", "100000"]
     network = StreamNetwork(1, seed=None)
-    with virtual_machine(), network.running(0):
-        train([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2"])
-        trainer = train([*flags, "--resume", str(folder / "run"), "--train-steps", "3"])
+    with virtual_machine((training, "plot_metrics", lambda *_: None)), network.running(0):
+        train_here([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2"])
+        trainer = train_here([*flags, "--resume", str(folder / "run"), "--train-steps", "3"])
     assert trainer.steps_done == 3
     assert not network.devices[0].races, list(network.devices[0].races.values())
 

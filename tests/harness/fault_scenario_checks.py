@@ -27,8 +27,10 @@ _AT = re.compile(r"step (\d+), .* \((\S+|\[.+?\]), instruction \d+ of \d+\)")
 _PARTNER = {WAIT_F: FREE_F, WAIT_B: FREE_B, FREE_F: WAIT_F, FREE_B: WAIT_B}
 
 
-def complaints(episode: Episode, reports: Mapping[int, Report], size: int) -> list[str]:
-    """What is wrong with the reports of an episode; empty if nothing is."""
+def complaints(episode: Episode, reports: Mapping[int, Report], size: int, slack: float = 0.0) -> list[str]:
+    """What is wrong with the reports of an episode; empty if nothing is. ``slack``: seconds by which a loaded machine
+    may exceed the limits.
+    """
     found = [
         f"rank {r}: wrong numbers in steps {report.wrong_steps}" for r, report in reports.items() if report.wrong_steps
     ]
@@ -37,9 +39,9 @@ def complaints(episode: Episode, reports: Mapping[int, Report], size: int) -> li
     if fault is None or fault.kind == DELAY:
         found += _undisturbed(episode, reports)
     elif fault.kind in OWN_ERRORS:
-        found += _one_exception(_instruction(episode, fault, size), fault, reports)
+        found += _one_exception(_instruction(episode, fault, size), fault, reports, slack)
     else:
-        found += _stall(episode, fault, reports, size)
+        found += _stall(episode, fault, reports, size, slack)
     return found
 
 
@@ -85,7 +87,7 @@ def _instruction(episode: Episode, fault: Fault, size: int) -> str:
     return fault.instruction if fault.instruction in program else f"I{fault.instruction[1:]}"
 
 
-def _one_exception(instruction: str, fault: Fault, reports: Mapping[int, Report]) -> Iterator[str]:
+def _one_exception(instruction: str, fault: Fault, reports: Mapping[int, Report], slack: float) -> Iterator[str]:
     kind = _TYPES.get(fault.kind, "InjectedError")
     place = f"chunk {fault.chunk}, microbatch {fault.mb}"
     words = f"chunk {fault.chunk} for microbatch {fault.mb}" if fault.kind == SHAPE else fault.message
@@ -94,7 +96,7 @@ def _one_exception(instruction: str, fault: Fault, reports: Mapping[int, Report]
             yield f"rank {rank}: raised nothing"
             continue
         name, text, attributes = report.error
-        late = report.raised_at - (report.fired_at or 0.0) > EXCEPTION_SECONDS
+        late = report.raised_at - (report.fired_at or 0.0) > EXCEPTION_SECONDS + slack
         if rank == fault.rank:
             wanted: dict[str, Any] = {}
             right = name == kind and words in text
@@ -108,7 +110,7 @@ def _one_exception(instruction: str, fault: Fault, reports: Mapping[int, Report]
             yield f"rank {rank}: raised only after {report.raised_at - (report.fired_at or 0.0):.1f} s"
 
 
-def _stall(episode: Episode, fault: Fault, reports: Mapping[int, Report], size: int) -> Iterator[str]:
+def _stall(episode: Episode, fault: Fault, reports: Mapping[int, Report], size: int, slack: float) -> Iterator[str]:
     plan = build_plan(_spec_of(episode, size))
     waiting = 0
     for rank, report in reports.items():
@@ -123,7 +125,7 @@ def _stall(episode: Episode, fault: Fault, reports: Mapping[int, Report], size: 
             continue
         if rank == fault.rank:
             continue
-        if report.raised_at - (report.fired_at or 0.0) > limit(episode):
+        if report.raised_at - (report.fired_at or 0.0) > limit(episode) + slack:
             yield f"rank {rank}: raised only after {report.raised_at - (report.fired_at or 0.0):.1f} s"
         line = attributes["progress"].get(rank, "")
         waiting += f"from rank {fault.rank}" in line or f"for rank {fault.rank} to receive" in line

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -232,6 +233,7 @@ def _work(pipe: Connection, rank: int, size: int, port: int) -> None:
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    gc.freeze()  # what libraries hold need not be looked through after each episode
     pipe.send("ready")
     while (episode := pipe.recv()) is not None:
         if episode == _MEASURE:
@@ -249,12 +251,12 @@ def measure_resources() -> Resources:
     from megatron_pp.comm.wait_handle import WaitHandle
 
     gc.collect()
-    kinds = [type(thing) for thing in gc.get_objects()]
+    kinds = Counter(map(type, gc.get_objects()))
     return Resources(
         threads=threading.active_count(),
         files=len(os.listdir("/proc/self/fd")),
-        handles=sum(issubclass(kind, WaitHandle) for kind in kinds),
-        tensors=sum(issubclass(kind, torch.Tensor) for kind in kinds),
+        handles=sum(number for kind, number in kinds.items() if issubclass(kind, WaitHandle)),
+        tensors=sum(number for kind, number in kinds.items() if issubclass(kind, torch.Tensor)),
         shared_memory=len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0,
         resident=resident_bytes(),
     )

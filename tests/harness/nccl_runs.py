@@ -13,9 +13,9 @@ from megatron_pp.comm.transport import ProcessGroupTransport
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, virtual_cuda
-from megatron_pp.testing.streams.process_group import process_group, virtual_distributed
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, merged, toy_config
+from tests.harness.virtual_groups import process_group, virtual_distributed
 
 
 def step_on_nccl(

@@ -25,15 +25,30 @@ def _in_the_given_group(*_: Any) -> Iterator[None]:
     parallel_state.destroy_model_parallel()
 
 
-def _rank_main(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]) -> str:
+def _no_plots(*_: Any) -> None:
+    """Drawing them takes as long as a small run; those of runs of the script are looked at."""
+
+
+def train_here(flags: Sequence[str]) -> Any:
+    """One run of the training program in this process. Returns its ``Trainer``."""
+    from examples.gpt import program
+    from examples.gpt.interrupt import StopRequest
+
+    with StopRequest() as stop:
+        return program.train(flags, stop)
+
+
+def train_rank(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]) -> str:
+    """One rank of ``train``."""
     from examples.gpt import program
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.chdir(folder)
     program.joined = _in_the_given_group  # type: ignore[assignment]
+    program.plot_metrics = _no_plots
     with redirect_stdout(StringIO()) as output:
         for flags in runs:
-            program.train(flags)
+            train_here(flags)
     return output.getvalue()
 
 
@@ -41,4 +56,4 @@ def train(ranks: int, folder: Path, *runs: Sequence[str], timeout: float = 150.0
     """One run of the training program after the other, each with its flags, in ``folder``. Returns the first rank's
     output; raises RankFailedError where a rank raises.
     """
-    return run_processes(_rank_main, ranks, (folder, runs), timeout=timeout, start_method="forkserver")[0]
+    return run_processes(train_rank, ranks, (folder, runs), timeout=timeout, start_method="forkserver")[0]

@@ -55,6 +55,30 @@ def generic_gemm(
     return product, flat_b.sum(0) if bias is not None and grad else None, None, None
 
 
+def get_num_cublas_streams() -> int:
+    return 1
+
+
+def te_general_grouped_gemm(
+    a: list[Tensor], transa: bool, b: list[Tensor], transb: bool, out: list[Tensor], out_dtype: Any,
+    m_splits: Iterable[int] | None, bias: list[Tensor], bias_dtype: Any, single_output: bool, gelu_in: list[Tensor],
+    grad: bool, workspace: Any, workspace_size: int, accumulate: bool, use_split_accumulator: bool, *more: Any,
+) -> list[Tensor]:  # fmt: skip
+    """``generic_gemm`` of each pair. A ``single_output`` is their products' rows, one pair's after another's. With
+    ``grad``, the tensors of ``bias`` that are not empty get the sums of ``b`` over its rows.
+    """
+    outs = list(out[0].split([len(part) for part in b])) if single_output else out
+    for left, right, product, its_bias in zip(a, b, outs, bias, strict=True):
+        given = its_bias if its_bias.numel() else None
+        rest = (False, None, grad, workspace, workspace_size, accumulate, use_split_accumulator)
+        _, sums, *_ = generic_gemm(
+            left, transa, right, transb, product, None, out_dtype, given, bias_dtype, *rest, comm_overlap=None
+        )
+        if grad and given is not None and sums is not None:
+            its_bias.copy_(sums)
+    return bias
+
+
 def layernorm_fwd(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, zero: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

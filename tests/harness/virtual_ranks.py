@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
 from megatron_pp.testing.streams.cuda import replaced
-from megatron_pp.testing.streams.process_group import virtual_distributed
 from megatron_pp.testing.threads import run_ranks
+from tests.harness.virtual_groups import virtual_distributed
 
 
 def run_on_virtual_devices(

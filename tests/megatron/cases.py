@@ -48,6 +48,7 @@ class Case:
     group: int | None = None
     steps: int = 1
     optimizer: str | None = None  # None, "adam" or "distributed"
+    clip_grad: float = 1.0
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     align_param_gather: bool = False
@@ -86,13 +87,15 @@ class Job:
     """A case to run and what to do with its losses and gradients.
 
     `save` and `reference` are paths of torch files; "{rank}" in them becomes the rank. `reference` is what the
-    run's own losses, gradients and parameters are compared with. `check` is "module:function", called on every rank
+    run's own losses, gradients and parameters are compared with; with `other_cut` it has the same parameters on other
+    ranks of the pipeline. `check` is "module:function", called on every rank
     with the case in place of all this; what it returns comes back in the outcome's `facts`.
     """
 
     case: Case
     save: str | None = None
     reference: str | None = None
+    other_cut: bool = False
     check: str | None = None
     deadline: float = 60.0
 

@@ -33,7 +33,7 @@ with cpu_shim.triton_stand_in():
         finalize_model_grads,
     )
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
@@ -125,6 +125,13 @@ def layer_spec(case: Case) -> Any:
     return TransformerBlockSubmodules(layer_specs=[spec] * _layers_of_a_chunk(case), layer_norm=SequenceParallelNorm)
 
 
+def mtp_spec(case: Case, config: TransformerConfig, vp_stage: int | None) -> Any:
+    """Of the layers that predict further tokens, where this chunk holds them; None elsewhere."""
+    if config.mtp_num_layers is None:
+        return None
+    return get_gpt_mtp_block_spec(config, layer_spec(case), use_transformer_engine=False, vp_stage=vp_stage)
+
+
 def _layers_of_a_chunk(case: Case) -> int:
     return case.model.layers // (case.pp * (case.vp or 1))
 
@@ -145,6 +152,7 @@ def build_chunks(case: Case, config: TransformerConfig) -> list[torch.nn.Module]
             post_process=parallel_state.is_pipeline_last_stage(**place),
             share_embeddings_and_output_weights=model.tied and not case.split_tied,
             position_embedding_type=model.position,
+            mtp_block_spec=mtp_spec(case, config, vp_stage),
             vp_stage=vp_stage,
         )
         fill_weights(gpt, model)
@@ -253,7 +261,7 @@ class Run:
             optimizer="adam",
             lr=1e-2,
             weight_decay=0.01,
-            clip_grad=1.0,
+            clip_grad=self.case.clip_grad,
             use_distributed_optimizer=self.case.optimizer == "distributed",
             overlap_param_gather=self.case.overlap_param_gather,
         )
@@ -322,7 +330,10 @@ class Run:
         for chunk in self.chunks:
             for name, parameter in global_names(chunk, self.case.model.tied):
                 grad = parameter.main_grad
-                result[name] = result[name] + grad if name in result else grad
+                if name in result and self.case.split_tied:
+                    grad = result[name] + grad
+                assert name not in result or self.case.split_tied or torch.equal(result[name], grad), name
+                result[name] = grad
         return result
 
     def parameters(self) -> Tensors:
@@ -334,7 +345,7 @@ def engine(case: Case) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     from megatron_pp.integrations import megatron_core
 
-    return megatron_core.installed()
+    return megatron_core.installed(any_microbatch_count=True)
 
 
 def run_job(job: Job) -> dict[str, Any]:
@@ -369,9 +380,20 @@ def run_job(job: Job) -> dict[str, Any]:
         "grad_size": max(float(grad.abs().max()) for grad in snapshot["grads"].values()),
     }
     if job.reference is not None:
-        reference = torch.load(job.reference.format(rank=rank), weights_only=True)
-        report.update(compare(snapshot, reference, case))
+        report.update(compare(snapshot, read_reference(job, rank), case))
     return report
+
+
+def read_reference(job: Job, rank: int) -> dict[str, Any]:
+    """What this rank is compared with: its own file, or those of all ranks of its pipeline together."""
+    assert job.reference is not None
+    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    paths = [job.reference.format(rank=other) for other in (ranks if job.other_cut else [rank])]
+    parts = [torch.load(path, weights_only=True) for path in paths]
+    return {
+        "losses": next((part["losses"] for part in parts if part["losses"]), []),
+        **{kind: {n: t for part in parts for n, t in part[kind].items()} for kind in ("grads", "params")},
+    }
 
 
 def compare(snapshot: dict[str, Any], reference: dict[str, Any], case: Case) -> dict[str, Any]:

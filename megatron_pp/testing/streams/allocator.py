@@ -9,8 +9,8 @@ Of all blocks that PyTorch's might give (it splits larger ones), this one gives 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
 
 from megatron_pp.testing.streams.memory import Access, Block
 from megatron_pp.testing.streams.timelines import Clock, Timeline
@@ -18,27 +18,21 @@ from megatron_pp.testing.streams.timelines import Clock, Timeline
 _UNIT = 512  # bytes; sizes are rounded up to it
 
 
-class _Returning(NamedTuple):
-    """A freed block that waits for the streams named by record_stream. ``done()``: is their work, as of then?"""
-
-    block: Block
-    done: Callable[[], bool]
-
-
 class CachingAllocator:
     """The memory of one device. Blocks of a stream's pool lie in the order in which they were freed."""
 
     def __init__(self) -> None:
         self.reused = 0
-        self._pools: dict[Timeline, list[Block]] = {}
-        self._returning: list[_Returning] = []
+        self._pools: defaultdict[Timeline, list[Block]] = defaultdict(list)
+        # Freed blocks that wait for streams named by record_stream; whether their work is done, as of then.
+        self._returning: list[tuple[Block, Callable[[], bool]]] = []
         self._made = 0
 
     def allocate(self, nbytes: int, stream: Timeline, clock: Callable[[], Clock]) -> Block:
         """A block for ``nbytes`` on ``stream``. ``clock()``: what has happened before its next step."""
         self._process_returning()
         size = max(_UNIT, -(-nbytes // _UNIT) * _UNIT)
-        pool = self._pools.setdefault(stream, [])
+        pool = self._pools[stream]
         fitting = [block for block in pool if block.nbytes >= size]
         if not fitting:
             self._made += 1
@@ -58,15 +52,15 @@ class CachingAllocator:
         """``block`` is given back. ``done()``: is all work over that the streams of ``block.recorded`` have now?"""
         block.freed = access
         if block.recorded:
-            self._returning.append(_Returning(block, done))
+            self._returning.append((block, done))
         else:
-            self._pools.setdefault(block.home, []).append(block)
+            self._pools[block.home].append(block)
 
     def _process_returning(self) -> None:
         waiting = []
-        for one in self._returning:
-            if one.done():
-                self._pools.setdefault(one.block.home, []).append(one.block)
+        for block, done in self._returning:
+            if done():
+                self._pools[block.home].append(block)
             else:
-                waiting.append(one)
+                waiting.append((block, done))
         self._returning = waiting

@@ -10,7 +10,8 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -130,13 +131,8 @@ def set_stream(stream: Stream | None) -> None:
         _here().nodes.set(stream.lane)
 
 
-@contextmanager
-def _on_stream(chosen: Stream | None) -> Iterator[None]:
-    if chosen is None:
-        yield
-        return
-    with chosen:
-        yield
+def _on_stream(chosen: Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if chosen is None else chosen
 
 
 def _sleep(cycles: int) -> None:
@@ -155,7 +151,7 @@ def _synchronize(device: Any = None) -> None:
 def _range_push(message: str) -> int:
     here = current_device()
     if here is not None:
-        here.ranges.append(str(message))
+        here.ranges.append(message)
     return 0
 
 
@@ -164,20 +160,6 @@ def _range_pop() -> int:
     if here is not None and here.ranges:
         here.ranges.pop()
     return 0
-
-
-@contextmanager
-def _range(message: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-    _range_push(message)
-    try:
-        yield
-    finally:
-        _range_pop()
-
-
-@contextmanager
-def _on_device(device: Any = None) -> Iterator[None]:
-    yield
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -202,15 +184,15 @@ def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
 
 
 _REPLACED: dict[str, Any] = {
-    **{name: _constant(True) for name in ("is_available", "is_initialized")},
+    **dict.fromkeys(("is_available", "is_initialized"), _constant(True)),
     **dict.fromkeys(("set_device", "_lazy_init", "init", "empty_cache", "reset_peak_memory_stats"), _nothing),
-    **{name: _constant(0) for name in ("current_device", "memory_allocated", "max_memory_allocated")},
-    **{name: _constant(0) for name in ("memory_reserved", "max_memory_reserved")},
+    **dict.fromkeys(("current_device", "memory_allocated", "max_memory_allocated"), _constant(0)),
+    **dict.fromkeys(("memory_reserved", "max_memory_reserved"), _constant(0)),
     "device_count": _constant(1),
     "get_device_name": _constant("virtual device"),
     "get_device_capability": _constant((9, 0)),
     "is_current_stream_capturing": _constant(False),
-    "device": _on_device,
+    "device": _constant(nullcontext()),
     "Stream": Stream,
     "Event": Event,
     "stream": _on_stream,
@@ -221,26 +203,16 @@ _REPLACED: dict[str, Any] = {
     "_sleep": _sleep,
     "default_generators": (torch.default_generator,),
 }
-_REPLACED_NVTX = {"range_push": _range_push, "range_pop": _range_pop, "range": _range, "mark": _nothing}
-
-
-_MISSING = object()
+_REPLACED_NVTX = SimpleNamespace(rangePushA=_range_push, rangePop=_range_pop, markA=_nothing)
 
 
 @contextmanager
 def replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
     """(place, name, what it is called meanwhile) each; put back as it was."""
-    before = [vars(place).get(name, _MISSING) for place, name, _ in places]
-    try:
+    with ExitStack() as meanwhile:
         for place, name, new in places:
-            setattr(place, name, new)
+            meanwhile.enter_context(patch.object(place, name, new, create=True))
         yield
-    finally:
-        for (place, name, _), original in zip(places, before, strict=True):
-            if original is _MISSING:
-                delattr(place, name)
-            else:
-                setattr(place, name, original)
 
 
 @contextmanager
@@ -248,7 +220,7 @@ def virtual_cuda() -> Iterator[None]:
     """``torch.cuda`` is virtual. The engine names its instructions by NVTX ranges (MEGATRON_PP_NVTX), which reports
     quote. One at a time in a process."""
     places: list[tuple[Any, str, Any]] = [(torch.cuda, name, new) for name, new in _REPLACED.items()]
-    places += [(torch.cuda.nvtx, name, new) for name, new in _REPLACED_NVTX.items()]
+    places += [(torch.cuda.nvtx, "_nvtx", _REPLACED_NVTX)]
     places += [(torch, "set_default_device", _nothing)]  # all new tensors lie on the device as it is
     places += [(torch.cuda.nccl, "version", _constant((0, 0, 0)))]
     places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,9 +20,9 @@ from typing import Any
 
 import torch
 
-from megatron_pp.testing.adversarial_transports import Window, poison_of
+from megatron_pp.testing.adversarial_transports import WindowNetwork
 from megatron_pp.testing.deterministic_threads import Turns
-from megatron_pp.testing.memory_transport import End, MemoryNetwork, MemoryTransport, MemoryWork, Queue
+from megatron_pp.testing.memory_transport import End, MemoryTransport, MemoryWork, Queue
 from megatron_pp.testing.streams.device import VirtualDevice, running_on, unrecorded
 from megatron_pp.testing.streams.memory import READ, WRITE
 from megatron_pp.testing.streams.recorder import recording
@@ -57,7 +56,7 @@ class StreamWork(MemoryWork):
         return self.network.is_completed(self)
 
 
-class StreamNetwork(MemoryNetwork):
+class StreamNetwork(WindowNetwork):
     """``size`` virtual devices and what connects them.
 
     seed            schedules the ranks, one at a time, so that a run repeats exactly. Polling finds transfers done as
@@ -91,7 +90,6 @@ class StreamNetwork(MemoryNetwork):
         self._lanes: dict[Queue, Lane] = {}
         self._done: dict[Queue, Clock] = {}
         self._unfinished: list[StreamWork] = []
-        self._windows: dict[End, Window] = {}
 
     @contextmanager
     def running(self, rank: int) -> Iterator[None]:
@@ -123,13 +121,9 @@ class StreamNetwork(MemoryNetwork):
             lane = self._lanes[queue]
             work = StreamWork(self, device, queue, ends, lane)
             for end in ends:
-                end.work = work
                 self._record(end, device, lane)
             self._unfinished.append(work)
-            waiting = self._queues.setdefault(queue, deque())
-            waiting.append(work)
-            if len(waiting) == 1:
-                self._activate(work)
+            self.enqueue(work)
             self.progress()
         if self._turns is not None and self.rng.random() < 0.5:
             self._turns.give_way(rank)
@@ -206,10 +200,7 @@ class StreamNetwork(MemoryNetwork):
         device.access(tensor, READ if end.is_send else WRITE, lane, _words(end))
         if self.record_streams:
             device.record_stream(tensor, lane)
-        if not end.is_send:
-            tensor.data.fill_(poison_of(tensor.dtype))
-        self._windows[end] = Window(tensor)
-        del end.tensor
+        self.keep_address(end)
 
     def _activate(self, work: MemoryWork) -> None:
         assert isinstance(work, StreamWork)
@@ -226,21 +217,9 @@ class StreamNetwork(MemoryNetwork):
         second.partners.append(first)
         send, receive = (one, other) if one.is_send else (other, one)
         with unrecorded():
-            self._move(self._windows.pop(send), self._windows.pop(receive))
+            self.deliver(send, receive)
         self.complete_end(one)
         self.complete_end(other)
-
-    def _move(self, source: Window, target: Window) -> None:
-        """Copy the bytes; NaN where the source was freed, and nothing where the target was."""
-        there, into = source.look(), target.look()
-        if into is None:
-            return
-        if there is None:
-            there = torch.full(source.shape, poison_of(source.dtype), dtype=source.dtype)
-        try:
-            self.transfer(there, into)
-        except RuntimeError as error:
-            self.abort(str(error))
 
     def _complete(self, work: MemoryWork) -> None:
         assert isinstance(work, StreamWork)

@@ -18,8 +18,8 @@ from megatron_pp.comm.nccl_options import channel_options
 from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError
 from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
-from megatron_pp.testing.streams.process_group import VirtualNCCL
 from megatron_pp.testing.threads import run_ranks
+from tests.harness.virtual_groups import VirtualNCCL
 
 PATIENCE = timedelta(seconds=20)
 LIMIT = timedelta(seconds=30)

@@ -19,10 +19,10 @@ from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
 from megatron_pp.testing.streams.device import VirtualDevice
 from megatron_pp.testing.streams.network import StreamTransport
-from megatron_pp.testing.streams.process_group import VirtualNCCL, process_group, virtual_distributed
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyData, toy_config
 from tests.harness.stream_runs import on_one_device
+from tests.harness.virtual_groups import VirtualNCCL, process_group, virtual_distributed
 
 SIZE = 3
 

@@ -25,7 +25,7 @@ from examples.gpt.errors import (
     NoCheckpointError,
 )
 from examples.gpt.libraries import choose_libraries
-from examples.gpt.program import _layout, main, train
+from examples.gpt.program import _layout, main
 from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
 from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleError, WorldSizeError
@@ -33,6 +33,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
 from tests.harness.plan_text import save_plan
 from tests.harness.standin_libraries import write as write_apex
+from tests.harness.training_ranks import train_here
 
 
 def config_of(*argv: str, world_size: int = 2) -> TransformerConfig:
@@ -247,7 +248,7 @@ def test_a_schedule_file_that_does_not_fit_is_reported_before_any_communication(
     save_plan(build_plan(PlanSpec("1f1b", 2, 1, 5)), tmp_path / "mine.csv", "torch-csv")
     flags = ["--pipeline-schedule", str(tmp_path / "mine.csv")]
     with pytest.raises(PlanError, match="is a schedule of 5 microbatches on 2 ranks; this step has 8 on 2"):
-        train(flags)
+        train_here(flags)
     assert not dist.is_initialized()
     assert main(flags) == 2
 
@@ -348,7 +349,7 @@ def save_run(folder: Path, settings: Settings) -> Path:
 def test_checkpoints_of_another_model_are_refused(flags: str, difference: str, tmp_path: Path) -> None:
     save_run(tmp_path, parse([]))
     with pytest.raises(CheckpointLayoutError, match=difference):
-        train([*flags.split(), "--resume", str(tmp_path)])
+        train_here([*flags.split(), "--resume", str(tmp_path)])
     assert not dist.is_initialized()
 
 
@@ -356,7 +357,7 @@ def test_checkpoints_of_another_model_are_refused(flags: str, difference: str, t
 def test_a_folder_with_a_run_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
     save_run(tmp_path, parse([]))
     with pytest.raises(ArgumentError, match=f"--resume {tmp_path}"):
-        train(["--run-dir", str(tmp_path)])
+        train_here(["--run-dir", str(tmp_path)])
 
 
 @pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/step-00000003"])

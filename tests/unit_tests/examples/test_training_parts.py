@@ -199,7 +199,7 @@ def test_a_rank_that_fails_reports_before_a_signal_ends_it(
 ) -> None:
     """The launcher sends SIGTERM when another rank has failed, at any point of this one's end."""
 
-    def failing(stop: StopRequest, argv: list[str]) -> None:
+    def failing(argv: list[str], stop: StopRequest) -> None:
         stop.begin()
         raise OSError(5, "the disk has gone away")
 
@@ -210,7 +210,7 @@ def test_a_rank_that_fails_reports_before_a_signal_ends_it(
         raise SystemExit("ended by the signal")
 
     monkeypatch.setenv("MEGATRON_PP_REPORTS", str(tmp_path))
-    monkeypatch.setattr(program, "train_until", failing)
+    monkeypatch.setattr(program, "train", failing)
     monkeypatch.setattr(os, "fsync", signalled)
     before = signal.signal(signal.SIGTERM, ended)
     try:

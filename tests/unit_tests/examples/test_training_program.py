@@ -13,17 +13,19 @@ import torch.distributed as dist
 from examples.gpt.checkpoint import find_checkpoint
 from examples.gpt.errors import NonFiniteLossError
 from examples.gpt.metrics import METRICS, read_metrics
-from examples.gpt.program import main, train
+from examples.gpt.program import main
 from examples.gpt.run_folder import lock_folder
 from megatron_pp import parallel_state
 from tests.harness.train_flags import SMALL_MODEL
+from tests.harness.training_ranks import train_here
 
 SMALL = [*SMALL_MODEL, "--num-microbatches", "2", "--max-data-bytes", "100000", "--warmup-steps", "1"]
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One process, and none of the last test's groups."""
+    """One process, and none of the last test's groups. No plots: they take as long as a run."""
+    monkeypatch.setattr("examples.gpt.program.plot_metrics", lambda *_: None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     yield
@@ -48,7 +50,7 @@ def flags(folder: Path, more: str = "") -> list[str]:
     ],
 )
 def test_every_kind_of_run_learns(tmp_path: Path, more: str) -> None:
-    outcome = train(flags(tmp_path / "run", f"--train-steps 12 --learning-rate 1e-2 {more}"))
+    outcome = train_here(flags(tmp_path / "run", f"--train-steps 12 --learning-rate 1e-2 {more}"))
     assert (outcome.steps_done, outcome.validated_at, outcome.stopped_by) == (12, 12, None)
     assert outcome.validation_before == pytest.approx(math.log(256), abs=0.5)
     assert outcome.validation_after < outcome.validation_before - 0.5
@@ -61,15 +63,16 @@ def test_a_per_token_loss_takes_the_same_steps(tmp_path: Path) -> None:
     """All microbatches have as many tokens, so the mean over tokens is the mean over microbatches."""
     runs = {}
     for more in ("", "--calculate-per-token-loss"):
-        train(flags(tmp_path / f"run{more}", f"--train-steps 4 {more}"))
+        train_here(flags(tmp_path / f"run{more}", f"--train-steps 4 {more}"))
         records = [record for record in read_metrics(tmp_path / f"run{more}" / METRICS) if "loss" in record]
         runs[more] = [record[name] for record in records for name in ("loss", "gradient_norm")]
     assert runs[""] == pytest.approx(runs["--calculate-per-token-loss"], rel=1e-5)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_before_the_weights_are_touched(tmp_path: Path) -> None:
+    more = "--train-steps 5 --learning-rate 1e30 --min-learning-rate 0 --save-interval 1"
     with pytest.raises(NonFiniteLossError, match=r"step 2 gave loss (nan|inf) .* lower --learning-rate than 1e\+30"):
-        train(flags(tmp_path / "run", "--train-steps 5 --learning-rate 1e30 --min-learning-rate 0 --save-interval 1"))
+        train_here(flags(tmp_path / "run", more))
     assert find_checkpoint(tmp_path / "run").step == 1
 
 
@@ -116,14 +119,14 @@ def code_of(command: list[str]) -> int:
 
 @pytest.mark.slow
 def test_no_steps_leave_the_untrained_model(tmp_path: Path) -> None:
-    outcome = train(flags(tmp_path / "run", "--train-steps 0"))
+    outcome = train_here(flags(tmp_path / "run", "--train-steps 0"))
     assert outcome.validation_before == outcome.validation_after
     assert find_checkpoint(tmp_path / "run").step == 0
 
 
 @pytest.mark.slow
 def test_a_finished_run_has_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(flags(tmp_path / "run", "--train-steps 2"))
+    train_here(flags(tmp_path / "run", "--train-steps 2"))
     before = (tmp_path / "run" / METRICS).read_text()
     last_words = capsys.readouterr().out.splitlines()[-1]
     assert main(["--resume", str(tmp_path / "run")]) == 0
@@ -135,9 +138,9 @@ def test_a_finished_run_has_nothing_to_resume(tmp_path: Path, capsys: pytest.Cap
 def test_a_text_that_has_changed_is_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 400)
-    train(flags(tmp_path / "run", f"--train-steps 1 --data {text}"))
+    train_here(flags(tmp_path / "run", f"--train-steps 1 --data {text}"))
     text.write_bytes(bytes(range(255, -1, -1)) * 400)
-    train(["--resume", str(tmp_path / "run"), "--train-steps", "2"])
+    train_here(["--resume", str(tmp_path / "run"), "--train-steps", "2"])
     assert "the text is not the one that this run began with" in capsys.readouterr().out
 
 
@@ -146,6 +149,6 @@ def test_training_leaves_the_callers_random_numbers_to_the_seed(tmp_path: Path) 
     """Two runs with dropout in one process are the same: what a run draws follows from its seed alone."""
     for name in ("one", "two"):
         torch.rand(3)
-        train(flags(tmp_path / name, "--train-steps 3 --hidden-dropout 0.2"))
+        train_here(flags(tmp_path / name, "--train-steps 3 --hidden-dropout 0.2"))
     drawn = [[r.get("loss") for r in read_metrics(tmp_path / name / METRICS)] for name in ("one", "two")]
     assert drawn[0] == drawn[1]

@@ -28,10 +28,10 @@ from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.streams import StreamNetwork, virtual_cuda
 from megatron_pp.testing.streams.device import current_device
-from megatron_pp.testing.streams.process_group import process_group, virtual_distributed
 from megatron_pp.testing.streams.timelines import Clock
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
+from tests.harness.virtual_groups import process_group, virtual_distributed
 
 SIZE = 3
 SECONDS = 10.0  # "within seconds", on a loaded machine; p2p_timeout is far longer where this counts

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
+import linecache
+import pickle
 import sys
 import types
 from collections.abc import Iterator
@@ -10,9 +15,10 @@ from unittest import mock
 
 import pytest
 
-from megatron_pp.errors import UnknownMegatronError
+from megatron_pp.errors import ScheduleInputError, UnknownMegatronError
 from megatron_pp.integrations import megatron_core, megatron_release
-from tests.unit_tests.integrations.test_megatron_versions import published_schedules
+from megatron_pp.integrations.megatron_versions import ENTRIES
+from tests.unit_tests.integrations.test_megatron_versions import ENTRY, PUBLISHED, published_schedules
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -28,14 +34,9 @@ def _fresh() -> Iterator[None]:
     megatron_release.load_megatron.cache_clear()
 
 
-def stand_in(version: str, **changed: str) -> types.ModuleType:
+def stand_in(version: str, body: str = "...", **changed: str) -> types.ModuleType:
     """Modules named as Megatron-core's, with the schedules of a release; the schedules module."""
-    release = version if version != "0.99.0" else "0.20.0"
-    schedules = published_schedules(release, **changed)
-    exec(
-        "def get_forward_backward_func(pp_size=None, vp_size=None): return forward_backward_no_pipelining",
-        vars(schedules),
-    )
+    schedules = published_schedules(version if version != "0.99.0" else "0.20.0", body, **changed)
     names = ("megatron", "megatron.core", "megatron.core.pipeline_parallel", "megatron.core.parallel_state")
     modules: dict[str, Any] = {name: types.ModuleType(name) for name in names}
     modules[SCHEDULES] = schedules
@@ -65,15 +66,88 @@ def test_a_release_that_is_too_old_is_left_as_it_is() -> None:
 @pytest.mark.parametrize("version", ["0.14.0", "0.15.3", "0.16.1", "0.19.0", "0.99.0"])
 def test_known_signatures_are_installed_and_uninstalled(version: str) -> None:
     schedules = stand_in(version)
-    original = schedules.get_forward_backward_func
+    originals = {name: getattr(schedules, name) for name in ENTRIES}
+    script = types.ModuleType("a_training_script")
+    sys.modules[script.__name__] = script
+    script.__dict__.update(run=originals[ENTRIES[0]], chunked=originals[ENTRIES[2]])
     megatron_core.install()
     assert megatron_core.is_installed()
-    ours = schedules.get_forward_backward_func
-    assert sys.modules["megatron.core.pipeline_parallel"].get_forward_backward_func is ours
-    assert ours(2, None).__name__ == "forward_backward_no_pipelining"
+    ours = {name: getattr(schedules, name) for name in ENTRIES}
+    assert not set(ours.values()) & set(originals.values())
+    assert schedules.get_forward_backward_func() is ours[ENTRIES[0]] is script.run
+    assert script.chunked is ours[ENTRIES[2]]
+    megatron_core.install()
+    assert schedules.get_forward_backward_func() is ours[ENTRIES[0]], "a second install must not wrap the first"
     megatron_core.uninstall()
-    assert schedules.get_forward_backward_func is original
-    assert sys.modules["megatron.core.pipeline_parallel"].get_forward_backward_func is original
+    assert not megatron_core.is_installed()
+    assert {name: getattr(schedules, name) for name in ENTRIES} == originals
+    assert (script.run, script.chunked) == (originals[ENTRIES[0]], originals[ENTRIES[2]])
+
+
+def test_what_is_installed_is_described_and_pickled_as_what_it_replaces() -> None:
+    schedules = stand_in("0.16.1")
+    originals = [getattr(schedules, name) for name in ENTRIES]
+    before = [pickle.dumps(function) for function in originals]
+    with megatron_core.installed():
+        for name, theirs, pickled in zip(ENTRIES, originals, before, strict=True):
+            ours = getattr(schedules, name)
+            for attribute in functools.WRAPPER_ASSIGNMENTS:
+                assert getattr(ours, attribute, None) == getattr(theirs, attribute, None), attribute
+            assert ours.__wrapped__ is theirs
+            assert inspect.signature(ours) == inspect.signature(theirs)
+            assert inspect.getsource(ours) == inspect.getsource(theirs)
+            assert pickle.loads(pickle.dumps(ours)) is ours
+            assert pickle.loads(pickled) is ours
+            assert copy.copy(ours) is copy.deepcopy(ours) is ours
+            assert pickle.dumps(ours) == pickled
+    assert [pickle.loads(pickled) for pickled in before] == originals
+
+
+CALL = {"forward_step_func": None, "data_iterator": None, "model": None, "num_microbatches": 1}
+CALL |= {"seq_length": 1, "micro_batch_size": 1}
+
+
+def test_megatrons_own_schedule_calls_megatrons_own(caplog: pytest.LogCaptureFixture) -> None:
+    """A keyword that is unknown here hands the step back, once with a warning; what it calls by name is not ours."""
+    body = "check_first_val_step(slots); return get_model_config() if slots else 'theirs'"
+    parameters = f"{ENTRY}, {PUBLISHED['0.20.0'][1]}, slots=None"
+    schedules = stand_in("0.20.0", body, forward_backward_no_pipelining=parameters)
+    calls: list[Any] = []
+    names = vars(schedules)
+    names.update(check_first_val_step=calls.append, get_model_config=lambda: names[ENTRIES[0]](**CALL))
+    with megatron_core.installed():
+        caplog.clear()
+        ours = schedules.get_forward_backward_func()
+        for _ in range(2):
+            assert ours(**CALL, slots=2) == "theirs"
+        assert calls == [2, None] * 2
+        (said,) = caplog.messages
+        assert "does not serve the keyword argument 'slots'" in said
+        with pytest.raises(ScheduleInputError, match=r"torch\.distributed is not initialised"):
+            ours(**CALL, slots=None)  # its default: the engine runs this one
+        with pytest.raises(TypeError, match="sloth"):
+            ours(**CALL, sloth=2)
+        with megatron_core.installed(strict=True), pytest.raises(megatron_core.NotServedError, match="'slots'"):
+            ours(**CALL, slots=2)
+
+
+def test_a_hook_that_is_unknown_here_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    stand_in("0.20.0", "config = get_model_config(model); set_current_cuda_graph_slot(model, config.graph_slots)")
+    with pytest.raises(UnknownMegatronError, match=r"0\.20\.0 .* config\.graph_slots, set_current_cuda_graph_slot;"):
+        megatron_core.install(strict=True)
+    assert not megatron_core.is_installed()
+    with megatron_core.installed():
+        (said,) = caplog.messages
+        assert "forward_backward_no_pipelining uses config.graph_slots, set_current_cuda_graph_slot" in said
+        with pytest.raises(UnknownMegatronError, match=r"install\(\) without strict=True"):
+            megatron_core.install(strict=True)
+
+
+def test_schedules_without_source_are_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    schedules = stand_in("0.16.1")
+    linecache.cache.pop(str(schedules.__file__))
+    with megatron_core.installed():
+        assert "what the schedules of megatron-core 0.16.1 make use of is unknown" in caplog.text
 
 
 def test_a_newer_release_with_an_unknown_signature_is_left_as_it_is() -> None:

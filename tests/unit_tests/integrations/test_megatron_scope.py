@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_pp.integrations import megatron_versions
-from megatron_pp.integrations.megatron_release import Megatron, reason_not_served
+from megatron_pp.integrations.megatron_release import Megatron
+from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
+from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.testing.memory_transport import MemoryNetwork
 
 
 class CudaGraphScope(Enum):
@@ -19,15 +22,29 @@ class CudaGraphScope(Enum):
     attn = 2
 
 
+class TheirCommunicator:
+    """In place of Megatron's P2PCommunicator."""
+
+    def __init__(self) -> None:
+        self.pp_group = None
+
+    def recv_forward(self) -> None: ...
+
+    def send_forward(self) -> None: ...
+
+
+class ManyModules: ...
+
+
 def megatron(version: str, **functions: Any) -> Megatron:
     nothing: Any = SimpleNamespace()
-    schedules: Any = SimpleNamespace(**functions)
-    return Megatron(version, megatron_versions.row_of(version), schedules, nothing)
+    schedules: Any = SimpleNamespace(P2PCommunicator=TheirCommunicator, **functions)
+    return Megatron(version, megatron_versions.row_of(version), schedules, nothing, (ManyModules,))
 
 
 def reason(version: str, config: dict[str, Any], **arguments: Any) -> str | None:
     model = SimpleNamespace(module=SimpleNamespace(config=SimpleNamespace(**config)))  # wrapped, as by DDP
-    return reason_not_served(megatron(version), {"model": [model], **arguments})
+    return reason_not_served(megatron(version), {**arguments, "model": [model]})
 
 
 @pytest.mark.parametrize(
@@ -36,6 +53,7 @@ def reason(version: str, config: dict[str, Any], **arguments: Any) -> str | None
         ("0.16.1", {}, None),
         ("0.16.1", {"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm"),
         ("0.16.1", {"hybrid_context_parallel": True}, "hybrid_context_parallel"),
+        ("0.16.1", {"use_ring_exchange_p2p": True}, "use_ring_exchange_p2p"),
         ("0.14.0", {"enable_cuda_graph": True, "cuda_graph_scope": "full_iteration"}, "whole iteration"),
         ("0.14.0", {"enable_cuda_graph": True, "cuda_graph_scope": "full"}, None),
         ("0.14.0", {"enable_cuda_graph": False, "cuda_graph_scope": "full_iteration"}, None),
@@ -66,11 +84,44 @@ def test_the_combined_schedule_is_for_training_only() -> None:
     [("0.14.0", "grad_finalize_pgs"), ("0.19.0", "pg_collection"), ("0.19.0", "p2p_communicator")],
 )
 def test_pipelines_of_several_modules(version: str, keyword: str) -> None:
-    name = "MultiModulePipelineCommunicator" if keyword == "p2p_communicator" else "MultiModuleProcessGroupCollection"
-    why = reason(version, {}, **{keyword: type(name, (), {})()})
-    assert why is not None
-    assert "several modules" in why
-    assert reason(version, {}, **{keyword: SimpleNamespace()}) is None
+    """Of subclasses too, whatever their name; and not of a class that has the name alone."""
+    for kind in (ManyModules, type("Ours", (ManyModules,), {})):
+        why = reason(version, {}, **{keyword: kind()})
+        assert why is not None
+        assert "several modules" in why
+    assert reason(version, {}, **{keyword: type("ManyModules", (TheirCommunicator,), {})()}) is None
+
+
+def test_a_communicator_with_transfers_of_its_own_is_left_to_megatron() -> None:
+    changed = TheirCommunicator()
+    changed.send_forward = print  # type: ignore[method-assign, assignment]
+    overrides = type("Compressing", (TheirCommunicator,), {"recv_forward": lambda self: None})()
+    for communicator, name in ((overrides, "Compressing.recv_forward"), (changed, "TheirCommunicator.send_forward")):
+        why = reason("0.19.0", {}, p2p_communicator=communicator)
+        assert why is not None
+        assert name in why
+    assert reason("0.19.0", {}, p2p_communicator=SimpleNamespace()) is not None
+    named = type("Named", (TheirCommunicator,), {"name": "a", "close": lambda self: None})()
+    ours = P2PCommunicator(None, SimpleNamespace(), MemoryNetwork(1).transport(0))
+    for communicator in (TheirCommunicator(), named, ours):
+        assert reason("0.19.0", {}, p2p_communicator=communicator) is None
+
+
+def theirs(*, forward_step_func: Any, model: Any, slots: int | None = None, offset: int = 0) -> None:
+    """A schedule function of a release that takes two more keywords."""
+
+
+def test_a_keyword_of_a_newer_release_is_left_to_megatron() -> None:
+    row, known = megatron_versions.row_of("0.21.0"), {"forward_step_func": print, "model": None}
+    assert without_defaults(theirs, row, known) is known
+    assert without_defaults(theirs, row, {**known, "slots": None, "offset": 0}) == known
+    given = without_defaults(theirs, row, {**known, "slots": 2, "offset": 0})
+    assert given == {**known, "slots": 2}
+    assert reason("0.21.0", {}, **known, slots=None, p2p_communicator=None) == (
+        "the keyword argument 'slots' of this release's schedules, which it does not know"
+    )
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'sloth'"):
+        without_defaults(theirs, row, {**known, "sloth": 2})
 
 
 class Recorder:

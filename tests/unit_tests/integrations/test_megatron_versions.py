@@ -7,6 +7,7 @@ functional tests.
 from __future__ import annotations
 
 import inspect
+import linecache
 import types
 
 import pytest
@@ -40,22 +41,31 @@ PUBLISHED = {
 }
 
 
-def published_schedules(version: str, **changed: str) -> types.ModuleType:
-    """A module with the published signatures of a release; `changed` maps a function to another list of parameters."""
+def published_schedules(version: str, body: str = "...", **changed: str) -> types.ModuleType:
+    """A module with the published signatures of a release, named as Megatron's, whose source `inspect` finds.
+
+    `body` is that of the schedule without a pipeline; `changed` maps a function to another list of parameters.
+    """
     backward, alone, pipelined = PUBLISHED[version]
     signatures = {
         "forward_step": FORWARD,
         "backward_step": f"input_tensor, output_tensor, output_tensor_grad, {backward}",
         "clear_embedding_activation_buffer": "config, model, is_last_stage",
         "finish_embedding_wgrad_compute": "config, embedding_module, is_last_stage, tp_group",
+        "get_tensor_shapes": ", ".join(["*", *megatron_versions.TENSOR_SHAPES]),
         "forward_backward_no_pipelining": f"{ENTRY}, {alone}",
         "forward_backward_pipelining_without_interleaving": f"{ENTRY}, {pipelined}",
         "forward_backward_pipelining_with_interleaving": f"{ENTRY}, {pipelined}",
     }
     signatures.update(changed)
-    module = types.ModuleType("schedules")
-    for name, parameters in signatures.items():
-        exec(f"def {name}({parameters}): ...", module.__dict__)
+    bodies = {"forward_backward_no_pipelining": body}
+    lines = [f"def {name}({parameters}): {bodies.get(name, '...')}" for name, parameters in signatures.items()]
+    get = "def get_forward_backward_func(pp_size=None, vp_size=None): return forward_backward_no_pipelining"
+    source = "\n".join(["class P2PCommunicator: ...", *lines, get])
+    module = types.ModuleType("megatron.core.pipeline_parallel.schedules")
+    module.__file__ = f"<schedules {len(linecache.cache)}>"
+    linecache.cache[module.__file__] = (0, None, source.splitlines(keepends=True), module.__file__)
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
     return module
 
 

@@ -109,10 +109,10 @@ def large_cases() -> list[tuple[str, str, type[HostileNetwork]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "policy", "kind"), large_cases())
 def test_sixteen_ranks_and_up_to_eight_chunks(schedule: str, policy: str, kind: type[HostileNetwork]) -> None:
-    """P=16, V=8 is the shape of the run in Megatron-LM#4047."""
-    num_chunks = chunks_of(schedule, 8 if EXHAUSTIVE or schedule == CHUNKED else 4)
-    data = ToyData(16 if num_chunks > 2 else 32)
-    assert difference(schedule, 16, num_chunks, data, policy, kind(16, seed=405)) == 0.0
+    """P=16, V=8 is the shape of the run in Megatron-LM#4047. DualPipeV has an order of its own from 2 P on."""
+    num_chunks = chunks_of(schedule, 8 if EXHAUSTIVE or schedule == CHUNKED else 3)
+    count = 16 if num_chunks > 2 else 32 if EXHAUSTIVE or schedule == "dualpipe_v" else 20
+    assert difference(schedule, 16, num_chunks, ToyData(count), policy, kind(16, seed=405)) == 0.0
 
 
 @st.composite

@@ -30,11 +30,11 @@ def outcomes(printed: str) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_a_failure_ends_no_other(tmp_path: Path) -> None:
-    (tmp_path / "tracing.json").mkdir()  # so that its report cannot be written
+    (tmp_path / "tracing.json").mkdir()  # so its report cannot be written
     process = start(tmp_path, "tracing", "gpu")
     printed, _ = process.communicate(timeout=240)
     assert outcomes(printed) == [
-        ["tracing", "exit", "code", "1"],
+        ["tracing", "exit", "code", "2"],
         ["gpu", "left", "out:", "there", "is", "no", "GPU"],
     ]
     assert process.returncode == 1

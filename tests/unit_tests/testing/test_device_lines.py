@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.harness.device_lines import ROOT, LineLog, device_lines, project_files
-from tests.harness.device_scenario_megatron import SCRIPT, lines_of_the_script
-from tests.harness.device_scenarios import SCENARIOS
+from tests.harness.device_lines import ROOT, LineLog, device_lines, lines_that_run, project_files
 from tests.harness.processes import run_processes
 
+PROGRAMS = ("tests.harness.device_scenarios", "tests.harness.device_scenario_megatron")
 # (file, line): why no scenario runs it.
 _ONLY_WITHOUT_A_GPU = "part of what replaces torch.zeros on machines that have no GPU"
 EXEMPT = {
@@ -26,12 +27,9 @@ def test_every_line_of_the_device_runs(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
     log = LineLog(project_files())
-    for scenario in SCENARIOS:
-        folder = tmp_path / scenario.__name__
-        folder.mkdir()
-        with log.watching():
-            scenario(folder)
-    log.ran[str(SCRIPT)] |= run_processes(lines_of_the_script, 1, backend=None, timeout=120.0)[0]
+    for ran in run_processes(lines_that_run, len(PROGRAMS), (tmp_path, PROGRAMS), backend=None, timeout=600.0):
+        for path, lines in ran.items():
+            log.ran[path] |= lines
 
     exempt, missing, total = set(), [], 0
     for path in project_files():
@@ -91,12 +89,13 @@ def test_lines_of_the_device_are_found(tmp_path: Path) -> None:
     assert list(device_lines(path)) == marked
 
 
-def test_lines_that_do_not_run_are_missed(tmp_path: Path) -> None:
-    path = tmp_path / "program.py"
+def test_lines_that_do_not_run_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "marked_program.py"
     path.write_text("def on_cuda(x):\n    if x:\n        return 1\n    return 2\n")
-    names: dict[str, object] = {}
-    exec(compile(path.read_text(), str(path), "exec"), names)
+    monkeypatch.syspath_prepend(tmp_path)
     log = LineLog([path])
-    with log.watching():
-        names["on_cuda"](True)  # type: ignore[operator]
+    with log.marking():
+        program = importlib.import_module("marked_program")
+    monkeypatch.delitem(sys.modules, "marked_program")
+    assert program.on_cuda(True) == 1
     assert log.missing(path) == [4]

@@ -238,7 +238,6 @@ def test_bad_lists_of_steps_are_refused(text):
 def test_message_sizes():
     assert message_bytes((2, 3, 4), torch.bfloat16) == 48
     assert message_bytes([(2, 3), (4,)], torch.float32) == 40
-    assert message_bytes({"x": (2, 3), "y": (4,)}, torch.float32) == 40
     assert message_bytes([None], torch.float32) == message_bytes((2,), None) == 0
 
 

@@ -90,10 +90,10 @@ def loss_of(model: nn.Module, mb: int, **marks: bool) -> Tensor:
     return last(x).float().pow(2).sum()
 
 
-def split_step(model: nn.Module, w_order: tuple[int, ...] | None, mark_first: bool = False) -> None:
-    """All forwards, all backwards, then W in this order; None: whole backwards."""
+def split_step(model: nn.Module, w_order: tuple[int, ...] | None, mark_first: bool = False, built: bool = True) -> None:
+    """All forwards, all backwards, then W in this order; None: whole backwards. ``built``: with delay_wgrad_compute."""
     its_store = split_weight_grad(model)
-    assert its_store.report.delayed == 3
+    assert (its_store.report.delayed, its_store.report.switched) == (3, 0 if built else 3)
     with its_store.step({0: MICROBATCHES - 1 if w_order is None else w_order[-1]}):
         marks = [{"is_first_microbatch": mb == 0} if mark_first else {} for mb in range(MICROBATCHES)]
         losses = [loss_of(model, mb, **marks[mb]) for mb in range(MICROBATCHES)]
@@ -128,15 +128,17 @@ def differing(expected: dict[str, Tensor], got: dict[str, Tensor], exact: bool) 
 ORDERS = [None, *itertools.permutations(range(MICROBATCHES))]
 
 
-def harm(te: Any, mode: str, w_order: Any = (0, 1, 2), mutate: Any = None, **options: Any) -> list[str]:
+def harm(
+    te: Any, mode: str, w_order: Any = (0, 1, 2), mutate: Any = None, built: bool = True, **options: Any
+) -> list[str]:
     """The parameters with a wrong gradient, or with hooks that do not fire as often as Megatron expects."""
-    model = new_model(te, fuse="fused" in mode, **options)
+    model = new_model(te, delay=built, fuse="fused" in mode, **options)
     if mode != "grad":
         with_main_grads(model)
     fired = with_megatrons_hooks(model) if "hooks" in mode else None
     if mutate is not None:
         mutate(model)
-    split_step(model, w_order, mark_first="first marked" in mode)
+    split_step(model, w_order, "first marked" in mode, built)
     found = differing(whole_gradients(te, mode, **options), gradients(model), w_order in ORDERS[:2])
     for name, parameter in model.named_parameters():
         own = fired is not None and getattr(parameter, "skip_backward_post_hook", False)
@@ -149,22 +151,24 @@ MODES = ["grad", "main_grad", "fused", "fused, first marked", "main_grad, hooks"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("built", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_add_up_over_microbatches_in_every_order_of_w(te: Any, mode: str, bias: bool) -> None:
+def test_gradients_add_up_over_microbatches_in_every_order_of_w(te: Any, mode: str, bias: bool, built: bool) -> None:
     for w_order in ORDERS:
-        assert harm(te, mode, w_order, bias=bias) == [], w_order
+        assert harm(te, mode, w_order, bias=bias, built=built) == [], w_order
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("built", [False, True])
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", SPLITTING)
-def test_every_schedule_with_w_gives_the_gradients_of_one_process(te: Any, name: str, fuse: bool) -> None:
+def test_every_schedule_with_w_gives_the_gradients_of_one_process(te: Any, name: str, fuse: bool, built: bool) -> None:
     size, chunks, data = 2, SCHEDULES[name].chunks or 2, ToyData(5, hidden=WIDTH)
     stages: dict[int, nn.Module] = {}
 
     def block(stage: int) -> nn.Module:
-        model = stages[stage] = new_model(te, fuse=fuse)
+        model = stages[stage] = new_model(te, built, fuse)
         return with_main_grads(model) if fuse else model
 
     config = {"pipeline_schedule": name, "overlap_p2p_comm": True, "hidden_size": WIDTH}
@@ -282,11 +286,6 @@ def test_frozen_parameters_have_no_gradient(te: Any, frozen: tuple[str, ...]) ->
     for name, grad in gradients(expected).items():
         torch.testing.assert_close(gradients(model)[name], grad, msg=name)
     assert all(gradients(model)[name] is None for name in frozen)
-
-
-def test_a_layer_built_without_delay_is_whole(te: Any) -> None:
-    report = split_weight_grad(new_model(te, delay=False)).report
-    assert (report.split, report.delayed, report.whole) == (1, 0, 3)
 
 
 def test_megatrons_empty_backward_dw_is_no_delay() -> None:

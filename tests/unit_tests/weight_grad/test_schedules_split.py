@@ -33,6 +33,7 @@ from megatron_pp.testing.toy import (
 )
 from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
 from tests.harness.step_runs import on_ranks
+from tests.harness.sweeps import EXHAUSTIVE
 
 NAMED = [name for name, family in SCHEDULES.items() if family.search is None]
 SPLITTING = [name for name in NAMED if SCHEDULES[name].splits_weight]
@@ -46,8 +47,10 @@ def chunks_of(name: str, wanted: int = 2) -> int:
 @pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
 @pytest.mark.parametrize("name", NAMED)
 def test_losses_and_gradients_equal_one_process(name: str, size: int) -> None:
-    chunks = chunks_of(name)
-    for microbatches in sorted({1, size - 1, 2 * size, 2 * size + 3}) if size < 8 else (size - 1, 2 * size + 3):
+    """On many ranks with the ragged numbers of microbatches alone; ``MEGATRON_PP_EXHAUSTIVE=1`` runs all."""
+    chunks, few, ragged = chunks_of(name), {1, size - 1}, 2 * size + 3
+    counts = {*few, 2 * size, ragged} if size < 4 or EXHAUSTIVE else {*few, ragged} if size == 4 else {ragged}
+    for microbatches in sorted(counts):
         data = ToyData(microbatches)
         result = run_in_threads(size, chunks, data, prepare=split_weight_grad, pipeline_schedule=name, **OVERLAP)
         assert result.difference(reference_run(size * chunks, data)) == 0.0, f"M={microbatches}"

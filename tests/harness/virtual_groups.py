@@ -120,7 +120,7 @@ class VirtualGroup(dist.ProcessGroup):
     """``ProcessGroup`` over a ``VirtualNCCL``, or over torch's own gloo, which carries what lies in host memory."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        super().__init__(rank, size)
         self._backends: dict[str, Any] = {}  # by type of device
         self._name = self._desc = ""
 
@@ -128,7 +128,7 @@ class VirtualGroup(dist.ProcessGroup):
         self._name = name
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         return self._name
 
     def _set_group_desc(self, desc: str) -> None:
@@ -171,7 +171,7 @@ class VirtualGroup(dist.ProcessGroup):
 
     # Collectives exchange all members' tensors, which is more than NCCL sends, and the same to streams.
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         combine = next(function for name, function in _REDUCTIONS.items() if kind == name)
         for tensor in tensors:
@@ -181,7 +181,7 @@ class VirtualGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def allgather(  # type: ignore[override]
+    def allgather(
         self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
     ) -> Any:
         everyone = self._exchange(tensors[0])
@@ -190,7 +190,7 @@ class VirtualGroup(dist.ProcessGroup):
             output.copy_(tensor)
         return _Done()
 
-    def gather(  # type: ignore[override]
+    def gather(
         self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any
     ) -> Any:
         if self.rank() == opts.rootRank:
@@ -198,7 +198,7 @@ class VirtualGroup(dist.ProcessGroup):
         self._exchange(tensors[0])
         return _Done()
 
-    def scatter(  # type: ignore[override]
+    def scatter(
         self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any
     ) -> Any:
         root = self.rank() == opts.rootRank
@@ -208,7 +208,7 @@ class VirtualGroup(dist.ProcessGroup):
         outputs[0].copy_(everyone[opts.rootRank].chunk(self.size())[self.rank()])
         return _Done()
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:  # type: ignore[override]
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         peers = [rank for rank in range(self.size()) if rank != self.rank()]
         if not peers:
             return _Done()

@@ -1,0 +1,94 @@
+"""The bubble of zero-bubble schedules under ``install()``: Megatron-core's GPTModel on gloo, stages of known length.
+
+Each transformer layer sleeps in place of its second norm, in forward, for its input gradients and for its weight
+gradients, so that cores stay free; Megatron's own linear layers compute beside that, and are split as in a training.
+The bubble is that of the recorded steps, as ``megatron-pp report`` prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from benchmarks.bubble import Lengths
+from benchmarks.rank_processes import run_ranks
+from benchmarks.report import Report, Row
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs import StageCosts
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.tracing.analysis import analyse
+from megatron_pp.tracing.run import load_run
+from tests.megatron.cases import Case, Model
+
+HELP = "the bubble of 1F1B and zero bubble on Megatron's GPTModel under install(), measured beside the simulator's"
+QUICK = {"rounds": 2}
+SCHEDULES = {"1f1b": None, "zb_h1": None, "interleaved_1f1b": 2, "interleaved_zb": 2}  # with their V
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--forward-ms", type=float, default=80.0, help="of a rank's whole forward")
+    parser.add_argument("--backward-ms", type=float, default=90.0, help="of its input gradients")
+    parser.add_argument("--weight-ms", type=float, default=70.0, help="of its weight gradients")
+    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
+    parser.add_argument("--rounds", type=int, default=4, help="recorded steps; the one of median length is shown")
+    parser.add_argument("--timeout", type=float, default=280.0)
+
+
+def run(args: argparse.Namespace) -> Report:
+    lengths = Lengths(args.forward_ms / 1e3, args.backward_ms / 1e3, args.weight_ms / 1e3)
+    layers = 2 * args.pp
+    cases = [
+        Case(
+            Model(layers=layers), pp=args.pp, vp=SCHEDULES[name], microbatches=args.microbatches, policy="overlap",
+            schedule=name, steps=args.rounds + 1,
+        )
+        for name in args.schedules
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(_rank, args.pp, (cases, lengths, folder), timeout=args.timeout)
+        rows = [_row(case, lengths, Path(folder) / str(case.schedule)) for case in cases]
+    settings = {
+        "P": args.pp, "microbatches": args.microbatches, "layers": layers, "forward ms": args.forward_ms,
+        "backward ms": args.backward_ms, "weight ms": args.weight_ms, "rounds": args.rounds,
+    }  # fmt: skip
+    return Report(
+        "megatron_bubble",
+        "Megatron's GPTModel under install(): share of all ranks' time that no compute fills",
+        ["schedule", "V", "simulated", "measured", "measured - simulated", "step ms", "step over simulated"],
+        rows,
+        settings,
+        [
+            "Simulated: the stages' nominal lengths, transfers free. Measured: the recorded steps of a gloo run, as "
+            "megatron-pp report reads them; each layer sleeps, and its real linear layers compute beside that. Wanted: "
+            "within 0.03."
+        ],
+    )
+
+
+def _rank(rank: int, size: int, cases: list[Case], lengths: Lengths, folder: str) -> None:
+    from benchmarks.megatron_stages import run_case
+
+    for case in cases:
+        run_case(case, lengths, Path(folder) / str(case.schedule))
+
+
+def _row(case: Case, lengths: Lengths, folder: Path) -> Row:
+    chunks, size = case.vp or 1, case.pp
+    spec = PlanSpec(str(case.schedule), size, chunks, case.microbatches)
+    one = lengths.of_chunk(chunks)
+    costs = StageCosts.uniform(size * chunks, one.forward, one.input, one.weight)
+    simulated = simulate(build_plan(spec), costs)
+    measured = analyse(load_run(folder, None)).measured
+    return {
+        "schedule": spec.schedule,
+        "V": chunks,
+        "simulated": simulated.bubble_share,
+        "measured": measured.bubble_share,
+        "measured - simulated": measured.bubble_share - simulated.bubble_share,
+        "step ms": measured.makespan,
+        "step over simulated": measured.makespan / (1e3 * simulated.makespan),
+    }

@@ -1,0 +1,87 @@
+"""Which steps of Megatron-core's the engine serves, and which Megatron's own schedule runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.integrations.megatron_release import Megatron
+from megatron_pp.integrations.megatron_versions import Row, entry_keywords
+from megatron_pp.module_attributes import wrapped_attribute
+
+
+def without_defaults(theirs: Callable[..., Any], row: Row, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The keyword ``arguments`` without those that are unknown here and have their default of ``theirs``, Megatron's
+    schedule function, which is what a call without them means. Raises TypeError for one that ``theirs`` does not take.
+    """
+    unknown = _unknown(row, arguments)
+    if not unknown:
+        return arguments
+    signature = inspect.signature(theirs)
+    signature.bind_partial(**{name: arguments[name] for name in unknown})
+    return {n: v for n, v in arguments.items() if n not in unknown or v is not signature.parameters[n].default}
+
+
+def reason_not_served(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:
+    """Why Megatron's own schedule runs a call with these keyword ``arguments``, as the object of "does not serve ...";
+    None where the engine runs it.
+    """
+    if unknown := _unknown(megatron.row, arguments):
+        return f"the keyword argument {unknown[0]!r} of this release's schedules, which it does not know"
+    return _unserved_groups(megatron, arguments) or _unserved_config(arguments)
+
+
+def _unknown(row: Row, arguments: Mapping[str, Any]) -> list[str]:
+    known = _known(row)
+    return [name for name in arguments if name not in known]
+
+
+@lru_cache(maxsize=8)
+def _known(row: Row) -> frozenset[str]:
+    return frozenset({*entry_keywords(row), "p2p_communicator"})
+
+
+def _unserved_groups(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:
+    groups, communicator = arguments.get(megatron.row.groups_keyword), arguments.get("p2p_communicator")
+    if isinstance(groups, megatron.multi_module) or isinstance(communicator, megatron.multi_module):
+        return "pipelines of several modules (a multi-module process group collection or communicator was given)"
+    if communicator is None or isinstance(communicator, P2PCommunicator):
+        return None
+    if own := _own_transfers(communicator, megatron.schedules.P2PCommunicator):
+        return f"a p2p_communicator with transfers of its own ({type(communicator).__name__}.{own[0]})"
+    return None
+
+
+def _own_transfers(communicator: Any, base: type) -> list[str]:
+    """Methods by which ``communicator`` sends or receives otherwise than ``base``, Megatron's communicator, does."""
+    names = [name for name in vars(base) if name.startswith(("send_", "recv_"))]
+    own, kind = getattr(communicator, "__dict__", {}), type(communicator)
+    return [name for name in names if name in own or getattr(kind, name, None) is not getattr(base, name)]
+
+
+def _unserved_config(arguments: Mapping[str, Any]) -> str | None:
+    model = arguments.get("model")
+    config = wrapped_attribute(model[0] if isinstance(model, (list, tuple)) and model else model, "config")
+    if getattr(config, "overlap_moe_expert_parallel_comm", False) and not arguments.get("forward_only", False):
+        return "the combined 1F1B that hides MoE's all-to-all (config.overlap_moe_expert_parallel_comm)"
+    if getattr(config, "hybrid_context_parallel", False):
+        return "hybrid context parallelism (config.hybrid_context_parallel)"
+    if getattr(config, "use_ring_exchange_p2p", False):
+        return "the exchange of a custom-built torch (config.use_ring_exchange_p2p)"
+    if _captures_whole_step(config):
+        return "CUDA graphs of a whole iteration (config.cuda_graph_impl, config.cuda_graph_scope)"
+    return None
+
+
+def _captures_whole_step(config: Any) -> bool:
+    """Releases ask for it in three ways: a field of its own; a scope (a string, an enum, or a list of them); a kind."""
+    kind, scope = getattr(config, "cuda_graph_impl", None), getattr(config, "cuda_graph_scope", None)
+    if kind == "full_iteration":
+        return True
+    if kind != "local" and not getattr(config, "enable_cuda_graph", False):
+        return False
+    scopes = scope if isinstance(scope, (list, tuple, set)) else [scope]
+    return any(getattr(s, "name", s) == "full_iteration" for s in scopes)

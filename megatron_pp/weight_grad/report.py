@@ -1,0 +1,110 @@
+"""What becomes of each layer of a converted model, and what share of the weight gradients' compute cannot wait."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WholeLayer:
+    """A layer that computes its weight gradients in the backward."""
+
+    name: str  # in its chunk
+    kind: str  # its class
+    reason: str
+    share: float  # of the FLOPs of all weight gradients of this rank's chunks, 0 to 1 (``weight_work``)
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """Counts of layers with parameters."""
+
+    split: int = 0  # defer their weight gradients until W (linear layers and embeddings)
+    delayed: int = 0  # do so themselves (Transformer Engine's delay_wgrad_compute)
+    whole: int = 0  # compute all gradients in the backward
+    switched: int = 0  # of those that delay: built without delay_wgrad_compute, and switched by the conversion
+    whole_layers: tuple[WholeLayer, ...] = field(default=())  # those with a weight matrix that is trained
+
+    @property
+    def deferred_share(self) -> float:
+        """The share of the weight gradients' FLOPs that waits for W, 0 to 1."""
+        return 1.0 - sum(layer.share for layer in self.whole_layers)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.split} layers defer their weight gradients, {self.delayed} do so themselves, "
+            f"{self.whole} compute all gradients at once"
+        )
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What the conversion does with one layer: "split", "delayed", "switched" or "whole", which has a reason."""
+
+    name: str
+    kind: str
+    work: float  # ``weight_work`` of the layer
+    what: str
+    reason: str = ""
+
+
+def shares_of(fates: Iterable[Fate]) -> dict[str, tuple[str, float]]:
+    """By name (of one chunk where two have it): a layer's class and its share of the weight gradients' FLOPs."""
+    fates = list(fates)
+    total = sum(fate.work for fate in fates) or 1.0
+    return {fate.name: (fate.kind, fate.work / total) for fate in fates}
+
+
+def report_of(fates: Iterable[Fate]) -> SplitReport:
+    """The report of a rank's layers."""
+    fates = list(fates)
+    count = [fate.what for fate in fates].count
+    total = sum(fate.work for fate in fates)
+    whole = [fate for fate in fates if fate.what == "whole" and fate.work > 0]
+    layers = tuple(WholeLayer(fate.name, fate.kind, fate.reason, fate.work / total) for fate in whole)
+    switched = count("switched")
+    return SplitReport(count("split"), count("delayed") + switched, count("whole"), switched, layers)
+
+
+def warn_of_whole_layers(report: SplitReport) -> None:
+    """One warning for each class and reason. Names that differ in numbers alone are one: ``layers.*``."""
+    groups: dict[tuple[str, str, str], list[WholeLayer]] = {}
+    for layer in report.whole_layers:
+        groups.setdefault((re.sub(r"\d+", "*", layer.name), layer.kind, layer.reason), []).append(layer)
+    for (pattern, kind, reason), layers in groups.items():
+        name = layers[0].name if len(layers) == 1 else f"{pattern} ({len(layers)} layers)"
+        share = percent(sum(layer.share for layer in layers))
+        logger.warning("layer %s computes its weight gradient in B, not in W: %s (%s, %s)", name, reason, kind, share)
+
+
+def percent(share: float) -> str:
+    """In words, for messages."""
+    return f"{100 * share:.1f}% of the weight gradients' FLOPs"
+
+
+def weight_work(layer: nn.Module, name: str) -> float:
+    """FLOPs of a layer's weight gradients for one token of the model's input, halved: the elements of its trained
+    matrices. ``name``: in its chunk; those of Megatron's ``experts`` get their even share of the tokens. A look-up
+    counts nothing.
+    """
+    if hasattr(layer, "num_embeddings"):
+        return 0.0
+    matrices = (p for p in layer._parameters.values() if p is not None and p.requires_grad and p.dim() > 1)
+    return sum(matrix.numel() for matrix in matrices) * (_routed_share(layer) if "experts" in name.split(".") else 1.0)
+
+
+def _routed_share(layer: nn.Module) -> float:
+    """Tokens of one expert for each token of the model: this rank's experts get those of all expert-parallel ranks."""
+    config: Any = getattr(layer, "config", None)
+    experts = getattr(config, "num_moe_experts", None)
+    if not experts:
+        return 1.0
+    return (getattr(config, "moe_router_topk", None) or 1) * config.expert_model_parallel_size / experts

@@ -1,0 +1,154 @@
+#!/usr/bin/env python
+"""Run Megatron-LM's own tests of its schedules twice, as they are and under `install()`, and compare.
+
+    python scripts/megatron_own_tests.py ~/Megatron-LM [-k EXPRESSION]
+
+The checkout's tests/unit_tests/pipeline_parallel/test_schedules.py, on 8 processes with gloo on the CPU (or NCCL,
+given 8 GPUs), with the checkout's own `megatron`. It needs pytest-mock. A test has passed if it passed on every rank.
+Exits with 1 where a test passes without `install()` and not with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path("tests/unit_tests/pipeline_parallel/test_schedules.py")
+RANKS = 8
+
+
+class Outcomes:
+    """A plugin of pytest's: test -> "passed", "skipped", or the last line of what it raised."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            name, text = report.nodeid.split("::")[-1], str(report.longrepr).strip().splitlines()
+            self.found[name] = text[-1] if report.outcome == "failed" else report.outcome
+
+
+def prepare(checkout: Path) -> None:
+    """Import, once for all ranks, the checkout's Megatron; without a GPU redirected to the CPU."""
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    shim = importlib.import_module("tests.megatron.cpu_shim")
+    sys.path.insert(0, str(checkout))
+    if not torch.cuda.is_available():
+        shim.redirect()
+        with shim.triton_stand_in():
+            importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    importlib.import_module("megatron_pp.integrations.megatron_core")
+
+
+def take_tests_of(checkout: Path) -> None:
+    """Both projects have a package `tests`: from here on it is the checkout's. Its `Utils` imports more of Megatron."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        del sys.modules[name]
+    sys.path.remove(str(ROOT))
+    arguments: Any = types.ModuleType("megatron.training.argument_utils")
+    arguments.__getattr__ = lambda name: None  # makes configs from flags, for other tests
+    sys.modules.setdefault(arguments.__name__, arguments)
+    os.chdir(checkout)
+
+
+def allow_groups_of_each_rank() -> None:
+    """Let `new_group` be called with other ranks on other ranks, as the tests do: NCCL takes that, and gloo waits."""
+    import torch.distributed as dist
+
+    plain = dist.new_group
+
+    def new_group(ranks: list[int] | None = None, **more: Any) -> Any:
+        wanted: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(wanted, ranks)
+        distinct = [w for i, w in enumerate(wanted) if w not in wanted[:i]]
+        return [plain(one, **more) for one in distinct][distinct.index(ranks)]
+
+    dist.new_group = new_group  # type: ignore[assignment]
+
+
+def run_rank(rank: int, port: int, checkout: Path, more: list[str], installs: bool, folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_PORT=str(port))
+    output = open(Path(folder) / f"{rank}.log", "w")  # noqa: SIM115 (until the process ends)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    import pytest
+    import torch
+
+    if not torch.cuda.is_available():
+        allow_groups_of_each_rank()
+    if installs:
+        importlib.import_module("megatron_pp.integrations.megatron_core").install()
+    take_tests_of(checkout)
+    outcomes = Outcomes()
+    options = ["--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-q", "--tb=short"]
+    pytest.main([*options, "--rootdir", str(checkout), str(checkout / TESTS), *more], plugins=[outcomes])
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(outcomes.found))
+    output.flush()
+    os._exit(0)  # process groups may be left open
+
+
+def run(checkout: Path, more: list[str], installs: bool, deadline: float) -> dict[str, str]:
+    """Test -> "passed", or what became of it on the first rank that did not pass it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (port, checkout, more, installs, folder)
+        ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        end = time.monotonic() + deadline
+        for process in ranks:
+            process.join(max(0.0, end - time.monotonic()))
+            process.kill()
+        merged: dict[str, str] = {}
+        for rank in range(RANKS):
+            path = Path(folder) / f"{rank}.json"
+            if not path.exists():
+                print((Path(folder) / f"{rank}.log").read_text()[-2000:], file=sys.stderr)
+                raise SystemExit(f"rank {rank} had no result within {deadline:g} s")
+            for name, outcome in json.loads(path.read_text()).items():
+                if merged.get(name, "passed") == "passed":
+                    merged[name] = outcome
+        return merged
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each of the two runs")
+    options, more = parser.parse_known_args()
+    checkout = options.checkout.resolve()
+    prepare(checkout)
+    found = []
+    for words, installs in (("as they are", False), ("under install()", True)):
+        start, outcomes = time.monotonic(), run(checkout, more, installs, options.deadline)
+        found.append(outcomes)
+        counts = [list(outcomes.values()).count(kind) for kind in ("passed", "skipped")]
+        counted = f"{counts[0]} passed, {counts[1]} skipped, {len(outcomes) - sum(counts)} failed"
+        print(f"{words}: {counted} ({time.monotonic() - start:.0f} s)", flush=True)
+    without, under = found
+    differing = {name: outcome for name, outcome in under.items() if without.get(name) != outcome}
+    for name, outcome in differing.items():
+        print(f"{name}\n    as it is: {without.get(name)}\n    under install(): {outcome}")
+    return 1 if any(without.get(name) == "passed" for name in differing) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
