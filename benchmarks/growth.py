@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> Report:
         [
             "Once per training run: build makes and lowers the orders of all ranks, verify checks them. Each step "
             "looks the plan up (cached). Peak MB is the process's largest memory so far, torch's own included.",
-            "First use: the first plan of a run, of M / 2 microbatches, with a rank's tasks; new M: that of M after it.",
+            "First use: the first plan of a run, of M / 2 microbatches, with a rank's tasks; new M: M after it.",
         ],
     )
 

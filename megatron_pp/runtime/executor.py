@@ -7,7 +7,7 @@ schedule: order, communication and releases are in the plan, which was verified 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -87,9 +87,14 @@ class PlanExecutor:
         self._check_nothing_left()
 
     @property
+    def program(self) -> Sequence[Instruction]:
+        """This rank's instructions."""
+        return self.plan.programs[self.rank]
+
+    @property
     def instruction(self) -> Instruction:
         """The instruction that is being executed (the last one, after the end)."""
-        return self.plan.programs[self.rank][self.position]
+        return self.program[self.position]
 
     def _handlers(self) -> dict[str, Handler]:
         handlers: dict[str, Handler] = {
@@ -196,8 +201,7 @@ class PlanExecutor:
         """The step of the weight-gradient store, with the microbatch that completes the gradients of each chunk."""
         if self.weights is None or self.forward_only:
             return nullcontext()
-        program = self.plan.programs[self.rank]
-        completing = (at for at in ins.each(program) if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
+        completing = (at for at in ins.each(self.program) if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
         return self.weights.step({at.chunk: at.mb for at in completing})
 
     def _pair(self, handlers: dict[str, Handler], pair: Task) -> None:
