@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import resource
 import time
+from dataclasses import replace
 
 from benchmarks.engines import Work, make_step
 from benchmarks.overhead import MODEL, bare_model
@@ -31,12 +32,16 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "growth",
         "Growth with P x V x M: interleaved 1F1B, overlap",
-        ["P x V x M", "instructions", "build s", "verify s", "cached us", "peak MB", "outside us / virtual microbatch"],
+        [
+            *("P x V x M", "instructions", "build s", "verify s", "first use s", "new M ms", "cached us", "peak MB"),
+            "outside us / virtual microbatch",
+        ],
         [_row(text, args.rounds) for text in args.sizes],
         {"rounds": args.rounds},
         [
             "Once per training run: build makes and lowers the orders of all ranks, verify checks them. Each step "
             "looks the plan up (cached). Peak MB is the process's largest memory so far, torch's own included.",
+            "First use: the first plan of a run, of M / 2 microbatches, with a rank's tasks; new M: M after it.",
         ],
     )
 
@@ -54,7 +59,7 @@ def _row(text: str, rounds: int) -> Row:
     began = time.process_time()
     verify(plan)
     checked = time.process_time() - began
-    verified_plan(spec)
+    first, new = _use(replace(spec, num_microbatches=max(1, m // 2))), _use(spec)
     began = time.process_time()
     for _ in range(1000):
         verified_plan(spec)
@@ -72,7 +77,16 @@ def _row(text: str, rounds: int) -> Row:
         "instructions": sum(len(program) for program in plan.programs),
         "build s": built,
         "verify s": checked,
+        "first use s": first,
+        "new M ms": new * 1e3,
         "cached us": cached * 1e6,
         "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "outside us / virtual microbatch": each["ours"] - each[MODEL],
     }
+
+
+def _use(spec: PlanSpec) -> float:
+    """Seconds of CPU until a rank can run the plan of ``spec``."""
+    began = time.process_time()
+    verified_plan(spec)[0].tasks(0)
+    return time.process_time() - began

@@ -6,9 +6,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.bounded_cache import BoundedCache
+from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.family import Announce, Family
 from megatron_pp.plan.instruction import (
     BACKWARD,
@@ -19,14 +21,20 @@ from megatron_pp.plan.instruction import (
     Instruction,
 )
 from megatron_pp.plan.lower import lowered
+from megatron_pp.plan.order_check import check_repetition
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.repeated import Line, Lines, Repeated, Repeating
+from megatron_pp.plan.repetition import fewest_microbatches, steady_block
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import Verdict, verify
 
 _PLANS: BoundedCache[PlanSpec, tuple[Plan, Verdict]] = BoundedCache(256 << 20, least=2)  # training and evaluation
 _BUILDING = threading.RLock()  # ranks that are threads of one process build a plan once
+_TEMPLATES: BoundedCache[PlanSpec, tuple[_Template | None]] = BoundedCache(256 << 20, least=2)
 _INSTRUCTION = 136  # bytes of an instruction and the pointer to it
+_TASK = 400  # bytes of a task and its instruction
+_TRIALS = 3  # sizes that are tried for a template
 
 
 def build_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
@@ -46,20 +54,97 @@ def verified_plan(spec: PlanSpec, announce: Announce | None = None) -> tuple[Pla
     with _BUILDING:
         found = _PLANS.get(spec)
         if found is None:
-            plan = lowered_plan(spec, announce)
-            found = _PLANS.put(spec, (plan, verify(plan)), _size(plan))
+            template = _template(spec)
+            if template is not None:
+                plan = _enlarged(template, spec)
+                found = _PLANS.put(spec, (plan, template.verdict), _TASK * len(template.plan.programs[0]))
+            else:
+                plan = lowered_plan(spec, announce)
+                found = _PLANS.put(spec, (plan, verify(plan)), _size(plan))
         return found
 
 
+class _Template(NamedTuple):
+    """A plan that stands, with what ``verify`` found, for all with whole periods of microbatches more."""
+
+    plan: Plan
+    verdict: Verdict
+    programs: Repeating
+
+
+def _template(spec: PlanSpec) -> _Template | None:
+    """That of ``spec``, made with its first plan; None where a plan has to be made by itself: its family or its few
+    microbatches have no steady state, or not one that is proven to repeat.
+    """
+    family = family_of(spec)
+    if family.repeats is None:
+        return None
+    period, least = family.repeats(spec.shape)
+    key = replace(spec, num_microbatches=period + spec.num_microbatches % period)
+    known = _TEMPLATES.get(key)
+    if known is None:
+        orders = family.orders(spec.shape)
+        fewest = max(least, fewest_microbatches(orders, spec.num_chunks, period))
+        fewest += (spec.num_microbatches - fewest) % period
+        step = -(-fewest // (2 * period)) * period
+        sizes = range(fewest, spec.num_microbatches + 1, step)[:_TRIALS]
+        made = (_proven(replace(spec, num_microbatches=size), period) for size in sizes)
+        found = next((template for template in made if template is not None), None)
+        if found is None and len(sizes) < _TRIALS:
+            return None
+        known = _TEMPLATES.put(key, (found,), 0 if found is None else _size(found.plan))
+    template = known[0]
+    return template if template and template.plan.spec.num_microbatches <= spec.num_microbatches else None
+
+
+def _proven(spec: PlanSpec, period: int) -> _Template | None:
+    """The template that the plan of ``spec`` is, if it is one."""
+    more = replace(spec, num_microbatches=spec.num_microbatches + period)
+    try:
+        plan = lowered_plan(spec)
+        programs = Repeating(plan.programs, steady_block(plan, period), {})
+        check_repetition(plan, programs.block, _Orders(more, plan.placement))
+        # A shorter last group has effects far ahead of it.
+        if spec.num_microbatches % period and Repeated(programs, 1) != lowered_plan(more).programs:
+            return None
+        return _Template(plan, verify(plan, block=programs.block), programs)
+    except PlanError:  # also where the plan itself is refused: so will be that of more microbatches, in its own words
+        return None
+
+
+def _enlarged(template: _Template, spec: PlanSpec) -> Plan:
+    """The plan of ``spec``, which is the template's but for whole periods."""
+    more = spec.num_microbatches - template.plan.spec.num_microbatches
+    programs = Repeated(template.programs, more // template.programs.block.microbatches)
+    placement = template.plan.placement
+    return Plan(spec, placement, programs, _Orders(spec, placement), family_of(spec).remark(spec.shape))
+
+
+class _Orders(Lines):
+    """The compute orders of ``spec``, made when one is asked for."""
+
+    def __init__(self, spec: PlanSpec, placement: Placement) -> None:
+        super().__init__(spec.pipeline_size)
+        self.spec = spec
+        self.placement = placement
+
+    def _make(self, rank: int) -> Line:
+        orders = map(self.placement.place, count(), family_of(self.spec).orders(self.spec.shape))
+        self._made.update(enumerate(orders if self.spec.split_backward else map(_whole, orders)))
+        return self._made[rank]
+
+
 def forget_plans() -> None:
-    """Empty the cache."""
+    """Empty the caches."""
     _PLANS.clear()
+    _TEMPLATES.clear()
 
 
 def _size(plan: Plan) -> int:
     return _INSTRUCTION * sum(len(at.members) or 1 for program in (*plan.programs, *plan.orders) for at in program)
 
 
+@collector_paused()
 def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     """The plan of ``spec`` before it is verified."""
     if not spec.split_backward:

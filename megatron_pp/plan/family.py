@@ -4,12 +4,14 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
 from megatron_pp.plan.placement import LOOP
+from megatron_pp.plan.repeated import Line
 from megatron_pp.plan.spec import PlanSpec, Shape
 
 Order = list[Instruction]
@@ -18,6 +20,23 @@ Announce = Callable[[str], None]  # takes a sentence for the log
 
 def no_remark(shape: Shape) -> str:
     return ""
+
+
+class Repeats(NamedTuple):
+    """After ``period`` microbatches the steady state of an order is the same, but of later microbatches: with
+    ``period`` microbatches more it lasts so much longer, from ``least`` microbatches on.
+    """
+
+    period: int
+    least: int = 1
+
+
+def every_microbatch(shape: Shape) -> Repeats:
+    return Repeats(1)
+
+
+def every_group(shape: Shape) -> Repeats:
+    return Repeats(shape.group_size)
 
 
 @dataclass(frozen=True)
@@ -38,6 +57,7 @@ class Family:
     digest         of the file that the orders come from; empty where they come from a rule
     shape          for families from files: the one shape that they have
     grouped        whether the orders depend on the group size
+    repeats        for families whose orders have a steady state: Shape -> Repeats
     """
 
     name: str
@@ -49,10 +69,11 @@ class Family:
     splits_weight: bool = False
     search: Callable[[PlanSpec, Announce | None], list[Order]] | None = None
     remark: Callable[[Shape], str] = no_remark
-    programs: Callable[[PlanSpec], tuple[tuple[Instruction, ...], ...] | None] | None = None
+    programs: Callable[[PlanSpec], Sequence[Line] | None] | None = None
     digest: str = ""
     shape: Shape | None = None
     grouped: bool = False
+    repeats: Callable[[Shape], Repeats] | None = None
 
 
 f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))

@@ -141,6 +141,20 @@ def instruction(op: str, chunk: int, mb: int = NONE) -> Instruction:
     return Instruction(op, mb=mb, chunk=chunk)
 
 
+def placed(op: str, stage: int, mb: int, peer: int, chunk: int) -> Instruction:
+    """The instruction of these fields, in half of the time of ``Instruction(...)``."""
+    return tuple.__new__(Instruction, (op, stage, mb, peer, chunk, NONE, "", ()))
+
+
+def later(at: Instruction, microbatches: int) -> Instruction:
+    """``at`` of the microbatch that many later; where it has none, as it is."""
+    op, stage, mb, peer, chunk, part, tensor, members = at
+    if members:
+        members = tuple(later(member, microbatches) for member in members)
+    fields = (op, stage, mb if mb == NONE else mb + microbatches, peer, chunk, part, tensor, members)
+    return tuple.__new__(Instruction, fields)  # in a third of the time of Instruction(...)
+
+
 def batch(members: Iterable[Instruction]) -> Instruction:
     """The sends and receives in ``members`` as one grouped call. Raises InstructionError for anything else."""
     inside = tuple(members)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import neighbour_of
 from megatron_pp.plan.instruction import NONE, Instruction
+from megatron_pp.plan.repeated import Block, RepetitionError
 from megatron_pp.plan.rules import B_RAN, F_FREED, F_RAN, RULES, W_LEFT, W_RAN, facts_at_end, words_of
 from megatron_pp.plan.spec import Plan
 from megatron_pp.plan.sync_marks import check_syncs
@@ -68,17 +70,33 @@ class RankPeaks(NamedTuple):
     tensors: int
 
 
-def check_rank(plan: Plan, rank: int, deallocate: bool = True) -> RankPeaks:
+def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | None = None) -> RankPeaks:
     """Walk ``rank``'s program. Raises PlanError naming the rank, the instruction and what is missing; returns the
     peaks of its memory.
 
     ``deallocate`` says whether FREE_F gives the output's data back (config.deallocate_pipeline_outputs) or it
-    stays until the backward.
+    stays until the backward. With ``block``, raises RepetitionError unless the block leaves the rank as it found it.
     """
     walk = _Walk(plan, rank, deallocate)
-    together = max(walk.tensors(), default=0)
+    timeline = walk.tensors()
+    together = 0
+    if block is not None:
+        program, (start, end) = plan.programs[rank], block.of(rank)
+        if any(at.op in ins.SYNC_OPS for at in program[start:end]):
+            raise RepetitionError(f"rank {rank}: a sync stands in the block")
+        together = max(islice(timeline, _timed_length(program[:start])), default=0)
+        before = walk.state(0)
+        together = max(together, max(islice(timeline, _timed_length(program[start:end])), default=0))
+        if walk.state(block.microbatches) != before:
+            raise RepetitionError(f"rank {rank}: tensors or microbatches differ between both ends of the block")
+    together = max(together, max(timeline, default=0))
     check_syncs(plan, rank)
     return RankPeaks(Memory(*walk.peaks), together)
+
+
+def _timed_length(program: Sequence[Instruction]) -> int:
+    """Its length as ``Plan.timed`` counts, with the halves of a pair by themselves."""
+    return len(program) + sum(at.op == ins.PAIR for at in program)
 
 
 def tensors_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:
@@ -116,16 +134,18 @@ class _Walk:
         self.known: dict[tuple[str, int], _Step] = {}  # by op and chunk
         self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
         self.peaks = [0] * len(Memory._fields)
+        self.now = [0] * len(Memory._fields)
 
     def tensors(self) -> Iterator[int]:
         """Run the program; after each instruction, the tensors alive together."""
-        now, peaks, alive = [0] * len(self.peaks), self.peaks, 0
+        now, peaks, known, alive = self.now, self.peaks, self.known, 0
         for at in self.program:
             for one in at.members or (at,):
-                step = self.known.get((one.op, one.chunk))
-                if step is None or one.stage != step.stage or one.peer != step.peer:
+                op, stage, _, peer, chunk, *_ = one
+                step = known.get((op, chunk))
+                if step is None or stage != step.stage or peer != step.peer:
                     step = self._step(one)
-                if one.op in ins.SYNC_OPS:
+                if op in ins.SYNC_OPS:
                     continue
                 if self._advance(one, step):
                     now[0] -= 1
@@ -228,9 +248,20 @@ class _Walk:
         if not self.facts.get((source, at.mb), 0) & fact:
             raise self._error(at, f"stage {source} has not produced it yet on this rank")
 
+    def state(self, since: int) -> Any:
+        """All that the rest of the walk depends on, microbatches counted from ``since``. Cells that are not listed are
+        complete before their chunk's next forward, which all before it need, and untouched from there on.
+        """
+        begun = {(s, mb - since): facts for (s, mb), facts in self.facts.items() if facts and self._missing(s, facts)}
+        return begun, [mb - since for mb in self.next_forward], list(self.now)
+
+    def _missing(self, stage: int, facts: int) -> int:
+        """What a finished program must have made true of a cell besides."""
+        return (self.required[stage] | (W_RAN if facts & W_LEFT else 0)) & ~facts
+
     def _check_end(self) -> None:
         for (stage, mb), facts in self.facts.items():
-            missing = (self.required[stage] | (W_RAN if facts & W_LEFT else 0)) & ~facts
+            missing = self._missing(stage, facts)
             if missing:
                 chunk = self.stages.index(stage)
                 raise PlanError(

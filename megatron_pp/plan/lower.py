@@ -40,7 +40,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pp.plan.clock import Clocked, run_clock
-from megatron_pp.plan.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
+from megatron_pp.plan.dataflow import MOVES, RESULT_OF, TOWARDS, Moves, consumer_of, source_of
 from megatron_pp.plan.instruction import (
     BACKWARD_OPS,
     FORWARD,
@@ -51,6 +51,7 @@ from megatron_pp.plan.instruction import (
     Instruction,
     batch,
     pair_up,
+    placed,
 )
 from megatron_pp.plan.order_check import check_orders
 from megatron_pp.plan.placement import Placement
@@ -79,19 +80,29 @@ class _Post(NamedTuple):
         return self.post.peer, self.post.op
 
 
+class _Way(NamedTuple):
+    """How a result goes to stage ``to``: to or from rank ``peer``; ``ends``: when it is there, by microbatch."""
+
+    peer: int
+    to: int
+    towards: int
+    moves: Moves
+    ends: dict[int, int]
+
+
 def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str = "") -> Plan:
     """The plan of ``orders``, which need not be placed, with a full program per rank; not verified.
 
     Raises PlanError where the orders are not complete or cannot run.
     """
     check_orders(orders, placement, spec.num_microbatches, spec.forward_only)
-    placed = [placement.place(rank, order) for rank, order in enumerate(orders)]
-    run = [[at for at in order if at.op == FORWARD] for order in placed] if spec.forward_only else placed
+    lines = [placement.place(rank, order) for rank, order in enumerate(orders)]
+    run = [[at for at in order if at.op == FORWARD] for order in lines] if spec.forward_only else lines
     if spec.overlap_pairs and not spec.forward_only:
         run = [pair_up(order) for order in run]
     clocked = run_clock(run, placement)
     programs = tuple(tuple(_RankLowering(spec, placement, rank, clocked).program()) for rank in range(len(orders)))
-    return Plan(spec, placement, programs, tuple(placed), remark)
+    return Plan(spec, placement, programs, tuple(lines), remark)
 
 
 class _RankLowering:
@@ -110,6 +121,7 @@ class _RankLowering:
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
         self.inputs: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)
+        self._sites: dict[tuple[str, int], tuple[_Way | None, _Way | None]] = {}  # by op and stage
 
     def program(self) -> list[Instruction]:
         sends, receives = self._messages()
@@ -133,33 +145,31 @@ class _RankLowering:
         """
         sends: list[_Post] = []
         receives: list[_Post] = []
-        num_stages, homes = self.placement.num_stages, self.placement.homes
         for i, entry in enumerate(self.order):
             for at in entry.members or (entry,):
-                source = source_of(at.op, at.stage, num_stages)
-                if source is not None:
-                    self._receive(i, at, source, receives)
-                target = consumer_of(at.op, at.stage, num_stages)
-                if target is not None and homes[target][0] != self.rank:
-                    moves = MOVES[RESULT_OF[at.op]]
-                    sends.append(self._post(self.ends[i], at, target, target, moves.send, moves.free, i))
+                came, went = self._sites.get((at.op, at.stage)) or self._site(at.op, at.stage)
+                if came is not None and came.peer == self.rank:
+                    self.inputs[i].append((0, placed(came.moves.hand, at.stage, at.mb, NONE, at.chunk)))
+                elif came is not None:
+                    receives.append(_post(came, came.ends[at.mb], at, came.moves.recv, came.moves.wait, i))
+                if went is not None and went.peer != self.rank:
+                    sends.append(_post(went, self.ends[i], at, went.moves.send, went.moves.free, i))
         return sorted(sends), sorted(receives)
 
-    def _receive(self, i: int, at: Instruction, source: int, receives: list[_Post]) -> None:
-        """The input that entry ``i`` gets from stage ``source``."""
-        result = RESULT_OF[at.op]
-        moves = MOVES[result]
-        if self.placement.homes[source][0] == self.rank:
-            self.inputs[i].append((0, Instruction(moves.hand, at.stage, at.mb, NONE, at.chunk)))
-        else:
-            due = self.result_ends[(result, source)][at.mb]
-            receives.append(self._post(due, at, source, at.stage, moves.recv, moves.wait, i))
+    def _site(self, op: str, stage: int) -> tuple[_Way | None, _Way | None]:
+        """How the input of ``op`` of ``stage`` comes, and how its result goes."""
+        num_stages, came, went = self.placement.num_stages, None, None
+        source, target = source_of(op, stage, num_stages), consumer_of(op, stage, num_stages)
+        if source is not None:
+            came = self._way(RESULT_OF[op], source, stage, source)
+        if target is not None:
+            went = self._way(RESULT_OF[op], stage, target, target)
+        self._sites[(op, stage)] = came, went
+        return came, went
 
-    def _post(self, due: int, at: Instruction, peer_stage: int, to: int, post: str, finish: str, use: int) -> _Post:
-        peer = self.placement.homes[peer_stage][0]
-        _, stage, mb, _, chunk, *_ = at
-        first, last = Instruction(post, stage, mb, peer, chunk), Instruction(finish, stage, mb, peer, chunk)
-        return _Post(due, -TOWARDS[RESULT_OF[at.op]], to, mb, first, last, use)
+    def _way(self, result: str, source: int, target: int, other: int) -> _Way:
+        peer, ends = self.placement.homes[other][0], self.result_ends[(result, source)]
+        return _Way(peer, target, -TOWARDS[result], MOVES[result], ends)
 
     def _place_releases(self, sends: list[_Post]) -> None:
         """Under ``overlap``, some entries after the send.
@@ -232,16 +242,17 @@ class _RankLowering:
     def _emit(self) -> list[Instruction]:
         before, after = syncs_of(self.spec, self.rank, self.order)
         program: list[Instruction] = []
-        for i in range(len(self.order) + 1):
-            posts = self.posts.get(i)
-            if posts:
-                self._emit_posts(sorted(posts), program)
-            program += self.releases.get(i, ())
+        for i, entry in enumerate((*self.order, None)):
+            if i in self.posts:
+                self._emit_posts(sorted(self.posts[i]), program)
+            if i in self.releases:
+                program += self.releases[i]
             program += after.get(i - 1, ())
-            if i < len(self.order):
-                program += [at for _, at in sorted(self.inputs.get(i, ()), key=itemgetter(0))]
+            if entry is not None:
+                if i in self.inputs:
+                    program += [at for _, at in sorted(self.inputs[i], key=itemgetter(0))]
                 program += before.get(i, ())
-                program.append(self.order[i])
+                program.append(entry)
         return program
 
     def _emit_posts(self, posts: list[_Post], program: list[Instruction]) -> None:
@@ -270,6 +281,11 @@ class _RankLowering:
 
     def _emit_one_way(self, posts: list[_Post], program: list[Instruction]) -> None:
         """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel."""
+        if len(posts) == 1:
+            program.append(posts[0].post)
+            if not self.looks_ahead and posts[0].post.op in RECV_OPS:
+                program.append(posts[0].finish)
+            return
         receives = [p for p in posts if p.post.op in RECV_OPS]
         first: dict[tuple[int, str], _Post] = {}
         for p in receives:
@@ -279,6 +295,12 @@ class _RankLowering:
         if not self.looks_ahead:
             for p in receives:
                 program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
+
+
+def _post(way: _Way, due: int, at: Instruction, post: str, finish: str, use: int) -> _Post:
+    stage, mb, chunk, peer = at.stage, at.mb, at.chunk, way.peer
+    first, last = placed(post, stage, mb, peer, chunk), placed(finish, stage, mb, peer, chunk)
+    return tuple.__new__(_Post, (due, way.towards, way.to, mb, first, last, use))
 
 
 def _receives_first(posts: list[_Post]) -> list[_Post]:

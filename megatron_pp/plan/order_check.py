@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 from megatron_pp.errors import PlanError
@@ -14,10 +14,12 @@ from megatron_pp.plan.instruction import (
     WEIGHT_GRAD,
     Instruction,
     instruction,
+    later,
     without_pairs,
 )
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.repeated import Block, RepetitionError
+from megatron_pp.plan.spec import Plan, PlanSpec
 
 _AFTER = {BACKWARD: FORWARD, INPUT_GRAD: FORWARD, WEIGHT_GRAD: INPUT_GRAD}
 
@@ -73,11 +75,28 @@ def check_programs(plan: Plan) -> None:
     spec = plan.spec
     check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only)
     for rank, (order, program) in enumerate(zip(plan.orders, plan.programs, strict=True)):
-        wanted = [at for at in without_pairs(order) if at.op == FORWARD or not spec.forward_only]
-        found = [at for at in without_pairs(program) if at.op in ins.SINGLE_COMPUTE_OPS]
+        wanted, found = _run_of(order, spec), _compute_of(program)
         if wanted != found:
             one, other = next((a, b) for a, b in zip_longest(wanted, found, fillvalue="nothing more") if a != b)
             raise PlanError(f"rank {rank}: the plan's order has {one} where its program runs {other}")
+
+
+def check_repetition(plan: Plan, block: Block, longer: Sequence[Sequence[Instruction]]) -> None:
+    """Raises RepetitionError unless the plan's programs with one more ``block`` run the orders ``longer``."""
+    for rank, (program, order) in enumerate(zip(plan.programs, longer, strict=True)):
+        start, end = (len(_compute_of(program[:position])) for position in block.of(rank))
+        run = _compute_of(program)
+        if run[:end] + [later(at, block.microbatches) for at in run[start:]] != _run_of(order, plan.spec):
+            raise RepetitionError(f"rank {rank}: the order of {block.microbatches} microbatches more is another one")
+
+
+def _run_of(order: Iterable[Instruction], spec: PlanSpec) -> list[Instruction]:
+    """What a plan runs of ``order``."""
+    return [at for at in without_pairs(order) if at.op == FORWARD or not spec.forward_only]
+
+
+def _compute_of(program: Iterable[Instruction]) -> list[Instruction]:
+    return [at for at in without_pairs(program) if at.op in ins.SINGLE_COMPUTE_OPS]
 
 
 def _error(rank: int, at: Instruction, why: str) -> PlanError:

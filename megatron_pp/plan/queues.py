@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import channel_of, message_of
-from megatron_pp.plan.instruction import NONE, Instruction
+from megatron_pp.plan.instruction import NONE, Instruction, later
 from megatron_pp.plan.spec import ONE_WAY, Plan
 
 DATA = "data"
@@ -46,6 +46,10 @@ class Entry:
     @property
     def is_done(self) -> bool:
         return self.left == 0
+
+    def state(self, since: int) -> Any:
+        """What it is and what it still waits for, microbatches counted from ``since``."""
+        return self.rank, later(self.at, -since), [(end.part, end.done) for end in self.ends]
 
 
 class End:
@@ -92,11 +96,15 @@ class QueueMachine:
 
     def post(self, rank: int, at: Instruction, part: str = DATA, now: float = 0.0) -> Entry:
         """Post a send, a receive or a BATCH. Raises PlanError where it has no other end."""
+        grouped = bool(at.members)
         posts = at.members or (at,)
-        sites = [self._site(rank, one, bool(at.members)) for one in posts]
-        entry = Entry(rank, at, sites[0][1] if self.ordered else deque(), now)
-        entry.ends = [End(one, site[0], part, entry) for one, site in zip(posts, sites, strict=True)]
-        entry.left = len(entry.ends)
+        directions = []
+        for one in posts:
+            direction, queue = self._sites.get((rank, one.op, one.peer, grouped)) or self._site(rank, one, grouped)
+            directions.append(direction)
+        entry = Entry(rank, at, queue if self.ordered else deque(), now)
+        entry.ends = [End(one, way, part, entry) for one, way in zip(posts, directions, strict=True)]
+        entry.left = len(directions)
         entry.queue.append(entry)
         if len(entry.queue) == 1:
             self.activate(entry, now)
@@ -114,6 +122,15 @@ class QueueMachine:
         if entry.queue:
             self.activate(entry.queue[0], now)
         return True
+
+    def state(self, since: int) -> Any:
+        """All that stands in queues or waits for its partner, in order; microbatches counted from ``since``."""
+        queues = {key: [entry.state(since) for entry in queue] for key, queue in self.queues.items() if queue}
+        waiting = [
+            {way: [(later(end.at, -since), end.part) for end in ends] for way, ends in by_direction.items() if ends}
+            for by_direction in (self._open_sends, self._open_receives)
+        ]
+        return queues, waiting
 
     def activate(self, entry: Entry, now: float) -> None:
         """The entry has come to the head of its queue: its ends meet their partners, or wait for them."""
@@ -143,13 +160,11 @@ class QueueMachine:
 
     def _site(self, rank: int, at: Instruction, grouped: bool) -> tuple[Direction, deque[Entry]]:
         """The direction of the message of ``at``, and the queue of ``rank`` on which it is posted."""
-        site = self._sites.get((rank, at.op, at.peer, grouped))
-        if site is None:
-            if at.peer == NONE:
-                raise PlanError(f"rank {rank}: {at} ({at.name}): stage {at.stage} has no neighbour on that side")
-            source, target, kind = channel_of(at, rank)
-            direction = (source, target, _GROUP if grouped else kind if self.one_way else "")
-            key: tuple[Any, ...] = (rank, *direction) if self.one_way else (rank, *sorted((source, target)))
-            queue = self.queues.setdefault((rank, _GROUP) if grouped else key, deque())
-            site = self._sites[(rank, at.op, at.peer, grouped)] = (direction, queue)
+        if at.peer == NONE:
+            raise PlanError(f"rank {rank}: {at} ({at.name}): stage {at.stage} has no neighbour on that side")
+        source, target, kind = channel_of(at, rank)
+        direction = (source, target, _GROUP if grouped else kind if self.one_way else "")
+        key: tuple[Any, ...] = (rank, *direction) if self.one_way else (rank, *sorted((source, target)))
+        queue = self.queues.setdefault((rank, _GROUP) if grouped else key, deque())
+        site = self._sites[(rank, at.op, at.peer, grouped)] = (direction, queue)
         return site

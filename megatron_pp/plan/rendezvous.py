@@ -16,22 +16,32 @@ decides. A rule only adds to what is waited for: a plan that passes under severa
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import POST_OF, Instruction
+from megatron_pp.plan.instruction import POST_OF, Instruction, later
 from megatron_pp.plan.queues import DATA, SHAPE, End, Entry, QueueMachine
+from megatron_pp.plan.repeated import Block, RepetitionError
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, RENDEZVOUS, Plan
 
 
-def check_rendezvous(plan: Plan, device: Collection[str] = ()) -> None:
+def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | None = None) -> None:
     """Raises PlanError where the plan can hang or a receive would get another message than it is meant for, with the
     cycle in words. ``device``: rules that hold besides rendezvous; others than ONE_QUEUE and DEVICE_SYNC say nothing
-    here.
+    here. With ``block``, raises RepetitionError unless ranks that run to its ends come to a standstill as ranks that
+    run to its starts do.
     """
-    _Run(plan, [rule for rule in (ONE_QUEUE, DEVICE_SYNC) if rule in device]).run()
+    run = _Run(plan, [rule for rule in (ONE_QUEUE, DEVICE_SYNC) if rule in device])
+    if block is not None:
+        run.upto(block.starts)
+        before = run.state(block.starts, 0)
+        run.upto(block.ends)
+        if run.state(block.ends, block.microbatches) != before:
+            raise RepetitionError("sends and receives differ between both ends of the block")
+    run.upto([len(program) for program in plan.programs])
+    run.check_end()
 
 
 class _Run:
@@ -46,11 +56,34 @@ class _Run:
         self.posted: list[dict[tuple[str, tuple[Any, ...], str], Entry]] = [{} for _ in plan.programs]
         self.open: list[list[Entry]] = [[] for _ in plan.programs]  # posted, and unfinished when last looked at
         self.blocked: dict[int, Entry] = {}  # rank -> the entry that its current instruction waits for
-        self.ready: list[int] = list(range(len(plan.programs)))
+        self.limits: Sequence[int] = self.at
+        self.ready: list[int] = []
 
-    def run(self) -> None:
+    def upto(self, limits: Sequence[int]) -> None:
+        """Run every rank to its limit, or until nothing moves."""
+        self.limits = limits
+        self.ready = [rank for rank in range(len(limits)) if rank not in self.blocked]
         while self.ready:
             self._advance(self.ready.pop())
+
+    def state(self, limits: Sequence[int], since: int) -> Any:
+        """All that the rest of the run depends on; positions counted from ``limits``, microbatches from ``since``. Of a
+        rank that has not come to its limit, what it has still to run.
+        """
+        programs = [
+            [later(one, -since) for one in program[at:limit]]
+            for program, at, limit in zip(self.plan.programs, self.at, limits, strict=True)
+        ]
+        blocked = {rank: entry.state(since) for rank, entry in self.blocked.items()}
+        posted = [
+            {(op, of[0], of[1] - since, *of[2:], part): entry.state(since) for (op, of, part), entry in known.items()}
+            for known in self.posted
+        ]
+        unfinished = [[entry.state(since) for entry in entries if not entry.is_done] for entries in self.open]
+        return programs, blocked, posted, unfinished, self.machine.state(since)
+
+    def check_end(self) -> None:
+        """Raises PlanError where a rank has not come to its end, or an operation has no partner."""
         stuck = [r for r in range(len(self.at)) if self.at[r] < len(self.plan.programs[r])]
         if stuck:
             raise PlanError(self._describe_cycle(stuck[0]))
@@ -64,13 +97,13 @@ class _Run:
 
     def _advance(self, rank: int) -> None:
         program = self.plan.programs[rank]
-        for position in range(self.at[rank], len(program)):
-            self.at[rank] = position
+        for position in range(self.at[rank], self.limits[rank]):
             unfinished = self._execute(rank, program[position])
             if unfinished is not None:
+                self.at[rank] = position
                 self.blocked[rank] = unfinished
                 return
-        self.at[rank] = len(program)
+        self.at[rank] = self.limits[rank]
 
     def _execute(self, rank: int, at: Instruction) -> Entry | None:
         """Post what ``at`` posts. Returns the entry that ``at`` has to wait for before the next one can start."""
@@ -103,6 +136,8 @@ class _Run:
         if not data.is_done:
             return data
         del self.posted[rank][(post, of, DATA)]  # nothing asks for it again
+        if self.shapes_first:
+            del self.posted[rank][(post, of, SHAPE)]
         return None
 
     def _in_front_of(self, entry: Entry) -> Entry | None:
@@ -117,13 +152,14 @@ class _Run:
 
     def _once(self, rank: int, at: Instruction, part: str) -> Entry:
         """The entry of ``at``, posted now unless it was before the rank had to wait."""
-        posted, keys = self.posted[rank], [(one.op, one[1:], part) for one in at.members or (at,)]
-        entry = posted.get(keys[0])
+        posted, first = self.posted[rank], at.members[0] if at.members else at
+        entry = posted.get((first.op, first[1:], part))
         if entry is None or entry.at is not at:
             entry = self.machine.post(rank, at, part)
-            for key in keys:
-                posted[key] = entry
-            self._settle()
+            for one in at.members or (at,):
+                posted[(one.op, one[1:], part)] = entry
+            if self.machine.met:
+                self._settle()
             if self.device_sync:
                 self.open[rank].append(entry)
         return entry

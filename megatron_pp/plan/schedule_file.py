@@ -8,16 +8,18 @@ before it runs, as every plan is.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_pp.errors import ExchangeError, PlanError
 from megatron_pp.plan.family import Family, Order, Shape
 from megatron_pp.plan.files import read_text
-from megatron_pp.plan.instruction import WEIGHT_GRAD, Instruction
+from megatron_pp.plan.instruction import WEIGHT_GRAD
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES
 from megatron_pp.plan.placement import LOOP
+from megatron_pp.plan.repeated import Line
 from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.spec import Plan, PlanSpec
 
@@ -90,7 +92,7 @@ class _FilePlan:
             )
         return [list(order) for order in self.plan.orders]
 
-    def programs(self, spec: PlanSpec) -> tuple[tuple[Instruction, ...], ...] | None:
+    def programs(self, spec: PlanSpec) -> Sequence[Line] | None:
         """The file's own programs, where they were lowered for ``spec``."""
         of_the_run = ("schedule", "measured", "digest", "group_size", "split_backward", "device")
         mine = replace(self.plan.spec, **{name: getattr(spec, name) for name in of_the_run})

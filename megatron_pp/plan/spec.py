@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.instruction import Instruction, format_program, without_pairs
+from megatron_pp.plan.collector import collector_paused
+from megatron_pp.plan.instruction import PAIR, Instruction, format_program, without_pairs
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.repeated import Line, Repeated
 from megatron_pp.plan.tasks import Task
 
 OVERLAP = "overlap"  # posts early, waits late
@@ -129,14 +131,17 @@ class Plan:
 
     spec: PlanSpec
     placement: Placement
-    programs: tuple[tuple[Instruction, ...], ...]
-    orders: tuple[tuple[Instruction, ...], ...] = field(repr=False, default=())
+    programs: Sequence[Line]
+    orders: Sequence[Line] = field(repr=False, default=())
     remark: str = ""
 
+    @collector_paused()
     def tasks(self, rank: int) -> tuple[Task, ...]:
         """``rank``'s program for the engine; made once."""
         if rank not in self._tasks:
-            self._tasks[rank] = tuple(map(Task, self.programs[rank]))
+            programs = self.programs
+            made = programs.tasks(rank) if isinstance(programs, Repeated) else tuple(map(Task, programs[rank]))
+            self._tasks[rank] = made
         return self._tasks[rank]
 
     @cached_property
@@ -145,7 +150,8 @@ class Plan:
 
     def timed(self, rank: int) -> tuple[Instruction, ...]:
         """``rank``'s program as its times are recorded and simulated: the halves of each pair by themselves."""
-        return tuple(without_pairs(self.programs[rank]))
+        program = self.programs[rank]
+        return tuple(without_pairs(program)) if any(at.op == PAIR for at in program) else program
 
     def __str__(self) -> str:
         return "\n".join(f"rank {r}: {format_program(p)}" for r, p in enumerate(self.programs))

@@ -9,23 +9,29 @@ from __future__ import annotations
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import BACKWARD_OPS, COMPUTE_OPS, FREE_B, Instruction
+from megatron_pp.plan.repeated import Block, RepetitionError
 from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
 
 _Cell = tuple[int, int]  # stage, microbatch
 
 
-def check_static_buffers(plan: Plan) -> None:
+def check_static_buffers(plan: Plan, block: Block | None = None) -> None:
     """Raises PlanError where an operation may overwrite an input gradient that is still being sent, or not used yet,
-    naming rank, operation and gradient.
+    naming rank, operation and gradient. With ``block``, raises RepetitionError unless the block leaves the same
+    gradients that it found.
     """
     for rank in range(len(plan.programs)):
-        _check_rank(plan, rank)
+        _check_rank(plan, rank, block)
 
 
-def _check_rank(plan: Plan, rank: int) -> None:
+def _check_rank(plan: Plan, rank: int, block: Block | None) -> None:
     newest: dict[_Cell, Instruction] = {}  # gradients of the last backward that are not settled, and that backward
     exposed: dict[_Cell, Instruction] = {}  # of backwards before it: the next operation may overwrite them
-    for at in plan.programs[rank]:
+    ends = {} if block is None else dict(zip(block.of(rank), (0, block.microbatches), strict=True))
+    states = []
+    for position, at in enumerate(plan.programs[rank]):
+        if position in ends:
+            states.append([{(stage, mb - ends[position]) for stage, mb in cells} for cells in (newest, exposed)])
         if at.op == FREE_B:
             newest.pop((at.stage, at.mb), None), exposed.pop((at.stage, at.mb), None)
         if at.op not in COMPUTE_OPS:
@@ -43,3 +49,5 @@ def _check_rank(plan: Plan, rank: int) -> None:
             )
         if backwards:
             exposed, newest = newest, {(one.stage, one.mb): one for one in backwards if one.stage > 0}
+    if block is not None and states[0] != states[1]:
+        raise RepetitionError(f"rank {rank}: input gradients differ between both ends of the block")

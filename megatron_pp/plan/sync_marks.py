@@ -113,22 +113,27 @@ class _Check:
         self.last_backward: dict[int, int] = {}  # chunk -> the same for layers that do all of their backward in B
         self.first: dict[int, int] = {}  # chunk -> index of its first forward
         self.backwards: list[int] = []
-        for k, at in _singles(self.program):
-            if at.op == FORWARD:
-                self.first.setdefault(at.chunk, k)
-            elif at.op in BACKWARD_OPS:
-                self.last_backward[at.chunk] = self.last[at.chunk] = k
-                self.backwards.append(k)
-            elif at.op == WEIGHT_GRAD:
-                self.last[at.chunk] = k
-                self.backwards.append(k)
+        self.syncs: list[tuple[int, Instruction]] = []
+        for k, entry in enumerate(self.program):
+            if entry.op in ins.COMPUTE_OPS:
+                for at in entry.members or (entry,):
+                    self._note(k, at)
+            elif entry.op in SYNC_OPS:
+                self.syncs.append((k, entry))
+
+    def _note(self, k: int, at: Instruction) -> None:
+        if at.op == FORWARD:
+            self.first.setdefault(at.chunk, k)
+            return
+        self.last[at.chunk] = k
+        self.backwards.append(k)
+        if at.op in BACKWARD_OPS:
+            self.last_backward[at.chunk] = k
 
     def run(self) -> None:
         seen: dict[str, set[int]] = {op: set() for op in SYNC_OPS}
         early: set[int] = set()  # chunks whose sync is enabled for their last backward too, before their last WEIGHT
-        for k, at in enumerate(self.program):
-            if at.op not in SYNC_OPS:
-                continue
+        for k, at in self.syncs:
             done = early if self._is_early(k, at) else seen[at.op]
             if at.chunk in done or not 0 <= at.chunk < self.spec.num_chunks:
                 raise self._error(at, "it stands twice, or names no chunk of this rank")

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.activations import Shares, peak_activations
+from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.lifetime import RankPeaks, check_rank
 from megatron_pp.plan.order_check import check_programs
 from megatron_pp.plan.rendezvous import check_rendezvous
+from megatron_pp.plan.repeated import Block
 from megatron_pp.plan.spec import STATIC_BUFFERS, Plan, checked_device
 from megatron_pp.plan.static_buffers import check_static_buffers
 
@@ -50,24 +52,27 @@ class Verdict:
         )
 
 
+@collector_paused()
 def verify(
     plan: Plan,
     deallocate: bool = True,
     weight_share: Shares = WEIGHT_SHARE,
     device: Collection[str] | None = None,
+    block: Block | None = None,
 ) -> Verdict:
     """Raises PlanError for a plan that is incomplete, hangs, or reads, frees or receives wrongly.
 
     ``weight_share``: what a split backward keeps until its W, of a forward's memory; one number or one per stage.
     ``device``: which of DEVICE_RULES hold together where the plan runs; by default those it was lowered for. Rendezvous
-    always does.
+    always does. ``block``: raises RepetitionError besides, unless the plan with this block any number of times more,
+    each of later microbatches, is verified with it (docs/design.md, "A new number of microbatches").
     """
     rules = plan.spec.device if device is None else checked_device(device)
     if len(plan.programs) != plan.spec.pipeline_size:
         raise PlanError(f"the plan has {len(plan.programs)} rank programs for a pipeline of {plan.spec.pipeline_size}")
-    peaks = tuple(check_rank(plan, rank, deallocate) for rank in range(len(plan.programs)))
-    check_rendezvous(plan, rules)
+    peaks = tuple(check_rank(plan, rank, deallocate, block) for rank in range(len(plan.programs)))
+    check_rendezvous(plan, rules, block)
     if STATIC_BUFFERS in rules:
-        check_static_buffers(plan)
+        check_static_buffers(plan, block)
     check_programs(plan)
     return Verdict(peaks, peak_activations(plan, weight_share), rules)

@@ -7,7 +7,7 @@ schedule: order, communication and releases are in the plan, which was verified 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -53,7 +53,6 @@ class PlanExecutor:
     def __post_init__(self) -> None:
         plan, communicator, sent = self.plan, self.communicator, self.shapes.send
         self.rank = communicator.rank
-        self.program = plan.programs[self.rank]
         self._checks_shapes = communicator.size > 1 and not communicator.shapes_vary and sent not in (None, [])
         # Compared with each output; None where several tensors are sent.
         self._sent_shape = tuple(sent) if self._checks_shapes and is_single_shape(sent) else None
@@ -86,6 +85,11 @@ class PlanExecutor:
         finally:  # also after a failure: gradients must not stay local in the steps of a user who goes on
             self.hooks.enable_grad_sync()
         self._check_nothing_left()
+
+    @property
+    def program(self) -> Sequence[Instruction]:
+        """This rank's instructions."""
+        return self.plan.programs[self.rank]
 
     @property
     def instruction(self) -> Instruction:

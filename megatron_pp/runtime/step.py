@@ -161,6 +161,9 @@ class StepCall:
     def step_options(self, plan: Plan) -> StepOptions:
         inputs, rank = self.inputs, self.communicator.rank
         partial = self.settings.num_microbatches_with_partial_activation_checkpoints
+        flags = None  # Megatron's schedule without a pipeline passes no such flag
+        if partial is not None and not self.alone:
+            flags = checkpoint_flags(partial, plan.orders[rank], inputs.forward_only)
         return StepOptions(
             num_microbatches=inputs.num_microbatches,
             is_last_stage=self._is_last_stage(plan),
@@ -169,8 +172,7 @@ class StepCall:
             forward_only=inputs.forward_only,
             collect_non_loss_data=inputs.collect_non_loss_data,
             first_val_step=inputs.first_val_step,
-            # Megatron's schedule without a pipeline passes no such flag.
-            checkpoint_flags=None if self.alone else checkpoint_flags(partial, plan.orders[rank], inputs.forward_only),
+            checkpoint_flags=flags,
         )
 
     def _communicator(self, group: Any) -> P2PCommunicator:

@@ -9,7 +9,7 @@ where the bubble was.
 from __future__ import annotations
 
 from megatron_pp.plan.dataflow import RESULT_OF, inputs_of
-from megatron_pp.plan.family import Family, Order, Shape, b, f, i, w
+from megatron_pp.plan.family import Family, Order, Shape, b, every_group, every_microbatch, f, i, w
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.placement import LOOP, Placement
 
@@ -220,6 +220,7 @@ FAMILIES = (
         "arXiv 2104.04473, section 2.2.1",
         "P-1-r warm-up forwards, then one forward, one backward; P-r microbatches in memory",
         chunks=1,
+        repeats=every_microbatch,
     ),
     Family(
         "eager_1f1b",
@@ -227,6 +228,7 @@ FAMILIES = (
         "arXiv 2211.05322, section 5",
         "1F1B with twice the warm-up: hides transfers that 1F1B waits for; 2 (P-r) - 1 microbatches in memory",
         chunks=1,
+        repeats=every_microbatch,
     ),
     Family(
         INTERLEAVED,
@@ -234,6 +236,7 @@ FAMILIES = (
         "arXiv 2104.04473, section 2.2.2",
         "V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
         grouped=True,
+        repeats=every_group,
     ),
     Family(
         "breadth_first",
@@ -248,6 +251,7 @@ FAMILIES = (
         "1F1B with weight gradients in its bubble: (P-1)(F+B-W) is left; P microbatches in memory",
         chunks=1,
         splits_weight=True,
+        repeats=every_microbatch,
     ),
     Family(
         "zb_h2",
@@ -256,6 +260,7 @@ FAMILIES = (
         "no bubble within a rank's span (counts on the optimizer bypass); 2P-1 microbatches in memory",
         chunks=1,
         splits_weight=True,
+        repeats=every_microbatch,
     ),
     Family(
         "interleaved_zb",
@@ -264,5 +269,6 @@ FAMILIES = (
         "interleaved 1F1B with weight gradients in its bubble, at the same memory",
         splits_weight=True,
         grouped=True,
+        repeats=every_group,
     ),
 )

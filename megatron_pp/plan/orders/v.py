@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from megatron_pp.plan.costs import MemoryModel, StageCosts
 from megatron_pp.plan.dataflow import RESULT_OF
-from megatron_pp.plan.family import Family, Order, Shape, no_remark, w
+from megatron_pp.plan.family import Family, Order, Repeats, Shape, every_microbatch, no_remark, w
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, instruction
 from megatron_pp.plan.placement import V_SHAPE, Placement
 from megatron_pp.plan.sim.greedy import Problem, Rules, schedule
@@ -220,8 +220,16 @@ def _family(
     summary: str,
     splits_weight: bool = True,
     remark: Callable[[Shape], str] = no_remark,
+    repeats: Callable[[Shape], Repeats] | None = None,
 ) -> Family:
-    return Family(name, orders, source, f"{summary}; V placement", V_SHAPE, 2, splits_weight, remark=remark)
+    return Family(
+        name, orders, source, f"{summary}; V placement", V_SHAPE, 2, splits_weight, remark=remark, repeats=repeats
+    )
+
+
+def _from_twice_the_ranks(shape: Shape) -> Repeats:
+    """Below, other orders stand in."""
+    return Repeats(1, 2 * shape.pipeline_size)
 
 
 FAMILIES = (
@@ -230,15 +238,23 @@ FAMILIES = (
         zb_v,
         "arXiv 2401.10241, section 6",
         "no bubble within a rank's span (counts on the optimizer bypass) for 1F1B's memory",
+        repeats=_from_twice_the_ranks,
     ),
     _family("v_half", v_half, "arXiv 2405.15362, section 4", "half of 1F1B's memory and bubble"),
-    _family("v_min", v_min, "arXiv 2405.15362, section 4", "a third of 1F1B's memory, two thirds of its bubble"),
+    _family(
+        "v_min",
+        v_min,
+        "arXiv 2405.15362, section 4",
+        "a third of 1F1B's memory, two thirds of its bubble",
+        repeats=every_microbatch,
+    ),
     _family(
         "1f1b_v",
         one_f_one_b_v,
         "arXiv 2405.15362, appendix",
         "1F1B's bubble for two thirds of its memory, backwards unsplit",
         splits_weight=False,
+        repeats=every_microbatch,
     ),
     _family(
         DUALPIPE_V,
@@ -246,5 +262,6 @@ FAMILIES = (
         "arXiv 2412.19437, section 3.2.1",
         "forwards paired with full backwards, one's communication behind the other's compute",
         remark=_dualpipe_remark,
+        repeats=_from_twice_the_ranks,
     ),
 )

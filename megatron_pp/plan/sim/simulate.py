@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import FREE, Network, StageCosts
 from megatron_pp.plan.dataflow import Message, message_of
 from megatron_pp.plan.instruction import POST_OF, Instruction
@@ -25,6 +26,7 @@ from megatron_pp.plan.sim.simulation import Simulation, TransferLog, Waits
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, Plan, checked_device
 
 
+@collector_paused()
 def simulate(plan: Plan, costs: StageCosts, network: Network = FREE, device: Collection[str] = ()) -> Simulation:
     """One step of ``plan``: when each instruction of each rank starts and ends, from time 0, in the unit of ``costs``.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron_pp.plan.costs import FREE, Network, StageCosts
-from megatron_pp.plan.instruction import COMPUTE_OPS, NONE, Instruction
+from megatron_pp.plan.instruction import COMPUTE_OPS, later
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.plan.spec import Plan
@@ -65,16 +65,11 @@ def in_a_row(plan: Plan, steps: int) -> Plan:
     """``plan`` with that many steps as one: the microbatches of step k are numbered from k M."""
     count = plan.spec.num_microbatches
     programs, orders = (
-        tuple(tuple(_later(at, step * count) for step in range(steps) for at in line) for line in lines)
+        tuple(tuple(later(at, step * count) for step in range(steps) for at in line) for line in lines)
         for lines in (plan.programs, plan.orders)
     )
     spec = replace(plan.spec, num_microbatches=steps * count)
     return replace(plan, spec=spec, programs=programs, orders=orders)
-
-
-def _later(at: Instruction, microbatches: int) -> Instruction:
-    mb = at.mb if at.mb == NONE else at.mb + microbatches
-    return at._replace(mb=mb, members=tuple(_later(member, microbatches) for member in at.members))
 
 
 def longest_span(result: Simulation) -> float:

@@ -1,0 +1,55 @@
+"""Where the steady state of a schedule stands: how many microbatches show it, and which block of a plan it repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, takewhile
+
+from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
+from megatron_pp.plan.repeated import Block
+from megatron_pp.plan.spec import Plan
+
+_MARGIN = 4  # operations of a rank between its steady state and the block, on either side
+_Orders = Iterable[Sequence[Instruction]]
+
+
+def fewest_microbatches(orders: _Orders, chunks: int, period: int) -> int:
+    """How many a plan has at least whose ``orders``, on ranks of ``chunks`` chunks, stay in their steady state for
+    ``period`` microbatches.
+    """
+    return -(-(sum(_edges(orders)) + 2 * _MARGIN) // chunks) + period
+
+
+def steady_block(plan: Plan, period: int) -> Block:
+    """``period`` microbatches in the middle of the steady state: a block that ``verify`` may find to be repeatable.
+
+    It is counted in backwards, as many on each rank, or in forwards where the plan has no others.
+    """
+    chunks, spare = plan.spec.num_chunks, plan.spec.num_microbatches - period
+    if plan.spec.forward_only:
+        ops, first = frozenset({FORWARD}), chunks * spare // 2
+    else:
+        forwards, backwards = _edges(plan.orders)
+        ops, first = BACKWARD_OPS, (chunks * spare - forwards + backwards) // 2
+    counts = first, first + chunks * period
+    starts, ends = zip(*(_positions(program, ops, counts) for program in plan.programs), strict=True)
+    return Block(starts, ends, period)
+
+
+def _edges(orders: _Orders) -> tuple[int, int]:
+    """The most that a rank runs before its steady state: forwards before its first backward, and input gradients before
+    its first weight gradient.
+    """
+    forwards = backwards = 0
+    for order in orders:
+        forwards = max(forwards, sum(1 for _ in takewhile(lambda at: at.op == FORWARD, order)))
+        backwards = max(backwards, sum(at.op == INPUT_GRAD for at in takewhile(lambda at: at.op != WEIGHT_GRAD, order)))
+    return forwards, backwards
+
+
+def _positions(program: Sequence[Instruction], ops: frozenset[str], counts: tuple[int, int]) -> tuple[int, int]:
+    """Right behind the instruction that is, or completes, that many operations of ``ops``, for each of ``counts``."""
+    done = accumulate(sum(one.op in ops for one in at.members) if at.members else at.op in ops for at in program)
+    numbered = enumerate(done, 1)
+    first, second = (next(k for k, number in numbered if number >= count) for count in counts)
+    return first, second
