@@ -321,8 +321,8 @@ def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
                 fields = dict(vars(run.config))
                 _call(run, forward_only=False)
                 assert vars(run.config) == fields, "the config was written to"
-            # Where shapes vary, later releases of Megatron know none.
-            assert not any(call.kwargs["config"].variable_seq_lengths for call in shapes.call_args_list)
+                # Where shapes vary, later releases of Megatron know none.
+                assert not any(call.kwargs["config"].variable_seq_lengths for call in shapes.call_args_list)
             policies.append(built.call_args.args[0].policy)
             ours = _taken_gradients(run)
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs), overrides
