@@ -268,7 +268,8 @@ class ProcessGroupTransport(Transport):
         if needs in self._prepared:
             return
         made = self._make_channels(self._channels_for(needs), timeout)
-        if self.backend == "nccl":
+        # The first batch makes the group's communicator, which takes all ranks; they cannot wait for shapes then.
+        if self.backend == "nccl" and (self.warm_up or (needs.batched and needs.with_shapes)):
             self._warm_up(needs, made)
         self._prepared.add(needs)
 
@@ -331,9 +332,6 @@ class ProcessGroupTransport(Transport):
 
     def _warm_up(self, needs: Preparation, made: list[Key]) -> None:
         """Small messages: the communicators that ``needs`` uses exist before the first step. ``made``: new channels."""
-        # The first batch makes the group's communicator, which takes all ranks; they cannot wait for shapes then.
-        if not self.warm_up and not (needs.batched and needs.with_shapes):
-            return
         on_channels = self.one_way and not needs.batched
         keys = [key for key in made if key[2] != SHAPES] if on_channels else self._ways(needs.edges)
         tokens = [self._token(*key) for key in keys]
