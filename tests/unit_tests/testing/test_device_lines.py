@@ -18,7 +18,7 @@ _ONLY_WITHOUT_A_GPU = "part of what replaces torch.zeros on machines that have n
 EXEMPT = {
     ("benchmarks/engine_megatron.py", 'if kwargs.get("device") == "cuda":'): _ONLY_WITHOUT_A_GPU,
     ("benchmarks/engine_megatron.py", 'kwargs["device"] = "cpu"'): _ONLY_WITHOUT_A_GPU,
-    ("scripts/megatron_own_tests.py", "if not torch.cuda.is_available():"): "in the processes that run Megatron's tests",
+    ("scripts/megatron_own_tests.py", "if not torch.cuda.is_available():"): "in processes of Megatron's tests",
 }
 
 
