@@ -147,15 +147,20 @@ def wrong_placements_are_errors(case: Case) -> list[str]:
 
 
 def _save(run: lab.Run, folder: str) -> None:
-    """Megatron writes from child processes, which the daemons that ranks are here may not have, and logs their memory
-    with psutil.
+    """Megatron writes from child processes, which the daemons that ranks are here may not have, logs their memory with
+    psutil, and leaves the process behind that holds their queue.
     """
     if dist.get_rank() == 0:
         os.makedirs(folder)
     dist.barrier()
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     memory = mock.patch.object(filesystem_async, "_process_memory", return_value=0, create=True)
-    with mock.patch.dict(config, daemon=False), memory:
+    with (
+        mock.patch.dict(config, daemon=False),
+        memory,
+        multiprocessing.get_context("spawn").Manager() as manager,
+        mock.patch.object(filesystem_async, "_results_queue", manager.Queue()),
+    ):
         dist_checkpointing.save(_state(run), folder)
 
 

@@ -13,6 +13,11 @@ FOLDERS = ("benchmarks", "examples", "megatron_pp", "scripts")
 SOURCES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py"))
 RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
 UNPICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+# File -> what it may do: run the script that the user names; copy objects between ranks of one job, as torch does.
+ALLOWED = {
+    "megatron_pp/cli/as_main.py": {"running text: compile", "running text: exec"},
+    "megatron_pp/integrations/v_step.py": {"unpickling: pickle"},
+}
 READS_YAML = {"load", "load_all", "full_load", "unsafe_load"}
 
 
@@ -45,7 +50,8 @@ def _faults_of_call(call: ast.Call) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_source(path: Path) -> None:
-    assert list(_faults(ast.parse(path.read_text(encoding="utf-8")))) == []
+    found = {what for _, what in _faults(ast.parse(path.read_text(encoding="utf-8")))}
+    assert found == ALLOWED.get(str(path.relative_to(ROOT)), set())
 
 
 @pytest.mark.parametrize(
