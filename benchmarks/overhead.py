@@ -19,7 +19,7 @@ from benchmarks.stubbed import STUBS, stubbed_group
 HELP = "time outside the model per virtual microbatch: transport stubbed, and wall time on real gloo"
 MODEL = "the model alone"
 MEASURED = (ENGINES[0], PLUG_IN, *ENGINES[1:])
-QUICK = {"rounds": 12, "gloo_rounds": 2}
+QUICK = {"rounds": 8, "gloo_rounds": 2}
 _SHAPE = (1, 1, 8)
 
 

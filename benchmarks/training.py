@@ -22,7 +22,7 @@ from tests.megatron.runner import run_jobs
 
 HELP = "tokens/s of a real GPT: ours, and Megatron-core's GPTModel under our engine and under its own"
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-QUICK = {"steps": 4}
+QUICK = {"steps": 3}
 POLICIES = {1: ("plain", "batched"), 2: ("overlap", "overlap+flush")}  # by number of chunks: what Megatron-core has
 OURS = "examples.gpt.gpt, scripts/train.py"
 
