@@ -96,7 +96,8 @@ def memory(report: Report) -> str:
         ratios = [worst[setting, engine] / worst[setting, "ours"] for setting in settings if (setting, engine) in worst]
         if ratios:
             peers.append(f"that of {name} {_range(ratios)} times as much")
-    near = "" if max(off) == 0 else f"within {max(off):.2g} activation{'s' if max(off) > 1 else ''} of "
+    most = f"{max(off):.2g}"
+    near = "" if max(off) == 0 else f"within {most} activation{'' if most == '1' else 's'} of "
     return f"Our worst rank holds {near}what `verify` predicts; {_list(peers)}."
 
 
@@ -132,7 +133,7 @@ def training(report: Report) -> str:
     return (
         f"With Megatron-core's own GPTModel our steps take {_range(ratios, '{:.2f}')} of the time of Megatron-core's "
         f"schedules, over {len(ratios)} cases. The cores compute all the time, so that there is little to hide behind: "
-        f"what differs is overhead. {report.settings.get('steps', 'Few')} steps of each have a noise of a few percent."
+        "what differs is overhead, and the noise of a few steps on a shared machine."
     )
 
 
