@@ -1,6 +1,6 @@
 """V placement of Megatron-core's GPTModel: chunk 1 of rank r holds stage 2P - 1 - r, as a loop would place it on rank
 P - 1 - r. So whatever Megatron computes for chunk 1 from this rank's place in the pipeline (layers, their numbers and
-checkpoint keys, embeddings, output layer, which data to read) comes out right when it is told the mirrored rank.
+checkpoint keys, embeddings, output layer, which data to read) comes out right when it is given the mirrored rank.
 
 `install_v` replaces `GPTModel.__init__` and the functions of Megatron that take a `vp_stage`. Nothing changes for
 models whose schedule places stages in a loop.
