@@ -39,12 +39,17 @@ class Lengths:
         return Lengths(self.forward / num_chunks, self.input / num_chunks, self.weight / num_chunks)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """The step, and ``Lengths`` in milliseconds."""
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--forward-ms", type=float, default=80.0, help="of a rank's whole forward")
     parser.add_argument("--backward-ms", type=float, default=90.0, help="of its input gradients")
     parser.add_argument("--weight-ms", type=float, default=70.0, help="of its weight gradients")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_step_arguments(parser)
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=280.0)

@@ -11,7 +11,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from benchmarks.bubble import Lengths
+from benchmarks.bubble import Lengths, add_step_arguments
 from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row
 from megatron_pp.plan.builder import build_plan
@@ -28,11 +28,7 @@ SCHEDULES = {"1f1b": None, "zb_h1": None, "interleaved_1f1b": 2, "interleaved_zb
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--forward-ms", type=float, default=80.0, help="of a rank's whole forward")
-    parser.add_argument("--backward-ms", type=float, default=90.0, help="of its input gradients")
-    parser.add_argument("--weight-ms", type=float, default=70.0, help="of its weight gradients")
+    add_step_arguments(parser)
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=4, help="recorded steps; the one of median length is shown")
     parser.add_argument("--timeout", type=float, default=280.0)

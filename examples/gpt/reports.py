@@ -68,6 +68,6 @@ def _is_first(mark: Path) -> bool:
         mark.touch(exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # a full disk, or the folder is gone: better said twice than not at all
-        return True
+    except OSError:
+        pass  # a full disk, or the folder is gone: better said twice than not at all
     return True

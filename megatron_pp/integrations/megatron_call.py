@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class MegatronSteps:
         self.schedules = megatron.schedules
         self.inputs = call.inputs
         self.config = call.config
-        self.config_of_backward = with_overrides(call.config, call.overrides)
+        self.config_of_backward = call.overridden_config
         self.deallocates = call.settings.deallocate_pipeline_outputs
         self.options = options
         self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=call.communicator.device))
@@ -156,6 +157,11 @@ class MegatronCall(StepCall):
     def finalizes(self) -> bool:
         return not self.inputs.forward_only and self.settings.finalize_model_grads_func is not None
 
+    @cached_property
+    def overridden_config(self) -> Any:
+        """For those functions of Megatron's that read fields which `install()` may override."""
+        return with_overrides(self.config, self.overrides)
+
     def read_settings(self) -> StepSettings:
         return StepSettings.from_config(self.config, self.overrides)
 
@@ -177,7 +183,7 @@ class MegatronCall(StepCall):
             seq_length=inputs.seq_length,
             micro_batch_size=inputs.micro_batch_size,
             decoder_seq_length=None if inputs.chunked else inputs.decoder_seq_length,
-            config=with_overrides(self.config, self.overrides),
+            config=self.overridden_config,
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
