@@ -13,14 +13,23 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
-from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.dataflow import Message, channel_of, message_of
-from megatron_pp.plan.instruction import NONE, POST_OF, Instruction, later
+from megatron_pp.plan.dataflow import channel_of, message_of
+from megatron_pp.plan.instruction import (
+    COMPUTE_OPS,
+    POST_OF,
+    SEND_OPS,
+    SINGLE_COMPUTE_OPS,
+    TRANSFER_OPS,
+    Instruction,
+    later,
+)
 from megatron_pp.plan.repeated import Block
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, Plan
 
+_Message = tuple[str, int, int, int, str]  # the fields of a Message
 _Key = tuple[int, int, str]  # the two ranks, and FORWARD or BACKWARD where that is a queue by itself
 
 
@@ -54,29 +63,35 @@ class _Queue:
     and its end is waited for. ``needed``: the last number that the rank is known to have waited for.
     """
 
-    __slots__ = ("finishes", "key", "messages", "needed", "peer", "positions", "sends")
-
-    def __init__(self, peer: int, key: _Key) -> None:
-        self.peer = peer
+    def __init__(self, key: _Key, peer: int) -> None:
         self.key = key
-        self.messages: list[Message] = []
+        self.peer = peer
+        self.messages: list[_Message] = []
         self.sends: list[bool] = []
         self.positions: list[int] = []
         self.finishes: list[int] = []
         self.needed = -1
 
+    def post(self, message: _Message, sends: bool, position: int, end: int) -> None:
+        self.messages.append(message)
+        self.sends.append(sends)
+        self.positions.append(position)
+        self.finishes.append(end)
 
-class _Need(NamedTuple):
-    """At ``position`` its rank waits until ``number`` of ``queue`` is over."""
 
-    position: int
+class _Site(NamedTuple):
+    """The sends, or the receives, of one kind to or from one peer: ``posted`` are those not waited for, by message."""
+
     queue: _Queue
-    number: int
+    kind: str
+    to_receiver: int  # stages from the one that posts to the one that receives
+    sends: bool
+    posted: dict[_Message, int]
 
 
 class _Rank:
-    """The queues of one rank, and what it waits for. ``is_simple``: every operation is posted by itself, and once
-    before it is waited for.
+    """The queues of one rank. ``needs``: at which position it waits until which number of which queue is over.
+    ``is_simple``: every operation is posted by itself, and waited for before it is posted again.
     """
 
     def __init__(self, plan: Plan, rank: int, device: Collection[str]) -> None:
@@ -85,58 +100,55 @@ class _Rank:
         self.one_way = plan.spec.channels == ONE_WAY
         self.one_queue, self.device_sync = ONE_QUEUE in device, DEVICE_SYNC in device
         self.queues: dict[_Key, _Queue] = {}
-        self.needs: list[_Need] = []
-        self._sites: dict[tuple[str, int], _Queue] = {}
+        self.needs: list[tuple[int, _Queue, int]] = []
+        self._sites: dict[tuple[str, int], _Site] = {}  # by the op that posts, and the peer
         self.is_simple = self._follow()
 
     def _follow(self) -> bool:
-        posted: dict[tuple[str, tuple[Any, ...]], tuple[_Queue, int]] = {}  # and not waited for
+        sites, end = self._sites, len(self.program)
         for position, at in enumerate(self.program):
-            op = at.op
-            if op in POST_OF:
-                found = posted.pop((POST_OF[op], at[1:]), None)
-                if found is None:
-                    return False
-                queue, number = found
-                queue.finishes[number] = position
-                self._need(position, queue, number)
-            elif op in ins.POST_OPS:
-                if (op, at[1:]) in posted or at.peer == NONE:
-                    return False
-                posted[(op, at[1:])] = self._post(position, at)
-            elif op == ins.BATCH or (at.members and not ins.SINGLE_COMPUTE_OPS.issuperset(one.op for one in at.members)):
+            op, stage, mb, peer, _, part, tensor, members = at
+            if op in TRANSFER_OPS:
+                post = POST_OF.get(op, op)
+                queue, kind, to_receiver, sends, posted = sites.get((post, peer)) or self._site(post, at)
+                message = (kind, stage + to_receiver, mb, part, tensor)
+                if op != post:
+                    number = posted.pop(message, None)
+                    if number is None:
+                        return False
+                    queue.finishes[number] = position
+                else:
+                    if message in posted:
+                        return False
+                    posted[message] = len(queue.positions)
+                    number = len(queue.positions) - 1 if self.one_queue else -1  # it comes to the head of its queue
+                    queue.post(message, sends, position, end)
+                if number > queue.needed:
+                    self._need(position, queue, number)
+            elif members and not SINGLE_COMPUTE_OPS.issuperset(one.op for one in members):
                 return False
-            elif self.device_sync and op in ins.COMPUTE_OPS:
+            elif self.device_sync and op in COMPUTE_OPS:
                 for queue in self.queues.values():
                     self._need(position, queue, len(queue.positions) - 1)
         return True
 
-    def _post(self, position: int, at: Instruction) -> tuple[_Queue, int]:
-        queue = self._sites.get((at.op, at.peer)) or self._site(at)
-        number = len(queue.positions)
-        queue.messages.append(message_of(at))
-        queue.sends.append(at.op in ins.SEND_OPS)
-        queue.positions.append(position)
-        queue.finishes.append(len(self.program))
-        if self.one_queue:  # it has to come to the head of its queue
-            self._need(position, queue, number - 1)
-        return queue, number
-
-    def _site(self, at: Instruction) -> _Queue:
-        source, target, kind = channel_of(at, self.rank)
-        key = (source, target, kind) if self.one_way else (min(source, target), max(source, target), "")
-        queue = self._sites[(at.op, at.peer)] = self.queues.setdefault(key, _Queue(at.peer, key))
-        return queue
-
     def _need(self, position: int, queue: _Queue, number: int) -> None:
         if number > queue.needed:
             queue.needed = number
-            self.needs.append(_Need(position, queue, number))
+            self.needs.append((position, queue, number))
+
+    def _site(self, post: str, at: Instruction) -> _Site:
+        source, target, kind = channel_of(at, self.rank)
+        key = (source, target, kind) if self.one_way else (min(source, target), max(source, target), "")
+        queue = self.queues.setdefault(key, _Queue(key, at.peer))
+        to_receiver = message_of(at).stage - at.stage
+        site = self._sites[(post, at.peer)] = _Site(queue, kind, to_receiver, post in SEND_OPS, {})
+        return site
 
 
 def _is_aligned(rank: _Rank, ranks: Sequence[_Rank]) -> bool:
     for key, queue in rank.queues.items():
-        other = ranks[queue.peer].queues.get(key)
+        other = ranks[queue.peer].queues.get(key) if 0 <= queue.peer < len(ranks) else None
         if other is None or other.peer != rank.rank or queue.messages != other.messages:
             return False
         if any(map(bool.__eq__, queue.sends, other.sends)):
@@ -203,4 +215,9 @@ class _Run:
             count = bisect_left(queue.positions, reached[rank.rank])
             over = min(count, bisect_left(other.positions, reached[queue.peer]))
             kept = [k for k in range(count) if k >= over or queue.finishes[k] >= at]
-            yield key, [(queue.messages[k]._replace(mb=queue.messages[k].mb - since), queue.sends[k], k < over) for k in kept]
+            yield key, [(_earlier(queue.messages[k], since), queue.sends[k], k < over) for k in kept]
+
+
+def _earlier(message: _Message, microbatches: int) -> _Message:
+    kind, stage, mb, part, tensor = message
+    return kind, stage, mb - microbatches, part, tensor
