@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.instruction import (
+    COMPUTE_OPS,
     FORWARD,
     INPUT_GRAD,
     SINGLE_COMPUTE_OPS,
@@ -37,15 +38,18 @@ def kept_timeline(
     backward and ``weight`` what a split backward keeps until its W, in any unit.
     """
     in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
-    now = 0.0
+    kept, now = [0.0] * len(stages), 0.0  # of each chunk, and of all
     for at in without_pairs(order):
         if at.op in SINGLE_COMPUTE_OPS:
+            chunk = at.chunk
             if at.op == WEIGHT_GRAD:
-                waiting[at.chunk] -= 1
+                waiting[chunk] -= 1
             else:
-                in_flight[at.chunk] += 1 if at.op == FORWARD else -1
-                waiting[at.chunk] += at.op == INPUT_GRAD
-            now = sum(forward[s] * in_flight[c] + weight[s] * waiting[c] for c, s in enumerate(stages))
+                in_flight[chunk] += 1 if at.op == FORWARD else -1
+                waiting[chunk] += at.op == INPUT_GRAD
+            stage = stages[chunk]
+            kept[chunk] = forward[stage] * in_flight[chunk] + weight[stage] * waiting[chunk]
+            now = sum(kept)
         yield now
 
 
@@ -55,17 +59,21 @@ def activations_timeline(plan: Plan, rank: int, weight_share: Shares = WEIGHT_SH
 
     Raises PlanError for shares that are not one number, or one per stage, of at least 0.
     """
-    stages = plan.placement.num_stages
-    ones = (0.0 if plan.spec.forward_only else 1.0,) * stages
-    return kept_timeline(plan.programs[rank], plan.placement.stages[rank], ones, _per_stage(weight_share, stages))
+    return _timeline(plan, rank, plan.programs[rank], weight_share)
 
 
 def peak_activations(plan: Plan, weight_share: Shares = WEIGHT_SHARE) -> tuple[float, ...]:
     """The most that each rank keeps at once, in units of one chunk's forward. Raises PlanError, see
     activations_timeline.
     """
-    ranks = range(len(plan.programs))
-    return tuple(max(activations_timeline(plan, rank, weight_share), default=0.0) for rank in ranks)
+    compute = ([at for at in program if at.op in COMPUTE_OPS] for program in plan.programs)
+    return tuple(max(_timeline(plan, rank, run, weight_share), default=0.0) for rank, run in enumerate(compute))
+
+
+def _timeline(plan: Plan, rank: int, run: Sequence[Instruction], weight_share: Shares) -> Iterator[float]:
+    stages = plan.placement.num_stages
+    ones = (0.0 if plan.spec.forward_only else 1.0,) * stages
+    return kept_timeline(run, plan.placement.stages[rank], ones, _per_stage(weight_share, stages))
 
 
 def _per_stage(share: Shares, stages: int) -> tuple[float, ...]:

@@ -106,15 +106,21 @@ def tensors_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator
     return _Walk(plan, rank, deallocate).tensors()
 
 
-class _Step(NamedTuple):
-    """What an op of one chunk needs and does; ``changes`` are (index in Memory, difference)."""
+class _Move(NamedTuple):
+    """What a step makes of a cell's facts, and of the memory: ``changes`` are (index in Memory, difference)."""
 
-    stage: int
-    peer: int
-    needs: int
-    adds: int
+    facts: int
     changes: tuple[tuple[int, int], ...]
     tensors: int
+
+
+class _Step(NamedTuple):
+    """What an op of one chunk needs and does; ``moves``: what it was found to do, by the facts before it."""
+
+    needs: int
+    adds: int
+    change: Memory
+    moves: dict[int | None, _Move]
 
 
 class _Walk:
@@ -131,37 +137,38 @@ class _Walk:
         self.facts = {(stage, mb): 0 for stage in self.stages for mb in range(self.microbatches)}
         self.next_forward = [0] * spec.num_chunks
         self.required = {s: facts_at_end(plan.placement, s, self.forward_only) for s in self.stages}
-        self.known: dict[tuple[str, int], _Step] = {}  # by op and chunk
+        self.known: dict[tuple[str, int, int, int], _Step] = {}  # by op, stage, peer and chunk
         self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
         self.peaks = [0] * len(Memory._fields)
         self.now = [0] * len(Memory._fields)
 
     def tensors(self) -> Iterator[int]:
         """Run the program; after each instruction, the tensors alive together."""
-        now, peaks, known, alive = self.now, self.peaks, self.known, 0
+        now, peaks, facts, known, alive = self.now, self.peaks, self.facts, self.known, 0
         for at in self.program:
             for one in at.members or (at,):
-                op, stage, _, peer, chunk, *_ = one
-                step = known.get((op, chunk))
-                if step is None or stage != step.stage or peer != step.peer:
-                    step = self._step(one)
+                op, stage, _, peer, chunk, _, _, _ = one
+                step = known.get((op, stage, peer, chunk)) or self._step(one)
                 if op in ins.SYNC_OPS:
                     continue
-                if self._advance(one, step):
-                    now[0] -= 1
-                    alive -= 1
-                for kind, difference in step.changes:
+                cell = one[1:3]
+                before = facts.get(cell)
+                move = step.moves.get(before) or self._move(one, step, before)
+                if op == ins.FORWARD:
+                    self._check_forward(one)
+                elif op in ins.HAND_OPS:
+                    self._check_hand(one)
+                facts[cell], changes, more = move
+                for kind, difference in changes:
                     now[kind] += difference
                     if now[kind] > peaks[kind]:
                         peaks[kind] = now[kind]
-                alive += step.tensors
+                alive += more
             yield alive
         self._check_end()
 
-    def _advance(self, at: Instruction, step: _Step) -> bool:
-        """Check ``at`` and note what it makes true. Returns whether an output that FREE_F left its data loses it."""
-        cell = at[1:3]
-        before = self.facts.get(cell)
+    def _move(self, at: Instruction, step: _Step, before: int | None) -> _Move:
+        """What ``at`` does, for all instructions of its step that find the same facts. Raises PlanError."""
         if before is None:
             raise self._no_such_cell(at)
         missing, twice = step.needs & ~before, step.adds & before
@@ -169,13 +176,12 @@ class _Walk:
             raise self._error(at, "it comes before " + " and before ".join(words_of(missing)))
         if twice:
             raise self._error(at, " and ".join(words_of(twice)) + " already: it stands twice")
-        if at.op in ins.HAND_OPS:
-            self._check_hand(at)
-        elif at.op == ins.FORWARD:
-            self._check_forward(at)
-        after = self.facts[cell] = before | step.adds
-        both = F_FREED | B_RAN
-        return not self.gives_back and after & both == both and before & both != both
+        after, both, change = before | step.adds, F_FREED | B_RAN, step.change
+        if not self.gives_back and after & both == both and before & both != both:  # the data that FREE_F left goes
+            change = change._replace(outputs=change.outputs - 1)
+        changes = tuple((kind, difference) for kind, difference in enumerate(change) if difference)
+        move = step.moves[before] = _Move(after, changes, change.tensors)
+        return move
 
     def _step(self, at: Instruction) -> _Step:
         """What all instructions of this op and chunk have in common. Raises PlanError where ``at`` is none of them."""
@@ -195,9 +201,7 @@ class _Walk:
             if adds & ~(self.required[stage] | self.optional):
                 raise self._error(at, f"stage {stage} has no such step in this plan")
             needs &= self.required[stage] | B_RAN | W_LEFT
-        change = self._change(at.op, stage)
-        changes = tuple((kind, difference) for kind, difference in enumerate(change) if difference)
-        step = self.known[(at.op, at.chunk)] = _Step(stage, peer, needs, adds, changes, change.tensors)
+        step = self.known[(at.op, stage, peer, at.chunk)] = _Step(needs, adds, self._change(at.op, stage), {})
         return step
 
     def _change(self, op: str, stage: int) -> Memory:

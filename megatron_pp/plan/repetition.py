@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, takewhile
+from itertools import takewhile
 
-from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
+from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, PAIR, WEIGHT_GRAD, Instruction
 from megatron_pp.plan.repeated import Block
 from megatron_pp.plan.spec import Plan
 
@@ -49,7 +49,5 @@ def _edges(orders: _Orders) -> tuple[int, int]:
 
 def _positions(program: Sequence[Instruction], ops: frozenset[str], counts: tuple[int, int]) -> tuple[int, int]:
     """Right behind the instruction that is, or completes, that many operations of ``ops``, for each of ``counts``."""
-    done = accumulate(sum(one.op in ops for one in at.members) if at.members else at.op in ops for at in program)
-    numbered = enumerate(done, 1)
-    first, second = (next(k for k, number in numbered if number >= count) for count in counts)
-    return first, second
+    found = [k for k, at in enumerate(program, 1) if at.op in ops or at.op == PAIR]  # a pair has one forward, one backward
+    return found[counts[0] - 1], found[counts[1] - 1]
