@@ -40,7 +40,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pp.plan.clock import Clocked, run_clock
-from megatron_pp.plan.dataflow import MOVES, RESULT_OF, TOWARDS, Moves, consumer_of, source_of
+from megatron_pp.plan.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
 from megatron_pp.plan.instruction import (
     BACKWARD_OPS,
     FORWARD,
@@ -59,6 +59,7 @@ from megatron_pp.plan.spec import BATCHED, DEVICE_SYNC, ONE_WAY, OVERLAP, PLAIN,
 from megatron_pp.plan.sync_marks import syncs_of
 
 Order = Sequence[Instruction]
+_FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 
 class _Post(NamedTuple):
@@ -81,13 +82,24 @@ class _Post(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How a result goes to stage ``to``: to or from rank ``peer``; ``ends``: when it is there, by microbatch."""
+    """How a result goes to stage ``to``: by way of ``post`` and ``finish``, to or from rank ``peer``; ``ends``: when it
+    is there, by microbatch.
+    """
 
     peer: int
     to: int
     towards: int
-    moves: Moves
+    post: str
+    finish: str
     ends: dict[int, int]
+
+
+class _Site(NamedTuple):
+    """How the input of an operation of one stage comes, handed on this rank or received, and where its result is sent."""
+
+    hand: str | None
+    came: _Way | None
+    went: _Way | None
 
 
 def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str = "") -> Plan:
@@ -121,7 +133,7 @@ class _RankLowering:
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
         self.inputs: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)
-        self._sites: dict[tuple[str, int], tuple[_Way | None, _Way | None]] = {}  # by op and stage
+        self._sites: dict[tuple[str, int], _Site] = {}  # by op and stage
 
     def program(self) -> list[Instruction]:
         sends, receives = self._messages()
@@ -145,31 +157,34 @@ class _RankLowering:
         """
         sends: list[_Post] = []
         receives: list[_Post] = []
+        sites, ends, inputs = self._sites, self.ends, self.inputs
         for i, entry in enumerate(self.order):
             for at in entry.members or (entry,):
-                came, went = self._sites.get((at.op, at.stage)) or self._site(at.op, at.stage)
-                if came is not None and came.peer == self.rank:
-                    self.inputs[i].append((0, placed(came.moves.hand, at.stage, at.mb, NONE, at.chunk)))
+                hand, came, went = sites.get((at.op, at.stage)) or self._site(at.op, at.stage)
+                if hand is not None:
+                    inputs[i].append((0, placed(hand, at.stage, at.mb, NONE, at.chunk)))
                 elif came is not None:
-                    receives.append(_post(came, came.ends[at.mb], at, came.moves.recv, came.moves.wait, i))
-                if went is not None and went.peer != self.rank:
-                    sends.append(_post(went, self.ends[i], at, went.moves.send, went.moves.free, i))
+                    receives.append(_post(came, came.ends[at.mb], at, i))
+                if went is not None:
+                    sends.append(_post(went, ends[i], at, i))
         return sorted(sends), sorted(receives)
 
-    def _site(self, op: str, stage: int) -> tuple[_Way | None, _Way | None]:
-        """How the input of ``op`` of ``stage`` comes, and how its result goes."""
-        num_stages, came, went = self.placement.num_stages, None, None
+    def _site(self, op: str, stage: int) -> _Site:
+        hand, came, went, num_stages = None, None, None, self.placement.num_stages
         source, target = source_of(op, stage, num_stages), consumer_of(op, stage, num_stages)
         if source is not None:
-            came = self._way(RESULT_OF[op], source, stage, source)
+            moves = MOVES[RESULT_OF[op]]
+            came = self._way(RESULT_OF[op], source, stage, moves.recv, moves.wait)
+            hand = moves.hand if came.peer == self.rank else None
         if target is not None:
-            went = self._way(RESULT_OF[op], stage, target, target)
-        self._sites[(op, stage)] = came, went
-        return came, went
+            moves = MOVES[RESULT_OF[op]]
+            went = self._way(RESULT_OF[op], stage, target, moves.send, moves.free)
+        site = self._sites[(op, stage)] = _Site(hand, came, went if went and went.peer != self.rank else None)
+        return site
 
-    def _way(self, result: str, source: int, target: int, other: int) -> _Way:
-        peer, ends = self.placement.homes[other][0], self.result_ends[(result, source)]
-        return _Way(peer, target, -TOWARDS[result], MOVES[result], ends)
+    def _way(self, result: str, source: int, target: int, post: str, finish: str) -> _Way:
+        home = self.placement.homes[target if post in SEND_OPS else source]
+        return _Way(home[0], target, -TOWARDS[result], post, finish, self.result_ends[(result, source)])
 
     def _place_releases(self, sends: list[_Post]) -> None:
         """Under ``overlap``, some entries after the send.
@@ -183,18 +198,19 @@ class _RankLowering:
             for at in entry.members or (entry,)
             if at.op in BACKWARD_OPS
         }
-        turns = sorted(set(backwards.values()))
+        turns = sorted(set(backwards.values())) if STATIC_BUFFERS in self.spec.device else []
+        last, after = len(self.order), 1 + self.spec.release_after
         for send in sends:
-            boundary = min(send.use + 1 + self.spec.release_after, len(self.order))
-            following = bisect_right(turns, send.use)
-            if send.finish.op == FREE_F:
-                boundary = min(boundary, backwards.get((send.finish.stage, send.finish.mb), boundary))
-            elif STATIC_BUFFERS in self.spec.device and following < len(turns):
+            use, finish = send.use, send.finish
+            boundary = min(use + after, last)
+            if finish.op == FREE_F:
+                boundary = min(boundary, backwards.get((finish.stage, finish.mb), boundary))
+            elif turns and (following := bisect_right(turns, use)) < len(turns):
                 boundary = min(boundary, turns[following] + 1)
-            if boundary == send.use + 1 < len(self.order):  # right before its backward: behind the gradient
-                self.inputs[boundary].append((self.ends[boundary], send.finish))
+            if boundary == use + 1 < last:  # right before its backward: behind the gradient
+                self.inputs[boundary].append((self.ends[boundary], finish))
             else:
-                self.releases[boundary].append(send.finish)
+                self.releases[boundary].append(finish)
 
     def _ahead(self, use: int) -> int:
         """The boundary ``lookahead`` slots before the entry ``use`` starts.
@@ -242,21 +258,26 @@ class _RankLowering:
     def _emit(self) -> list[Instruction]:
         before, after = syncs_of(self.spec, self.rank, self.order)
         program: list[Instruction] = []
+        posts, releases, inputs = self.posts, self.releases, self.inputs
         for i, entry in enumerate((*self.order, None)):
-            if i in self.posts:
-                self._emit_posts(sorted(self.posts[i]), program)
-            if i in self.releases:
-                program += self.releases[i]
-            program += after.get(i - 1, ())
+            if i in posts:
+                self._emit_posts(sorted(posts[i]), program)
+            if i in releases:
+                program += releases[i]
+            if i - 1 in after:
+                program += after[i - 1]
             if entry is not None:
-                if i in self.inputs:
-                    program += [at for _, at in sorted(self.inputs[i], key=itemgetter(0))]
-                program += before.get(i, ())
+                if i in inputs:
+                    program += map(_SECOND, sorted(inputs[i], key=_FIRST))
+                if i in before:
+                    program += before[i]
                 program.append(entry)
         return program
 
     def _emit_posts(self, posts: list[_Post], program: list[Instruction]) -> None:
-        if self.spec.policy == BATCHED:
+        if len(posts) == 1 and self.looks_ahead:
+            program.append(posts[0].post)
+        elif self.spec.policy == BATCHED:
             for together in map(_receives_first, self._batches(posts)):
                 program.append(batch(p.post for p in together))
                 program += _waits(together) + _releases(together)
@@ -281,11 +302,6 @@ class _RankLowering:
 
     def _emit_one_way(self, posts: list[_Post], program: list[Instruction]) -> None:
         """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel."""
-        if len(posts) == 1:
-            program.append(posts[0].post)
-            if not self.looks_ahead and posts[0].post.op in RECV_OPS:
-                program.append(posts[0].finish)
-            return
         receives = [p for p in posts if p.post.op in RECV_OPS]
         first: dict[tuple[int, str], _Post] = {}
         for p in receives:
@@ -297,10 +313,11 @@ class _RankLowering:
                 program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
 
 
-def _post(way: _Way, due: int, at: Instruction, post: str, finish: str, use: int) -> _Post:
-    stage, mb, chunk, peer = at.stage, at.mb, at.chunk, way.peer
+def _post(way: _Way, due: int, at: Instruction, use: int) -> _Post:
+    peer, to, towards, post, finish, _ = way
+    _, stage, mb, _, chunk, _, _, _ = at
     first, last = placed(post, stage, mb, peer, chunk), placed(finish, stage, mb, peer, chunk)
-    return tuple.__new__(_Post, (due, way.towards, way.to, mb, first, last, use))
+    return tuple.__new__(_Post, (due, towards, to, mb, first, last, use))
 
 
 def _receives_first(posts: list[_Post]) -> list[_Post]:
