@@ -67,11 +67,11 @@ def legal_microbatch_counts(
     return [explain_microbatch_count(m, pipeline_size, num_chunks, group_size) for m in range(1, at_most + 1)]
 
 
-def check_group_size(pipeline_size: int, num_chunks: int, group_size: int | None) -> int:
+def check_group_size(pipeline_size: int, num_chunks: int, group_size: int | None, small_groups: bool = False) -> int:
     """The group size in use: P where ``group_size`` is None.
 
-    A group larger than M is M; a group smaller than P leaves ranks waiting for their own output in every group, for
-    no gain, and is refused as in Megatron.
+    A group larger than M is M. A group smaller than P leaves ranks waiting for their own output in every group, and is
+    refused as in Megatron, but for schedules that save memory by it (``small_groups``).
 
     Raises ConfigError with the nearest legal value.
     """
@@ -80,7 +80,7 @@ def check_group_size(pipeline_size: int, num_chunks: int, group_size: int | None
     if group_size is None:
         return pipeline_size
     group_size = whole_number("microbatch_group_size_per_vp_stage", group_size, hint=f"default {pipeline_size}")
-    if num_chunks > 1 and group_size < pipeline_size:
+    if num_chunks > 1 and group_size < pipeline_size and not small_groups:
         raise ConfigError(
             f"microbatch_group_size_per_vp_stage is {group_size}; with {pipeline_size} pipeline ranks and {num_chunks} "
             f"chunks each the nearest legal value is {pipeline_size}"

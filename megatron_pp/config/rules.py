@@ -32,7 +32,9 @@ def check_parallel_sizes(config: Any) -> None:
             "sequence_parallel is True with tensor_model_parallel_size 1; it splits over the tensor parallel ranks, "
             "so use at least 2 or leave it off"
         )
-    check_group_size(config.pipeline_model_parallel_size, config.num_chunks, config.microbatch_group_size_per_vp_stage)
+    small_groups = config.schedule_name in SCHEDULES and SCHEDULES[config.schedule_name].small_groups
+    group_size = config.microbatch_group_size_per_vp_stage
+    check_group_size(config.pipeline_model_parallel_size, config.num_chunks, group_size, small_groups)
 
 
 def check_dtypes(config: Any) -> None:

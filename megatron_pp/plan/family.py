@@ -57,6 +57,7 @@ class Family:
     digest         of the file that the orders come from; empty where they come from a rule
     shape          for families from files: the one shape that they have
     grouped        whether the orders depend on the group size
+    small_groups   whether groups of fewer microbatches than ranks are of use
     repeats        for families whose orders have a steady state: Shape -> Repeats
     """
 
@@ -73,6 +74,7 @@ class Family:
     digest: str = ""
     shape: Shape | None = None
     grouped: bool = False
+    small_groups: bool = False
     repeats: Callable[[Shape], Repeats] | None = None
 
 

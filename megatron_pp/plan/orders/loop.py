@@ -8,8 +8,10 @@ where the bubble was.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_pp.plan.dataflow import RESULT_OF, inputs_of
-from megatron_pp.plan.family import Family, Order, Shape, b, every_group, every_microbatch, f, i, w
+from megatron_pp.plan.family import Family, Order, Repeats, Shape, b, every_group, every_microbatch, f, i, w
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.placement import LOOP, Placement
 
@@ -74,6 +76,34 @@ def interleaved(shape: Shape) -> list[Order]:
     if not has_short_group(shape):
         return strict
     return let_backwards_overtake(strict, Placement(LOOP, shape.pipeline_size, shape.num_chunks))
+
+
+def gis(shape: Shape) -> list[Order]:
+    """Interleaved 1F1B that begins backwards as early as they can be had, in groups of G <= P microbatches.
+
+    Rank r runs (V-1) G + P - r forwards before its first backward, P-1-r fewer than interleaved 1F1B, and waits for
+    that backward instead: the bubble is the same, the peak (V-1) G + P - r chunks. A group smaller than P waits P - G
+    slots before each further chunk.
+    """
+    size, chunks, group = shape.pipeline_size, shape.num_chunks, _group_of_gis(shape)
+    table = schedule_table(shape.num_microbatches, chunks, group)
+    forwards = [f(c, m) for m, c in table]
+    backwards = [b(chunks - 1 - c, m) for m, c in table]
+    orders = [warmup_then_steady(forwards, backwards, (chunks - 1) * group + size - 1 - r) for r in range(size)]
+    return let_backwards_overtake(orders, Placement(LOOP, size, chunks))
+
+
+def _group_of_gis(shape: Shape) -> int:
+    return min(shape.group_size, shape.pipeline_size)
+
+
+def gis_h(shape: Shape) -> list[Order]:
+    """`gis` in groups of at most half the ranks."""
+    return gis(replace(shape, group_size=_group_of_gis_h(shape)))
+
+
+def _group_of_gis_h(shape: Shape) -> int:
+    return min(shape.group_size, (shape.pipeline_size + 1) // 2)
 
 
 def let_backwards_overtake(orders: list[Order], placement: Placement) -> list[Order]:
@@ -237,6 +267,24 @@ FAMILIES = (
         "V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
         grouped=True,
         repeats=every_group,
+    ),
+    Family(
+        "gis",
+        gis,
+        "arXiv 2503.01328, section 3.2",
+        "interleaved 1F1B's bubble in V P chunks of memory; in groups of G < P less memory, more bubble",
+        grouped=True,
+        small_groups=True,
+        repeats=lambda shape: Repeats(_group_of_gis(shape)),
+    ),
+    Family(
+        "gis_h",
+        gis_h,
+        "arXiv 2503.01328, section 3.2",
+        "gis in groups of at most P/2: about half of interleaved 1F1B's memory for more bubble",
+        grouped=True,
+        small_groups=True,
+        repeats=lambda shape: Repeats(_group_of_gis_h(shape)),
     ),
     Family(
         "breadth_first",

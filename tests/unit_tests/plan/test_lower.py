@@ -10,6 +10,7 @@ import pytest
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan, lowered_plan
+from megatron_pp.plan.clock import run_clock
 from megatron_pp.plan.dataflow import KIND_OF, RESULT_OF, TOWARDS
 from megatron_pp.plan.instruction import Instruction, format_program
 from megatron_pp.plan.lifetime import tensors_timeline
@@ -228,19 +229,25 @@ def test_batched_posts_nothing_singly_and_the_others_post_no_batch() -> None:
 
 @pytest.mark.parametrize("release_after", [1, 2, 5])
 def test_overlap_releases_some_operations_after_the_send(release_after: int) -> None:
-    spec = PlanSpec("interleaved_1f1b", 2, 2, 6, release_after=release_after)
-    seen = 0
-    for program in map(flat, lowered_plan(spec).programs):
+    """And one more, half of the ranks, where its receiver uses the message later than it could."""
+    plan = lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 6, release_after=release_after))
+    ends = run_clock(plan.orders, plan.placement).result_ends
+    seen = late = 0
+    for program in map(flat, plan.programs):
         index = compute_index(program)
         for i, at in enumerate(program):
             if at.op not in ins.SEND_OPS:
                 continue
-            wanted = min(index[i] + release_after, index[-1] + 1)
+            kind, target = ("F", at.stage + 1) if at.op == ins.SEND_F else ("B", at.stage - 1)
+            is_late = ends[kind, target][at.mb] - 1 > ends[kind, at.stage][at.mb]
+            wanted = min(index[i] + release_after + is_late, index[-1] + 1)
             if at.op == ins.SEND_F:  # but before its own backward, by which the send is done
                 wanted = min(wanted, index[index_of(program, f"B{at.chunk}.{at.mb}")])
             released = index[index_of(program, f"{FINISHES[at.op]}{at.chunk}.{at.mb}")]
             assert min(released, index[-1]) == min(wanted, index[-1]), at
             seen += 1
+            late += is_late
+    assert 0 < late < seen
     assert seen == 2 * 6 * 3  # three of four borders between stages, activations and gradients
 
 

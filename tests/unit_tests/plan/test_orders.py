@@ -177,6 +177,31 @@ def test_interleaved_zero_bubble_needs_no_more_memory_than_interleaved() -> None
         assert peak("interleaved_zb", size, m) == peak("interleaved_1f1b", size, m)
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "chunks_kept", "more_bubble"),
+    [("interleaved_1f1b", 0, 39, 0), ("gis", 0, 32, 0), ("gis", 4, 20, 12), ("gis_h", 0, 20, 12), ("gis_h", 4, 20, 12)],
+)
+def test_generalised_interleaved_schedules_keep_what_their_paper_says(
+    name: str, group: int, chunks_kept: int, more_bubble: int
+) -> None:
+    """Table 1 of arXiv 2503.01328 for 8 ranks and 4 chunks: d v + d - 1, d v and g (v - 1) + d chunks; a bubble of
+    (d - 1)(F + B), and with groups of g < d of (d - g)(v - 1)(F + B) more.
+    """
+    plan = build_plan(PlanSpec(name, 8, 4, 32, group))
+    simulation = simulate(plan, StageCosts.uniform(32, 1.0, 0.5, 0.5))
+    assert max(simulation.peak_in_flight()) == chunks_kept
+    assert simulation.makespan == 2 * (32 * 4 + 7 + more_bubble)
+
+
+@pytest.mark.parametrize(("name", "group"), [("gis", 0), ("interleaved_1f1b", 16), ("interleaved_1f1b", 12)])
+@pytest.mark.parametrize("backward", [1.0, 2.0, 3.0])
+def test_a_message_that_is_used_late_holds_up_no_sender(name: str, group: int, backward: float) -> None:
+    """Its receive is posted late; nothing but the bubble of interleaved 1F1B is left all the same."""
+    plan = build_plan(PlanSpec(name, 8, 4, 48, group))
+    simulation = simulate(plan, StageCosts.uniform(32, 1.0, backward / 2, backward / 2))
+    assert simulation.makespan == (1 + backward) * (48 * 4 + 7)
+
+
 @pytest.mark.parametrize("offsets", [v_half_offsets, v_min_offsets, one_f_one_b_v_offsets])
 @pytest.mark.parametrize("size", range(1, 25))
 def test_repeated_patterns_never_collide_with_themselves(offsets: object, size: int) -> None:
