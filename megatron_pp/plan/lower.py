@@ -189,7 +189,8 @@ class _RankLowering:
         return _Way(home[0], target, -TOWARDS[result], post, finish, self.result_ends[(result, other)])
 
     def _place_releases(self, sends: list[_Post]) -> None:
-        """Under ``overlap``, some entries after the send; P / 2 more at most, where the message is there too early.
+        """Under ``overlap``, some entries after the send; with several chunks a rank up to P / 2 more, where the message
+        is there too early.
 
         Where a backward takes longer than a forward, which the clock does not know, two ranks come to a round up to so
         many operations apart, and the receive of such a message is posted so much later. (Simulated: a step of
@@ -205,7 +206,8 @@ class _RankLowering:
             if at.op in BACKWARD_OPS
         }
         turns = sorted(set(backwards.values())) if STATIC_BUFFERS in self.spec.device else []
-        last, after, apart = len(self.order), 1 + self.spec.release_after, self.spec.pipeline_size // 2
+        last, after = len(self.order), 1 + self.spec.release_after
+        apart = self.spec.pipeline_size // 2 if self.placement.num_chunks > 1 else 0
         for send in sends:
             use, finish = send.use, send.finish
             boundary = min(use + after + min(send.slack, apart), last)

@@ -103,7 +103,7 @@ def test_a_limit_per_rank_is_kept_on_each() -> None:
 def test_groups_larger_than_the_pipeline_cost_neither_memory_nor_time(size: int, chunks: int, m: int) -> None:
     """Named orders of such groups need more than 1F1B's memory, which is the limit where nobody set one."""
     grouped, usual = (search("auto", size, chunks, m, group_size=group) for group in (2 * size, size))
-    assert not any(fits for name, fits in grouped.named if not SCHEDULES[name].small_groups)
+    assert not any(fits for found, fits in grouped.named if not SCHEDULES[found.name].small_groups)
     assert max(grouped.best.peaks) <= size * chunks
     assert grouped.best.makespan <= usual.best.makespan
     verify(grouped.best.plan)
