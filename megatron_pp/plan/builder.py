@@ -21,7 +21,7 @@ from megatron_pp.plan.instruction import (
     Instruction,
 )
 from megatron_pp.plan.lower import lowered
-from megatron_pp.plan.order_check import check_repetition
+from megatron_pp.plan.order_check import check_repetition, run_of
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines, Repeated, Repeating
 from megatron_pp.plan.repetition import fewest_microbatches, steady_block
@@ -102,8 +102,9 @@ def _proven(spec: PlanSpec, period: int) -> _Template | None:
     more = replace(spec, num_microbatches=spec.num_microbatches + period)
     try:
         plan = lowered_plan(spec)
+        runs, longer = ([run_of(order, spec) for order in of] for of in (plan.orders, _Orders(more, plan.placement)))
+        check_repetition(runs, steady_block(plan, period, runs), longer)
         programs = Repeating(plan.programs, steady_block(plan, period), {})
-        check_repetition(plan, programs.block, _Orders(more, plan.placement))
         # A shorter last group has effects far ahead of it.
         if spec.num_microbatches % period and Repeated(programs, 1) != lowered_plan(more).programs:
             return None
