@@ -99,7 +99,7 @@ def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | No
 
 def _timed_length(program: Sequence[Instruction]) -> int:
     """Its length as ``Plan.timed`` counts, with the halves of a pair by themselves."""
-    return len(program) + sum(at.op == ins.PAIR for at in program)
+    return len(program) + [at.op for at in program].count(ins.PAIR)
 
 
 def tensors_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:

@@ -276,7 +276,11 @@ class _RankLowering:
         posts, releases, inputs = self.posts, self.releases, self.inputs
         for i, entry in enumerate((*self.order, None)):
             if i in posts:
-                self._emit_posts(sorted(posts[i]), program)
+                here = posts[i]
+                if len(here) == 1 and self.looks_ahead:
+                    program.append(here[0].post)
+                else:
+                    self._emit_posts(sorted(here), program)
             if i in releases:
                 program += releases[i]
             if i - 1 in after:
@@ -290,9 +294,7 @@ class _RankLowering:
         return program
 
     def _emit_posts(self, posts: list[_Post], program: list[Instruction]) -> None:
-        if len(posts) == 1 and self.looks_ahead:
-            program.append(posts[0].post)
-        elif self.spec.policy == BATCHED:
+        if self.spec.policy == BATCHED:
             for together in map(_receives_first, self._batches(posts)):
                 program.append(batch(p.post for p in together))
                 program += _waits(together) + _releases(together)
