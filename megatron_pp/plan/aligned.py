@@ -60,7 +60,7 @@ def runs_aligned(plan: Plan, device: Collection[str], block: Block | None = None
 
 class _Queue:
     """What a rank posts on one queue: by number, the message, whether it is sent, and where in the program it is posted
-    and its end is waited for. ``needed``: the last number that the rank is known to have waited for.
+    and, where it is, waited for. ``needed``: the last number that the rank is known to have waited for.
     """
 
     def __init__(self, key: _Key, peer: int) -> None:
@@ -69,14 +69,8 @@ class _Queue:
         self.messages: list[_Message] = []
         self.sends: list[bool] = []
         self.positions: list[int] = []
-        self.finishes: list[int] = []
+        self.finishes: dict[int, int] = {}
         self.needed = -1
-
-    def post(self, message: _Message, sends: bool, position: int, end: int) -> None:
-        self.messages.append(message)
-        self.sends.append(sends)
-        self.positions.append(position)
-        self.finishes.append(end)
 
 
 class _Site(NamedTuple):
@@ -105,7 +99,7 @@ class _Rank:
         self.is_simple = self._follow()
 
     def _follow(self) -> bool:
-        sites, end = self._sites, len(self.program)
+        sites, one_queue = self._sites, self.one_queue
         for position, at in enumerate(self.program):
             op, stage, mb, peer, _, part, tensor, members = at
             if op in TRANSFER_OPS:
@@ -120,9 +114,11 @@ class _Rank:
                 else:
                     if message in posted:
                         return False
-                    posted[message] = len(queue.positions)
-                    number = len(queue.positions) - 1 if self.one_queue else -1  # it comes to the head of its queue
-                    queue.post(message, sends, position, end)
+                    number = posted[message] = len(queue.positions)
+                    queue.messages.append(message)
+                    queue.sends.append(sends)
+                    queue.positions.append(position)
+                    number = number - 1 if one_queue else -1  # what is in front of it on its queue
                 if number > queue.needed:
                     self._need(position, queue, number)
             elif members and not SINGLE_COMPUTE_OPS.issuperset(one.op for one in members):
@@ -214,7 +210,7 @@ class _Run:
             other = self.ranks[queue.peer].queues[key]
             count = bisect_left(queue.positions, reached[rank.rank])
             over = min(count, bisect_left(other.positions, reached[queue.peer]))
-            kept = [k for k in range(count) if k >= over or queue.finishes[k] >= at]
+            kept = [k for k in range(count) if k >= over or queue.finishes.get(k, at) >= at]
             yield key, [(_earlier(queue.messages[k], since), queue.sends[k], k < over) for k in kept]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from megatron_pp.plan.instruction import (
     Instruction,
 )
 from megatron_pp.plan.lower import lowered
-from megatron_pp.plan.order_check import check_repetition
+from megatron_pp.plan.order_check import check_repetition, run_of
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines, Repeated, Repeating
 from megatron_pp.plan.repetition import fewest_microbatches, steady_block
@@ -60,7 +60,7 @@ def verified_plan(spec: PlanSpec, announce: Announce | None = None) -> tuple[Pla
                 found = _PLANS.put(spec, (plan, template.verdict), _TASK * len(template.plan.programs[0]))
             else:
                 plan = lowered_plan(spec, announce)
-                found = _PLANS.put(spec, (plan, verify(plan)), _size(plan))
+                found = _PLANS.put(spec, (plan, verify(plan)), _size((*plan.programs, *plan.orders)))
         return found
 
 
@@ -92,22 +92,27 @@ def _template(spec: PlanSpec) -> _Template | None:
         found = next((template for template in made if template is not None), None)
         if found is None and len(sizes) < _TRIALS:
             return None
-        known = _TEMPLATES.put(key, (found,), 0 if found is None else _size(found.plan))
+        known = _TEMPLATES.put(key, (found,), 0 if found is None else 2 * _size(found.plan.orders))
     template = known[0]
     return template if template and template.plan.spec.num_microbatches <= spec.num_microbatches else None
 
 
+@collector_paused()
 def _proven(spec: PlanSpec, period: int) -> _Template | None:
     """The template that the plan of ``spec`` is, if it is one."""
     more = replace(spec, num_microbatches=spec.num_microbatches + period)
     try:
         plan = lowered_plan(spec)
+        runs, longer = ([run_of(order, spec) for order in of] for of in (plan.orders, _Orders(more, plan.placement)))
+        check_repetition(runs, steady_block(plan, period, runs), longer)
         programs = Repeating(plan.programs, steady_block(plan, period), {})
-        check_repetition(plan, programs.block, _Orders(more, plan.placement))
         # A shorter last group has effects far ahead of it.
         if spec.num_microbatches % period and Repeated(programs, 1) != lowered_plan(more).programs:
             return None
-        return _Template(plan, verify(plan, block=programs.block), programs)
+        verdict = verify(plan, block=programs.block)
+        if isinstance(plan.programs, Lines):
+            plan.programs.forget()  # a rank makes its own again
+        return _Template(plan, verdict, programs)
     except PlanError:  # also where the plan itself is refused: so will be that of more microbatches, in its own words
         return None
 
@@ -140,8 +145,8 @@ def forget_plans() -> None:
     _TEMPLATES.clear()
 
 
-def _size(plan: Plan) -> int:
-    return _INSTRUCTION * sum(map(len, (*plan.programs, *plan.orders)))
+def _size(lines: Iterable[Line]) -> int:
+    return _INSTRUCTION * sum(map(len, lines))
 
 
 @collector_paused()
@@ -169,8 +174,24 @@ def with_whole_backwards(plan: Plan) -> Plan:
 
     Communication stays as it is, so that ranks with and without W can run one schedule together.
     """
-    programs, orders = (tuple(map(_whole, lines)) for lines in (plan.programs, plan.orders))
-    return replace(plan, spec=replace(plan.spec, split_backward=False), programs=programs, orders=orders)
+    spec, orders = replace(plan.spec, split_backward=False), tuple(map(_whole, plan.orders))
+    return replace(plan, spec=spec, programs=_WithWholeBackwards(plan.programs), orders=orders)
+
+
+class _WithWholeBackwards(Lines):
+    """``programs`` for such a model."""
+
+    def __init__(self, programs: Sequence[Line]) -> None:
+        super().__init__(len(programs))
+        self.programs = programs
+
+    def forget(self) -> None:
+        super().forget()
+        if isinstance(self.programs, Lines):
+            self.programs.forget()
+
+    def _make(self, rank: int) -> Line:
+        return _whole(self.programs[rank])
 
 
 def _whole(program: Sequence[Instruction]) -> tuple[Instruction, ...]:

@@ -49,7 +49,9 @@ class _Clock:
         self.num_stages = placement.num_stages
         self.ends: list[list[int]] = [[] for _ in orders]
         self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in range(self.num_stages)}
-        self.waiters: dict[tuple[Result, int], int] = {}  # result and microbatch that a rank waits for -> that rank
+        # By result: microbatch that a rank waits for -> that rank.
+        self.waiters: dict[Result, dict[int, int]] = {result: {} for result in self.result_ends}
+        self.sites: dict[tuple[str, int], tuple[Result | None, Result | None]] = {}  # what an op of a stage needs, leaves
 
     def run(self) -> Clocked:
         ready = list(range(len(self.orders)))
@@ -66,25 +68,32 @@ class _Clock:
         """Run ``rank`` until it has to wait for another one; wake whoever waited for what it made."""
         order, ends = self.orders[rank], self.ends[rank]
         now = ends[-1] if ends else 0
+        result_ends, waiters, sites = self.result_ends, self.waiters, self.sites
         while len(ends) < len(order):
-            together = order[len(ends)].members or (order[len(ends)],)
+            entry = order[len(ends)]
+            together = entry.members or (entry,)
             for at in together:
-                needed = self._needed(at)
+                needed, _ = sites.get((at.op, at.stage)) or self._site(at)
                 if needed is not None:
-                    end = self.result_ends[needed].get(at.mb)
+                    end = result_ends[needed].get(at.mb)
                     if end is None:
-                        self.waiters[(needed, at.mb)] = rank
+                        waiters[needed][at.mb] = rank
                         return
-                    now = max(now, end)
+                    if end > now:
+                        now = end
             now += len(together)
             ends.append(now)
             for at in together:
-                if at.op in RESULT_OF:
-                    result = (RESULT_OF[at.op], at.stage)
-                    self.result_ends[result][at.mb] = now
-                    waiter = self.waiters.pop((result, at.mb), None)
-                    if waiter is not None:
-                        ready.append(waiter)
+                _, left = sites[(at.op, at.stage)]
+                if left is not None:
+                    result_ends[left][at.mb] = now
+                    if waiters[left] and at.mb in waiters[left]:
+                        ready.append(waiters[left].pop(at.mb))
+
+    def _site(self, at: Instruction) -> tuple[Result | None, Result | None]:
+        left = (RESULT_OF[at.op], at.stage) if at.op in RESULT_OF else None
+        site = self.sites[(at.op, at.stage)] = self._needed(at), left
+        return site
 
     def _needed(self, at: Instruction) -> Result | None:
         """The result of another stage that ``at`` needs."""

@@ -63,6 +63,9 @@ _CHANGES = {
 """What the operations add to the memory that do so whatever the stage; ``_Walk._change`` knows the others."""
 
 
+_IN_TURN = ins.HAND_OPS | {ins.FORWARD}
+
+
 class RankPeaks(NamedTuple):
     """Peaks over one rank's program: of each kind for itself (``each``), and of all tensors together (``tensors``)."""
 
@@ -96,7 +99,7 @@ def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | No
 
 def _timed_length(program: Sequence[Instruction]) -> int:
     """Its length as ``Plan.timed`` counts, with the halves of a pair by themselves."""
-    return len(program) + sum(at.op == ins.PAIR for at in program)
+    return len(program) + [at.op for at in program].count(ins.PAIR)
 
 
 def tensors_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:
@@ -120,7 +123,7 @@ class _Step(NamedTuple):
     needs: int
     adds: int
     change: Memory
-    moves: dict[int | None, _Move]
+    moves: dict[int, _Move]
 
 
 class _Walk:
@@ -149,16 +152,15 @@ class _Walk:
             for one in at.members or (at,):
                 op, stage, _, peer, chunk, _, _, _ = one
                 step = known.get((op, stage, peer, chunk)) or self._step(one)
-                if op in ins.SYNC_OPS:
-                    continue
                 cell = one[1:3]
                 before = facts.get(cell)
-                move = step.moves.get(before) or self._move(one, step, before)
-                if op == ins.FORWARD:
-                    self._check_forward(one)
-                elif op in ins.HAND_OPS:
-                    self._check_hand(one)
-                facts[cell], changes, more = move
+                if before is None:
+                    if op in ins.SYNC_OPS:
+                        continue
+                    raise self._no_such_cell(one)
+                facts[cell], changes, more = step.moves.get(before) or self._move(one, step, before)
+                if op in _IN_TURN:
+                    self._check_turn(one)
                 for kind, difference in changes:
                     now[kind] += difference
                     if now[kind] > peaks[kind]:
@@ -167,10 +169,8 @@ class _Walk:
             yield alive
         self._check_end()
 
-    def _move(self, at: Instruction, step: _Step, before: int | None) -> _Move:
+    def _move(self, at: Instruction, step: _Step, before: int) -> _Move:
         """What ``at`` does, for all instructions of its step that find the same facts. Raises PlanError."""
-        if before is None:
-            raise self._no_such_cell(at)
         missing, twice = step.needs & ~before, step.adds & before
         if missing:
             raise self._error(at, "it comes before " + " and before ".join(words_of(missing)))
@@ -233,6 +233,13 @@ class _Walk:
             f"there is no such stage and microbatch on this rank: stages are {', '.join(map(str, self.stages))}, "
             f"microbatches 0..{self.microbatches - 1}",
         )
+
+    def _check_turn(self, at: Instruction) -> None:
+        """Check what depends on other cells."""
+        if at.op == ins.FORWARD:
+            self._check_forward(at)
+        else:
+            self._check_hand(at)
 
     def _check_forward(self, at: Instruction) -> None:
         """Every chunk draws its data from an iterator, and its losses are reported in the order of its forwards."""

@@ -40,6 +40,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pp.plan.clock import Clocked, run_clock
+from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
 from megatron_pp.plan.instruction import (
     BACKWARD_OPS,
@@ -55,6 +56,7 @@ from megatron_pp.plan.instruction import (
 )
 from megatron_pp.plan.order_check import check_orders
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.repeated import Line, Lines
 from megatron_pp.plan.spec import BATCHED, DEVICE_SYNC, ONE_WAY, OVERLAP, PLAIN, STATIC_BUFFERS, Plan, PlanSpec
 from megatron_pp.plan.sync_marks import syncs_of
 
@@ -114,8 +116,21 @@ def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remar
     if spec.overlap_pairs and not spec.forward_only:
         run = [pair_up(order) for order in run]
     clocked = run_clock(run, placement)
-    programs = tuple(tuple(_RankLowering(spec, placement, rank, clocked).program()) for rank in range(len(orders)))
-    return Plan(spec, placement, programs, tuple(lines), remark)
+    return Plan(spec, placement, _Programs(spec, placement, clocked), tuple(lines), remark)
+
+
+class _Programs(Lines):
+    """Each rank's program, laid out when it is asked for."""
+
+    def __init__(self, spec: PlanSpec, placement: Placement, clocked: Clocked) -> None:
+        super().__init__(spec.pipeline_size)
+        self.spec = spec
+        self.placement = placement
+        self.clocked = clocked
+
+    @collector_paused()
+    def _make(self, rank: int) -> Line:
+        return tuple(_RankLowering(self.spec, self.placement, rank, self.clocked).program())
 
 
 class _RankLowering:
@@ -269,7 +284,11 @@ class _RankLowering:
         posts, releases, inputs = self.posts, self.releases, self.inputs
         for i, entry in enumerate((*self.order, None)):
             if i in posts:
-                self._emit_posts(sorted(posts[i]), program)
+                here = posts[i]
+                if len(here) == 1 and self.looks_ahead:
+                    program.append(here[0].post)
+                else:
+                    self._emit_posts(sorted(here), program)
             if i in releases:
                 program += releases[i]
             if i - 1 in after:
@@ -283,9 +302,7 @@ class _RankLowering:
         return program
 
     def _emit_posts(self, posts: list[_Post], program: list[Instruction]) -> None:
-        if len(posts) == 1 and self.looks_ahead:
-            program.append(posts[0].post)
-        elif self.spec.policy == BATCHED:
+        if self.spec.policy == BATCHED:
             for together in map(_receives_first, self._batches(posts)):
                 program.append(batch(p.post for p in together))
                 program += _waits(together) + _releases(together)

@@ -75,23 +75,21 @@ def check_programs(plan: Plan) -> None:
     spec = plan.spec
     check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only)
     for rank, (order, program) in enumerate(zip(plan.orders, plan.programs, strict=True)):
-        wanted, found = _run_of(order, spec), _compute_of(program)
+        wanted, found = run_of(order, spec), _compute_of(program)
         if wanted != found:
             one, other = next((a, b) for a, b in zip_longest(wanted, found, fillvalue="nothing more") if a != b)
             raise PlanError(f"rank {rank}: the plan's order has {one} where its program runs {other}")
 
 
-def check_repetition(plan: Plan, block: Block, longer: Sequence[Sequence[Instruction]]) -> None:
-    """Raises RepetitionError unless the plan's programs with one more ``block`` run the orders ``longer``."""
-    for rank, (program, order) in enumerate(zip(plan.programs, longer, strict=True)):
+def check_repetition(runs: Iterable[list[Instruction]], block: Block, longer: Iterable[list[Instruction]]) -> None:
+    """Raises RepetitionError unless ``runs``, what the ranks run, are ``longer`` with one more ``block`` of theirs."""
+    for rank, (run, wanted) in enumerate(zip(runs, longer, strict=True)):
         start, end = block.of(rank)
-        first, middle, last = _compute_of(program[:start]), _compute_of(program[start:end]), _compute_of(program[end:])
-        again = [later(at, block.microbatches) for at in middle + last]
-        if first + middle + again != _run_of(order, plan.spec):
+        if run[:end] + [later(at, block.microbatches) for at in run[start:]] != wanted:
             raise RepetitionError(f"rank {rank}: the order of {block.microbatches} microbatches more is another one")
 
 
-def _run_of(order: Iterable[Instruction], spec: PlanSpec) -> list[Instruction]:
+def run_of(order: Iterable[Instruction], spec: PlanSpec) -> list[Instruction]:
     """What a plan runs of ``order``."""
     return [at for at in without_pairs(order) if at.op == FORWARD or not spec.forward_only]
 

@@ -34,7 +34,8 @@ class Block(NamedTuple):
 
 
 class Lines(Sequence[Line]):
-    """One line of instructions per rank, each made when it is asked for. Equal to a tuple of the same lines."""
+    """One line of instructions per rank, each made when it is asked for, and kept. Equal to a tuple of the same lines.
+    """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -43,6 +44,10 @@ class Lines(Sequence[Line]):
     @abstractmethod
     def _make(self, rank: int) -> Line:
         """The line of ``rank``."""
+
+    def forget(self) -> None:
+        """Keep none of those made so far."""
+        self._made.clear()
 
     def __len__(self) -> int:
         return self._ranks

@@ -20,8 +20,9 @@ def fewest_microbatches(orders: _Orders, chunks: int, period: int) -> int:
     return -(-(sum(_edges(orders)) + 2 * _MARGIN) // chunks) + period
 
 
-def steady_block(plan: Plan, period: int) -> Block:
-    """``period`` microbatches in the middle of the steady state: a block that ``verify`` may find to be repeatable.
+def steady_block(plan: Plan, period: int, lines: _Orders | None = None) -> Block:
+    """``period`` microbatches in the middle of the steady state: a block that ``verify`` may find to be repeatable; of
+    the plan's programs, or of ``lines`` in which its ranks run the same compute.
 
     It is counted in backwards, as many on each rank, or in forwards where the plan has no others.
     """
@@ -32,7 +33,7 @@ def steady_block(plan: Plan, period: int) -> Block:
         forwards, backwards = _edges(plan.orders)
         ops, first = BACKWARD_OPS, (chunks * spare - forwards + backwards) // 2
     counts = first, first + chunks * period
-    starts, ends = zip(*(_positions(program, ops, counts) for program in plan.programs), strict=True)
+    starts, ends = zip(*(_positions(line, ops, counts) for line in lines or plan.programs), strict=True)
     return Block(starts, ends, period)
 
 

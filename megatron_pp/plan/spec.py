@@ -151,7 +151,7 @@ class Plan:
     def timed(self, rank: int) -> tuple[Instruction, ...]:
         """``rank``'s program as its times are recorded and simulated: the halves of each pair by themselves."""
         program = self.programs[rank]
-        return tuple(without_pairs(program)) if any(at.op == PAIR for at in program) else program
+        return tuple(without_pairs(program)) if PAIR in [at.op for at in program] else program
 
     def __str__(self) -> str:
         return "\n".join(f"rank {r}: {format_program(p)}" for r, p in enumerate(self.programs))

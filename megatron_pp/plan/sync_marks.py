@@ -15,6 +15,8 @@ from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, GRADIENT_OPS, NONE, SYNC_OPS, WEIGHT_GRAD, Instruction
 from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 
+_NOTED = ins.COMPUTE_OPS | SYNC_OPS
+
 Syncs = dict[int, list[Instruction]]  # index of an entry of a compute order -> syncs next to it
 
 
@@ -114,12 +116,12 @@ class _Check:
         self.first: dict[int, int] = {}  # chunk -> index of its first forward
         self.backwards: list[int] = []
         self.syncs: list[tuple[int, Instruction]] = []
-        for k, entry in enumerate(self.program):
-            if entry.op in ins.COMPUTE_OPS:
+        for k, entry in [(k, entry) for k, entry in enumerate(self.program) if entry.op in _NOTED]:
+            if entry.op in SYNC_OPS:
+                self.syncs.append((k, entry))
+            else:
                 for at in entry.members or (entry,):
                     self._note(k, at)
-            elif entry.op in SYNC_OPS:
-                self.syncs.append((k, entry))
 
     def _note(self, k: int, at: Instruction) -> None:
         if at.op == FORWARD:

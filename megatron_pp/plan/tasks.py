@@ -19,12 +19,13 @@ class Task:
     __slots__ = ("chunk", "instruction", "key", "mb", "members", "message", "op", "peer", "stage")
 
     def __init__(self, at: Instruction) -> None:
+        op, stage, mb, peer, chunk, _, _, members = at
         self.instruction = at
-        self.op = at.op
-        self.stage = at.stage
-        self.mb = at.mb
-        self.peer = at.peer
-        self.chunk = at.chunk
-        self.key: Key = (at.stage, at.mb)
-        self.message: MessageKey = (ins.POST_OF.get(at.op, at.op), at.stage, at.mb)
-        self.members = tuple(map(Task, at.members))
+        self.op = op
+        self.stage = stage
+        self.mb = mb
+        self.peer = peer
+        self.chunk = chunk
+        self.key: Key = (stage, mb)
+        self.message: MessageKey = (ins.POST_OF.get(op, op), stage, mb)
+        self.members = tuple(map(Task, members)) if members else ()
