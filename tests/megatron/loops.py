@@ -18,7 +18,7 @@ Forward = Callable[[Any, torch.nn.Module], tuple[Any, Any]]
 
 
 class Loop:
-    """The plain one. `forward`: the forward step of `lab`; `build(config fields)`: a GPTModel of this rank's stage."""
+    """The plain one. `config`: that of the model to be made; `forward`: the forward step of `lab`."""
 
     def __init__(self, config: Any, forward: Forward) -> None:
         self.config = config
@@ -26,7 +26,7 @@ class Loop:
         self.notes: list[torch.Tensor] = []
 
     def wrapped(self, chunk: torch.nn.Module, build: Callable[..., torch.nn.Module]) -> torch.nn.Module:
-        """The model chunk as it is trained. `build(hidden=...)` makes one of the same stage with other sizes."""
+        """The model chunk as it is trained. `build(hidden=...)` makes another of the first chunk's stage."""
         return chunk
 
     def iterators(self, data: list[torch.Tensor], chunks: int) -> list[Any]:
