@@ -26,6 +26,7 @@ What is redirected, and why Megatron needs it:
 | `ReduceOp.AVG`                                          | SUM, then division      | DDP, finalisation               |
 | sizes given to `all_to_all_single` as tensors           | lists                   | MoE's all-to-all dispatcher     |
 | `moe_utils.te_general_gemm`                             | None                    | 0.16's router without TE        |
+| `inference_layers.Inference…ColumnParallelLinear`       | a class                 | MTP without TE (main branch)    |
 | `import triton` (Megatron's main branch only)           | a stand-in, never run   | kernels defined on import       |
 """
 
@@ -151,6 +152,7 @@ def redirect() -> None:
     with triton_stand_in():
         _redirect_rng_tracker()
         _complete_moe_utils()
+        _complete_inference_layers()
 
 
 def _redirect_cuda_module() -> None:
@@ -364,3 +366,12 @@ def _complete_moe_utils() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _complete_inference_layers() -> None:
+    """Without Transformer Engine these are mocks, and the main branch asks whether a layer is an instance of one."""
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module("megatron.core.tensor_parallel.inference_layers")
+        for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+            if not isinstance(getattr(module, name, None), type):
+                setattr(module, name, type(name, (), {}))

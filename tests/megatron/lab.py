@@ -182,7 +182,9 @@ def build_chunk(case: Case, config: TransformerConfig, vp_stage: int | None) -> 
 
 
 def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(name in the whole model, parameter) of one chunk. Tied embeddings have one name, also on the last stage."""
+    """(name in the whole model, parameter) of one chunk. Tied embeddings have one name, also on the last stage, unless
+    that has a copy of the embedding itself, to predict further tokens.
+    """
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     for name, parameter in chunk.named_parameters():
@@ -190,7 +192,7 @@ def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torc
             _, _, local, rest = name.split(".", 3)
             number = chunk.decoder.layers[int(local)].layer_number
             name = f"decoder.layers.{number}.{_global_expert(chunk.config, rest)}"
-        if tied and name == "output_layer.weight":
+        if tied and name == "output_layer.weight" and not hasattr(chunk, "embedding"):
             name = "embedding.word_embeddings.weight"
         yield name, parameter
 
