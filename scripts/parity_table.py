@@ -166,7 +166,7 @@ def trainings(name: str, releases: dict[str, str | None]) -> tuple[str, bool]:
     for title, (case, *_) in cases.items():
         cells = [cell(outcomes[case]) for outcomes in results for case in cases[title]]
         marked = [text if text == "0" else f"**{text}**" for text in cells]
-        table.append([title, str(case.pp), str(case.vp or "-"), *marked])
+        table.append([title.replace("|", "&#124;"), str(case.pp), str(case.vp or "-"), *marked])
     found = [text for row in table[1:] for text in row[3:]]
     equal = found.count("0")
     return f"{markdown_table(table)}\n\n{equal} of {len(found)} are equal to the last bit.", equal == len(found)

@@ -27,7 +27,7 @@ CASES = {
             (groups.EXPERTS, "EP 2, chunks"),
             (groups.PREDICTION, "2 further tokens, chunks, per-token loss"),
             (groups.PREDICTION, "on a stage of its own, chunks"),
-            (groups.LAYOUTS, "`Ett\\|\\|ttt\\|tL`, a stage without layers"),
+            (groups.LAYOUTS, "Ett||ttt|tL, a stage without layers"),
             (groups.CONTEXT, "CP 2, chunks, per-token loss"),
             (groups.LOOPS, "`adjust_tensor_shapes_fn`: a student and its teacher"),
             (groups.LOOPS, "rerun state machine"),

@@ -129,12 +129,10 @@ PREDICTION = {
 }
 
 LAYOUTS = {
-    "`Et\\|ttt\\|tt\\|L`": _case(2, 2, model=_model(6, pipeline_model_parallel_layout="Et|ttt|tt|L")),
-    "`E\\|ttt\\|ttt\\|L`": _case(4, model=_model(6, pipeline_model_parallel_layout="E|ttt|ttt|L")),
-    "`Ett\\|\\|ttt\\|tL`, a stage without layers": _case(
-        2, 2, model=_model(6, pipeline_model_parallel_layout="Ett||ttt|tL")
-    ),
-    "`Et\\|t\\|t\\|t\\|t\\|t\\|\\|L`, tied embeddings": _case(
+    "Et|ttt|tt|L": _case(2, 2, model=_model(6, pipeline_model_parallel_layout="Et|ttt|tt|L")),
+    "E|ttt|ttt|L": _case(4, model=_model(6, pipeline_model_parallel_layout="E|ttt|ttt|L")),
+    "Ett||ttt|tL, a stage without layers": _case(2, 2, model=_model(6, pipeline_model_parallel_layout="Ett||ttt|tL")),
+    "Et|t|t|t|t|t||L, tied embeddings": _case(
         4,
         2,
         model=_model(6, tied=True, position="learned_absolute", pipeline_model_parallel_layout="Et|t|t|t|t|t||L"),
