@@ -1,17 +1,18 @@
 #!/usr/bin/env python
-"""Compare losses and gradients of pipelines with those of one process, under Megatron-core's schedules and under ours.
+"""Compare pipelines with one process, and trainings with Megatron-core's own schedules: the tables of docs/parity.md.
 
-    python scripts/parity_table.py                    every case; writes docs/parity.md
-    python scripts/parity_table.py --engine ours --pp 2 --output -
+    python scripts/parity_table.py --checkout ~/Megatron-LM       every table, the groups under that Megatron-core too
+    python scripts/parity_table.py --part Experts                 one table
+    python scripts/parity_table.py --part matrix --engine ours --pp 2 --output -
 
-A real GPTModel of Megatron-core on the CPU with gloo, the same weights for every cut, 8 microbatches. Each cell is
-the largest absolute difference of any loss or gradient from the run with one process: 0 means equal to the last
-bit.
+A real GPTModel of Megatron-core on the CPU with gloo, the same weights for every cut. Each cell is the largest
+absolute difference of any number that is compared: 0 means equal to the last bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import itertools
 import sys
@@ -21,11 +22,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from made_parts import MadePart, markdown_table  # noqa: E402
+
+from tests.megatron import groups  # noqa: E402
 from tests.megatron.cases import POLICIES, Case, Job, Model, Outcome  # noqa: E402
 from tests.megatron.runner import parity_jobs, run_jobs  # noqa: E402
 
 MODELS = {"untied": Model(), "tied": Model(tied=True, position="learned_absolute")}
 ENGINES = ("megatron", "ours")
+MATRIX = "matrix"
 # (forward_only, variable_shapes) of a table's columns
 COLUMNS = {"training": (False, False), "training, variable shapes": (False, True), "forward only": (True, False)}
 COLUMNS["forward only, variable shapes"] = (True, True)
@@ -72,7 +77,7 @@ def cell(outcome: Outcome) -> str:
 def markdown(title: str, model: Model, sizes: list[int], engines: list[str], results: dict[Case, Outcome]) -> str:
     names = {"megatron": "Megatron", "ours": "megatron_pp"}
     heads = [f"{column}: {names[engine]}" for column in COLUMNS for engine in engines]
-    lines = [f"## {title}", "", "| P | V | group | communication | outputs | " + " | ".join(heads) + " |"]
+    lines = [f"### {title}", "", "| P | V | group | communication | outputs | " + " | ".join(heads) + " |"]
     lines.append("|" + " --- |" * (5 + len(heads)))
     for row in rows(sizes):
         pp, vp, group, policy, deallocate = row
@@ -85,39 +90,9 @@ def markdown(title: str, model: Model, sizes: list[int], engines: list[str], res
     return "\n".join(lines) + "\n"
 
 
-INTRODUCTION = """# Parity with one process
-
-Written by `scripts/parity_table.py` with megatron-core {megatron} and torch {torch}, on the CPU with gloo.
-
-A real `GPTModel` of Megatron-core (8 layers, fp32, dropout 0), the same weights for every cut, wrapped in
-Megatron's `DistributedDataParallel`, 8 microbatches. Each cell is the largest absolute difference of any loss or
-any gradient from the run with one pipeline rank; **0 means equal to the last bit**. P: pipeline ranks; V: model
-chunks per rank; group: microbatches per group and chunk (`microbatch_group_size_per_vp_stage`). Communication:
-*overlap* is `overlap_p2p_comm`, *flush* adds `overlap_p2p_comm_warmup_flush`, *batched* is `batch_p2p_comm`,
-*plain* is neither. Outputs are *freed* with `deallocate_pipeline_outputs`, else *kept*.
-
-Tied embeddings: a pipeline sums the gradients of the embedding and of the output layer apart and adds the two at
-the end; the run with one process does the same here. (Added microbatch by microbatch, as one process with one
-shared parameter does, they differ in the last bit under every engine, Megatron's included.)
-
-Not all cells of Megatron's that are wrong are wrong by the same amount every time: what is read from freed memory
-is arbitrary. *refused* is a clear error before anything runs; *crashes* is an error in the middle of a
-step; *hangs* means no answer within {deadline:g} seconds.
-
-Here the freed-output race shows nearly every time, because gloo reads a send's buffer late; on NCCL it depends on
-timing (Megatron-LM#4047). Released Megatron-core has it up to 0.17; 0.18 waits for each send at once instead.
-
-Megatron refuses *overlap* without chunks, and a last group that is smaller than P (8 microbatches in groups of 6 on
-4 ranks).
-
-The test suite's own cases (`tests/functional_tests/test_megatron_parity.py`) passed with Megatron-core 0.14.0, 0.15.3,
-0.16.1, 0.17.1, 0.18.2, 0.19.0 and the main branch of August 2026.
-"""
-
-
 def summary(engines: list[str], results: dict[Case, Outcome]) -> str:
     lines = [
-        "## In short",
+        "### In short",
         "",
         "| | cases | equal to the last bit | different | crash or hang | refused |",
         "|" + " --- |" * 6,
@@ -155,17 +130,10 @@ def run(cases: list[Case], deadline: float) -> dict[Case, Outcome]:
     return results
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=ENGINES, action="append", help="default: both")
-    parser.add_argument("--pp", type=int, action="append", help="pipeline sizes; default: 2 and 4")
-    parser.add_argument("--model", choices=MODELS, action="append", help="default: both")
-    parser.add_argument("--deadline", type=float, default=20.0, help="seconds for one case")
-    parser.add_argument("--output", default=str(ROOT / "docs" / "parity.md"), help="a file, or - for the terminal")
-    args = parser.parse_args()
+def matrix(args: argparse.Namespace) -> tuple[str, bool]:
+    """The tables of all settings, in Markdown, and whether ours are as they should be."""
     engines, sizes = args.engine or list(ENGINES), args.pp or [2, 4]
     models = {name: MODELS[name] for name in args.model or MODELS}
-
     cases = [
         case_of(row, column, model, engine)
         for engine in engines
@@ -174,20 +142,86 @@ def main() -> int:
         for column in COLUMNS.values()
     ]
     results = run(sorted(cases, key=lambda case: case.pp), args.deadline)
-    versions = {"megatron": importlib.metadata.version("megatron-core"), "torch": importlib.metadata.version("torch")}
-    parts = [INTRODUCTION.format(**versions, deadline=args.deadline), summary(engines, results)]
+    megatron, torch = (importlib.metadata.version(name) for name in ("megatron-core", "torch"))
+    parts = [
+        f"Written by `scripts/parity_table.py` with megatron-core {megatron} and torch {torch}, on the CPU with gloo.\n"
+    ]
+    parts += [summary(engines, results)]
     parts += [
         markdown(f"{name.capitalize()} embeddings", model, sizes, engines, results) for name, model in models.items()
     ]
-    text = "\n".join(parts)
-    if args.output == "-":
-        print(text)
-    else:
-        Path(args.output).write_text(text, encoding="utf-8")
-    ours = [
-        outcome for case, outcome in results.items() if case.engine == "ours" and cell(outcome) not in ("0", "refused")
-    ]
-    return 1 if ours else 0
+    ours = [cell(outcome) for case, outcome in results.items() if case.engine == "ours"]
+    return "\n".join(parts), all(text in ("0", "refused") for text in ours)
+
+
+def trainings(name: str, releases: dict[str, str | None]) -> tuple[str, bool]:
+    """The table of one group under each policy and release (version: checkout), and whether all are equal."""
+    cases = {
+        title: [dataclasses.replace(case, policy=policy) for policy in groups.POLICIES]
+        for title, case in groups.GROUPS[name].items()
+    }
+    results = [run_trainings(list(itertools.chain(*cases.values())), checkout) for checkout in releases.values()]
+    heads = [f"{version}: {policy}" for version in releases for policy in groups.POLICIES]
+    table = [["training", "P", "V", *heads]]
+    for title, (case, *_) in cases.items():
+        cells = [cell(outcomes[case]) for outcomes in results for case in cases[title]]
+        marked = [text if text == "0" else f"**{text}**" for text in cells]
+        table.append([title.replace("|", "&#124;"), str(case.pp), str(case.vp or "-"), *marked])
+    found = [text for row in table[1:] for text in row[3:]]
+    equal = found.count("0")
+    return f"{markdown_table(table)}\n\n{equal} of {len(found)} are equal to the last bit.", equal == len(found)
+
+
+def run_trainings(cases: list[Case], checkout: str | None) -> dict[Case, Outcome]:
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = groups.compared_with_megatron(cases, folder)
+
+        def note(job: Job, outcome: Outcome) -> None:
+            print(
+                f"{job.case.engine} {job.case.label()} {job.case.loop}: {outcome.short()}", file=sys.stderr, flush=True
+            )
+
+        return {
+            job.case: outcome
+            for job, outcome in zip(jobs, run_jobs(jobs, 60.0 * len(jobs), note, checkout), strict=True)
+        }
+
+
+def version_in(checkout: str | None) -> str:
+    """Of Megatron-core, as it names itself."""
+    check = "tests.functional_tests.megatron_checks:installed_release"
+    (outcome,) = run_jobs([Job(Case(Model(layers=1)), check=check)], checkout=checkout)
+    if outcome.status != "ok":
+        raise SystemExit(f"{checkout or 'megatron-core'}: {outcome.short()}")
+    return str(outcome.facts[0]["version"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=[MATRIX, *groups.GROUPS], action="append", help="default: all")
+    parser.add_argument(
+        "--checkout", action="append", default=[], help="a folder with another Megatron-core; for groups"
+    )
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="of the matrix; default: both")
+    parser.add_argument("--pp", type=int, action="append", help="pipeline sizes of the matrix; default: 2 and 4")
+    parser.add_argument("--model", choices=MODELS, action="append", help="of the matrix; default: both")
+    parser.add_argument("--deadline", type=float, default=20.0, help="seconds for one case of the matrix")
+    parser.add_argument(
+        "--output", default=str(ROOT / "docs" / "parity.md"), help="a page with these parts, or - for the terminal"
+    )
+    args = parser.parse_args()
+    releases = {version_in(checkout): checkout for checkout in (None, *args.checkout)}
+    right = True
+    for name in args.part or [MATRIX, *groups.GROUPS]:
+        text, as_it_should = matrix(args) if name == MATRIX else trainings(name, releases)
+        right = right and as_it_should
+        if args.output == "-":
+            print(text)
+        else:
+            page = Path(args.output)
+            part = MadePart(page, name, lambda text=text: text)
+            page.write_text(part.renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0 if right else 1
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def number(text: str) -> float:
 
 
 def parity_rows() -> list[list[str]]:
-    cases = {row[""]: row for row in table_after(PARITY, "## In short")}
+    cases = {row[""]: row for row in table_after(PARITY, "### In short")}
     ours, theirs = cases["megatron_pp"], cases["Megatron-core's schedules"]
     labels = {
         "equal to the last bit": f"{ours['cases']} settings of Megatron's GPTModel: equal to one process, to the bit",

@@ -5,7 +5,8 @@
 #   scripts/test_megatron_versions.sh 0.16.1 ~/Megatron-LM    a release from PyPI, and a source checkout as it stands
 #
 # Every environment takes torch, pytest and the rest from the one that PYTHON runs in, and only Megatron-core is its own, installed
-# without dependencies. VENVS is where they are made (default: a temporary folder, removed at the end).
+# without dependencies. VENVS is where they are made (default: a temporary folder, removed at the end). TESTS are the tests that run, with
+# options of pytest (default: all of the plug-in's); DEADLINE is in seconds, for one release.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -45,8 +46,9 @@ for version in "${versions[@]}"; do
         "$python" -m pip install --quiet --no-deps --disable-pip-version-check --target "$packages" "megatron-core==$version"
     fi
     echo "== megatron-core $version"
+    # shellcheck disable=SC2086  # several words
     if ! (cd "$root" && timeout "${DEADLINE:-900}" "$folder/bin/python" -m pytest -q -p no:cacheprovider \
-        tests/unit_tests/integrations/test_megatron_*.py tests/functional_tests/test_megatron_*.py); then
+        ${TESTS:-tests/unit_tests/integrations tests/functional_tests/test_megatron_*.py}); then
         failed+=("$version")
     fi
 done

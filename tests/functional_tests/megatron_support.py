@@ -28,6 +28,7 @@ def assert_equal(outcome: object) -> None:
     assert outcome.loss_difference == 0.0  # type: ignore[attr-defined]
     assert outcome.grad_difference == 0.0  # type: ignore[attr-defined]
     assert outcome.param_difference in (None, 0.0)  # type: ignore[attr-defined]
+    assert outcome.note_difference in (None, 0.0)  # type: ignore[attr-defined]
 
 
 def in_megatrons_process(function: Callable[[Case], Any]) -> Any:

@@ -12,103 +12,42 @@ import pytest
 
 from tests.functional_tests.megatron_support import assert_equal, needs_megatron
 
+from tests.megatron import groups  # isort: skip
 from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip
 from tests.megatron.runner import run_jobs  # isort: skip
 
 pytestmark = needs_megatron
 
-SMALL = Model(layers=4)
-# Megatron's plain exchange with outputs kept is right on every release, so it is what ours is compared with.
-SAFE = {"engine": "megatron", "policy": "plain", "deallocate": False}
-
 CASES = {
-    "gradient reduction overlapped": Case(SMALL, pp=2, dp=2, steps=3, optimizer="adam", overlap_grad_reduce=True),
-    "distributed optimizer, gather overlapped": Case(
-        SMALL,
-        pp=2,
-        dp=2,
-        steps=3,
-        optimizer="distributed",
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        bucket_size=2000,
-    ),
-    "chunks, distributed optimizer, gather overlapped": Case(
-        SMALL, pp=2, vp=2, dp=2, steps=3, optimizer="distributed", overlap_grad_reduce=True, overlap_param_gather=True
-    ),
-    "chunks, hooks aligned over stages": Case(
-        SMALL,
-        pp=2,
-        vp=2,
-        dp=2,
-        steps=3,
-        policy="overlap",
-        optimizer="distributed",
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        align_param_gather=True,
-        bucket_size=2000,
-    ),
-    "hooks aligned, one chunk": Case(
-        SMALL,
-        pp=2,
-        dp=2,
-        steps=3,
-        policy="batched",
-        optimizer="adam",
-        overlap_grad_reduce=True,
-        align_param_gather=True,
-    ),
-    "evaluation between steps": Case(
-        SMALL,
-        pp=2,
-        vp=2,
-        dp=2,
-        steps=3,
-        policy="overlap",
-        optimizer="distributed",
-        overlap_grad_reduce=True,
-        evaluate_between=True,
-    ),
-    "tensor and sequence parallel": Case(SMALL, pp=2, tp=2, steps=2, policy="batched", optimizer="adam"),
-    "tensor and sequence parallel, chunks": Case(SMALL, pp=2, vp=2, tp=2, policy="overlap"),
-    "dropout": Case(Model(layers=4, dropout=0.1), pp=2, steps=2, policy="batched", optimizer="adam"),
-    "dropout, chunks": Case(Model(layers=4, dropout=0.1), pp=2, vp=2, steps=2, policy="overlap", optimizer="adam"),
-    "mixture of experts, chunks": Case(
-        Model(layers=4, experts=4), pp=2, vp=2, steps=3, policy="overlap", optimizer="adam", evaluate_between=True
-    ),
-    "activations recomputed": Case(
-        Model(
-            layers=4,
-            dropout=0.1,
-            extra_config=(
-                ("recompute_granularity", "full"),
-                ("recompute_method", "uniform"),
-                ("recompute_num_layers", 1),
-            ),
-        ),
-        pp=2,
-        vp=2,
-        policy="overlap",
-    ),
+    **groups.DATA_AND_TENSOR,
+    **{
+        name: cases[name]
+        for cases, name in (
+            (groups.EXPERTS, "4 experts, evaluation between steps"),
+            (groups.EXPERTS, "EP 2, chunks"),
+            (groups.PREDICTION, "2 further tokens, chunks, per-token loss"),
+            (groups.PREDICTION, "on a stage of its own, chunks"),
+            (groups.LAYOUTS, "Ett||ttt|tL, a stage without layers"),
+            (groups.CONTEXT, "CP 2, chunks, per-token loss"),
+            (groups.LOOPS, "`adjust_tensor_shapes_fn`: a student and its teacher"),
+            (groups.LOOPS, "rerun state machine"),
+            (groups.LOOPS, "some microbatches recompute, chunks"),
+            (groups.LOOPS, "evaluation with `autograd.grad`, chunks"),
+        )
+    },
 }
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    folder = tmp_path_factory.mktemp("megatron")
-    jobs: list[tuple[str, Job]] = []
-    for number, (name, case) in enumerate(sorted(CASES.items(), key=lambda item: item[1].world)):
-        path = str(folder / f"{number}-{{rank}}.pt")
-        jobs.append(("", Job(dataclasses.replace(case, **SAFE), save=path)))
-        jobs.append((name, Job(case, reference=path)))
-    results = run_jobs([job for _, job in jobs], deadline=300)
-    return {name: outcome for (name, _), outcome in zip(jobs, results, strict=True)}
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
+    jobs = groups.compared_with_megatron(list(CASES.values()), str(tmp_path_factory.mktemp("megatron")))
+    return {job.case: outcome for job, outcome in zip(jobs, run_jobs(jobs, deadline=300), strict=True)}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_megatrons_schedule(name: str, outcomes: dict[str, Outcome]) -> None:
-    case, outcome = CASES[name], outcomes[name]
+def test_training_equals_megatrons_schedule(name: str, outcomes: dict[Case, Outcome]) -> None:
+    case = CASES[name]
+    outcome = outcomes[case]
     assert_equal(outcome)
     assert len(outcome.losses) == case.steps * case.microbatches
     if case.optimizer is not None:

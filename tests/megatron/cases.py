@@ -40,6 +40,8 @@ class Case:
     vp: int | None = None
     tp: int = 1
     dp: int = 1
+    cp: int = 1
+    ep: int = 1  # over the data-parallel ranks
     microbatches: int = 8
     policy: str = "plain"
     deallocate: bool = True
@@ -58,10 +60,11 @@ class Case:
     split_tied: bool = False  # give tied embeddings two parameters of equal values, and add their gradients at the end
     schedule: str | None = None  # config.pipeline_schedule of our engine
     split_weight_grad: bool = False  # convert the chunks, so that a schedule with W splits backwards
+    loop: str = "plain"  # what the training loop does, see `loops.LOOPS`
 
     @property
     def world(self) -> int:
-        return self.pp * self.tp * self.dp
+        return self.pp * self.tp * self.dp * self.cp
 
     def label(self) -> str:
         """One line that is different for each case of a table."""
@@ -77,6 +80,10 @@ class Case:
             parts.append(f"TP={self.tp}")
         if self.dp > 1:
             parts.append(f"DP={self.dp}")
+        if self.cp > 1:
+            parts.append(f"CP={self.cp}")
+        if self.ep > 1:
+            parts.append(f"EP={self.ep}")
         if self.model.tied:
             parts.append("tied")
         return " ".join(parts)
@@ -115,7 +122,8 @@ class Job:
 class Outcome:
     """What became of a job. `status` is "ok", "error" or "hang"; the differences are the largest over all ranks.
 
-    loss_difference, grad_difference: largest absolute difference (inf where a number is not finite).
+    loss_difference, grad_difference, param_difference, note_difference: largest absolute difference (inf where a
+    number is not finite); notes are those of the training loop.
     grad_size: largest absolute gradient, to see that the comparison compared something.
     compared: number of parameters compared, over all ranks.
     traces, facts: per rank, what was recorded and what a check returned.
@@ -126,6 +134,7 @@ class Outcome:
     loss_difference: float | None = None
     grad_difference: float | None = None
     param_difference: float | None = None
+    note_difference: float | None = None
     grad_size: float = 0.0
     compared: int = 0
     losses: list[float] = field(default_factory=list)
@@ -136,5 +145,6 @@ class Outcome:
         """For a cell of a table: what differs, or what went wrong."""
         if self.status != "ok":
             return self.status if not self.message else f"{self.status}: {self.message}"
-        worst = max(x for x in (self.loss_difference, self.grad_difference, 0.0) if x is not None)
+        found = (self.loss_difference, self.grad_difference, self.param_difference, self.note_difference)
+        worst = max((x for x in found if x is not None), default=0.0)
         return "0" if worst == 0 else f"{worst:.3g}"

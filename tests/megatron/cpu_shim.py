@@ -24,7 +24,9 @@ What is redirected, and why Megatron needs it:
 | backend "nccl", `pg_options`, `barrier(device_ids=)`    | gloo, none, none        | parallel_state                  |
 | `torch.distributed`'s coalescing                        | one by one              | DDP's and optimizer's buckets   |
 | `ReduceOp.AVG`                                          | SUM, then division      | DDP, finalisation               |
+| sizes given to `all_to_all_single` as tensors           | lists                   | MoE's all-to-all dispatcher     |
 | `moe_utils.te_general_gemm`                             | None                    | 0.16's router without TE        |
+| `inference_layers.Inference…ColumnParallelLinear`       | a class                 | MTP without TE (main branch)    |
 | `import triton` (Megatron's main branch only)           | a stand-in, never run   | kernels defined on import       |
 """
 
@@ -150,6 +152,7 @@ def redirect() -> None:
     with triton_stand_in():
         _redirect_rng_tracker()
         _complete_moe_utils()
+        _complete_inference_layers()
 
 
 def _redirect_cuda_module() -> None:
@@ -209,6 +212,7 @@ def _redirect_distributed() -> None:
 
     c10d._coalescing_manager = _one_by_one
     dist._coalescing_manager = _one_by_one  # type: ignore[attr-defined]
+    _listed_sizes()
     for name in ("all_reduce", "reduce_scatter_tensor", "_reduce_scatter_base"):
         _average_by_hand(name)
     for name in (
@@ -219,6 +223,19 @@ def _redirect_distributed() -> None:
         "_all_gather_base",
     ):
         _report_to_manager(name)
+
+
+def _listed_sizes() -> None:
+    """Megatron's dispatcher makes lists of the sizes where it copies them from a GPU, else leaves tensors."""
+    original = dist.all_to_all_single
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return original(*args, **kwargs)
+
+    dist.all_to_all_single = wrapped
 
 
 def _gloo_for_nccl(name: str) -> None:
@@ -349,3 +366,12 @@ def _complete_moe_utils() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _complete_inference_layers() -> None:
+    """Without Transformer Engine these are mocks, and the main branch asks whether a layer is an instance of one."""
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module("megatron.core.tensor_parallel.inference_layers")
+        for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+            if not isinstance(getattr(module, name, None), type):
+                setattr(module, name, type(name, (), {}))

@@ -8,6 +8,7 @@ layers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -15,6 +16,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from tests.megatron import cpu_shim
@@ -37,30 +39,48 @@ with cpu_shim.triton_stand_in():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.utils import get_model_config
 
     from tests.megatron import trace as megatron_trace
+    from tests.megatron.context_parallel import GatheredAttention, of_this_rank
+    from tests.megatron.loops import LOOPS
 from megatron_pp.weight_grad import split_weight_grad  # noqa: E402
 from tests.megatron.cases import Case, Job, Model  # noqa: E402
+from tests.megatron.comparison import compare, read_reference  # noqa: E402
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
 Tensors = dict[str, torch.Tensor]
+# The sizes and embedding ranks for which parallel_state was last set up here.
+_CUT: ContextVar[tuple[Any, ...] | None] = ContextVar("cut", default=None)
 
 
 def set_up_parallel_state(case: Case) -> None:
     """Megatron's process groups for the case, made anew only when the cut differs from the last one."""
-    wanted = (case.pp, case.tp)
-    if not parallel_state.model_parallel_is_initialized() or wanted != (
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    ):
+    wanted = (case.pp, case.tp, case.cp, case.ep, embedding_ranks(case, list(range(case.pp))))
+    if not parallel_state.model_parallel_is_initialized() or wanted != _CUT.get():
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=case.tp, pipeline_model_parallel_size=case.pp
+            tensor_model_parallel_size=case.tp,
+            pipeline_model_parallel_size=case.pp,
+            context_parallel_size=case.cp,
+            expert_model_parallel_size=case.ep,
+            get_embedding_ranks=lambda ranks, *unused: embedding_ranks(case, ranks),
         )
+        _CUT.set(wanted)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(case.vp)
     model_parallel_cuda_manual_seed(1234, **_force_reset())
+
+
+def embedding_ranks(case: Case, ranks: list[int]) -> list[int]:
+    """Those of a pipeline's ranks that share the embedding: the first and the last, or, with further tokens predicted
+    on a stage of its own, that one, and the last one only where the output layer is tied to it; as Megatron's scripts.
+    """
+    layout = dict(case.model.extra_config).get("pipeline_model_parallel_layout", "")
+    predicting = [ranks[stage % case.pp] for stage, layers in enumerate(layout.split("|")) if "m" in layers]
+    return sorted({ranks[0], *predicting, *(ranks[-1:] if case.model.tied or not predicting else [])})
 
 
 def _force_reset() -> dict[str, bool]:
@@ -71,9 +91,9 @@ def _force_reset() -> dict[str, bool]:
 def make_config(case: Case) -> TransformerConfig:
     model = case.model
     overlap = case.policy.startswith("overlap")
-    moe: dict[str, Any] = {}
+    more: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
     if model.experts:
-        moe = {
+        more |= {
             "num_moe_experts": model.experts,
             "moe_router_topk": 2,
             "moe_aux_loss_coeff": 0.1,
@@ -99,9 +119,9 @@ def make_config(case: Case) -> TransformerConfig:
         overlap_p2p_comm_warmup_flush=case.policy == "overlap+flush",
         deallocate_pipeline_outputs=case.deallocate,
         variable_seq_lengths=case.variable_shapes,
-        moe_token_dispatcher_type="alltoall",
-        **moe,
-        **dict(model.extra_config),
+        context_parallel_size=case.cp,
+        expert_model_parallel_size=case.ep,
+        **{**more, **dict(model.extra_config)},
     )
     if case.schedule is not None:
         config.pipeline_schedule = case.schedule
@@ -119,6 +139,8 @@ class SequenceParallelNorm(torch.nn.LayerNorm):
 
 def layer_spec(case: Case) -> Any:
     spec = get_gpt_layer_local_spec(num_experts=case.model.experts, moe_grouped_gemm=False)
+    if case.cp > 1:
+        spec.submodules.self_attention.submodules.core_attention = GatheredAttention
     if case.tp == 1:
         return spec
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
@@ -138,40 +160,51 @@ def _layers_of_a_chunk(case: Case) -> int:
 
 def build_chunks(case: Case, config: TransformerConfig) -> list[torch.nn.Module]:
     """This rank's model chunks, with the weights that their names say."""
-    model = case.model
-    chunks: list[torch.nn.Module] = []
-    for chunk in range(case.vp or 1):
-        vp_stage = chunk if case.vp else None
-        place = {"ignore_virtual": False, "vp_stage": vp_stage}
-        gpt = GPTModel(
-            config,
-            layer_spec(case),
-            vocab_size=model.vocab,
-            max_sequence_length=model.seq,
-            pre_process=parallel_state.is_pipeline_first_stage(**place),
-            post_process=parallel_state.is_pipeline_last_stage(**place),
-            share_embeddings_and_output_weights=model.tied and not case.split_tied,
-            position_embedding_type=model.position,
-            mtp_block_spec=mtp_spec(case, config, vp_stage),
-            vp_stage=vp_stage,
-        )
-        fill_weights(gpt, model)
-        chunks.append(gpt)
-    return chunks
+    return [build_chunk(case, config, chunk if case.vp else None) for chunk in range(case.vp or 1)]
+
+
+def build_chunk(case: Case, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+    model, place = case.model, {"ignore_virtual": False, "vp_stage": vp_stage}
+    gpt = GPTModel(
+        config,
+        layer_spec(case),
+        vocab_size=model.vocab,
+        max_sequence_length=model.seq,
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+        share_embeddings_and_output_weights=model.tied and not case.split_tied,
+        position_embedding_type=model.position,
+        mtp_block_spec=mtp_spec(case, config, vp_stage),
+        vp_stage=vp_stage,
+    )
+    fill_weights(gpt, model)
+    return gpt
 
 
 def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(name in the whole model, parameter) of one chunk. Tied embeddings have one name, also on the last stage."""
+    """(name in the whole model, parameter) of one chunk. Tied embeddings have one name, also on the last stage, unless
+    that has a copy of the embedding itself, to predict further tokens.
+    """
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     for name, parameter in chunk.named_parameters():
         if name.startswith("decoder.layers."):
             _, _, local, rest = name.split(".", 3)
             number = chunk.decoder.layers[int(local)].layer_number
-            name = f"decoder.layers.{number}.{rest}"
-        if tied and name == "output_layer.weight":
+            name = f"decoder.layers.{number}.{_global_expert(chunk.config, rest)}"
+        if tied and name == "output_layer.weight" and not hasattr(chunk, "embedding"):
             name = "embedding.word_embeddings.weight"
         yield name, parameter
+
+
+def _global_expert(config: TransformerConfig, name: str) -> str:
+    """The name of a layer's parameter with the expert's number among all of the layer's."""
+    before, found, after = name.partition("local_experts.")
+    if not found:
+        return name
+    local, rest = after.split(".", 1)
+    here = config.num_moe_experts // config.expert_model_parallel_size
+    return f"{before}{found}{int(local) + here * parallel_state.get_expert_model_parallel_rank()}.{rest}"
 
 
 def fill_weights(chunk: torch.nn.Module, model: Model) -> None:
@@ -206,11 +239,12 @@ def batches(case: Case, step: int, evaluation: bool = False) -> list[torch.Tenso
 def forward_step(per_token: bool, data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
     """What a training script passes as `forward_step_func`. Half of the tokens of the first sequence are masked."""
     tokens = next(data_iterator)
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    positions = torch.arange(inputs.shape[1]).expand_as(inputs)
-    mask = torch.ones(labels.shape)
-    mask[0, : labels.shape[1] // 2] = 0
-    output = model(inputs, positions, None, labels=labels)
+    positions = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
+    mask = torch.ones(positions.shape)
+    mask[0, : mask.shape[1] // 2] = 0
+    inputs, labels, positions, mask = map(of_this_rank, (tokens[:, :-1], tokens[:, 1:], positions, mask))
+    more = {} if get_model_config(model).mtp_num_layers is None else {"loss_mask": mask}
+    output = model(inputs, positions, None, labels=labels, **more)
 
     def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
         total = torch.sum(output.float().view(-1) * mask.view(-1))
@@ -230,13 +264,20 @@ class Run:
         self.case = case
         set_up_parallel_state(case)
         self.config = make_config(case)
-        chunks = build_chunks(case, self.config)
+        MTPLossLoggingHelper.tracker = {}  # its size is that of the first run
+        self.loop = LOOPS[case.loop](self.config, functools.partial(forward_step, case.model.per_token_loss))
+        chunks = [self.loop.wrapped(chunk, self._other_chunk) for chunk in build_chunks(case, self.config)]
         if case.split_weight_grad:
             split_weight_grad(chunks)
         self.chunks = self._wrap(chunks)
         self.optimizer = self._optimizer()
         self._hook_config()
         self.losses: list[torch.Tensor] = []
+
+    def _other_chunk(self, **sizes: Any) -> torch.nn.Module:
+        """The first model chunk of this rank's, with other sizes."""
+        case = dataclasses.replace(self.case, model=dataclasses.replace(self.case.model, **sizes))
+        return build_chunk(case, make_config(case), 0 if case.vp else None)
 
     def _wrap(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         case = self.case
@@ -285,29 +326,36 @@ class Run:
             config.grad_scale_func = self.optimizer.scale_loss
 
     def schedule(self, step: int, forward_only: bool, evaluation: bool = False) -> list[Any]:
+        return self._call(self._iterators(step, evaluation), forward_only)
+
+    def _iterators(self, step: int, evaluation: bool = False) -> list[Any]:
+        return self.loop.iterators(batches(self.case, step, evaluation), len(self.chunks))
+
+    def _call(self, iterators: list[Any], forward_only: bool) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         case = self.case
-        data = batches(case, step, evaluation)
-        iterators = [iter(data) for _ in self.chunks]
         return get_forward_backward_func()(
-            forward_step_func=functools.partial(forward_step, case.model.per_token_loss),
+            forward_step_func=self.loop.forward_step,
             data_iterator=iterators if case.vp else iterators[0],
             model=self.chunks if case.vp else self.chunks[0],
             num_microbatches=case.microbatches,
             seq_length=case.model.seq,
             micro_batch_size=case.model.micro_batch,
             forward_only=forward_only,
+            **self.loop.arguments(),
         )
 
     def step(self, step: int) -> None:
-        for chunk in self.chunks:
-            if not self.case.forward_only:
-                chunk.zero_grad_buffer()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
-        with torch.no_grad() if self.case.forward_only else contextlib.nullcontext():
-            reports = self.schedule(step, self.case.forward_only)
+        iterators = self._iterators(step)
+        for _ in self.loop.runs(iterators):
+            for chunk in self.chunks:
+                if not self.case.forward_only:
+                    chunk.zero_grad_buffer()
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
+            with torch.no_grad() if self.case.forward_only else contextlib.nullcontext():
+                reports = self._call(iterators, self.case.forward_only)
         self.losses += [report["loss"].reshape(-1) for report in reports]
         if self.optimizer is not None:
             self.optimizer.step()
@@ -316,7 +364,7 @@ class Run:
         """A forward-only pass between training steps; must leave gradients and config as they are."""
         before = {name: grad.clone() for name, grad in self.gradients().items()}
         fields = dict(vars(self.config))
-        with torch.no_grad():
+        with self.loop.evaluation():
             self.schedule(step, forward_only=True, evaluation=True)
         changed = [name for name, grad in self.gradients().items() if not torch.equal(grad, before[name])]
         changed += [
@@ -370,6 +418,7 @@ def run_job(job: Job) -> dict[str, Any]:
         "losses": run.losses,
         "grads": {name: grad.clone() for name, grad in run.gradients().items()},
         "params": {name: value.clone() for name, value in run.parameters().items()} if case.optimizer else {},
+        "notes": run.loop.notes,
     }
     rank = dist.get_rank()
     if job.save is not None:
@@ -382,39 +431,3 @@ def run_job(job: Job) -> dict[str, Any]:
     if job.reference is not None:
         report.update(compare(snapshot, read_reference(job, rank), case))
     return report
-
-
-def read_reference(job: Job, rank: int) -> dict[str, Any]:
-    """What this rank is compared with: its own file, or those of all ranks of its pipeline together."""
-    assert job.reference is not None
-    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    paths = [job.reference.format(rank=other) for other in (ranks if job.other_cut else [rank])]
-    parts = [torch.load(path, weights_only=True) for path in paths]
-    return {
-        "losses": next((part["losses"] for part in parts if part["losses"]), []),
-        **{kind: {n: t for part in parts for n, t in part[kind].items()} for kind in ("grads", "params")},
-    }
-
-
-def compare(snapshot: dict[str, Any], reference: dict[str, Any], case: Case) -> dict[str, Any]:
-    """Largest differences of losses, gradients and parameters; a non-finite number counts as inf."""
-    result: dict[str, Any] = {"compared": len(snapshot["grads"])}
-    if snapshot["losses"]:
-        if len(snapshot["losses"]) != len(reference["losses"]):
-            raise AssertionError(f"{len(snapshot['losses'])} losses reported, {len(reference['losses'])} expected")
-        result["loss_difference"] = difference(torch.stack(snapshot["losses"]), torch.stack(reference["losses"]))
-    expected = (
-        {n: torch.full_like(g, 0.5) for n, g in snapshot["grads"].items()} if case.forward_only else reference["grads"]
-    )
-    result["grad_difference"] = max(difference(grad, expected[name]) for name, grad in snapshot["grads"].items())
-    if snapshot["params"] and reference["params"]:
-        result["param_difference"] = max(
-            difference(value, reference["params"][name]) for name, value in snapshot["params"].items()
-        )
-    return result
-
-
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    if not bool(torch.isfinite(ours).all()):
-        return float("inf")
-    return float((ours - theirs).abs().max())

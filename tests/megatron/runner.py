@@ -166,6 +166,7 @@ def merge(reports: list[dict[str, Any]]) -> Outcome:
         loss_difference=largest("loss_difference"),
         grad_difference=largest("grad_difference"),
         param_difference=largest("param_difference"),
+        note_difference=largest("note_difference"),
         grad_size=largest("grad_size") or 0.0,
         compared=sum(report.get("compared", 0) for report in reports),
         losses=next((report["losses"] for report in reversed(reports) if report["losses"]), []),
@@ -174,13 +175,16 @@ def merge(reports: list[dict[str, Any]]) -> Outcome:
     )
 
 
-def run_jobs(jobs: list[Job], deadline: float = 600.0, on_outcome: Any = None) -> list[Outcome]:
+def run_jobs(
+    jobs: list[Job], deadline: float = 600.0, on_outcome: Any = None, checkout: str | None = None
+) -> list[Outcome]:
     """Have the jobs run by this module's process, and return one Outcome per job.
 
     deadline: seconds for all of them together; then the ranks are killed and the rest reported as "hang".
     on_outcome(job, outcome): called for each as it comes.
+    checkout: folder whose Megatron-core is used instead of the installed one.
     """
-    process = _process()
+    process = _process(checkout)
     assert process.stdin is not None
     outcomes: list[Outcome] = []
     end = time.monotonic() + deadline
@@ -202,11 +206,11 @@ def run_jobs(jobs: list[Job], deadline: float = 600.0, on_outcome: Any = None) -
 
 
 @functools.cache
-def _process() -> subprocess.Popen[bytes]:
-    """The process that serves this one, for as long as this one lives."""
+def _process(checkout: str | None) -> subprocess.Popen[bytes]:
+    """The process that serves this one, for as long as this one lives; one for each checkout."""
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), checkout, environment.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.megatron.runner"],
         stdin=subprocess.PIPE,
