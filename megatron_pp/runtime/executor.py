@@ -25,6 +25,7 @@ from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
 from megatron_pp.plan.tasks import Key, MessageKey, Task
 from megatron_pp.runtime.compute import Activation, Steps
 from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.runtime.joint_pair import JointPair, RunJointly
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.pairs import PairRunner
@@ -117,9 +118,10 @@ class PlanExecutor:
             ins.GRAD_SYNC: self._grad_sync,
             ins.BATCH: self._batch,
         }
+        unobserved = handlers
         if self.observer is not None:
             handlers = {op: partial(self._observed, handler) for op, handler in handlers.items()}
-        return {**handlers, ins.PAIR: partial(self._pair, handlers)}
+        return {**handlers, ins.PAIR: partial(self._pair, handlers, unobserved)}
 
     def _observed(self, handler: Handler, at: Task) -> None:
         self.observer.begin(at.instruction)
@@ -204,10 +206,13 @@ class PlanExecutor:
         completing = (at for at in ins.each(self.program) if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
         return self.weights.step({at.chunk: at.mb for at in completing})
 
-    def _pair(self, handlers: dict[str, Handler], pair: Task) -> None:
-        """Both halves as the user's function runs them; one after the other where there is none."""
+    def _pair(self, handlers: dict[str, Handler], unobserved: dict[str, Handler], pair: Task) -> None:
+        """Both halves as the user's function, or else the model's, runs them; in turn where there is neither."""
+        jointly: RunJointly | None = getattr(self.steps, "forward_and_backward", None)
         if self.pair_runner is not None:
             self.pair_runner.run(pair, handlers)
+        elif jointly is not None:
+            JointPair(self, handlers, unobserved, pair).run(jointly)
         else:
             for at in pair.members:
                 handlers[at.op](at)

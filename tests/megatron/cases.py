@@ -40,6 +40,7 @@ class Case:
     vp: int | None = None
     tp: int = 1
     dp: int = 1
+    ep: int = 1  # over the data-parallel ranks
     microbatches: int = 8
     policy: str = "plain"
     deallocate: bool = True

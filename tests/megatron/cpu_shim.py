@@ -17,6 +17,8 @@ What is redirected, and why Megatron needs it:
 | `Tensor.type()`                                         | `torch.cuda.…Tensor`    | sorting of parameters by type   |
 | `torch.cuda.is_available/current_device/synchronize/…`  | False, the CPU, nothing | parallel_state, timers          |
 | `torch.cuda.Stream/Event/stream/current_stream/…`       | objects that do nothing | DDP, MoE dispatchers            |
+| `Tensor.record_stream`                                  | nothing                 | schedule plans of combined 1F1B |
+| split sizes of `all_to_all_single` that are tensors     | lists                   | MoE dispatchers, on the CPU     |
 | `torch.cuda` random state (get, set, seed)              | the CPU generator       | dropout and initialisation      |
 | `tensor_parallel.random._get/_set_cuda_rng_state`       | the CPU generator       | the random-state tracker        |
 | `torch.cuda.nvtx`                                       | nothing                 | profiling ranges                |
@@ -121,6 +123,7 @@ def _redirect_devices() -> None:
     tensor_class: Any = torch.Tensor
     tensor_class.type = type_
     tensor_class.cuda = lambda tensor, *args, **kwargs: tensor
+    tensor_class.record_stream = lambda tensor, stream: None
 
 
 def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,6 +212,7 @@ def _redirect_distributed() -> None:
 
     c10d._coalescing_manager = _one_by_one
     dist._coalescing_manager = _one_by_one  # type: ignore[attr-defined]
+    _lists_of_sizes("all_to_all_single")
     for name in ("all_reduce", "reduce_scatter_tensor", "_reduce_scatter_base"):
         _average_by_hand(name)
     for name in (
@@ -233,6 +237,19 @@ def _gloo_for_nccl(name: str) -> None:
 
     setattr(dist, name, wrapped)
     setattr(sys.modules["torch.distributed.distributed_c10d"], name, wrapped)
+
+
+def _lists_of_sizes(name: str) -> None:
+    """Where there is a GPU, dispatchers copy split sizes to the host, which leaves none that is a tensor."""
+    original = getattr(dist, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for size in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(size), torch.Tensor):
+                kwargs[size] = kwargs[size].tolist()
+        return original(*args, **kwargs)
+
+    setattr(dist, name, wrapped)
 
 
 class _Collected:

@@ -15,6 +15,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from tests.megatron import cpu_shim
@@ -45,20 +46,22 @@ from tests.megatron.cases import Case, Job, Model  # noqa: E402
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
 Tensors = dict[str, torch.Tensor]
+# The sizes for which parallel_state was last set up here.
+_CUT: ContextVar[tuple[Any, ...] | None] = ContextVar("cut", default=None)
 
 
 def set_up_parallel_state(case: Case) -> None:
     """Megatron's process groups for the case, made anew only when the cut differs from the last one."""
-    wanted = (case.pp, case.tp)
-    if not parallel_state.model_parallel_is_initialized() or wanted != (
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    ):
+    wanted = (case.pp, case.tp, case.ep)
+    if not parallel_state.model_parallel_is_initialized() or wanted != _CUT.get():
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=case.tp, pipeline_model_parallel_size=case.pp
+            tensor_model_parallel_size=case.tp,
+            pipeline_model_parallel_size=case.pp,
+            expert_model_parallel_size=case.ep,
         )
+        _CUT.set(wanted)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(case.vp)
     model_parallel_cuda_manual_seed(1234, **_force_reset())
 
@@ -100,6 +103,7 @@ def make_config(case: Case) -> TransformerConfig:
         deallocate_pipeline_outputs=case.deallocate,
         variable_seq_lengths=case.variable_shapes,
         moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=case.ep,
         **moe,
         **dict(model.extra_config),
     )
@@ -168,10 +172,20 @@ def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torc
         if name.startswith("decoder.layers."):
             _, _, local, rest = name.split(".", 3)
             number = chunk.decoder.layers[int(local)].layer_number
-            name = f"decoder.layers.{number}.{rest}"
+            name = f"decoder.layers.{number}.{_global_expert(chunk.config, rest)}"
         if tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         yield name, parameter
+
+
+def _global_expert(config: TransformerConfig, name: str) -> str:
+    """The name of a layer's parameter with the expert's number among all of the layer's."""
+    before, found, after = name.partition("local_experts.")
+    if not found:
+        return name
+    local, rest = after.split(".", 1)
+    here = config.num_moe_experts // config.expert_model_parallel_size
+    return f"{before}{found}{int(local) + here * parallel_state.get_expert_model_parallel_rank()}.{rest}"
 
 
 def fill_weights(chunk: torch.nn.Module, model: Model) -> None:
