@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from megatron_pp.errors import PlanError
+from megatron_pp.errors import InstructionError, PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import neighbour_of
 from megatron_pp.plan.instruction import NONE, Instruction
@@ -90,13 +90,27 @@ def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | No
         if walk.state(block.microbatches) != before:
             raise RepetitionError(f"rank {rank}: tensors or microbatches differ between both ends of the block")
     together = max(together, max(timeline, default=0))
+    _check_pairs(plan, rank)
     check_syncs(plan, rank)
     return RankPeaks(Memory(*walk.peaks), together)
 
 
+def _check_pairs(plan: Plan, rank: int) -> None:
+    """Members of a pair that are in their order one by one may still not belong there."""
+    for at in plan.programs[rank]:
+        if at.op == ins.PAIR:
+            try:
+                ins.pair(*at.members)
+            except InstructionError as error:
+                raise PlanError(
+                    f"rank {rank}: {error}: what needs the pair's last weight gradient, or a tensor of another "
+                    "operation, stands after or before it"
+                ) from error
+
+
 def _timed_length(program: Sequence[Instruction]) -> int:
-    """Its length as ``Plan.timed`` counts, with the halves of a pair by themselves."""
-    return len(program) + sum(at.op == ins.PAIR for at in program)
+    """Its length as ``Plan.timed`` counts, with the members of a pair by themselves."""
+    return len(program) + sum(len(at.members) - 1 for at in program if at.op == ins.PAIR)
 
 
 def tensors_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:

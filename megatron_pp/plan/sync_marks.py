@@ -116,7 +116,7 @@ class _Check:
         self.syncs: list[tuple[int, Instruction]] = []
         for k, entry in enumerate(self.program):
             if entry.op in ins.COMPUTE_OPS:
-                for at in entry.members or (entry,):
+                for at in ins.halves(entry):
                     self._note(k, at)
             elif entry.op in SYNC_OPS:
                 self.syncs.append((k, entry))
