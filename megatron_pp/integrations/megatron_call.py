@@ -14,82 +14,15 @@ from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import v_step
-from megatron_pp.integrations.freed_outputs import freed_output, take_freed_outputs
+from megatron_pp.integrations.combined import CombinedSteps, is_combined
+from megatron_pp.integrations.freed_outputs import take_freed_outputs
 from megatron_pp.integrations.megatron_release import Megatron
-from megatron_pp.integrations.v_placement import ChunkPlace
-from megatron_pp.module_attributes import wrapped_attribute
-from megatron_pp.plan.orders import INTERLEAVED
+from megatron_pp.integrations.megatron_steps import MegatronSteps, StepsInV
+from megatron_pp.plan.orders import COMBINED, INTERLEAVED
 from megatron_pp.plan.placement import V_SHAPE
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
-from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions
 from megatron_pp.runtime.step import StepCall
-
-
-class MegatronSteps:
-    """Runs a microbatch through a chunk with the `forward_step` and `backward_step` of the installed Megatron-core, so
-    that MoE's auxiliary loss scale, multi-token prediction, context-parallel loss factors and CUDA graph flags are that
-    release's. `record` holds the reports of the loss function and this rank's number of tokens.
-    """
-
-    def __init__(self, megatron: Megatron, call: MegatronCall, options: StepOptions) -> None:
-        self.schedules = megatron.schedules
-        self.inputs = call.inputs
-        self.config = call.config
-        self.config_of_backward = call.overridden_config
-        self.deallocates = call.settings.deallocate_pipeline_outputs
-        self.options = options
-        self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=call.communicator.device))
-        known = {
-            "model_type": wrapped_attribute(call.inputs.chunks[0], "model_type"),
-            "pipeline_model_parallel_size": call.communicator.size,
-        }
-        self.more_for_backward = {name: known[name] for name in megatron.row.backward_only}
-
-    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
-        """Megatron's `forward_step`; on the last stage the result is the scaled loss."""
-        inputs, options = self.inputs, self.options
-        flags = options.checkpoint_flags
-        output, num_tokens = self.schedules.forward_step(
-            inputs.forward_step_func,
-            inputs.data_iterators[chunk],
-            inputs.chunks[chunk],
-            inputs.num_microbatches,
-            input_tensor,
-            self.record.data,
-            self.config,
-            cp_group_size=options.cp_size,
-            collect_non_loss_data=inputs.collect_non_loss_data,
-            checkpoint_activations_microbatch=None if flags is None else flags[(chunk, mb)],
-            is_first_microbatch=self.schedules.check_first_val_step(
-                inputs.first_val_step, inputs.forward_only, mb == 0
-            ),
-            current_microbatch=mb,
-            vp_stage=chunk if inputs.chunked else None,
-            is_last_stage=options.is_last_stage[chunk],
-        )
-        if options.is_last_stage[chunk]:  # elsewhere Megatron counts none
-            self.record.num_tokens += num_tokens
-        return output
-
-    def backward(
-        self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
-    ) -> Activation:
-        """Megatron's `backward_step`; the gradient of `input_tensor`."""
-        if output_grad is not None and self.deallocates:
-            # Megatron requires a freed output here, also where its send is still pending.
-            output = self.backward_root(output)
-        return self.schedules.backward_step(
-            input_tensor=input_tensor,
-            output_tensor=output,
-            output_tensor_grad=output_grad,
-            config=self.config_of_backward,
-            **self.more_for_backward,
-        )
-
-    def backward_root(self, output: Activation) -> Any:
-        """What Megatron's `backward_step` can start from, without the data."""
-        return freed_output(output)
 
 
 def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
@@ -100,18 +33,6 @@ def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
     config = copy.copy(config)
     vars(config).update(changed)
     return config
-
-
-class StepsInV(MegatronSteps):
-    """A forward asks Megatron for its data, as seen from the stage that the chunk holds."""
-
-    def __init__(self, megatron: Megatron, call: MegatronCall, options: StepOptions) -> None:
-        super().__init__(megatron, call, options)
-        self.places = [ChunkPlace(megatron.parallel_state, chunk) for chunk in range(len(call.inputs.chunks))]
-
-    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
-        with self.places[chunk]:
-            return super().forward(chunk, mb, input_tensor)
 
 
 class MegatronCall(StepCall):
@@ -144,7 +65,7 @@ class MegatronCall(StepCall):
         """Raises ScheduleInputError for a number of microbatches that Megatron's interleaved schedule refuses, as it
         costs throughput."""
         spec = self.spec
-        if spec.schedule != INTERLEAVED or spec.pipeline_size == 1:
+        if spec.schedule not in (INTERLEAVED, COMBINED) or spec.num_chunks == 1 or spec.pipeline_size == 1:
             return
         sizes = spec.num_microbatches, spec.pipeline_size, spec.num_chunks, spec.group_size or None
         count = explain_microbatch_count(*sizes)
@@ -162,8 +83,15 @@ class MegatronCall(StepCall):
         """For those functions of Megatron's that read fields which `install()` may override."""
         return with_overrides(self.config, self.overrides)
 
+    @property
+    def joins_pairs(self) -> bool:
+        return is_combined(self.config, self.inputs.forward_only)
+
     def read_settings(self) -> StepSettings:
-        return StepSettings.from_config(self.config, self.overrides)
+        settings = StepSettings.from_config(self.config, self.overrides)
+        if self.joins_pairs and settings.pipeline_schedule is None:
+            return settings._replace(pipeline_schedule=COMBINED)
+        return settings
 
     def begin(self) -> None:
         config, schedules = self.config, self.megatron.schedules
@@ -194,8 +122,10 @@ class MegatronCall(StepCall):
         return self.megatron.current_iteration() if given is None else given
 
     def make_steps(self, plan: Plan) -> MegatronSteps:
-        kind = StepsInV if self.in_v else MegatronSteps
-        return kind(self.megatron, self, self.step_options(plan))
+        given = self.megatron, self, self.overridden_config, self.step_options(plan)
+        if self.joins_pairs:
+            return CombinedSteps(*given, in_v=self.in_v)
+        return StepsInV(*given) if self.in_v else MegatronSteps(*given)
 
     def finish(self, steps: MegatronSteps) -> None:
         """The calls of Megatron's schedules after the last backward, in their order."""

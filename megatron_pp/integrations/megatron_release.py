@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -18,6 +20,15 @@ from megatron_pp.integrations.megatron_reads import unknown_reads
 
 
 @dataclass(frozen=True)
+class Combined:
+    """What the installed release has for combined 1F1B: its step, and the function that makes its streams."""
+
+    step: Callable[..., Any]
+    set_streams: Callable[..., Any]
+    takes_priority: bool
+
+
+@dataclass(frozen=True)
 class Megatron:
     """Megatron-core as it is installed.
 
@@ -25,6 +36,7 @@ class Megatron:
     row            its row of the table
     multi_module   the classes that stand for pipelines of several modules
     unknown_reads  what its schedules make use of and is unknown here, in words; None where there is nothing
+    combined       what it has for combined 1F1B; None where it has nothing, or with another signature
     """
 
     version: str
@@ -33,6 +45,7 @@ class Megatron:
     parallel_state: ModuleType
     multi_module: tuple[type, ...] = ()
     unknown_reads: str | None = None
+    combined: Combined | None = None
 
     def require_initialised(self) -> None:
         """Raises ScheduleInputError unless the process groups of a pipeline exist."""
@@ -123,7 +136,20 @@ def load_megatron() -> Megatron:
     versions.check_signatures(schedules, row, version)
     state = importlib.import_module("megatron.core.parallel_state")
     unknown = unknown_reads(schedules, versions.release_of(version), version)
-    return Megatron(version, row, schedules, state, _multi_module_classes(), unknown)
+    return Megatron(version, row, schedules, state, _multi_module_classes(), unknown, _combined())
+
+
+def _combined() -> Combined | None:
+    try:
+        step = importlib.import_module("megatron.core.pipeline_parallel.combined_1f1b").combined_forward_backward_step
+        set_streams = importlib.import_module("megatron.core.pipeline_parallel.utils").set_streams
+    except (ImportError, AttributeError):
+        return None
+    parameters, passed = inspect.signature(step).parameters, versions.COMBINED_STEP
+    needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+    if not needed <= set(passed) <= set(parameters):
+        return None
+    return Combined(step, set_streams, "high_priority" in inspect.signature(set_streams).parameters)
 
 
 _MULTI_MODULE = (

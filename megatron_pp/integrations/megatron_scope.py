@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
+from megatron_pp.integrations.combined import is_combined, reason_not_combined
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_versions import Row, entry_keywords
 from megatron_pp.module_attributes import wrapped_attribute
@@ -31,7 +32,7 @@ def reason_not_served(megatron: Megatron, arguments: Mapping[str, Any]) -> str |
     """
     if unknown := _unknown(megatron.row, arguments):
         return f"the keyword argument {unknown[0]!r} of this release's schedules, which it does not know"
-    return _unserved_groups(megatron, arguments) or _unserved_config(arguments)
+    return _unserved_groups(megatron, arguments) or _unserved_config(megatron, arguments)
 
 
 def _unknown(row: Row, arguments: Mapping[str, Any]) -> list[str]:
@@ -62,11 +63,12 @@ def _own_transfers(communicator: Any, base: type) -> list[str]:
     return [name for name in names if name in own or getattr(kind, name, None) is not getattr(base, name)]
 
 
-def _unserved_config(arguments: Mapping[str, Any]) -> str | None:
+def _unserved_config(megatron: Megatron, arguments: Mapping[str, Any]) -> str | None:
     model = arguments.get("model")
-    config = wrapped_attribute(model[0] if isinstance(model, (list, tuple)) and model else model, "config")
-    if getattr(config, "overlap_moe_expert_parallel_comm", False) and not arguments.get("forward_only", False):
-        return "the combined 1F1B that hides MoE's all-to-all (config.overlap_moe_expert_parallel_comm)"
+    chunk = model[0] if isinstance(model, (list, tuple)) and model else model
+    config = wrapped_attribute(chunk, "config")
+    if is_combined(config, arguments.get("forward_only", False)) and (reason := reason_not_combined(megatron, chunk)):
+        return reason
     if getattr(config, "hybrid_context_parallel", False):
         return "hybrid context parallelism (config.hybrid_context_parallel)"
     if getattr(config, "use_ring_exchange_p2p", False):

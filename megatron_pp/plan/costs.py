@@ -26,6 +26,8 @@ class StageCosts:
     backward        B: input and weight gradients together
     backward_input  I: input gradients only
     weight          W
+    pair_sends      of the time that both halves of a pair take, the shares after which its output and its input
+                    gradient are there, where they are sent within it; (1, 1): when it is over
 
     Raises PlanError for lists of different lengths, and for times that are negative or not finite.
     """
@@ -34,8 +36,11 @@ class StageCosts:
     backward: tuple[float, ...]
     backward_input: tuple[float, ...]
     weight: tuple[float, ...]
+    pair_sends: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
+        if len(self.pair_sends) != 2 or not all(0 <= share <= 1 for share in self.pair_sends):
+            raise PlanError(f"pair_sends is {self.pair_sends!r}; it must be two shares of a pair's time, from 0 to 1")
         for name in ("backward", "backward_input", "weight"):
             if len(getattr(self, name)) != len(self.forward):
                 given = len(getattr(self, name))
@@ -86,7 +91,8 @@ class StageCosts:
         if n % count and count % n:
             raise PlanError(f"times of {n} stages cannot be regrouped into {count}; give a multiple or a divisor of it")
         lists = (self.forward, self.backward, self.backward_input, self.weight)
-        return StageCosts(*(_regrouped(times, count) for times in lists))
+        forward, backward, backward_input, weight = (_regrouped(times, count) for times in lists)
+        return StageCosts(forward, backward, backward_input, weight, self.pair_sends)
 
     def of(self, op: str, stage: int) -> float:
         """Time of a single compute operation of ``stage``."""

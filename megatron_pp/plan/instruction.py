@@ -2,8 +2,9 @@
 
 ``F0.3`` is the forward of chunk 0, microbatch 3; ``SEND_F0.3`` the send of its output; ``GRAD_SYNC1`` the gradient sync
 of chunk 1 (no microbatch); ``[SEND_F0.3 RECV_B0.2]`` a batch of sends and receives that go out as one grouped call;
-``(F0.3 B1.2)`` a forward and the full backward of another microbatch that run as one. A slice of a sequence and a named
-tensor, where there are any, follow the microbatch: ``F0.3s1``, ``SEND_F0.3:skip``.
+``(F0.3 B1.2)`` a forward and the full backward of another microbatch that run as one, and ``(F0.3 SEND_F0.3 B1.2
+SEND_B1.2)`` the same with their sends, which go out before the pair is over. A slice of a sequence and a named tensor,
+where there are any, follow the microbatch: ``F0.3s1``, ``SEND_F0.3:skip``.
 
 A text names the chunk on its rank (Megatron's ``vp_stage``). An instruction also holds what follows from it and its
 rank: the stage, and the peer of a communication. ``Placement.place`` writes them into a whole program.
@@ -23,7 +24,7 @@ FORWARD = "F"  # run the chunk; on the last stage also the loss function
 BACKWARD = "B"  # input and weight gradients
 INPUT_GRAD = "I"  # input gradients only; the weight gradients are left for W
 WEIGHT_GRAD = "W"  # the weight gradients that I left
-PAIR = "PAIR"  # a forward and a full backward that run as one
+PAIR = "PAIR"  # a forward and a full backward that run as one, each with its send behind it where that goes out within
 # Activations, from a stage to the one after it.
 RECV_F = "RECV_F"  # allocate the buffer and post the receive of the stage's input; never blocks
 WAIT_F = "WAIT_F"  # wait for that receive
@@ -61,6 +62,9 @@ ALL_OPS = SINGLE_OPS | GROUP_OPS
 
 POST_OF = {WAIT_F: RECV_F, WAIT_B: RECV_B, FREE_F: SEND_F, FREE_B: SEND_B}
 """What a WAIT or FREE waits for."""
+
+SENT_BY = {FORWARD: SEND_F, BACKWARD: SEND_B}
+"""What sends the result of a pair's half."""
 
 NONE = -1  # a stage that is not placed, no microbatch, no peer, no slice
 _new = tuple.__new__  # makes an Instruction in a third of the time of Instruction(...)
@@ -166,15 +170,30 @@ def batch(members: Iterable[Instruction]) -> Instruction:
     return Instruction(BATCH, members=inside)
 
 
-def pair(forward: Instruction, backward: Instruction) -> Instruction:
-    """The two as one instruction. Raises InstructionError unless they are a forward and the full backward of another
-    microbatch.
+def pair(*members: Instruction) -> Instruction:
+    """The members as one instruction. Raises InstructionError unless they are a forward and the full backward of
+    another microbatch, each with nothing behind it or with the send of what it has made.
     """
-    if not may_pair(forward, backward):
+    two = [at for at in members if at.op in SINGLE_COMPUTE_OPS]
+    in_place = members[:1] == tuple(two[:1]) and all(map(_may_follow, members[1:], members))
+    if not in_place or len(two) != 2 or not may_pair(*two):
         raise InstructionError(
-            f"({forward} {backward}) is no pair; it holds a forward and the full backward (B) of another microbatch"
+            f"({' '.join(map(str, members))}) is no pair; it holds a forward and the full backward (B) of another "
+            "microbatch, each with at most its own send behind it"
         )
-    return Instruction(PAIR, members=(forward, backward))
+    return Instruction(PAIR, members=members)
+
+
+def _may_follow(at: Instruction, before: Instruction) -> bool:
+    """Whether ``at`` may stand right behind ``before`` in a pair: a send behind what has made the tensor."""
+    return at.op not in TRANSFER_OPS | SYNC_OPS | HAND_OPS or (
+        at.op == SENT_BY.get(before.op) and (at.stage, at.chunk, at.mb) == (before.stage, before.chunk, before.mb)
+    )
+
+
+def halves(at: Instruction) -> tuple[Instruction, ...]:
+    """The forward and the backward of a pair; any other instruction as it is."""
+    return tuple(m for m in at.members if m.op in SINGLE_COMPUTE_OPS) if at.op == PAIR else (at,)
 
 
 def may_pair(first: Instruction, second: Instruction) -> bool:
@@ -203,7 +222,7 @@ def each(program: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 def without_pairs(program: Iterable[Instruction]) -> Iterator[Instruction]:
-    """The program with the two halves of each pair in its place."""
+    """The program with the members of each pair in its place: its halves, and their sends."""
     return (one for at in program for one in (at.members if at.op == PAIR else (at,)))
 
 
@@ -233,7 +252,7 @@ def parse_instruction(text: str) -> Instruction:
 def _group(op: str, members: list[Instruction], text: str) -> Instruction:
     if op == BATCH:
         return batch(members)
-    if len(members) != 2:
+    if sum(at.op in SINGLE_COMPUTE_OPS for at in members) != 2:
         raise InstructionError(f"{text[:40]!r}: a pair has two members, a forward and a backward, as in (F0.3 B1.2)")
     return pair(*members)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from megatron_pp.errors import PlanError
+from megatron_pp.errors import InstructionError, PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import neighbour_of
 from megatron_pp.plan.instruction import NONE, Instruction
@@ -93,13 +93,28 @@ def check_rank(plan: Plan, rank: int, deallocate: bool = True, block: Block | No
         if walk.state(block.microbatches) != before:
             raise RepetitionError(f"rank {rank}: tensors or microbatches differ between both ends of the block")
     together = max(together, max(timeline, default=0))
+    _check_pairs(plan, rank)
     check_syncs(plan, rank)
     return RankPeaks(Memory(*walk.peaks), together)
 
 
+def _check_pairs(plan: Plan, rank: int) -> None:
+    """Members of a pair that are in their order one by one may still not belong there."""
+    for at in plan.programs[rank]:
+        if at.op == ins.PAIR:
+            try:
+                ins.pair(*at.members)
+            except InstructionError as error:
+                raise PlanError(
+                    f"rank {rank}: {error}: what needs the pair's last weight gradient, or a tensor of another "
+                    "operation, stands after or before it"
+                ) from error
+
+
 def _timed_length(program: Sequence[Instruction]) -> int:
-    """Its length as ``Plan.timed`` counts, with the halves of a pair by themselves."""
-    return len(program) + [at.op for at in program].count(ins.PAIR)
+    """Its length as ``Plan.timed`` counts, with the members of a pair by themselves."""
+    pairs = [len(at.members) for at in program if at.op == ins.PAIR]
+    return len(program) + sum(pairs) - len(pairs)
 
 
 def tensors_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:

@@ -19,7 +19,9 @@ nothing hangs.
 At one boundary receives are posted before sends wherever that is free (one-way channels, and within a batch): gloo
 announces a receive in the data of the other direction, behind a message that is already on its way.
 
-With ``overlap_pairs``, a pair is one entry: what its halves wait for comes before it, what they send after it.
+With ``overlap_pairs``, a pair is one entry: what its halves wait for comes before it, what they send after it. Where
+receives are posted ahead and no device is synchronised, sends go out within it, each when its half has made the tensor.
+Both rounds stay the pair's end: in whole slots no other rank can begin with either before.
 
 With ``shared`` channels, both ends must post in one order: posts then stand in the order of rounds, no receive ahead of
 its round. With ``variable_shapes`` a receive is complete only once its shape has come, so it is waited at its round's
@@ -49,8 +51,10 @@ from megatron_pp.plan.instruction import (
     NONE,
     RECV_OPS,
     SEND_OPS,
+    SENT_BY,
     Instruction,
     batch,
+    pair,
     pair_up,
     placed,
 )
@@ -145,6 +149,8 @@ class _RankLowering:
         self.result_ends = clocked.result_ends
         self.lookahead = 0 if DEVICE_SYNC in spec.device else spec.lookahead
         self.looks_ahead = spec.policy == OVERLAP and spec.channels == ONE_WAY and not spec.variable_shapes
+        self.sends_within = self.looks_ahead and DEVICE_SYNC not in spec.device
+        self.within: dict[tuple[int, str], Instruction] = {}  # by entry of a pair and op: its sends
         self.posts: dict[int, list[_Post]] = defaultdict(list)
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
@@ -154,7 +160,10 @@ class _RankLowering:
     def program(self) -> list[Instruction]:
         sends, receives = self._messages()
         for send in sends:
-            self.posts[send.use + 1].append(send)
+            if self.sends_within and self.order[send.use].members:
+                self.within[(send.use, send.post.op)] = send.post
+            else:
+                self.posts[send.use + 1].append(send)
         if self.spec.policy == OVERLAP:
             self._place_releases(sends)
         if self.spec.policy == OVERLAP and not self.spec.variable_shapes:
@@ -298,8 +307,13 @@ class _RankLowering:
                     program += map(_SECOND, sorted(inputs[i], key=_FIRST))
                 if i in before:
                     program += before[i]
-                program.append(entry)
+                program.append(self._with_sends(i, entry) if entry.members else entry)
         return program
+
+    def _with_sends(self, i: int, entry: Instruction) -> Instruction:
+        """The pair with those of its sends that go out within it."""
+        found = ((at, self.within.get((i, SENT_BY[at.op]))) for at in entry.members)
+        return pair(*(at for both in found for at in both if at is not None))
 
     def _emit_posts(self, posts: list[_Post], program: list[Instruction]) -> None:
         if self.spec.policy == BATCHED:

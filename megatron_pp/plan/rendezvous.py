@@ -7,6 +7,9 @@
 ``one_queue``    Besides, what is posted behind an unfinished operation of its own queue holds back all that follows on
                  its rank, compute included: with CUDA_DEVICE_MAX_CONNECTIONS=1 everything goes through one hardware
                  queue, whose head waits for the stream that it belongs to.
+The sends of a pair are posted in it, once their half has made its result: forward first, then backward, both before
+the pair is over. So under ``one_queue`` they may hold back the rest of it.
+
 ``device_sync``  Besides, compute holds back all that follows on its rank until everything that the rank has posted is
                  over, as ``torch.cuda.synchronize()`` within it does.
 
@@ -113,7 +116,7 @@ class _Run:
         if at.op in POST_OF:
             return self._await(rank, at)
         if at.op in ins.COMPUTE_OPS:
-            return self._unfinished(rank) if self.device_sync else None
+            return self._compute(rank, at)
         if at.op not in ins.POST_OPS and at.op != ins.BATCH:
             return None
         if self.shapes_first:
@@ -124,6 +127,13 @@ class _Run:
             if at.op == ins.BATCH and not shape.is_done:
                 return shape
         return self._in_front_of(self._once(rank, at, DATA))
+
+    def _compute(self, rank: int, at: Instruction) -> Entry | None:
+        """A pair's sends are posted in it, and may hold back its rest as they would what follows it."""
+        for one in at.members:
+            if one.op in ins.SEND_OPS and (held := self._execute(rank, one)) is not None:
+                return held
+        return self._unfinished(rank) if self.device_sync else None
 
     def _await(self, rank: int, at: Instruction) -> Entry | None:
         """What a WAIT or FREE still waits for."""
@@ -199,12 +209,12 @@ class _Run:
 
     def _held_at(self, rank: int) -> str:
         at = self.plan.programs[rank][self.at[rank]]
-        return f"{at}, which synchronises the device," if at.op in ins.COMPUTE_OPS else str(at)
+        return f"{at}, which synchronises the device," if at.op in ins.COMPUTE_OPS and self.device_sync else str(at)
 
     def _queued(self, rank: int, entry: Entry, head: End) -> str:
         """Which instruction of the rank stands behind ``head`` in its queue, where it is another one."""
         at = self.plan.programs[rank][self.at[rank]]
-        if at.op in ins.POST_OPS or at.op == ins.BATCH:
+        if at.op in ins.POST_OPS or at.op in ins.GROUP_OPS:
             return "" if head.entry.at is at else f" (its {at} is queued behind it, and all that follows behind that)"
         return "" if head.entry is entry else f" (its {entry.at} is queued behind it)"
 

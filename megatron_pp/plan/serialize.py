@@ -187,8 +187,9 @@ def _instruction(node: Any, position: int) -> Instruction:
         inside = [_instruction(member, position) for member in members]
         if op == ins.BATCH:
             return batch(inside)
-        if len(inside) != 2:
-            raise InstructionError(f"{where}: a PAIR has two members, not {len(inside)}")
+        two = sum(member.op in ins.SINGLE_COMPUTE_OPS for member in inside)
+        if two != 2:
+            raise InstructionError(f"{where}: a PAIR has two members, not {two}")
         return pair(*inside)
     tensor = node.get("tensor", "")
     if not isinstance(tensor, str):

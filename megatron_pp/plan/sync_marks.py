@@ -120,7 +120,7 @@ class _Check:
             if entry.op in SYNC_OPS:
                 self.syncs.append((k, entry))
             else:
-                for at in entry.members or (entry,):
+                for at in ins.halves(entry):
                     self._note(k, at)
 
     def _note(self, k: int, at: Instruction) -> None:

@@ -29,3 +29,9 @@ class Task:
         self.key: Key = (stage, mb)
         self.message: MessageKey = (ins.POST_OF.get(op, op), stage, mb)
         self.members = tuple(map(Task, members)) if members else ()
+
+    @property
+    def halves(self) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+        """Of a pair: its forward and its backward, each with its send where that goes out within the pair."""
+        second = next(i for i, at in enumerate(self.members) if at.op == ins.BACKWARD)
+        return self.members[:second], self.members[second:]

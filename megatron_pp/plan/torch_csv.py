@@ -73,12 +73,19 @@ def write_torch_csv(plan: Plan, comms: bool = False) -> str:
 
 
 def _comms_row(program: Sequence[Instruction]) -> list[str]:
-    flat = (one for at in program for one in (at.members if at.op == ins.BATCH else (at,)))
+    flat = (one for at in program for one in _with_posts(at))
     return [_cell(at) for at in flat if at.op in ins.COMPUTE_OPS or at.op in POST_OPS]
 
 
+def _with_posts(at: Instruction) -> Sequence[Instruction]:
+    """A batch's members; a pair, and behind it the sends that go out within it."""
+    if at.op == PAIR:
+        return pair(*ins.halves(at)), *(member for member in at.members if member.op in POST_OPS)
+    return at.members or (at,)
+
+
 def _compute_rows(plan: Plan) -> list[list[str]]:
-    orders = [[at for at in program if at.op in ins.COMPUTE_OPS] for program in plan.programs]
+    orders = [[_with_posts(at)[0] for at in program if at.op in ins.COMPUTE_OPS] for program in plan.programs]
     clocked = run_clock(orders, plan.placement)
     slots = max((ends[-1] for ends in clocked.ends if ends), default=0)
     rows = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -38,6 +38,39 @@ class Steps(Protocol):
 
     def backward_root(self, output: Activation) -> Any:
         """What ``backward`` needs of ``output`` once it has been sent, without its data."""
+        ...
+
+
+Ready = Callable[[Activation], None]  # is given a result as soon as it is there
+
+
+class ForwardHalf(NamedTuple):
+    """What ``Steps.forward`` is given."""
+
+    chunk: int
+    mb: int
+    input_tensor: Activation
+
+
+class BackwardHalf(NamedTuple):
+    """What ``Steps.backward`` is given."""
+
+    chunk: int
+    mb: int
+    input_tensor: Activation
+    output: Activation
+    output_grad: Activation
+
+
+class JointSteps(Steps, Protocol):
+    """Steps that can run a forward and the backward of another microbatch as one, operation by operation."""
+
+    def forward_and_backward(
+        self, forward: ForwardHalf, backward: BackwardHalf, on_output: Ready | None, on_input_grad: Ready | None
+    ) -> tuple[Activation, Activation]:
+        """What ``forward`` and ``backward`` return. ``on_output``, then ``on_input_grad`` are called with the two as
+        soon as they are there; the last weight gradients, and on the last stage the loss, may come after.
+        """
         ...
 
 

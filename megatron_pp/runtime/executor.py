@@ -25,6 +25,7 @@ from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
 from megatron_pp.plan.tasks import Key, MessageKey, Task
 from megatron_pp.runtime.compute import Activation, Steps
 from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.runtime.joint_pair import JointPair, RunJointly
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.pairs import PairRunner
@@ -70,6 +71,7 @@ class PlanExecutor:
         self.max_deferred = self.max_pending_sends if communicator.transport.pollable else 0
         self._finished_in_place = ins.FREE_B if STATIC_BUFFERS in plan.spec.device else None
         self._sync_open = False
+        self._sending: Instruction | None = None  # within a pair
 
     def run(self) -> None:
         """Execute every instruction. Afterwards this object holds no tensor or handle of the step."""
@@ -93,8 +95,8 @@ class PlanExecutor:
 
     @property
     def instruction(self) -> Instruction:
-        """The instruction that is being executed (the last one, after the end)."""
-        return self.program[self.position]
+        """The instruction that is being executed (the last one, after the end); of a pair, a send that goes out."""
+        return self._sending or self.program[self.position]
 
     def _handlers(self) -> dict[str, Handler]:
         handlers: dict[str, Handler] = {
@@ -117,9 +119,15 @@ class PlanExecutor:
             ins.GRAD_SYNC: self._grad_sync,
             ins.BATCH: self._batch,
         }
+        unobserved = handlers
         if self.observer is not None:
             handlers = {op: partial(self._observed, handler) for op, handler in handlers.items()}
-        return {**handlers, ins.PAIR: partial(self._pair, handlers)}
+        return {**handlers, ins.PAIR: partial(self._pair, self._within(handlers), self._within(unobserved))}
+
+    def _within(self, handlers: dict[str, Handler]) -> dict[str, Handler]:
+        """As they are called within a pair."""
+        sends: dict[str, Handler] = {op: partial(self._send_within, handlers[op]) for op in ins.SEND_OPS}
+        return {**handlers, **sends}
 
     def _observed(self, handler: Handler, at: Task) -> None:
         self.observer.begin(at.instruction)
@@ -204,13 +212,23 @@ class PlanExecutor:
         completing = (at for at in ins.each(self.program) if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
         return self.weights.step({at.chunk: at.mb for at in completing})
 
-    def _pair(self, handlers: dict[str, Handler], pair: Task) -> None:
-        """Both halves as the user's function runs them; one after the other where there is none."""
+    def _pair(self, handlers: dict[str, Handler], unobserved: dict[str, Handler], pair: Task) -> None:
+        """Both halves as the user's function, or else the model's, runs them; in turn where there is neither."""
+        jointly: RunJointly | None = getattr(self.steps, "forward_and_backward", None)
         if self.pair_runner is not None:
             self.pair_runner.run(pair, handlers)
+        elif jointly is not None:
+            JointPair(self, handlers, unobserved, pair, jointly).run()
         else:
             for at in pair.members:
                 handlers[at.op](at)
+
+    def _send_within(self, handler: Handler, at: Task) -> None:
+        self._sending = at.instruction
+        try:
+            handler(at)
+        finally:
+            self._sending = None
 
     def _recv_f(self, at: Task) -> None:
         handle = self.communicator.post_recv(self.shapes.receive, at.peer, ACT, self.graphs)

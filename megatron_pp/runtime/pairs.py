@@ -90,6 +90,11 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _SIDE_STREAMS.of[device]
 
 
+def _run(handlers: Mapping[str, Callable[[Task], None]], half: Sequence[Task]) -> None:
+    for at in half:
+        handlers[at.op](at)
+
+
 @dataclass(eq=False)
 class PairRunner:
     """Runs pairs by the user's function; ``models`` are the chunks of one rank."""
@@ -100,7 +105,9 @@ class PairRunner:
     def run(self, pair: Task, handlers: Mapping[str, Callable[[Task], None]]) -> None:
         """Raises ScheduleInputError where the function left one of the halves out."""
         forward_call, backward_call = (
-            HalfCall(at.chunk, at.mb, self.models[at.chunk], partial(handlers[at.op], at)) for at in pair.members
+            HalfCall(at.chunk, at.mb, self.models[at.chunk], partial(_run, handlers, half))
+            for half in pair.halves
+            for at in half[:1]
         )
         self.function(forward_call, backward_call)
         left_out = [name for name, call in (("forward", forward_call), ("backward", backward_call)) if not call.called]

@@ -15,7 +15,7 @@ from megatron_pp.config.microbatch_counts import check_group_size, explain_micro
 from megatron_pp.config.settings import StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
-from megatron_pp.plan.orders import INTERLEAVED, Family
+from megatron_pp.plan.orders import COMBINED, INTERLEAVED, Family
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, Plan, PlanSpec
@@ -25,9 +25,12 @@ from megatron_pp.runtime.log_once import warn_once
 _BLACKWELL = 10  # compute capability
 
 
-def spec_fields(inputs: StepInputs, settings: StepSettings, pipeline_size: int, is_converted: bool) -> dict[str, Any]:
+def spec_fields(
+    inputs: StepInputs, settings: StepSettings, pipeline_size: int, is_converted: bool, joins_pairs: bool
+) -> dict[str, Any]:
     """The fields of the PlanSpec that do not depend on the communicator, so that contradictions raise
-    ScheduleInputError before any communication. ``is_converted``: ``split_weight_grad`` has converted the chunks.
+    ScheduleInputError before any communication. ``is_converted``: ``split_weight_grad`` has converted the chunks;
+    ``joins_pairs``: the model runs pairs.
     """
     num_chunks, training = len(inputs.chunks), not inputs.forward_only
     _check_chunks(settings, pipeline_size, num_chunks, inputs.chunked)
@@ -44,7 +47,7 @@ def spec_fields(inputs: StepInputs, settings: StepSettings, pipeline_size: int, 
         "forward_only": inputs.forward_only,
         "grad_sync": HOOKS if settings.grad_sync_func is None else EXPLICIT,
         "param_sync": training and settings.param_sync_func is not None,
-        "overlap_pairs": training and settings.overlapped_forward_backward is not None,
+        "overlap_pairs": training and (joins_pairs or settings.overlapped_forward_backward is not None),
         "measured": checked(rules.measured_of, settings) if family.search is not None else None,
         "digest": family.digest,
         "split_backward": is_converted or inputs.forward_only or not family.splits_weight,
@@ -133,7 +136,7 @@ def warn_of_limits(plan: Plan, is_converted: bool) -> None:
     own."""
     spec = plan.spec
     if spec.pipeline_size > 1:
-        grouped = spec.num_chunks if spec.schedule == INTERLEAVED else 1
+        grouped = spec.num_chunks if spec.schedule in (INTERLEAVED, COMBINED) else 1
         count = _explained(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size or None)
         if not count.full_speed:
             warn_once(count.sentence)

@@ -48,6 +48,11 @@ class StepCall:
     followed_by = ""
     graph_in_evaluation = False  # whether evaluation leaves autograd as the caller has it, or builds no graph
 
+    @property
+    def joins_pairs(self) -> bool:
+        """Whether what ``make_steps`` makes runs a forward and a backward as one (``JointSteps``)."""
+        return False
+
     def __init__(self, *, chunked: bool, alone: bool, **arguments: Any) -> None:
         self.alone = alone
         self.inputs = inputs = StepInputs(chunked, **arguments)
@@ -65,7 +70,7 @@ class StepCall:
                 f"get_forward_backward_func({size}) returns"
             )
         self.weights = store_of(inputs.chunks)
-        fields = spec_fields(inputs, settings, size, self.weights is not None)
+        fields = spec_fields(inputs, settings, size, self.weights is not None, self.joins_pairs)
         self.messages = messages(inputs, settings, size, self.tensor_shapes)
         if settings.cuda_graph_impl == TE_GRAPHS:
             check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)

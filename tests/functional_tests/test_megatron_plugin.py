@@ -53,7 +53,7 @@ def test_check(name: str, outcomes: dict[str, Outcome]) -> None:
 def test_each_reason_is_said_in_words(outcomes: dict[str, Outcome]) -> None:
     (warnings,) = outcomes["unserved_steps_are_handed_back"].facts
     for words in (
-        *("overlap_moe_expert_parallel_comm", "hybrid_context_parallel", "cuda_graph_impl", "use_ring_exchange_p2p"),
+        *("hybrid_context_parallel", "cuda_graph_impl", "use_ring_exchange_p2p"),
         "Derived.recv_forward",
     ):
         assert sum(words in line for line in warnings) == 1, f"{words} in {warnings}"

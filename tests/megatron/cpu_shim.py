@@ -17,6 +17,7 @@ What is redirected, and why Megatron needs it:
 | `Tensor.type()`                                         | `torch.cuda.…Tensor`    | sorting of parameters by type   |
 | `torch.cuda.is_available/current_device/synchronize/…`  | False, the CPU, nothing | parallel_state, timers          |
 | `torch.cuda.Stream/Event/stream/current_stream/…`       | objects that do nothing | DDP, MoE dispatchers            |
+| `Tensor.record_stream`                                  | nothing                 | schedule plans of combined 1F1B |
 | `torch.cuda` random state (get, set, seed)              | the CPU generator       | dropout and initialisation      |
 | `tensor_parallel.random._get/_set_cuda_rng_state`       | the CPU generator       | the random-state tracker        |
 | `torch.cuda.nvtx`                                       | nothing                 | profiling ranges                |
@@ -123,6 +124,7 @@ def _redirect_devices() -> None:
     tensor_class: Any = torch.Tensor
     tensor_class.type = type_
     tensor_class.cuda = lambda tensor, *args, **kwargs: tensor
+    tensor_class.record_stream = lambda tensor, stream: None
 
 
 def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:

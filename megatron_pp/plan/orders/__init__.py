@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.family import Family
 from megatron_pp.plan.orders import auto, loop, v
-from megatron_pp.plan.orders.loop import INTERLEAVED, ONE_F_ONE_B
+from megatron_pp.plan.orders.loop import COMBINED, INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.placement import LOOP, V_SHAPE
 
 _SEARCHING_FAMILIES = (
@@ -18,7 +18,7 @@ SCHEDULES: dict[str, Family] = {family.name: family for family in loop.FAMILIES 
 OLD_NAMES = {"dualpipev": v.DUALPIPE_V}
 """Spellings of earlier releases, still read."""
 
-__all__ = ["INTERLEAVED", "OLD_NAMES", "ONE_F_ONE_B", "SCHEDULES", "Family", "register"]
+__all__ = ["COMBINED", "INTERLEAVED", "OLD_NAMES", "ONE_F_ONE_B", "SCHEDULES", "Family", "register"]
 
 
 def register(family: Family) -> Family:

@@ -17,6 +17,7 @@ from megatron_pp.plan.placement import LOOP, Placement
 
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved_1f1b"
+COMBINED = "combined_1f1b"
 
 
 def breadth_first(shape: Shape) -> list[Order]:
@@ -68,11 +69,25 @@ def interleaved(shape: Shape) -> list[Order]:
     table with the chunks reversed. G = P is the classic order; G > P trades memory for slack between a chunk and the
     next one. Where a group is shorter than P, backwards may overtake forwards that still wait for their input.
     """
+    return _in_turns(shape, extra_warmup=0)
+
+
+def combined_1f1b(shape: Shape) -> list[Order]:
+    """Interleaved 1F1B with one forward more in the warm-up, Megatron's order for ``overlap_moe_expert_parallel_comm``:
+    no backward needs the forward right before it, so that from then on the two run as one (``overlap_pairs``).
+
+    With one chunk a rank, as with several, a microbatch needs a pair's time on each rank on its way down and on its way
+    back: 2 (P-1-r) + 1 forwards, so that no pair waits for another rank's.
+    """
+    return _in_turns(shape, extra_warmup=1)
+
+
+def _in_turns(shape: Shape, extra_warmup: int) -> list[Order]:
     table = schedule_table(shape.num_microbatches, shape.num_chunks, shape.group_size)
     forwards = [f(c, m) for m, c in table]
     backwards = [b(shape.num_chunks - 1 - c, m) for m, c in table]
     ranks = range(shape.pipeline_size)
-    strict = [warmup_then_steady(forwards, backwards, warmup_forwards(shape, r)) for r in ranks]
+    strict = [warmup_then_steady(forwards, backwards, warmup_forwards(shape, r) + extra_warmup) for r in ranks]
     if not has_short_group(shape):
         return strict
     return let_backwards_overtake(strict, Placement(LOOP, shape.pipeline_size, shape.num_chunks))
@@ -236,6 +251,10 @@ def _zb_h2_order(size: int, microbatches: int, rank: int) -> Order:
     return order + weights
 
 
+def _every_turn(shape: Shape) -> Repeats:
+    return every_group(shape) if shape.num_chunks > 1 else every_microbatch(shape)
+
+
 FAMILIES = (
     Family(
         "gpipe",
@@ -285,6 +304,14 @@ FAMILIES = (
         grouped=True,
         small_groups=True,
         repeats=lambda shape: Repeats(_group_of_gis_h(shape)),
+    ),
+    Family(
+        COMBINED,
+        combined_1f1b,
+        "Megatron-core, overlap_moe_expert_parallel_comm; arXiv 2412.19437, section 3.2.1, for the pairs",
+        "interleaved 1F1B whose forwards and backwards run in pairs, for one chunk more in memory",
+        grouped=True,
+        repeats=_every_turn,
     ),
     Family(
         "breadth_first",

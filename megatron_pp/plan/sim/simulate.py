@@ -12,13 +12,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection
 from heapq import heappop, heappush
+from operator import itemgetter
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import FREE, Network, StageCosts
 from megatron_pp.plan.dataflow import Message, message_of
-from megatron_pp.plan.instruction import POST_OF, Instruction
+from megatron_pp.plan.instruction import POST_OF, Instruction, halves
 from megatron_pp.plan.queues import Entry
 from megatron_pp.plan.rendezvous import check_rendezvous
 from megatron_pp.plan.sim.network_model import Announcement, Arrival, TimedQueues
@@ -42,6 +43,24 @@ def simulate(plan: Plan, costs: StageCosts, network: Network = FREE, device: Col
     return _Run(plan, costs, network, rules).run()
 
 
+class _PairRest:
+    """Of a pair that runs: the sends in it that have not gone out (when each does, and its index in the rank's times),
+    the index of its backward, and when it is over.
+    """
+
+    __slots__ = ("backward", "end", "held_since", "sends")
+
+    def __init__(self) -> None:
+        self.sends: list[tuple[float, int, Instruction]] = []
+        self.backward = 0
+        self.end = 0.0
+        self.held_since = 0.0
+
+    def delay(self, time: float) -> None:
+        self.sends = [(when + time, index, at) for when, index, at in self.sends]
+        self.end += time
+
+
 class _Rank:
     """One rank on the clock: how far it is, and what it waits for."""
 
@@ -57,10 +76,11 @@ class _Rank:
         self.awaited: Entry | None = None
         self.open: list[Entry] = []  # posted, and unfinished when last looked at
         self.is_syncing = False  # its operation is over, and it waits for all that is open
+        self.pair: _PairRest | None = None  # a pair with sends in it, while it runs
 
     @property
     def is_done(self) -> bool:
-        return self.next == len(self.program) and not self.is_syncing
+        return self.next == len(self.program) and not self.is_syncing and self.pair is None
 
     def note(self, start: float, end: float) -> None:
         self.starts.append(start)
@@ -68,6 +88,12 @@ class _Rank:
 
     def end_wait(self, entry: Entry, now: float) -> None:
         """The rank waited until ``now`` for ``entry``; put the time down to its cause."""
+        if self.pair is not None:
+            held = now - self.pair.held_since
+            self.pair.delay(held)
+            self.ends[self.pair.backward] += held
+            self.waits.queued += held
+            return
         if self.is_syncing:
             since, self.ends[-1] = self.ends[-1], now
             op = ins.FREE_F if entry.at.op in ins.SEND_OPS else ins.WAIT_F
@@ -134,6 +160,8 @@ class _Run:
 
     def _advance(self, rank: _Rank, now: float) -> None:
         """Run ``rank`` until it computes (it comes back when that is over) or has to wait."""
+        if rank.pair is not None and not self._go_on(rank, rank.pair, now):
+            return
         if rank.is_syncing:
             rank.awaited = rank.unfinished()
             if rank.awaited is not None:
@@ -162,14 +190,52 @@ class _Run:
             rank.next += 1
 
     def _compute(self, rank: _Rank, at: Instruction, now: float) -> None:
+        rank.next += 1
+        if len(at.members) > 2:
+            self._start_pair(rank, at, now)
+            return
         for one in at.members or (at,):
             took = self.costs.of(one.op, one.stage)
             rank.note(now, now + took)
             rank.busy += took
             now += took
-        rank.next += 1
         rank.is_syncing = self.device_sync
         self._plan_event(now, rank)
+
+    def _start_pair(self, rank: _Rank, at: Instruction, now: float) -> None:
+        """A pair with sends in it: its halves take what both take, and each send has its share of that time."""
+        whole = sum(self.costs.of(half.op, half.stage) for half in halves(at))
+        pair, begun = _PairRest(), now
+        for one in at.members:
+            if one.op in ins.SEND_OPS:
+                share = self.costs.pair_sends[one.op == ins.SEND_B]
+                pair.sends.append((begun + share * whole, len(rank.starts), one))
+                rank.note(now, now)
+                continue
+            took = self.costs.of(one.op, one.stage)
+            pair.backward = len(rank.starts)
+            rank.note(now, now + took)
+            now += took
+        rank.busy += whole
+        pair.end = begun + whole
+        pair.sends.sort(key=itemgetter(0))
+        rank.pair = pair
+        self._go_on(rank, pair, begun)
+
+    def _go_on(self, rank: _Rank, pair: _PairRest, now: float) -> bool:
+        """Send what is due of a pair. Returns whether the pair is over."""
+        while pair.sends and pair.sends[0][0] <= now:
+            _, index, at = pair.sends.pop(0)
+            entry = self._post(rank, at, now)
+            rank.starts[index] = rank.ends[index] = now
+            if self.one_queue and entry.queue[0] is not entry:
+                rank.awaited, pair.held_since = entry.queue[-2], now
+                return False
+        if pair.sends or now < pair.end:
+            self._plan_event(pair.sends[0][0] if pair.sends else pair.end, rank)
+            return False
+        rank.pair, rank.is_syncing = None, self.device_sync
+        return True
 
     def _awaited(self, rank: _Rank, at: Instruction, now: float) -> Entry:
         """What a WAIT or FREE waits for."""

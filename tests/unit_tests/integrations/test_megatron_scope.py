@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_pp.integrations import megatron_versions
-from megatron_pp.integrations.megatron_release import Megatron
+from megatron_pp.integrations.megatron_release import Combined, Megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork
@@ -51,7 +52,6 @@ def reason(version: str, config: dict[str, Any], **arguments: Any) -> str | None
     ("version", "config", "named"),
     [
         ("0.16.1", {}, None),
-        ("0.16.1", {"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm"),
         ("0.16.1", {"hybrid_context_parallel": True}, "hybrid_context_parallel"),
         ("0.16.1", {"use_ring_exchange_p2p": True}, "use_ring_exchange_p2p"),
         ("0.14.0", {"enable_cuda_graph": True, "cuda_graph_scope": "full_iteration"}, "whole iteration"),
@@ -75,8 +75,20 @@ def test_what_a_config_asks_for_and_the_engine_lacks(version: str, config: dict[
     assert named is None or named in why
 
 
-def test_the_combined_schedule_is_for_training_only() -> None:
-    assert reason("0.16.1", {"overlap_moe_expert_parallel_comm": True}, forward_only=True) is None
+def test_combined_1f1b_is_left_to_a_release_that_is_not_known_and_to_fsdp() -> None:
+    """In training; evaluation is not combined."""
+    config = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
+    known = dataclasses.replace(megatron("0.16.1"), combined=Combined(print, print, takes_priority=False))
+    fsdp = SimpleNamespace(use_megatron_fsdp=True)
+    for release, chunk, named in (
+        (known, SimpleNamespace(config=config), None),
+        (megatron("0.16.1"), SimpleNamespace(config=config), "as this release has it"),
+        (known, SimpleNamespace(config=config, ddp_config=fsdp), "Megatron-FSDP"),
+    ):
+        why = reason_not_served(release, {"model": chunk})
+        assert (why is None) == (named is None), why
+        assert named is None or named in why
+        assert reason_not_served(release, {"model": chunk, "forward_only": True}) is None
 
 
 @pytest.mark.parametrize(

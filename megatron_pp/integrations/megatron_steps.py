@@ -1,0 +1,94 @@
+"""A microbatch through a chunk, by the functions of the installed Megatron-core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_pp.integrations.freed_outputs import freed_output
+from megatron_pp.integrations.megatron_release import Megatron
+from megatron_pp.integrations.v_placement import ChunkPlace
+from megatron_pp.module_attributes import wrapped_attribute
+from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions
+from megatron_pp.runtime.step import StepCall
+
+
+class MegatronSteps:
+    """Runs a microbatch through a chunk with the `forward_step` and `backward_step` of the installed Megatron-core, so
+    that MoE's auxiliary loss scale, multi-token prediction, context-parallel loss factors and CUDA graph flags are that
+    release's. `record` holds the reports of the loss function and this rank's number of tokens.
+
+    `overridden`: the config, with what `install()` overrides.
+    """
+
+    def __init__(self, megatron: Megatron, call: StepCall, overridden: Any, options: StepOptions) -> None:
+        self.schedules = megatron.schedules
+        self.inputs = call.inputs
+        self.config = call.config
+        self.overridden = overridden
+        self.deallocates = call.settings.deallocate_pipeline_outputs
+        self.options = options
+        self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=call.communicator.device))
+        known = {
+            "model_type": wrapped_attribute(call.inputs.chunks[0], "model_type"),
+            "pipeline_model_parallel_size": call.communicator.size,
+        }
+        self.more_for_backward = {name: known[name] for name in megatron.row.backward_only}
+
+    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
+        """Megatron's `forward_step`; on the last stage the result is the scaled loss."""
+        inputs, options = self.inputs, self.options
+        flags = options.checkpoint_flags
+        output, num_tokens = self.schedules.forward_step(
+            inputs.forward_step_func,
+            inputs.data_iterators[chunk],
+            inputs.chunks[chunk],
+            inputs.num_microbatches,
+            input_tensor,
+            self.record.data,
+            self.config,
+            cp_group_size=options.cp_size,
+            collect_non_loss_data=inputs.collect_non_loss_data,
+            checkpoint_activations_microbatch=None if flags is None else flags[(chunk, mb)],
+            is_first_microbatch=self.schedules.check_first_val_step(
+                inputs.first_val_step, inputs.forward_only, mb == 0
+            ),
+            current_microbatch=mb,
+            vp_stage=chunk if inputs.chunked else None,
+            is_last_stage=options.is_last_stage[chunk],
+        )
+        if options.is_last_stage[chunk]:  # elsewhere Megatron counts none
+            self.record.num_tokens += num_tokens
+        return output
+
+    def backward(
+        self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
+    ) -> Activation:
+        """Megatron's `backward_step`; the gradient of `input_tensor`."""
+        if output_grad is not None and self.deallocates:
+            # Megatron requires a freed output here, also where its send is still pending.
+            output = self.backward_root(output)
+        return self.schedules.backward_step(
+            input_tensor=input_tensor,
+            output_tensor=output,
+            output_tensor_grad=output_grad,
+            config=self.overridden,
+            **self.more_for_backward,
+        )
+
+    def backward_root(self, output: Activation) -> Any:
+        """What Megatron's `backward_step` can start from, without the data."""
+        return freed_output(output)
+
+
+class StepsInV(MegatronSteps):
+    """A forward asks Megatron for its data, as seen from the stage that the chunk holds."""
+
+    def __init__(self, megatron: Megatron, call: StepCall, overridden: Any, options: StepOptions) -> None:
+        super().__init__(megatron, call, overridden, options)
+        self.places = [ChunkPlace(megatron.parallel_state, chunk) for chunk in range(len(call.inputs.chunks))]
+
+    def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
+        with self.places[chunk]:
+            return super().forward(chunk, mb, input_tensor)
