@@ -95,7 +95,7 @@ def run_of(order: Iterable[Instruction], spec: PlanSpec) -> list[Instruction]:
 
 
 def _compute_of(program: Iterable[Instruction]) -> list[Instruction]:
-    return list(without_pairs([at for at in program if at.op in ins.COMPUTE_OPS]))
+    return [half for at in program if at.op in ins.COMPUTE_OPS for half in ins.halves(at)]
 
 
 def _error(rank: int, at: Instruction, why: str) -> PlanError:
