@@ -17,7 +17,7 @@ from megatron_pp.plan.dataflow import RESULT_OF, Result, source_of
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.placement import Placement
 
-Ends = dict[Result, dict[int, int]]  # result -> microbatch -> slot
+Ends = dict[Result, dict[tuple[int, int], int]]  # result -> (microbatch, slice) -> slot
 
 
 class Clocked(NamedTuple):
@@ -49,7 +49,7 @@ class _Clock:
         self.num_stages = placement.num_stages
         self.ends: list[list[int]] = [[] for _ in orders]
         self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in range(self.num_stages)}
-        self.waiters: dict[tuple[Result, int], int] = {}  # result and microbatch that a rank waits for -> that rank
+        self.waiters: dict[tuple[Result, tuple[int, int]], int] = {}  # what a rank waits for -> that rank
 
     def run(self) -> Clocked:
         ready = list(range(len(self.orders)))
@@ -71,18 +71,18 @@ class _Clock:
             for at in together:
                 needed = self._needed(at)
                 if needed is not None:
-                    end = self.result_ends[needed].get(at.mb)
+                    end = self.result_ends[needed].get((at.mb, at.slice))
                     if end is None:
-                        self.waiters[(needed, at.mb)] = rank
+                        self.waiters[(needed, (at.mb, at.slice))] = rank
                         return
                     now = max(now, end)
             now += len(together)
             ends.append(now)
             for at in together:
                 if at.op in RESULT_OF:
-                    result = (RESULT_OF[at.op], at.stage)
-                    self.result_ends[result][at.mb] = now
-                    waiter = self.waiters.pop((result, at.mb), None)
+                    result, part = (RESULT_OF[at.op], at.stage), (at.mb, at.slice)
+                    self.result_ends[result][part] = now
+                    waiter = self.waiters.pop((result, part), None)
                     if waiter is not None:
                         ready.append(waiter)
 
@@ -94,7 +94,7 @@ class _Clock:
     def _lacks(self, at: Instruction) -> Result | None:
         """The same, where it is not there yet."""
         needed = self._needed(at)
-        return None if needed is None or at.mb in self.result_ends[needed] else needed
+        return None if needed is None or (at.mb, at.slice) in self.result_ends[needed] else needed
 
     def _take_apart_pairs(self) -> list[int]:
         """All ranks wait or are done: take apart the pairs whose forward could run by itself; returns their ranks."""
@@ -115,8 +115,9 @@ class _Clock:
         )
         peer, chunk = self.placement.homes[source]
         done = len(self.ends[peer])
+        lacking = blocked._replace(op=kind, chunk=chunk)
         peer_at = self.orders[peer][done].name if done < len(self.orders[peer]) else "the end of its order"
         return (
-            f"rank {rank} cannot run {blocked} ({blocked.name}): it needs {kind}{chunk}.{blocked.mb} of rank {peer}, "
-            f"which is stuck before it, at {peer_at}"
+            f"rank {rank} cannot run {blocked} ({blocked.name}): it needs {lacking} of rank {peer}, which "
+            f"is stuck before it, at {peer_at}"
         )

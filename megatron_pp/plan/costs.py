@@ -13,6 +13,7 @@ from functools import cached_property
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.slice_costs import slice_shares
 
 WEIGHT_SHARE = 32 / 34
 """Of a forward's memory, what a split backward keeps until its weight gradients; see ``activations.py``."""
@@ -26,6 +27,8 @@ class StageCosts:
     backward        B: input and weight gradients together
     backward_input  I: input gradients only
     weight          W
+    attention       share of causal attention in all of them, where sequences are cut into slices of equal length
+                    (``slice_costs.py``); at 0 all slices cost the same
 
     Raises PlanError for lists of different lengths, and for times that are negative or not finite.
     """
@@ -34,6 +37,7 @@ class StageCosts:
     backward: tuple[float, ...]
     backward_input: tuple[float, ...]
     weight: tuple[float, ...]
+    attention: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("backward", "backward_input", "weight"):
@@ -86,11 +90,16 @@ class StageCosts:
         if n % count and count % n:
             raise PlanError(f"times of {n} stages cannot be regrouped into {count}; give a multiple or a divisor of it")
         lists = (self.forward, self.backward, self.backward_input, self.weight)
-        return StageCosts(*(_regrouped(times, count) for times in lists))
+        forward, backward, backward_input, weight = (_regrouped(times, count) for times in lists)
+        return StageCosts(forward, backward, backward_input, weight, self.attention)
 
     def of(self, op: str, stage: int) -> float:
-        """Time of a single compute operation of ``stage``."""
+        """Time of a single compute operation of ``stage``, of a whole sequence."""
         return self._by_op[op][stage]
+
+    def of_slices(self, slices: int) -> tuple[float, ...]:
+        """The shares of the slices in these times, where sequences are cut into so many. Raises PlanError."""
+        return slice_shares((1,) * slices, self.attention)
 
     @cached_property
     def _by_op(self) -> dict[str, tuple[float, ...]]:
@@ -161,7 +170,8 @@ posts their sends: the hand-over costs tens of microseconds, posting costs milli
 class Network:
     """What a transfer between two ranks costs.
 
-    activation_bytes, gradient_bytes  size of one message (gradients have the activation's size unless given)
+    activation_bytes, gradient_bytes  size of one message of a whole sequence (gradients have the activation's size
+                                      unless given)
     link                              every directed link that ``links`` does not name
     links                             (source rank, destination rank) -> its own Link
     gloo                              transfers as gloo makes them: a send starts once its receive is announced, and the

@@ -58,6 +58,7 @@ class Family:
     shape          for families from files: the one shape that they have
     grouped        whether the orders depend on the group size
     repeats        for families whose orders have a steady state: Shape -> Repeats
+    sliced         whether the orders may be of slices of sequences
     """
 
     name: str
@@ -74,7 +75,8 @@ class Family:
     shape: Shape | None = None
     grouped: bool = False
     repeats: Callable[[Shape], Repeats] | None = None
+    sliced: bool = False
 
 
 f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))
-"""An operation of (chunk, microbatch)."""
+"""An operation of (chunk, microbatch), or of a slice: (chunk, microbatch, slice)."""

@@ -81,13 +81,14 @@ class _Post(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How a result goes to stage ``to``: to or from rank ``peer``; ``ends``: when it is there, by microbatch."""
+    """How a result goes to stage ``to``: to or from rank ``peer``. ``ends``: when it is there, by microbatch and
+    slice."""
 
     peer: int
     to: int
     towards: int
     moves: Moves
-    ends: dict[int, int]
+    ends: dict[tuple[int, int], int]
 
 
 def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str = "") -> Plan:
@@ -95,7 +96,7 @@ def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remar
 
     Raises PlanError where the orders are not complete or cannot run.
     """
-    check_orders(orders, placement, spec.num_microbatches, spec.forward_only)
+    check_orders(orders, placement, spec.num_microbatches, spec.forward_only, spec.slices)
     lines = [placement.place(rank, order) for rank, order in enumerate(orders)]
     run = [[at for at in order if at.op == FORWARD] for order in lines] if spec.forward_only else lines
     if spec.overlap_pairs and not spec.forward_only:
@@ -149,9 +150,9 @@ class _RankLowering:
             for at in entry.members or (entry,):
                 came, went = self._sites.get((at.op, at.stage)) or self._site(at.op, at.stage)
                 if came is not None and came.peer == self.rank:
-                    self.inputs[i].append((0, placed(came.moves.hand, at.stage, at.mb, NONE, at.chunk)))
+                    self.inputs[i].append((0, placed(came.moves.hand, at.stage, at.mb, NONE, at.chunk, at.slice)))
                 elif came is not None:
-                    receives.append(_post(came, came.ends[at.mb], at, came.moves.recv, came.moves.wait, i))
+                    receives.append(_post(came, came.ends[(at.mb, at.slice)], at, came.moves.recv, came.moves.wait, i))
                 if went is not None and went.peer != self.rank:
                     sends.append(_post(went, self.ends[i], at, went.moves.send, went.moves.free, i))
         return sorted(sends), sorted(receives)
@@ -178,7 +179,7 @@ class _RankLowering:
         done, and what is released then needs no memory in the backward.
         """
         backwards = {
-            (at.stage, at.mb): i
+            (at.stage, at.mb, at.slice): i
             for i, entry in enumerate(self.order)
             for at in entry.members or (entry,)
             if at.op in BACKWARD_OPS
@@ -188,7 +189,8 @@ class _RankLowering:
             boundary = min(send.use + 1 + self.spec.release_after, len(self.order))
             following = bisect_right(turns, send.use)
             if send.finish.op == FREE_F:
-                boundary = min(boundary, backwards.get((send.finish.stage, send.finish.mb), boundary))
+                of = send.finish.stage, send.finish.mb, send.finish.slice
+                boundary = min(boundary, backwards.get(of, boundary))
             elif STATIC_BUFFERS in self.spec.device and following < len(turns):
                 boundary = min(boundary, turns[following] + 1)
             if boundary == send.use + 1 < len(self.order):  # right before its backward: behind the gradient
@@ -298,8 +300,8 @@ class _RankLowering:
 
 
 def _post(way: _Way, due: int, at: Instruction, post: str, finish: str, use: int) -> _Post:
-    stage, mb, chunk, peer = at.stage, at.mb, at.chunk, way.peer
-    first, last = placed(post, stage, mb, peer, chunk), placed(finish, stage, mb, peer, chunk)
+    stage, mb, chunk, part, peer = at.stage, at.mb, at.chunk, at.slice, way.peer
+    first, last = placed(post, stage, mb, peer, chunk, part), placed(finish, stage, mb, peer, chunk, part)
     return tuple.__new__(_Post, (due, way.towards, way.to, mb, first, last, use))
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 
-Key = tuple[int, int]  # (stage, microbatch)
-MessageKey = tuple[str, int, int]  # (SEND or RECV, stage, microbatch)
+Key = tuple[int, int, int]  # (stage, microbatch, slice)
+MessageKey = tuple[str, int, int, int]  # (SEND or RECV, stage, microbatch, slice)
 
 
 class Task:
     """A placed instruction with the keys of what it works on. Plain attributes are read in a third of the time that a
     tuple's named fields take.
 
-    message  of a transfer: the operation that posts it, its stage and microbatch; the same for a SEND and its FREE
+    message  of a transfer: the operation that posts it, its stage, microbatch and slice; equal for a SEND and its FREE
     """
 
-    __slots__ = ("chunk", "instruction", "key", "mb", "members", "message", "op", "peer", "stage")
+    __slots__ = ("chunk", "instruction", "key", "mb", "members", "message", "op", "peer", "slice", "stage")
 
     def __init__(self, at: Instruction) -> None:
         self.instruction = at
@@ -25,6 +25,7 @@ class Task:
         self.mb = at.mb
         self.peer = at.peer
         self.chunk = at.chunk
-        self.key: Key = (at.stage, at.mb)
-        self.message: MessageKey = (ins.POST_OF.get(at.op, at.op), at.stage, at.mb)
+        self.slice = at.slice
+        self.key: Key = (at.stage, at.mb, at.slice)
+        self.message: MessageKey = (ins.POST_OF.get(at.op, at.op), *self.key)
         self.members = tuple(map(Task, at.members))

@@ -1,6 +1,6 @@
 """The engine: executes one rank's plan, one dispatch per instruction.
 
-The state of a step is in dictionaries keyed (stage, microbatch), which are empty at the end. The engine knows no
+The state of a step is in dictionaries keyed (stage, microbatch, slice), which are empty at the end. The engine knows no
 schedule: order, communication and releases are in the plan, which was verified before.
 """
 
@@ -280,7 +280,7 @@ class PlanExecutor:
             self._wait_then_free(*self.deferred.popleft())
 
     def _hand_f(self, at: Task) -> None:
-        source = (at.stage - 1, at.mb)
+        source = (at.stage - 1, at.mb, at.slice)
         output = self.outputs[source]
         if isinstance(output, (list, tuple)):
             self.inputs[at.key] = [tensor.detach().requires_grad_(self.graphs) for tensor in output]
@@ -290,7 +290,7 @@ class PlanExecutor:
 
     def _hand_b(self, at: Task) -> None:
         key = at.key
-        grads = self.input_grads.pop((at.stage + 1, at.mb))
+        grads = self.input_grads.pop((at.stage + 1, at.mb, at.slice))
         if not isinstance(grads, list):
             self.output_grads[key] = grads
         elif _is_any_there(grads):
