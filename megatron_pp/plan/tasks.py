@@ -6,7 +6,12 @@ from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 
 Key = tuple[int, int, int]  # (stage, microbatch, slice)
+Part = int | tuple[int, int]  # a microbatch, or (microbatch, slice) where sequences are in slices
 MessageKey = tuple[str, int, int, int]  # (SEND or RECV, stage, microbatch, slice)
+
+
+def part_of(at: Instruction) -> Part:
+    return at.mb if at.slice == ins.NONE else (at.mb, at.slice)
 
 
 class Task:
@@ -16,7 +21,7 @@ class Task:
     message  of a transfer: the operation that posts it, its stage, microbatch and slice; equal for a SEND and its FREE
     """
 
-    __slots__ = ("chunk", "instruction", "key", "mb", "members", "message", "op", "peer", "slice", "stage")
+    __slots__ = ("chunk", "instruction", "key", "mb", "members", "message", "op", "part", "peer", "slice", "stage")
 
     def __init__(self, at: Instruction) -> None:
         self.instruction = at
@@ -26,6 +31,7 @@ class Task:
         self.peer = at.peer
         self.chunk = at.chunk
         self.slice = at.slice
+        self.part = part_of(at)
         self.key: Key = (at.stage, at.mb, at.slice)
         self.message: MessageKey = (ins.POST_OF.get(at.op, at.op), *self.key)
         self.members = tuple(map(Task, at.members))
