@@ -239,8 +239,8 @@ class GPTStage(nn.Module):
             checkpoint_activations: keep only each layer's input and compute the rest again in backward.
 
         Returns:
-            An activation ``[s, b, h]``, of the slice's tokens; on the last stage the loss of each token, fp32 (or wider) ``[b, s]``, or logits
-            ``[b, s, vocab]`` when there are no labels.
+            An activation ``[s, b, h]``, of the slice's tokens; on the last stage the loss of each token, fp32 or wider
+            ``[b, s]``, or logits ``[b, s, vocab]`` when there are no labels.
         """
         part = sequence_slice()
         of_slice = () if part is None else (part,)

@@ -42,9 +42,8 @@ class TimedQueues(QueueMachine):
         super().__init__(plan, ordered=not network.gloo)
         self.network = network
         self.slices = plan.spec.slices
-        detached = self.one_way and not plan.spec.variable_shapes and (
-            network.activation_bytes / plan.spec.slices >= GLOO_DETACHED_BYTES
-        )
+        size = network.activation_bytes / self.slices
+        detached = self.one_way and not plan.spec.variable_shapes and size >= GLOO_DETACHED_BYTES
         self.announces_late = network.gloo and not detached
         self.started: list[Arrival] = []
         self.announced: list[tuple[float, Announcement]] = []
