@@ -163,7 +163,14 @@ class MegatronCall(StepCall):
         return with_overrides(self.config, self.overrides)
 
     def read_settings(self) -> StepSettings:
-        return StepSettings.from_config(self.config, self.overrides)
+        settings = StepSettings.from_config(self.config, self.overrides)
+        if settings.sequence_slices > 1:
+            raise ScheduleInputError(
+                f"config.sequence_slices is {settings.sequence_slices}, and Megatron's layers run sequences whole: their "
+                "attention keeps no keys and values from slice to slice, and positions, masks and losses are of whole "
+                "sequences; leave it out, or train a model that calls megatron_pp.sequence_slice() without install()"
+            )
+        return settings
 
     def begin(self) -> None:
         config, schedules = self.config, self.megatron.schedules
