@@ -166,9 +166,10 @@ class MegatronCall(StepCall):
         settings = StepSettings.from_config(self.config, self.overrides)
         if settings.sequence_slices > 1:
             raise ScheduleInputError(
-                f"config.sequence_slices is {settings.sequence_slices}, and Megatron's layers run sequences whole: their "
-                "attention keeps no keys and values from slice to slice, and positions, masks and losses are of whole "
-                "sequences; leave it out, or train a model that calls megatron_pp.sequence_slice() without install()"
+                f"config.sequence_slices is {settings.sequence_slices}, and Megatron's layers run sequences whole: "
+                "their attention keeps no keys and values from slice to slice, and positions, masks and losses are of "
+                "whole sequences; leave it out, or train a model that calls megatron_pp.sequence_slice() without "
+                "install()"
             )
         return settings
 
