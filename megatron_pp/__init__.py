@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_pp.plan.verifier import verify
     from megatron_pp.runtime.deallocate import deallocate_output_tensor
     from megatron_pp.runtime.footprint import measure_footprint
+    from megatron_pp.runtime.sequence_slices import sequence_slice
     from megatron_pp.runtime.stage import PipelineStage
     from megatron_pp.schedules import get_forward_backward_func
     from megatron_pp.weight_grad.convert import split_weight_grad
@@ -40,6 +41,7 @@ _EXPORTS = {
     "deallocate_output_tensor": "runtime.deallocate",
     "get_forward_backward_func": "schedules",
     "measure_footprint": "runtime.footprint",
+    "sequence_slice": "runtime.sequence_slices",
     "simulate": "plan.sim.simulate",
     "split_weight_grad": "weight_grad.convert",
     "verify": "plan.verifier",
@@ -47,8 +49,8 @@ _EXPORTS = {
 
 __all__ = [
     "ModelParallelConfig", "P2PCommunicator", "PipelineStage", "TransformerConfig", "__version__", "build_plan",
-    "deallocate_output_tensor", "get_forward_backward_func", "measure_footprint", "plan", "simulate",
-    "split_weight_grad", "verify",
+    "deallocate_output_tensor", "get_forward_backward_func", "measure_footprint", "plan", "sequence_slice",
+    "simulate", "split_weight_grad", "verify",
 ]  # fmt: skip
 __all__ += errors.__all__
 

@@ -37,6 +37,7 @@ SUBCOMMANDS = (
     "memory",
     "bubble",
     "megatron_bubble",
+    "slices",
     "training",
     "growth",
     "gpu",

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
+from megatron_pp import sequence_slice
 from megatron_pp.errors import ConfigError
+from megatron_pp.runtime.sequence_slices import SequenceSlice
 
 EMBEDDING, OUTPUT = "embedding.weight", "output.weight"
 ROTARY_BASE = 10000.0
@@ -48,9 +51,11 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotate ``x`` of shape ``[b, heads, s, head_dim]``; the result has its shape and dtype."""
-        cos, sin = (table[: x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """Rotate ``x`` of shape ``[b, heads, s, head_dim]``, whose first token is number ``start`` of its sequence; the
+        result has its shape and dtype.
+        """
+        cos, sin = (table[start : start + x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -64,14 +69,20 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        """``[s, b, h]`` to ``[s, b, h]``."""
+    def forward(self, x: Tensor, rotary: RotaryEmbedding, part: SequenceSlice | None = None) -> Tensor:
+        """``[s, b, h]`` to ``[s, b, h]``; of a slice, to whose tokens those of the slices before are added."""
         s, b, h = x.shape
         # [s, b, 3h] -> three times [b, heads, s, head_dim]
         qkv = self.qkv(x).view(s, b, 3, self.num_heads, h // self.num_heads)
         query, key, value = qkv.permute(2, 1, 3, 0, 4).unbind(0)
-        dropout = self.dropout if self.training else 0.0
-        context = F.scaled_dot_product_attention(rotary(query), rotary(key), value, dropout_p=dropout, is_causal=True)
+        start = 0 if part is None else part.start
+        query, key = rotary(query, start), rotary(key, start)
+        if part is not None:
+            key, value = part.extend(self, key, value, dim=2)
+        # A slice's first token attends to all tokens before it: the mask is a lower right corner of the causal one.
+        options: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
+        options |= {"is_causal": True} if start == 0 else {"attn_mask": causal_lower_right(s, key.shape[2])}
+        context = F.scaled_dot_product_attention(query, key, value, **options)
         return self.proj(context.permute(2, 0, 1, 3).reshape(s, b, h))
 
 
@@ -89,9 +100,9 @@ class Block(nn.Module):
         self.feed_forward = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
         self.hidden_dropout = config.hidden_dropout
 
-    def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryEmbedding, part: SequenceSlice | None = None) -> Tensor:
         """``[s, b, h]`` to ``[s, b, h]``, same dtype: under autocast too a stage sends what the next one expects."""
-        x = x + dropped(self, self.attention(self.attention_norm(x), rotary)).to(x.dtype)
+        x = x + dropped(self, self.attention(self.attention_norm(x), rotary, part)).to(x.dtype)
         return x + dropped(self, self.feed_forward(self.feed_forward_norm(x))).to(x.dtype)
 
 
@@ -111,16 +122,18 @@ class LayerParts:
         self.replicas: Any = None  # process group of the ranks that hold the same weights; None: there are no others
 
     def block(self, config: Any, layer: int) -> nn.Module:
-        """Layer ``layer`` (0-based, in the whole model): called with ``(hidden [s, b, h], rotary)``."""
+        """Layer ``layer`` (0-based, in the whole model): called with ``(hidden [s, b, h], rotary)``, and with the slice
+        of the sequence where there are several.
+        """
         return Block(config, self.norm)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Around the layers of one forward of the stage."""
         return nullcontext()
 
-    def checkpointed(self, block: nn.Module, hidden: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        """``block(hidden, rotary)`` that keeps its input and computes the rest again in backward."""
-        output: Tensor = checkpoint(block, hidden, rotary, use_reentrant=False)
+    def checkpointed(self, block: nn.Module, *inputs: Any) -> Tensor:
+        """``block(*inputs)`` that keeps its input and computes the rest again in backward."""
+        output: Tensor = checkpoint(block, *inputs, use_reentrant=False)
         return output
 
 
@@ -217,7 +230,7 @@ class GPTStage(nn.Module):
         microbatch: int = 0,
         checkpoint_activations: bool = False,
     ) -> Tensor:
-        """Run the stage on one microbatch.
+        """Run the stage on one microbatch, or on the slice of it that the engine is at (``sequence_slice``).
 
         Args:
             tokens: int64 ``[b, s]``; read by the first stage only.
@@ -226,22 +239,26 @@ class GPTStage(nn.Module):
             checkpoint_activations: keep only each layer's input and compute the rest again in backward.
 
         Returns:
-            An activation ``[s, b, h]``; on the last stage the loss of each token, fp32 ``[b, s]``, or logits
-            ``[b, s, vocab]`` when there are no labels.
+            An activation ``[s, b, h]``, of the slice's tokens; on the last stage the loss of each token, fp32 or wider
+            ``[b, s]``, or logits ``[b, s, vocab]`` when there are no labels.
         """
+        part = sequence_slice()
+        of_slice = () if part is None else (part,)
+        if part is not None:
+            tokens, labels = (None if given is None else part.of(given, 1) for given in (tokens, labels))
         hidden = self._stage_input(tokens)
         draws = self.training and (self.config.hidden_dropout or self.config.attention_dropout)
         with self.parts.forward_context():
             for layer, block in self.layers.items():
                 if draws:
-                    torch.manual_seed(seed_of(self.seed, "dropout", microbatch, layer))
-                if checkpoint_activations:
-                    hidden = self.parts.checkpointed(block, hidden, self.rotary)
-                else:
-                    hidden = block(hidden, self.rotary)
+                    which = [f"slice {part.index} of {part.count}"] if part is not None else []
+                    torch.manual_seed(seed_of(self.seed, "dropout", microbatch, layer, *which))
+                inputs = hidden, self.rotary, *of_slice
+                hidden = self.parts.checkpointed(block, *inputs) if checkpoint_activations else block(*inputs)
         if not self.post_process:
             return hidden
-        logits = self.output(self.final_norm(hidden)).float()  # [s, b, vocab]
+        logits = self.output(self.final_norm(hidden))  # [s, b, vocab]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if labels is None:
             return logits.transpose(0, 1).contiguous()
         losses = F.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="none")

@@ -69,6 +69,9 @@ def _transformer_engine(settings: Settings, device: torch.device, split: bool) -
     if settings.norm_impl not in ("auto", TE):
         inside = f"the norms of --transformer-impl {TE} are inside of its layers; leave --norm-impl out"
         raise ArgumentError(f"--norm-impl is {settings.norm_impl}, but {inside}")
+    if settings.model.sequence_slices > 1:
+        slices = f"--sequence-slices is {settings.model.sequence_slices}"
+        raise ArgumentError(f"{slices}, but {flag} {TE} keeps no keys and values from slice to slice; leave one out")
     te, recipe, precision = _required(flag, TE, f"{TE}.pytorch", on_gpu), None, "no FP8"
     if settings.fp8 is not None:
         recipes = _required(flag, TE, f"{TE}.common.recipe", on_gpu)
@@ -171,7 +174,7 @@ class TransformerEngineParts(LayerParts):
             return self.te.autocast(enabled=True, recipe=self.recipe, amax_reduction_group=self.replicas)
         return self.te.fp8_autocast(enabled=True, fp8_recipe=self.recipe, fp8_group=self.replicas)
 
-    def checkpointed(self, block: nn.Module, hidden: Tensor, rotary: RotaryEmbedding) -> Tensor:
+    def checkpointed(self, block: nn.Module, *inputs: Any) -> Tensor:
         """torch's own checkpointing would compute again with another FP8 scale."""
-        output: Tensor = self.te.checkpoint(block, hidden, rotary, use_reentrant=False)
+        output: Tensor = self.te.checkpoint(block, *inputs, use_reentrant=False)
         return output

@@ -28,6 +28,7 @@ from megatron_pp import TransformerConfig, build_plan
 from megatron_pp.config.parallel_grid import fit_grid
 from megatron_pp.errors import PlanError, ScheduleInputError
 from megatron_pp.plan.schedule_file import find_family, names_a_file
+from megatron_pp.plan.slice_costs import slice_lengths
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.pairs import PAIR_FUNCTIONS
 from megatron_pp.tracing.recorder import chosen_steps
@@ -180,8 +181,17 @@ class Settings:
             family, sizes = find_family(config.schedule_name), (grid.pipeline_parallel, config.num_chunks)
             lowering: dict[str, Any] = {"policy": config.lowering_policy, "channels": config.p2p_channels}
             lowering |= {"variable_shapes": config.variable_seq_lengths, "digest": family.digest}
+            lowering |= {"slices": config.sequence_slices}
             build_plan(PlanSpec(family.name, *sizes, self.num_microbatches, **lowering))
+        self._check_slices(config)
         return config
+
+    def _check_slices(self, config: TransformerConfig) -> None:
+        attention = 0.5 if config.balance_sequence_slices else 0.0  # whatever it is: any lengths will do then
+        try:
+            slice_lengths(self.seq_length, config.sequence_slices, attention)
+        except PlanError as error:
+            raise ArgumentError(f"--sequence-slices: {error}; --seq-length is {self.seq_length}") from error
 
     def everything(self) -> dict[str, Any]:
         """All settings, those of the model too, by name."""

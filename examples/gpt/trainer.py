@@ -25,7 +25,7 @@ from examples.gpt.metrics import Recorder, peak_memory_gib, peak_tflops
 from examples.gpt.optimizer import GradientClipper, NamedAdamW, finalize_gradients, learning_rate
 from examples.gpt.run_folder import this_launcher
 from examples.gpt.settings import Settings
-from megatron_pp import get_forward_backward_func, parallel_state
+from megatron_pp import get_forward_backward_func, parallel_state, sequence_slice
 from megatron_pp.faults.attach import watched
 from megatron_pp.plan.placement import Placement
 from megatron_pp.runtime.communicators import communicator_for
@@ -44,15 +44,22 @@ def forward_step(
 
 
 def mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Megatron's pair: the mean over the microbatch, and what to report."""
+    """Megatron's pair: the mean over the microbatch, and what to report. Of a slice, its mean, and its share of the
+    microbatch's, so that reports add up to whole microbatches.
+    """
     loss = losses.mean()
-    return loss, {"loss": loss.detach()}
+    return loss, _report(loss)
 
 
 def summed_loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Megatron's triple: the sum over the microbatch, its tokens, and what to report (the mean, all the same)."""
     tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
-    return losses.sum(), tokens, {"loss": losses.detach().mean()}
+    return losses.sum(), tokens, _report(losses.mean())
+
+
+def _report(mean: Tensor) -> dict[str, Tensor]:
+    part = sequence_slice()
+    return {"loss": mean.detach() if part is None else mean.detach() * part.share * part.count}
 
 
 class _Timer:

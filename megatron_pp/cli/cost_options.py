@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from dataclasses import replace
 
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.given import given, option, refuse
@@ -13,7 +14,8 @@ from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.memory import RECOMPUTE, ModelShape
 
 _GB = 1e9
-COSTS = ("forward_ms", "backward_ms", "weight_ms", "p2p_ms", "bandwidth", "activation_mb", "gloo", "link")
+_TIMES = ("forward_ms", "backward_ms", "weight_ms")
+COSTS = (*_TIMES, "attention_share", "p2p_ms", "bandwidth", "activation_mb", "gloo", "link")
 MODEL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.name != "element_bytes")
 _NEEDED = ("num_layers", "hidden_size", "seq_length")
 MILLISECONDS = "ms"
@@ -30,6 +32,9 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--forward-ms", type=times, metavar="MS", help="forward")
     group.add_argument("--backward-ms", type=times, metavar="MS", help=whole_backward)
     group.add_argument("--weight-ms", type=times, metavar="MS", help="weight gradients; an unsplit backward adds them")
+    attention = "share of causal attention in these times: slices of equal length cost more the later they are; "
+    attention += "default 0, slices of equal cost"
+    group.add_argument("--attention-share", type=number, metavar="A", help=attention)
     group.add_argument("--p2p-ms", type=number, metavar="MS", help="latency of a transfer; default 0")
     group.add_argument("--bandwidth", type=number, metavar="GB/S", help="of each directed link; default infinite")
     group.add_argument("--activation-mb", type=number, metavar="MB", help="size of one message; default the model's")
@@ -88,9 +93,17 @@ def cost_unit(args: argparse.Namespace) -> str:
     return MILLISECONDS if any(times_given.values()) else SLOTS
 
 
-def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int) -> StageCosts:
-    """The times along the model's depth. Raises UsageError where forward and backward are not both given."""
-    lists = {option(args, name): values for name, values in given(args, COSTS[:3]).items()}
+def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int, slices: int) -> StageCosts:
+    """The times along the model's depth. Raises UsageError where forward and backward are not both given, or a share of
+    attention without several slices.
+    """
+    if slices == 1:
+        refuse(args, ["attention_share"], "weighs the slices of a sequence; --sequence-slices says how many")
+    return replace(_times_along(args, pipeline_size, num_chunks), attention=args.attention_share or 0.0)
+
+
+def _times_along(args: argparse.Namespace, pipeline_size: int, num_chunks: int) -> StageCosts:
+    lists = {option(args, name): values for name, values in given(args, _TIMES).items()}
     if not lists:
         stages = float(pipeline_size * num_chunks)
         return StageCosts.uniform(1, stages, stages, stages)

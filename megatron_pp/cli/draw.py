@@ -130,7 +130,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
     """All that the options name, verified."""
     if args.source is not None:
         return [plan_options.verified_single_plan(args)]
-    specs = list(plan_options.listed_specs(args, plan_options.schedule_names(args.schedule)))
+    specs = list(plan_options.listed_specs(args, plan_options.named_schedules(args)))
     if len(specs) == 1:
         return [plan_options.verified_single_plan(args)]
     return [plan_options.verified(plan_options.named_plan(spec)) for spec in specs]
@@ -141,7 +141,8 @@ def _compared(args: argparse.Namespace, plans: Sequence[Plan]) -> list[Simulatio
     links = cost_options.network(args, cost_options.model_shape(args), plans[0].spec.pipeline_size)
     steps = []
     for plan in plans:
-        costs = cost_options.cost_profile(args, plan.spec.pipeline_size, 1).regrouped(plan.placement.num_stages)
+        costs = cost_options.cost_profile(args, plan.spec.pipeline_size, 1, plan.spec.slices)
+        costs = costs.regrouped(plan.placement.num_stages)
         steps.append(simulate(plan, costs, links, args.device))
     return steps
 

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.list:
         refuse(args, (*PLAN_OPTIONS, "format", "compute_only", "output"), "does not go with --list")
         for family in SCHEDULES.values():
-            print_line(console, f"{family.name:18} {family.summary} ({family.source})")
+            print_line(console, f"{family.name:21} {family.summary} ({family.source})")
         return OK
     plan = single_plan(args)
     if args.device and plan.spec.device != checked_device(args.device):

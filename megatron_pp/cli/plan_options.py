@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_pp.cli.errors import UsageError, refusing
@@ -13,7 +14,8 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.family import Family
 from megatron_pp.plan.names import unknown
-from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES
+from megatron_pp.plan.orders import OLD_NAMES, ONE_F_ONE_B, SCHEDULES
+from megatron_pp.plan.orders.sliced import SEQ_1F1B
 from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
 from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.sim.naive import NAIVE, NAIVE_FAMILY, naive_plan
@@ -32,9 +34,10 @@ from megatron_pp.plan.spec import (
 )
 from megatron_pp.plan.verifier import verify
 
-_DEFAULT_SCHEDULE = "1f1b"
+_DEFAULT_SCHEDULE = ONE_F_ONE_B
+_DEFAULT_OF_SLICES = SEQ_1F1B
 _DEFAULT_RANKS = 4
-NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches", "group_size")
+NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches", "group_size", "slices")
 _LOWERING = ("policy", "channels", "forward_only", "variable_shapes", "release_after", "lookahead", "grad_sync")
 LOWERING = (*_LOWERING, "param_sync", "device")
 PLAN_OPTIONS = (*NAMING, *LOWERING, "source")
@@ -45,11 +48,14 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group = parser.add_argument_group("plan", "a schedule by name and size, or --import FILE")
     many = " (or a list: a,b,c)" if several else ""
     names = f"{', '.join(SCHEDULES)}, {NAIVE}, or a .csv or .json file, which brings P, V and M{many}"
-    group.add_argument("-s", "--schedule", metavar="NAME", help=f"{names}; default {_DEFAULT_SCHEDULE}")
+    default = f"default {_DEFAULT_SCHEDULE}, or {_DEFAULT_OF_SLICES} with --sequence-slices"
+    group.add_argument("-s", "--schedule", metavar="NAME", help=f"{names}; {default}")
     group.add_argument("-P", "--pipeline-size", type=whole, metavar="P", help=f"ranks; default {_DEFAULT_RANKS}")
     group.add_argument("-V", "--num-chunks", type=whole_list, metavar="V", help=f"model chunks a rank{many}")
     group.add_argument("-M", "--num-microbatches", type=whole_list, metavar="M", help=f"default 2 P{many}")
     group.add_argument("--group-size", type=whole, metavar="G", help="microbatches a chunk; default P")
+    slices = "slices that every sequence is cut into, for the schedules of slices; default 1"
+    group.add_argument("--sequence-slices", dest="slices", type=whole, metavar="N", help=slices)
     group.add_argument("--policy", choices=POLICIES, help="how transfers go out; default overlap")
     group.add_argument("--channels", choices=CHANNELS, help="default one_way")
     group.add_argument("--forward-only", action="store_true", help="evaluation: forwards alone")
@@ -100,7 +106,7 @@ def single_plan(args: argparse.Namespace) -> Plan:
     """The one plan that the options name, not verified. Raises PlanError, UsageError, RefusedError."""
     if args.source is not None:
         return _imported(args)
-    specs = list(listed_specs(args, schedule_names(args.schedule)))
+    specs = list(listed_specs(args, named_schedules(args)))
     if len(specs) > 1:
         raise UsageError(
             f"-s, -V and -M name {len(specs)} plans, and this takes one; lists are for simulate --compare and draw"
@@ -130,9 +136,14 @@ def named_plan(spec: PlanSpec) -> Plan:
     return lowered_plan(spec, warnings.warn)
 
 
-def schedule_names(text: str | None) -> list[str]:
+def named_schedules(args: argparse.Namespace) -> list[str]:
+    """The schedules of the option, or the default one. Raises as schedule_names."""
+    return schedule_names(args.schedule or (_DEFAULT_SCHEDULE if args.slices is None else _DEFAULT_OF_SLICES))
+
+
+def schedule_names(text: str) -> list[str]:
     """The names in a comma list; ``all`` stands for every family. Raises PlanError for one that is none."""
-    names = [name.strip() for name in (text or _DEFAULT_SCHEDULE).split(",")]
+    names = [name.strip() for name in text.split(",")]
     found = [known for name in names for known in (SCHEDULES if name == "all" else [OLD_NAMES.get(name, name)])]
     for name in found:
         _family(name)
@@ -160,9 +171,11 @@ def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[Pla
         counts = next(([family.shape.num_microbatches] for family in families if family.shape), [2 * size])
     options = given(args, ("group_size", *LOWERING))
     for family in families:
+        slices = family.shape.slices if family.shape else _slices(args) if family.sliced else 1
         for chunks in _chunks(args, family):
             for microbatches in counts:
-                yield PlanSpec(family.name, size, chunks, microbatches, digest=family.digest, **options)
+                spec = PlanSpec(family.name, size, chunks, microbatches, digest=family.digest, **options)
+                yield replace(spec, slices=slices)
 
 
 def pipeline_size(args: argparse.Namespace, names: Sequence[str]) -> int:
@@ -184,6 +197,9 @@ def _check_sizes(args: argparse.Namespace, families: Sequence[Family]) -> None:
         for size in given(args, ("pipeline_size",)).values():
             if size != shape.pipeline_size:
                 raise UsageError(f"{name} is a schedule of {shape.pipeline_size} ranks; -P is {size}")
+        if args.slices not in (None, shape.slices):
+            slices = option(args, "slices")
+            raise UsageError(f"{name} is a schedule of {shape.slices} slice(s) a sequence; {slices} is {args.slices}")
         for count in args.num_microbatches or ():
             if count != shape.num_microbatches:
                 raise UsageError(f"{name} is a schedule of {shape.num_microbatches} microbatches; -M is {count}")
@@ -200,6 +216,9 @@ def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> Non
     if not any(family.grouped for family in families):
         grouped = ", ".join(name for name, family in SCHEDULES.items() if family.grouped)
         refuse(args, ["group_size"], f"is for schedules with groups ({grouped}), not {families[0].name}")
+    if not any(family.sliced for family in families):
+        sliced = ", ".join(name for name, family in SCHEDULES.items() if family.sliced)
+        refuse(args, ["slices"], f"is for schedules of slices ({sliced}), not {families[0].name}")
     if args.policy not in (None, OVERLAP):
         refuse(args, ["release_after", "lookahead"], f"is for --policy overlap, not {args.policy}")
     if args.channels not in (None, ONE_WAY):
@@ -217,6 +236,10 @@ def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> Non
 def _chunks(args: argparse.Namespace, family: Family) -> list[int]:
     """The numbers of chunks to take of ``family``."""
     return [family.chunks] if family.chunks is not None else args.num_chunks or [2]
+
+
+def _slices(args: argparse.Namespace) -> int:
+    return 1 if args.slices is None else int(args.slices)
 
 
 def _imported(args: argparse.Namespace) -> Plan:

@@ -121,7 +121,7 @@ def costs_of(
     stages = plan.placement.num_stages
     if traced is not None:
         return traced.costs.regrouped(stages), traced.network
-    costs = cost_options.cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks)
+    costs = cost_options.cost_profile(args, plan.spec.pipeline_size, plan.spec.num_chunks, plan.spec.slices)
     return costs.regrouped(stages), cost_options.network(args, shape, plan.spec.pipeline_size)
 
 
@@ -193,7 +193,8 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     if traced is not None:
         found = compare(specs, traced.costs, traced.network, shape, limit, bypass)
     else:  # without costs, the whole model takes P slots for each of F, B and W, whatever V is
-        costs, network = cost_options.cost_profile(args, size, 1), cost_options.network(args, shape, size)
+        slices = max(spec.slices for spec in specs)
+        costs, network = cost_options.cost_profile(args, size, 1, slices), cost_options.network(args, shape, size)
         found = compare(specs, costs, network, shape, limit, bypass)
     if args.json:
         console.file.write(json.dumps([_candidate_facts(c) for c in found], indent=1) + "\n")
@@ -206,7 +207,7 @@ def _show_ranking(found: list[Candidate], shape: ModelShape | None, unit: str, c
     names = ["schedule", "V", "M", f"{unit} per microbatch", "bubble", "in flight", "messages"]
     rows = [
         [c.spec.schedule, str(c.spec.num_chunks), str(c.spec.num_microbatches), short(c.per_microbatch)]
-        + [percent(c.bubble_share), str(c.peak_in_flight), str(c.messages)]
+        + [percent(c.bubble_share), short(c.peak_in_flight), str(c.messages)]
         + ([size_label(c.peak_bytes or 0.0)] if shape else [])
         for c in found
         if not c.refused

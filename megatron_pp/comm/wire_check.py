@@ -14,10 +14,10 @@ import torch
 
 from megatron_pp.errors import WireMismatchError
 from megatron_pp.plan.dataflow import message_of
-from megatron_pp.plan.instruction import FORWARD, TRANSFER_OPS, Instruction
+from megatron_pp.plan.instruction import FORWARD, NONE, TRANSFER_OPS, Instruction
 from megatron_pp.plan.placement import Placement
 
-STAMP_LENGTH = 4  # dtype, activation or gradient, boundary, microbatch; int64 each
+STAMP_LENGTH = 5  # dtype, activation or gradient, boundary, microbatch, slice; int64 each
 
 _UNKNOWN = -1
 _ACTIVATION, _GRADIENT = 1, 2
@@ -41,6 +41,7 @@ class Stamp(NamedTuple):
     kind: int
     boundary: int
     mb: int
+    slice: int = NONE
 
 
 class WireCheck:
@@ -59,7 +60,7 @@ class WireCheck:
         message = message_of(at)
         activation = message.kind == FORWARD
         boundary = message.stage - 1 if activation else message.stage
-        return Stamp(_code(dtype), _ACTIVATION if activation else _GRADIENT, boundary, at.mb)
+        return Stamp(_code(dtype), _ACTIVATION if activation else _GRADIENT, boundary, at.mb, at.slice)
 
     def check(self, peer: int, received: list[int], shape: list[int], expected: Stamp, expected_shape: Any) -> None:
         """Compare the announcement of a message from ``peer`` with what is expected here. Raises WireMismatchError."""
@@ -68,10 +69,11 @@ class WireCheck:
             ("what it is", _KINDS.get(expected.kind), _KINDS.get(came.kind)),
             ("chunk", self._chunk(expected.boundary), self._chunk(came.boundary)),
             ("microbatch", expected.mb, came.mb),
+            ("slice", expected.slice, came.slice),
             ("dtype", _name(expected.dtype), _name(came.dtype)),
             ("shape", None if expected_shape is None else list(expected_shape), shape),
         ):
-            unknown = name in ("what it is", "chunk", "microbatch") and _UNKNOWN in (expected.kind, came.kind)
+            unknown = name in ("what it is", "chunk", "microbatch", "slice") and _UNKNOWN in (expected.kind, came.kind)
             if here != there and not unknown and here is not None:
                 raise WireMismatchError(
                     f"pipeline rank {self.rank} expected {self._words(expected, expected_shape)}, but rank {peer} sent "
@@ -92,7 +94,8 @@ class WireCheck:
         kind = _KINDS.get(stamp.kind, "unknown message")
         if stamp.kind == _UNKNOWN:
             return f"a {kind}, {described}"
-        return f"the {kind} of chunk {self._chunk(stamp.boundary)}, microbatch {stamp.mb}, {described}"
+        part = "" if stamp.slice == NONE else f", slice {stamp.slice}"
+        return f"the {kind} of chunk {self._chunk(stamp.boundary)}, microbatch {stamp.mb}{part}, {described}"
 
 
 def _code(dtype: torch.dtype) -> int:

@@ -83,8 +83,15 @@ class ModelParallelConfig:
 
     pipeline_schedule: str | None = setting(
         None,
-        "schedule family, or a .csv or .json file; None: 1f1b, or interleaved_1f1b where V > 1",
+        "schedule family, or a .csv or .json file; None: 1f1b, or interleaved_1f1b where V > 1, and with "
+        "sequence_slices seq_1f1b, or interleaved_seq_1f1b",
         section="pipeline, ours",
+    )
+    sequence_slices: int = setting(
+        1, "slices that every sequence is cut into, each a step of its own through the pipeline; 1: sequences whole"
+    )
+    balance_sequence_slices: bool = setting(
+        False, "cut sequences into slices of equal cost under causal attention, not of equal length"
     )
     pipeline_measured: Measured | dict[str, Any] | str | None = setting(
         None, "times and memory that auto and auto_v plan for: a Measured, a dict, or a JSON file; None: equal times"
@@ -156,12 +163,12 @@ class ModelParallelConfig:
     @property
     def schedule_name(self) -> str:
         """The schedule family in use: `pipeline_schedule`, or what V implies."""
-        return rules.schedule_name(self.pipeline_schedule, self.num_chunks)
+        return rules.schedule_name(self.pipeline_schedule, self.num_chunks, self.sequence_slices)
 
     @property
     def placement_name(self) -> str:
         """Which rank holds which stage: 'loop' or 'v'."""
-        return rules.schedule_family(self.pipeline_schedule, self.num_chunks).placement
+        return rules.schedule_family(self.pipeline_schedule, self.num_chunks, self.sequence_slices).placement
 
     def explain_microbatch_count(self, num_microbatches: int) -> MicrobatchCount:
         """The effect of this number of microbatches on speed; raises MicrobatchCountError unless it is at least 1."""

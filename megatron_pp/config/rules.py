@@ -14,7 +14,8 @@ from megatron_pp.errors import ConfigError, PlanError, ScheduleError
 from megatron_pp.plan.family import Family
 from megatron_pp.plan.measured import Measured, measured_values
 from megatron_pp.plan.names import did_you_mean
-from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES
+from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, check_slices
+from megatron_pp.plan.orders.sliced import INTERLEAVED_SEQ, SEQ_1F1B
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
 from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN
@@ -58,7 +59,7 @@ def check_dtype(name: str, value: object) -> None:
 def check_schedule(config: Any) -> None:
     if config.pipeline_placement is not None:
         one_of("pipeline_placement", config.pipeline_placement, PLACEMENTS)
-    family = schedule_family(config.pipeline_schedule, config.num_chunks)
+    family = schedule_family(config.pipeline_schedule, config.num_chunks, config.sequence_slices)
     searched = family.search is not None
     sizes = config.pipeline_model_parallel_size, family.chunks or config.num_chunks
     measured_of(config, Placement(family.placement, *sizes) if searched else None)
@@ -175,17 +176,23 @@ def lowering_policy(config: Any) -> str:
     return OVERLAP if overlap else BATCHED if batched else PLAIN
 
 
-def schedule_name(schedule: str | None, num_chunks: int) -> str:
-    """``config.pipeline_schedule``, or what the number of chunks implies."""
-    return schedule or (INTERLEAVED if num_chunks > 1 else ONE_F_ONE_B)
+def schedule_name(schedule: str | None, num_chunks: int, slices: int) -> str:
+    """``config.pipeline_schedule``, or what the numbers of chunks and of slices imply."""
+    whole, sliced = (INTERLEAVED, INTERLEAVED_SEQ) if num_chunks > 1 else (ONE_F_ONE_B, SEQ_1F1B)
+    return schedule or (sliced if slices > 1 else whole)
 
 
-def schedule_family(schedule: str | None, num_chunks: int) -> Family:
+def schedule_family(schedule: str | None, num_chunks: int, slices: int) -> Family:
     """The family that ``config.pipeline_schedule`` names. Raises ScheduleError for an unknown name, a file that cannot
-    be read, or another number of chunks than the family has.
+    be read, or another number of chunks, or of slices of a sequence, than the family has.
     """
-    name = schedule_name(schedule, num_chunks)
+    whole_number("sequence_slices", slices)
+    name = schedule_name(schedule, num_chunks, slices)
     family = known_family(name)
+    try:
+        check_slices(family, slices)
+    except PlanError as error:
+        raise ScheduleError(f"sequence_slices: {error}") from error
     if family.chunks not in (None, num_chunks):
         fitting = [name for name, other in SCHEDULES.items() if other.chunks in (None, num_chunks)]
         raise ScheduleError(

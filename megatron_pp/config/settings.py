@@ -54,6 +54,8 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     defer_embedding_wgrad_compute: bool
     cuda_graph_impl: str | bool
     pipeline_schedule: str | None
+    sequence_slices: int
+    balance_sequence_slices: bool
     pipeline_measured: Measured | dict[str, Any] | str | None
     p2p_channels: str
     p2p_max_ctas: int | None

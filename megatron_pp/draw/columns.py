@@ -17,6 +17,7 @@ _TICKS = 2**31
 _COMPUTE = {FORWARD: 0, BACKWARD: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3}
 _WAITS = {WAIT_F: 0, WAIT_B: 1, FREE_F: 2, FREE_B: 3}
 _MOST_CHUNKS, _MOST_MICROBATCHES = 2**10, 2**20
+_Scale = tuple[float, int]  # length of a tick, and slices of a sequence
 _MOST_MEMORY_STEPS = 4000, 48_000  # per lane, and of all lanes; more are thinned, peaks kept
 
 
@@ -39,15 +40,18 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
 
     Raises PlanError beyond 1024 chunks or a million microbatches.
     """
-    if timeline.num_chunks > _MOST_CHUNKS or timeline.num_microbatches > _MOST_MICROBATCHES:
-        raise PlanError(f"the page shows at most {_MOST_CHUNKS} chunks and {_MOST_MICROBATCHES} microbatches")
+    if timeline.num_chunks > _MOST_CHUNKS or timeline.num_microbatches * timeline.slices > _MOST_MICROBATCHES:
+        raise PlanError(
+            f"the page shows at most {_MOST_CHUNKS} chunks and {_MOST_MICROBATCHES} microbatches, or slices of them"
+        )
     end = timeline.end or 1.0
     tick = end / _TICKS
     sent = timeline.sent()
     most, of_all = _MOST_MEMORY_STEPS
     steps = min(most, of_all // len(timeline.lanes))
     each = zip(timeline.lanes, sent, timeline.stages, strict=True)
-    lanes = [{**_lane(lane, parts, tick, steps, store), "stages": list(stages)} for lane, parts, stages in each]
+    scale = tick, timeline.slices
+    lanes = [{**_lane(lane, parts, scale, steps, store), "stages": list(stages)} for lane, parts, stages in each]
     shades = [[block_colour(op, c, timeline.num_chunks) for c in range(timeline.num_chunks)] for op in _COMPUTE]
     return {
         "title": timeline.title,
@@ -56,6 +60,7 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
         "tick": tick,
         "chunks": timeline.num_chunks,
         "microbatches": timeline.num_microbatches,
+        "slices": timeline.slices,
         "ops": [_COMPUTE[op] for op in timeline.ops],
         "shortBlock": timeline.short_block,
         "lanes": lanes,
@@ -67,30 +72,38 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
 
 
 def _lane(
-    lane: Lane, sent: tuple[list[Transfer], list[Transfer]], tick: float, steps: int, store: ColumnStore
+    lane: Lane, sent: tuple[list[Transfer], list[Transfer]], scale: _Scale, steps: int, store: ColumnStore
 ) -> dict[str, Any]:
     memory = thinned(lane.memory, steps)
     return {
         "name": lane.name,
-        "compute": _events(lane.compute, _COMPUTE, tick, store),
-        "waits": _events(lane.waits, _WAITS, tick, store),
-        "activations": _transfers(sent[0], tick, store),
-        "gradients": _transfers(sent[1], tick, store),
+        "compute": _events(lane.compute, _COMPUTE, scale, store),
+        "waits": _events(lane.waits, _WAITS, scale, store),
+        "activations": _transfers(sent[0], scale, store),
+        "gradients": _transfers(sent[1], scale, store),
         "memory": {
-            "times": store.add("I", (_ticks(t, tick) for t, _ in memory)),
+            "times": store.add("I", (_ticks(t, scale[0]) for t, _ in memory)),
             "values": store.add("f", (v for _, v in memory)),
             "peak": lane.peak,
         },
     }
 
 
-def _events(events: Sequence[Event], ops: dict[str, int], tick: float, store: ColumnStore) -> dict[str, list[int]]:
-    codes = [ops[at.op] << 30 | at.chunk << 20 | at.mb for at in (e.instruction for e in events)]
+def _events(events: Sequence[Event], ops: dict[str, int], scale: _Scale, store: ColumnStore) -> dict[str, list[int]]:
+    tick, slices = scale
+    instructions = (e.instruction for e in events)
+    codes = [ops[at.op] << 30 | at.chunk << 20 | _part(at.mb, at.slice, slices) for at in instructions]
     return _spans(events, codes, tick, store)
 
 
-def _transfers(transfers: Sequence[Transfer], tick: float, store: ColumnStore) -> dict[str, list[int]]:
-    spans = _spans(transfers, [t.mb for t in transfers], tick, store)
+def _part(mb: int, part: int, slices: int) -> int:
+    """The number of a slice, counted through all microbatches; of a microbatch where sequences are whole."""
+    return mb * slices + max(part, 0)
+
+
+def _transfers(transfers: Sequence[Transfer], scale: _Scale, store: ColumnStore) -> dict[str, list[int]]:
+    tick, slices = scale
+    spans = _spans(transfers, [_part(t.mb, t.slice, slices) for t in transfers], tick, store)
     return {**spans, "where": store.add("I", (t.target << 20 | t.stage for t in transfers))}
 
 

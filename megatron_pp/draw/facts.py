@@ -55,16 +55,17 @@ def costs_line(timelines: Sequence[Timeline]) -> str:
             parts.append(f"{op} {_range(times)}")
     lengths = [length for t in timelines if t.has_transfers for length in (t.traffic.shortest, t.traffic.longest)]
     sent = f"take {_range(lengths)} {unit}" if lengths else "take no time"
-    return f"a microbatch on a rank takes {', '.join(parts)} {unit}; transfers {sent}"
+    what = "microbatch" if all(t.slices == 1 for t in timelines) else "microbatch, all its slices,"
+    return f"a {what} on a rank takes {', '.join(parts)} {unit}; transfers {sent}"
 
 
 def _times(timeline: Timeline, op: str) -> list[float]:
-    """Of every rank that runs ``op``, the mean time through all its chunks."""
+    """Of every rank that runs ``op``, the mean time through all its chunks, of all slices."""
     times = []
     for lane in timeline.lanes:
         lengths = [e.end - e.start for e in lane.compute if e.instruction.op == op]
         if lengths:
-            times.append(timeline.num_chunks * sum(lengths) / len(lengths))
+            times.append(timeline.num_chunks * timeline.slices * sum(lengths) / len(lengths))
     return times
 
 

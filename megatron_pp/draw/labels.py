@@ -81,5 +81,6 @@ def _forms(timeline: Timeline) -> Iterator[Labels]:
 def _widest(timeline: Timeline, form: Labels) -> float:
     """Width of the widest label, at the form's size."""
     number = f"{form.chunks - 1}." * (form.chunks > 1) + f"{timeline.num_microbatches - 1}"
+    number += f"s{timeline.slices - 1}" * (timeline.slices > 1)
     lines = (line for op in timeline.ops for line in form.lines(op + number))
     return max((text_width(line, form.size) for line in lines), default=1.0)

@@ -53,7 +53,8 @@ class Timeline:
     """All ranks of one step. Times are in ``unit``, from 0 on; ``stages[rank][chunk]`` is a global stage.
 
     Memory is all of a rank's in bytes, or the activations that it keeps, in microbatches: a rank that has run all its
-    chunks forward, and none backward, keeps 1. ``note`` says where another order stands in for the schedule's own.
+    chunks forward, and none backward, keeps 1. ``note`` says where another order stands in for the schedule's own;
+    ``slices``: how many a sequence is cut into.
     """
 
     title: str
@@ -64,6 +65,7 @@ class Timeline:
     num_microbatches: int = 1
     memory_in_bytes: bool = False
     note: str = ""
+    slices: int = 1
 
     @property
     def num_chunks(self) -> int:
@@ -146,17 +148,19 @@ def simulated_timeline(
     title = title or short_title(spec)
     stages = plan.placement.stages
     size = spec.num_microbatches
-    return Timeline(title, unit, lanes, stages, simulation.transfers, size, shape is not None, plan.remark)
+    of = simulation.transfers, size, shape is not None, plan.remark, spec.slices
+    return Timeline(title, unit, lanes, stages, *of)
 
 
 def short_title(spec: PlanSpec) -> str:
     """``zb_v P=4 V=2 M=8``, and what differs from the defaults."""
-    usual = PlanSpec(spec.schedule, spec.pipeline_size, spec.num_chunks, spec.num_microbatches)
-    extra = [f"group={spec.group_size}"] if spec.effective_group_size != usual.effective_group_size else []
+    sizes = spec.pipeline_size, spec.num_chunks, spec.num_microbatches
+    usual = PlanSpec(spec.schedule, *sizes, slices=spec.slices)
+    extra = [f"slices={spec.slices}"] if spec.slices > 1 else []
+    extra += [f"group={spec.group_size}"] if spec.effective_group_size != usual.effective_group_size else []
     extra += [f"{value}" for value in (spec.policy, spec.channels) if value not in (usual.policy, usual.channels)]
     extra += ["forward only"] if spec.forward_only else []
-    sizes = f"P={spec.pipeline_size} V={spec.num_chunks} M={spec.num_microbatches}"
-    return " ".join([spec.schedule, sizes, *extra])
+    return " ".join([spec.schedule, f"P={sizes[0]} V={sizes[1]} M={sizes[2]}", *extra])
 
 
 def _lane(name: str, events: Iterable[Event]) -> Lane:

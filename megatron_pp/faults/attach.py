@@ -36,6 +36,7 @@ _SHOWN_AS = {
     "policy": "policy (overlap_p2p_comm, batch_p2p_comm)",
     "channels": "p2p_channels",
     "variable_shapes": "variable_seq_lengths",
+    "slices": "sequence_slices",
 }
 
 

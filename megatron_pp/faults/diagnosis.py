@@ -35,10 +35,10 @@ def pending_peers(program: Sequence[Instruction], done: int, issued: int) -> set
     """Peers of the transfers that were posted up to position ``issued`` and may not be over on a device that is at
     ``done``. A FREE may leave its send pending, so the sends that were freed last count too."""
     earlier = list(ins.each(program[:done]))
-    over = {(ins.POST_OF[at.op], *at[1:3]) for at in earlier if at.op in ins.POST_OF}
-    over -= {(ins.POST_OF[at.op], *at[1:3]) for at in [at for at in earlier if at.op in ins.FREE_OPS][-_DEFERRED:]}
+    over = {(ins.POST_OF[at.op], *at[1:]) for at in earlier if at.op in ins.POST_OF}
+    over -= {(ins.POST_OF[at.op], *at[1:]) for at in [at for at in earlier if at.op in ins.FREE_OPS][-_DEFERRED:]}
     posted = (at for at in ins.each(program[: issued + 1]) if at.op in ins.POST_OPS)
-    return {at.peer for at in posted if at[:3] not in over}
+    return {at.peer for at in posted if at[:] not in over}
 
 
 _WORDS = {
@@ -52,7 +52,7 @@ _WORDS = {
 def doing(at: Instruction) -> str:
     """What a rank does in instruction ``at``: ``waits for the activation of chunk 1, microbatch 3 from rank 1``."""
     if at.op in _WORDS:
-        return _WORDS[at.op].format(where=f"chunk {at.chunk}, microbatch {at.mb}", peer=at.peer)
+        return _WORDS[at.op].format(where=at.where, peer=at.peer)
     return f"is in {at.name}"
 
 

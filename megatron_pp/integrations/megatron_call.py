@@ -89,6 +89,13 @@ class MegatronCall(StepCall):
 
     def read_settings(self) -> StepSettings:
         settings = StepSettings.from_config(self.config, self.overrides)
+        if settings.sequence_slices > 1:
+            raise ScheduleInputError(
+                f"config.sequence_slices is {settings.sequence_slices}, and Megatron's layers run sequences whole: "
+                "their attention keeps no keys and values from slice to slice, and positions, masks and losses are of "
+                "whole sequences; leave it out, or train a model that calls megatron_pp.sequence_slice() without "
+                "install()"
+            )
         if self.joins_pairs and settings.pipeline_schedule is None:
             return settings._replace(pipeline_schedule=COMBINED)
         return settings

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.instruction import (
+    BACKWARD_OPS,
     COMPUTE_OPS,
     FORWARD,
     INPUT_GRAD,
@@ -54,12 +55,38 @@ def kept_timeline(
 
 
 def activations_timeline(plan: Plan, rank: int, weight_share: Shares = WEIGHT_SHARE) -> Iterator[float]:
-    """Memory right after each instruction of ``rank``'s program, where each chunk's forward counts 1; an evaluation
-    keeps nothing.
+    """Memory right after each instruction of ``rank``'s program, where each chunk's forward counts 1, and that of one
+    slice its share, all equal; an evaluation keeps nothing. Keys and values that slices keep for each other are part of
+    it until the backward of their own slice; for how long they are kept, see ``key_values_timeline``.
 
     Raises PlanError for shares that are not one number, or one per stage, of at least 0.
     """
     return _timeline(plan, rank, plan.programs[rank], weight_share)
+
+
+def key_values_change(op: str, part: int, slices: int, forward_only: bool) -> int:
+    """Of a microbatch in ``slices``, what an operation of slice ``part`` adds to the keys and values that a chunk
+    keeps: the forward of the first slice allocates them for all, and its backward, the last to read them, gives them
+    back; in evaluation the forward of the last slice does.
+    """
+    allocated = op == FORWARD and part == 0
+    freed = part == slices - 1 and op == FORWARD if forward_only else part == 0 and op in BACKWARD_OPS
+    return allocated - freed
+
+
+def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
+    """Keys and values that attention keeps for the slices that follow, and their gradients, right after each
+    instruction of ``plan.timed(rank)``; 1 are those of a chunk and a whole microbatch.
+
+    Gradients of all slices but the last are collected from the backward of the last slice to that of the first.
+    """
+    slices, forward_only, now = plan.spec.slices, plan.spec.forward_only, 0.0
+    for at in plan.timed(rank):
+        if at.slice >= 0 and at.op in SINGLE_COMPUTE_OPS:
+            now += key_values_change(at.op, at.slice, slices, forward_only)
+            if at.op in BACKWARD_OPS and at.slice in (0, slices - 1):
+                now += (slices - 1) / slices * (-1 if at.slice == 0 else 1)
+        yield now
 
 
 def peak_activations(plan: Plan, weight_share: Shares = WEIGHT_SHARE) -> tuple[float, ...]:
@@ -72,8 +99,9 @@ def peak_activations(plan: Plan, weight_share: Shares = WEIGHT_SHARE) -> tuple[f
 
 def _timeline(plan: Plan, rank: int, run: Sequence[Instruction], weight_share: Shares) -> Iterator[float]:
     stages = plan.placement.num_stages
-    ones = (0.0 if plan.spec.forward_only else 1.0,) * stages
-    return kept_timeline(run, plan.placement.stages[rank], ones, _per_stage(weight_share, stages))
+    ones = (0.0 if plan.spec.forward_only else 1.0 / plan.spec.slices,) * stages
+    late = [share / plan.spec.slices for share in _per_stage(weight_share, stages)]
+    return kept_timeline(run, plan.placement.stages[rank], ones, late)
 
 
 def _per_stage(share: Shares, stages: int) -> tuple[float, ...]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
-from itertools import starmap
 from typing import Any, NamedTuple
 
 from megatron_pp.plan.dataflow import channel_of, message_of

@@ -22,6 +22,7 @@ from megatron_pp.plan.instruction import (
 )
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.order_check import check_repetition, run_of
+from megatron_pp.plan.orders import check_slices
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines, Repeated, Repeating
 from megatron_pp.plan.repetition import fewest_microbatches, steady_block
@@ -84,7 +85,7 @@ def _template(spec: PlanSpec) -> _Template | None:
     known = _TEMPLATES.get(key)
     if known is None:
         orders = family.orders(spec.shape)
-        fewest = max(least, fewest_microbatches(orders, spec.num_chunks, period))
+        fewest = max(least, fewest_microbatches(orders, spec.num_chunks * spec.slices, period))
         fewest += (spec.num_microbatches - fewest) % period
         step = -(-fewest // (2 * period)) * period
         sizes = range(fewest, spec.num_microbatches + 1, step)[:_TRIALS]
@@ -208,4 +209,5 @@ def family_of(spec: PlanSpec) -> Family:
     family = find_family(spec.schedule)
     if family.chunks is not None and spec.num_chunks != family.chunks:
         raise PlanError(f"schedule {family.name} has {family.chunks} model chunk(s) a rank, not {spec.num_chunks}")
+    check_slices(family, spec.slices)
     return family

@@ -17,7 +17,7 @@ from megatron_pp.plan.dataflow import RESULT_OF, Result, source_of
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
 from megatron_pp.plan.placement import Placement
 
-Ends = dict[Result, dict[int, int]]  # result -> microbatch -> slot
+Ends = dict[Result, dict[tuple[int, int], int]]  # result -> (microbatch, slice) -> slot
 
 
 class Clocked(NamedTuple):
@@ -49,9 +49,12 @@ class _Clock:
         self.num_stages = placement.num_stages
         self.ends: list[list[int]] = [[] for _ in orders]
         self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in range(self.num_stages)}
-        # By result: microbatch that a rank waits for -> that rank.
-        self.waiters: dict[Result, dict[int, int]] = {result: {} for result in self.result_ends}
-        self.sites: dict[tuple[str, int], tuple[Result | None, Result | None]] = {}  # what an op of a stage needs, leaves
+        # By result: the microbatch and slice that a rank waits for -> that rank.
+        self.waiters: dict[Result, dict[tuple[int, int], int]] = {result: {} for result in self.result_ends}
+        # What an operation of a stage needs of another stage, and what it leaves.
+        self.sites: dict[
+            tuple[str, int], tuple[Result | None, Result | None]
+        ] = {}
 
     def run(self) -> Clocked:
         ready = list(range(len(self.orders)))
@@ -75,9 +78,9 @@ class _Clock:
             for at in together:
                 needed, _ = sites.get((at.op, at.stage)) or self._site(at)
                 if needed is not None:
-                    end = result_ends[needed].get(at.mb)
+                    end = result_ends[needed].get((at.mb, at.slice))
                     if end is None:
-                        waiters[needed][at.mb] = rank
+                        waiters[needed][(at.mb, at.slice)] = rank
                         return
                     if end > now:
                         now = end
@@ -86,9 +89,10 @@ class _Clock:
             for at in together:
                 _, left = sites[(at.op, at.stage)]
                 if left is not None:
-                    result_ends[left][at.mb] = now
-                    if waiters[left] and at.mb in waiters[left]:
-                        ready.append(waiters[left].pop(at.mb))
+                    part = at.mb, at.slice
+                    result_ends[left][part] = now
+                    if waiters[left] and part in waiters[left]:
+                        ready.append(waiters[left].pop(part))
 
     def _site(self, at: Instruction) -> tuple[Result | None, Result | None]:
         left = (RESULT_OF[at.op], at.stage) if at.op in RESULT_OF else None
@@ -103,7 +107,7 @@ class _Clock:
     def _lacks(self, at: Instruction) -> Result | None:
         """The same, where it is not there yet."""
         needed = self._needed(at)
-        return None if needed is None or at.mb in self.result_ends[needed] else needed
+        return None if needed is None or (at.mb, at.slice) in self.result_ends[needed] else needed
 
     def _take_apart_pairs(self) -> list[int]:
         """All ranks wait or are done: take apart the pairs whose forward could run by itself; returns their ranks."""
@@ -124,8 +128,9 @@ class _Clock:
         )
         peer, chunk = self.placement.homes[source]
         done = len(self.ends[peer])
+        lacking = blocked._replace(op=kind, chunk=chunk)
         peer_at = self.orders[peer][done].name if done < len(self.orders[peer]) else "the end of its order"
         return (
-            f"rank {rank} cannot run {blocked} ({blocked.name}): it needs {kind}{chunk}.{blocked.mb} of rank {peer}, "
-            f"which is stuck before it, at {peer_at}"
+            f"rank {rank} cannot run {blocked} ({blocked.name}): it needs {lacking} of rank {peer}, which "
+            f"is stuck before it, at {peer_at}"
         )

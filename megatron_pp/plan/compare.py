@@ -20,14 +20,14 @@ class Candidate:
 
     per_microbatch  makespan divided by M, which is what a fixed global batch costs
     peak_bytes      of the fullest rank (None without a model shape)
-    peak_in_flight  (chunk, microbatch) pairs of the fullest rank
+    peak_in_flight  (chunk, microbatch) pairs of the fullest rank; a slice is its share of one
     messages, sent_bytes  of all ranks together
     """
 
     spec: PlanSpec
     makespan: float = 0.0
     bubble_share: float = 0.0
-    peak_in_flight: int = 0
+    peak_in_flight: float = 0
     peak_bytes: float | None = None
     messages: int = 0
     sent_bytes: float = 0.0
@@ -78,7 +78,7 @@ def _candidate(
         spec,
         makespan=result.makespan if steady is None else steady.period,
         bubble_share=result.bubble_share if steady is None else steady.bubble_share,
-        peak_in_flight=max(result.peak_in_flight()),
+        peak_in_flight=max(result.peak_in_flight()) / spec.slices,
         peak_bytes=peak,
         messages=sum(messages for messages, _ in volume),
         sent_bytes=sum(size for _, size in volume),

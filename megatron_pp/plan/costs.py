@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.slice_costs import slice_shares
 
 WEIGHT_SHARE = 32 / 34
 """Of a forward's memory, what a split backward keeps until its weight gradients; see ``activations.py``."""
@@ -28,6 +29,8 @@ class StageCosts:
     weight          W
     pair_sends      of the time that both halves of a pair take, the shares after which its output and its input
                     gradient are there, where they are sent within it; (1, 1): when it is over
+    attention       share of causal attention in all of them, where sequences are cut into slices of equal length
+                    (``slice_costs.py``); at 0 all slices cost the same
 
     Raises PlanError for lists of different lengths, and for times that are negative or not finite.
     """
@@ -37,6 +40,7 @@ class StageCosts:
     backward_input: tuple[float, ...]
     weight: tuple[float, ...]
     pair_sends: tuple[float, float] = (1.0, 1.0)
+    attention: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.pair_sends) != 2 or not all(0 <= share <= 1 for share in self.pair_sends):
@@ -92,11 +96,15 @@ class StageCosts:
             raise PlanError(f"times of {n} stages cannot be regrouped into {count}; give a multiple or a divisor of it")
         lists = (self.forward, self.backward, self.backward_input, self.weight)
         forward, backward, backward_input, weight = (_regrouped(times, count) for times in lists)
-        return StageCosts(forward, backward, backward_input, weight, self.pair_sends)
+        return replace(self, forward=forward, backward=backward, backward_input=backward_input, weight=weight)
 
     def of(self, op: str, stage: int) -> float:
-        """Time of a single compute operation of ``stage``."""
+        """Time of a single compute operation of ``stage``, of a whole sequence."""
         return self._by_op[op][stage]
+
+    def of_slices(self, slices: int) -> tuple[float, ...]:
+        """The shares of the slices in these times, where sequences are cut into so many. Raises PlanError."""
+        return slice_shares((1,) * slices, self.attention)
 
     @cached_property
     def _by_op(self) -> dict[str, tuple[float, ...]]:
@@ -167,7 +175,8 @@ posts their sends: the hand-over costs tens of microseconds, posting costs milli
 class Network:
     """What a transfer between two ranks costs.
 
-    activation_bytes, gradient_bytes  size of one message (gradients have the activation's size unless given)
+    activation_bytes, gradient_bytes  size of one message of a whole sequence (gradients have the activation's size
+                                      unless given)
     link                              every directed link that ``links`` does not name
     links                             (source rank, destination rank) -> its own Link
     gloo                              transfers as gloo makes them: a send starts once its receive is announced, and the

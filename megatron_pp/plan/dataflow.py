@@ -41,7 +41,7 @@ _TO_RECEIVER = {op: 0 if op in _AT_RECEIVER else TOWARDS[kind] for op, kind in K
 
 @lru_cache(maxsize=1 << 16)
 def inputs_of(op: str, stage: int, num_stages: int) -> tuple[Result, ...]:
-    """The results, of the same microbatch, that a compute operation of ``stage`` needs before it runs.
+    """The results, of the same microbatch (and slice), that a compute operation of ``stage`` needs before it runs.
 
     A forward needs the output of the stage before; a backward, whole or of inputs only, its own forward and the input
     gradient of the stage after; a weight gradient its own input gradient.
@@ -67,6 +67,26 @@ def consumer_of(op: str, stage: int, num_stages: int) -> int | None:
         return None
     target = stage + TOWARDS[RESULT_OF[op]]
     return target if 0 <= target < num_stages else None
+
+
+CAUSAL = {
+    FORWARD: "attention reads the keys and values of the slices before its own",
+    BACKWARD: "keys and values get gradients from the slices behind their own",
+}
+"""Why results of one stage and microbatch come in the order of slices."""
+
+
+def slice_before(op: str, part: int, slices: int) -> int | None:
+    """The slice of the same stage and microbatch whose forward (for a forward) or backward (for a backward) has to come
+    before that of slice ``part``; None where there is none.
+
+    Causal attention reads the keys and values of all slices before its own, and gives them gradients: forwards run from
+    the first slice to the last, backwards from the last to the first (arXiv 2406.03488).
+    """
+    if op == WEIGHT_GRAD or part == ins.NONE:
+        return None
+    before = part - TOWARDS[RESULT_OF[op]]
+    return before if 0 <= before < slices else None
 
 
 class Message(NamedTuple):

@@ -59,6 +59,7 @@ class Family:
     grouped        whether the orders depend on the group size
     small_groups   whether groups of fewer microbatches than ranks are of use
     repeats        for families whose orders have a steady state: Shape -> Repeats
+    sliced         whether the orders may be of slices of sequences
     """
 
     name: str
@@ -76,7 +77,8 @@ class Family:
     grouped: bool = False
     small_groups: bool = False
     repeats: Callable[[Shape], Repeats] | None = None
+    sliced: bool = False
 
 
 f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))
-"""An operation of (chunk, microbatch)."""
+"""An operation of (chunk, microbatch), or of a slice: (chunk, microbatch, slice)."""

@@ -114,7 +114,12 @@ class Instruction(NamedTuple):
         """In words, for error messages: ``forward of chunk 0, microbatch 3``."""
         if self.members:
             return f"{OP_NAMES[self.op]} {self}"
-        words = [f"{OP_NAMES[self.op]} of chunk {self.chunk}"]
+        return f"{OP_NAMES[self.op]} of {self.where}"
+
+    @property
+    def where(self) -> str:
+        """What it works on, in words: ``chunk 0, microbatch 3``."""
+        words = [f"chunk {self.chunk}"]
         words += [f"microbatch {self.mb}"] if self.mb >= 0 else []
         words += [f"slice {self.slice}"] if self.slice >= 0 else []
         words += [f"tensor {self.tensor}"] if self.tensor else []
@@ -141,14 +146,14 @@ OP_NAMES = {
 
 
 @lru_cache(maxsize=1 << 18)
-def instruction(op: str, chunk: int, mb: int = NONE) -> Instruction:
-    """``op`` of (chunk, mb), not placed yet; equal ones are one object."""
-    return Instruction(op, mb=mb, chunk=chunk)
+def instruction(op: str, chunk: int, mb: int = NONE, part: int = NONE) -> Instruction:
+    """``op`` of (chunk, mb), or of its slice ``part``, not placed yet; equal ones are one object."""
+    return Instruction(op, mb=mb, chunk=chunk, slice=part)
 
 
-def placed(op: str, stage: int, mb: int, peer: int, chunk: int) -> Instruction:
+def placed(op: str, stage: int, mb: int, peer: int, chunk: int, part: int = NONE) -> Instruction:
     """The instruction of these fields."""
-    return _new(Instruction, (op, stage, mb, peer, chunk, NONE, "", ()))
+    return _new(Instruction, (op, stage, mb, peer, chunk, part, "", ()))
 
 
 def later(at: Instruction, microbatches: int) -> Instruction:

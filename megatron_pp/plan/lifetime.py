@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 from megatron_pp.errors import InstructionError, PlanError
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.dataflow import neighbour_of
+from megatron_pp.plan.activations import key_values_change
+from megatron_pp.plan.dataflow import CAUSAL, neighbour_of, slice_before
 from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.repeated import Block, RepetitionError
 from megatron_pp.plan.rules import B_RAN, F_FREED, F_RAN, RULES, W_LEFT, W_RAN, facts_at_end, words_of
@@ -29,8 +30,11 @@ class Memory(NamedTuple):
     Views on them, not more of them:
 
     pending_sends  sends posted and not released (their tensors are among outputs and input_grads)
-    in_flight      (chunk, microbatch) pairs between their forward and their backward: what autograd keeps
+    in_flight      (chunk, microbatch) pairs, or slices of them, between their forward and their backward: what autograd
+                   keeps
     weight_backlog pairs between an input-gradient backward and its W
+    key_values     pairs whose keys and values attention keeps for later slices: from the forward of the first slice,
+                   each forward adding its own, until the backward of the first one (in evaluation, the last forward)
     """
 
     outputs: int = 0
@@ -42,6 +46,7 @@ class Memory(NamedTuple):
     pending_sends: int = 0
     in_flight: int = 0
     weight_backlog: int = 0
+    key_values: int = 0
 
     @property
     def tensors(self) -> int:
@@ -49,6 +54,7 @@ class Memory(NamedTuple):
         return sum(self[:6])
 
 
+_KEY_VALUES = Memory._fields.index("key_values")
 _CHANGES = {
     ins.RECV_F: Memory(act_buffers=1),
     ins.WAIT_F: Memory(act_buffers=-1, inputs=1),
@@ -149,11 +155,12 @@ class _Walk:
         self.forward_only = spec.forward_only
         self.optional = W_LEFT | W_RAN if spec.split_backward and not spec.forward_only else 0
         self.microbatches = spec.num_microbatches
+        self.slices = spec.slices
         self.placement = plan.placement
         self.last_stage = plan.placement.num_stages - 1
         self.stages = plan.placement.stages[rank]
-        self.facts = {(stage, mb): 0 for stage in self.stages for mb in range(self.microbatches)}
-        self.next_forward = [0] * spec.num_chunks
+        self.facts = dict.fromkeys(product(self.stages, range(self.microbatches), spec.shape.parts), 0)
+        self.next_forward = [(0, spec.shape.parts[0])] * spec.num_chunks
         self.required = {s: facts_at_end(plan.placement, s, self.forward_only) for s in self.stages}
         self.known: dict[tuple[str, int, int, int], _Step] = {}  # by op, stage, peer and chunk
         self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
@@ -165,9 +172,9 @@ class _Walk:
         now, peaks, facts, known, alive = self.now, self.peaks, self.facts, self.known, 0
         for at in self.program:
             for one in at.members or (at,):
-                op, stage, _, peer, chunk, _, _, _ = one
+                op, stage, mb, peer, chunk, part, _, _ = one
                 step = known.get((op, stage, peer, chunk)) or self._step(one)
-                cell = one[1:3]
+                cell = stage, mb, part
                 before = facts.get(cell)
                 if before is None:
                     if op in ins.SYNC_OPS:
@@ -176,6 +183,8 @@ class _Walk:
                 facts[cell], changes, more = step.moves.get(before) or self._move(one, step, before)
                 if op in _IN_TURN:
                     self._check_turn(one)
+                if part >= 0:
+                    self._follow_slice(one)
                 for kind, difference in changes:
                     now[kind] += difference
                     if now[kind] > peaks[kind]:
@@ -209,7 +218,7 @@ class _Walk:
             )
         if at.op in ins.SYNC_OPS:
             needs, adds = 0, 0
-        elif at.op not in RULES or at[1:3] not in self.facts:
+        elif at.op not in RULES or (at.stage, at.mb, at.slice) not in self.facts:
             raise self._no_such_cell(at)
         else:
             needs, adds, _ = RULES[at.op]
@@ -246,7 +255,7 @@ class _Walk:
         return self._error(
             at,
             f"there is no such stage and microbatch on this rank: stages are {', '.join(map(str, self.stages))}, "
-            f"microbatches 0..{self.microbatches - 1}",
+            f"microbatches 0..{self.microbatches - 1}" + (f", slices 0..{self.slices - 1}" if self.slices > 1 else ""),
         )
 
     def _check_turn(self, at: Instruction) -> None:
@@ -258,40 +267,54 @@ class _Walk:
 
     def _check_forward(self, at: Instruction) -> None:
         """Every chunk draws its data from an iterator, and its losses are reported in the order of its forwards."""
-        expected = self.next_forward[at.chunk]
-        if at.mb != expected:
+        mb, part = expected = self.next_forward[at.chunk]
+        if (at.mb, at.slice) != expected:
+            of = f", slice {part}" if part >= 0 else ""
             raise self._error(
                 at,
-                f"the next forward of chunk {at.chunk} is that of microbatch {expected}: the data iterator gives "
+                f"the next forward of chunk {at.chunk} is that of microbatch {mb}{of}: the data iterator gives "
                 "them in order",
             )
-        self.next_forward[at.chunk] = expected + 1
+        self.next_forward[at.chunk] = (mb, part + 1) if 0 <= part < self.slices - 1 else (mb + 1, min(part, 0))
+
+    def _follow_slice(self, at: Instruction) -> None:
+        """Check that backwards are in causal order, as forwards are (``_check_forward``); count keys and values."""
+        if at.op in ins.BACKWARD_OPS:
+            before = slice_before(at.op, at.slice, self.slices)
+            if before is not None and not self.facts[(at.stage, at.mb, before)] & B_RAN:
+                raise self._error(at, f"it comes before {at._replace(slice=before)}: {CAUSAL[ins.BACKWARD]}")
+        self.now[_KEY_VALUES] += key_values_change(at.op, at.slice, self.slices, self.forward_only)
+        self.peaks[_KEY_VALUES] = max(self.peaks[_KEY_VALUES], self.now[_KEY_VALUES])
 
     def _check_hand(self, at: Instruction) -> None:
         """A hand-off needs the neighbour stage of this rank to have produced."""
         source = neighbour_of(at.op, at.stage)
         fact = F_RAN if at.op == ins.HAND_F else B_RAN
-        if not self.facts.get((source, at.mb), 0) & fact:
+        if not self.facts.get((source, at.mb, at.slice), 0) & fact:
             raise self._error(at, f"stage {source} has not produced it yet on this rank")
 
     def state(self, since: int) -> Any:
         """All that the rest of the walk depends on, microbatches counted from ``since``. Cells that are not listed are
         complete before their chunk's next forward, which all before it need, and untouched from there on.
         """
-        begun = {(s, mb - since): facts for (s, mb), facts in self.facts.items() if facts and self._missing(s, facts)}
-        return begun, [mb - since for mb in self.next_forward], list(self.now)
+        begun = {
+            (stage, mb - since, part): facts
+            for (stage, mb, part), facts in self.facts.items()
+            if facts and self._missing(stage, facts)
+        }
+        return begun, [(mb - since, part) for mb, part in self.next_forward], list(self.now)
 
     def _missing(self, stage: int, facts: int) -> int:
         """What a finished program must have made true of a cell besides."""
         return (self.required[stage] | (W_RAN if facts & W_LEFT else 0)) & ~facts
 
     def _check_end(self) -> None:
-        for (stage, mb), facts in self.facts.items():
+        for (stage, mb, part), facts in self.facts.items():
             missing = self._missing(stage, facts)
             if missing:
-                chunk = self.stages.index(stage)
+                where = f"chunk {self.stages.index(stage)}, microbatch {mb}" + (f", slice {part}" if part >= 0 else "")
                 raise PlanError(
-                    f"rank {self.rank}: at the end of the plan, of chunk {chunk}, microbatch {mb} it is not true that "
+                    f"rank {self.rank}: at the end of the plan, of {where} it is not true that "
                     + " nor that ".join(words_of(missing))
                 )
 

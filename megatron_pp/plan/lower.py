@@ -90,7 +90,7 @@ class _Post(NamedTuple):
 
 class _Way(NamedTuple):
     """How a result goes to stage ``to``: by way of ``post`` and ``finish``, to or from rank ``peer``; ``ends``, by
-    microbatch: of the operation that produces what comes, or that uses what is sent.
+    microbatch and slice: of the operation that produces what comes, or that uses what is sent.
     """
 
     peer: int
@@ -98,11 +98,11 @@ class _Way(NamedTuple):
     towards: int
     post: str
     finish: str
-    ends: dict[int, int]
+    ends: dict[tuple[int, int], int]
 
 
 class _Site(NamedTuple):
-    """How the input of an operation of one stage comes, handed on this rank or received, and where its result is sent."""
+    """How the input of an operation comes, handed on this rank or received, and where its result is sent."""
 
     hand: str | None
     came: _Way | None
@@ -114,7 +114,7 @@ def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remar
 
     Raises PlanError where the orders are not complete or cannot run.
     """
-    check_orders(orders, placement, spec.num_microbatches, spec.forward_only)
+    check_orders(orders, placement, spec.num_microbatches, spec.forward_only, spec.slices)
     lines = [placement.place(rank, order) for rank, order in enumerate(orders)]
     run = [[at for at in order if at.op == FORWARD] for order in lines] if spec.forward_only else lines
     if spec.overlap_pairs and not spec.forward_only:
@@ -187,9 +187,9 @@ class _RankLowering:
             for at in entry.members or (entry,):
                 hand, came, went = sites.get((at.op, at.stage)) or self._site(at.op, at.stage)
                 if hand is not None:
-                    inputs[i].append((0, placed(hand, at.stage, at.mb, NONE, at.chunk)))
+                    inputs[i].append((0, placed(hand, at.stage, at.mb, NONE, at.chunk, at.slice)))
                 elif came is not None:
-                    receives.append(_post(came, came.ends[at.mb], at, i))
+                    receives.append(_post(came, came.ends[(at.mb, at.slice)], at, i))
                 if went is not None:
                     sends.append(_post(went, ends[i], at, i))
         return sorted(sends), sorted(receives)
@@ -213,8 +213,8 @@ class _RankLowering:
         return _Way(home[0], target, -TOWARDS[result], post, finish, self.result_ends[(result, other)])
 
     def _place_releases(self, sends: list[_Post]) -> None:
-        """Under ``overlap``, some entries after the send; with several chunks a rank up to P / 2 more, where the message
-        is there too early.
+        """Under ``overlap``, some entries after the send; with several chunks a rank up to P / 2 more, where the
+        message is there too early.
 
         Where a backward takes longer than a forward, which the clock does not know, two ranks come to a round up to so
         many operations apart, and the receive of such a message is posted so much later. (Simulated: a step of
@@ -224,7 +224,7 @@ class _RankLowering:
         done, and what is released then needs no memory in the backward.
         """
         backwards = {
-            (at.stage, at.mb): i
+            (at.stage, at.mb, at.slice): i
             for i, entry in enumerate(self.order)
             for at in entry.members or (entry,)
             if at.op in BACKWARD_OPS
@@ -236,7 +236,7 @@ class _RankLowering:
             use, finish = send.use, send.finish
             boundary = min(use + after + min(send.slack, apart), last)
             if finish.op == FREE_F:
-                boundary = min(boundary, backwards.get((finish.stage, finish.mb), boundary))
+                boundary = min(boundary, backwards.get((finish.stage, finish.mb, finish.slice), boundary))
             elif turns and (following := bisect_right(turns, use)) < len(turns):
                 boundary = min(boundary, turns[following] + 1)
             if boundary == use + 1 < last:  # right before its backward: behind the gradient
@@ -354,9 +354,9 @@ class _RankLowering:
 
 def _post(way: _Way, due: int, at: Instruction, use: int) -> _Post:
     peer, to, towards, post, finish, ends = way
-    _, stage, mb, _, chunk, _, _, _ = at
-    first, last = placed(post, stage, mb, peer, chunk), placed(finish, stage, mb, peer, chunk)
-    return tuple.__new__(_Post, (due, towards, to, mb, first, last, use, max(0, ends[mb] - 1 - due)))
+    _, stage, mb, _, chunk, part, _, _ = at
+    first, last = placed(post, stage, mb, peer, chunk, part), placed(finish, stage, mb, peer, chunk, part)
+    return tuple.__new__(_Post, (due, towards, to, mb, first, last, use, max(0, ends[(mb, part)] - 1 - due)))
 
 
 def _receives_first(posts: list[_Post]) -> list[_Post]:

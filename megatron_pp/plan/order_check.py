@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from itertools import product, zip_longest
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.dataflow import CAUSAL, RESULT_OF, slice_before
 from megatron_pp.plan.instruction import (
     BACKWARD,
     FORWARD,
     INPUT_GRAD,
+    NONE,
     WEIGHT_GRAD,
     Instruction,
     instruction,
@@ -25,47 +27,58 @@ _AFTER = {BACKWARD: FORWARD, INPUT_GRAD: FORWARD, WEIGHT_GRAD: INPUT_GRAD}
 
 
 def check_orders(
-    orders: Sequence[Sequence[Instruction]], placement: Placement, num_microbatches: int, forward_only: bool
+    orders: Sequence[Sequence[Instruction]],
+    placement: Placement,
+    num_microbatches: int,
+    forward_only: bool,
+    slices: int = 1,
 ) -> None:
-    """Every rank runs F of each (chunk, microbatch) once and after it B, or I and then W; where ``forward_only``,
-    forwards alone will do. Raises PlanError with the rank, the operation, and what would be right.
+    """Every rank runs F of each (chunk, microbatch), or of each slice of it, once and after it B, or I and then W;
+    where ``forward_only``, forwards alone will do. Slices run in causal order (``slice_before``). Raises PlanError with
+    the rank, the operation, and what would be right.
     """
     if len(orders) != placement.pipeline_size:
         raise PlanError(f"there are orders of {len(orders)} ranks; the pipeline has {placement.pipeline_size}")
     trains = not forward_only or any(at.op != FORWARD for order in orders for at in order)
+    sizes = placement.num_chunks, num_microbatches, slices
     for rank, order in enumerate(orders):
-        _check_order(rank, order, placement.num_chunks, num_microbatches, trains)
+        _check_order(rank, order, sizes, trains)
 
 
-def _check_order(rank: int, order: Sequence[Instruction], chunks: int, microbatches: int, trains: bool) -> None:
-    ran = {(chunk, mb): "" for chunk in range(chunks) for mb in range(microbatches)}  # the ops of each, in order
+def _check_order(rank: int, order: Sequence[Instruction], sizes: tuple[int, int, int], trains: bool) -> None:
+    chunks, microbatches, slices = sizes
+    parts = range(slices) if slices > 1 else (NONE,)
+    ran = dict.fromkeys(product(range(chunks), range(microbatches), parts), "")  # the ops of each, in order
     for at in without_pairs(order):
         if at.op not in ins.SINGLE_COMPUTE_OPS:
             raise _error(rank, at, "an order holds compute alone: F, B, I and W")
-        cell = (at.chunk, at.mb)
+        cell = (at.chunk, at.mb, at.slice)
         ops = ran.get(cell)
         if ops is None:
-            raise _error(rank, at, f"chunks are 0..{chunks - 1}, microbatches 0..{microbatches - 1}")
+            of = f", slices 0..{slices - 1}" if slices > 1 else ", sequences whole" if at.slice != NONE else ""
+            raise _error(rank, at, f"chunks are 0..{chunks - 1}, microbatches 0..{microbatches - 1}{of}")
         if at.op in ops:
             raise _error(rank, at, "it stands twice in the order")
         before = _AFTER.get(at.op)
         if before is not None and before not in ops:
-            raise _error(rank, at, f"{before}{at.chunk}.{at.mb} has to come before it")
+            raise _error(rank, at, f"{at._replace(op=before)} has to come before it")
+        part = slice_before(at.op, at.slice, slices)
+        if part is not None and RESULT_OF[at.op] not in map(RESULT_OF.get, ran[(at.chunk, at.mb, part)]):
+            raise _error(rank, at, f"{at._replace(slice=part)} has to come before it: {CAUSAL[RESULT_OF[at.op]]}")
         ran[cell] = ops + at.op
-    for (chunk, mb), ops in ran.items():
+    for cell, ops in ran.items():
         if ops not in (("FB", "FIW") if trains else ("F",)):
-            raise _incomplete(rank, ops, chunk, mb, trains)
+            raise _incomplete(rank, ops, cell, trains)
 
 
-def _incomplete(rank: int, ops: str, chunk: int, mb: int, trains: bool) -> PlanError:
-    """What is wrong with an order that runs ``ops`` of (chunk, mb)."""
+def _incomplete(rank: int, ops: str, cell: tuple[int, int, int], trains: bool) -> PlanError:
+    """What is wrong with an order that runs ``ops`` of ``cell`` (chunk, microbatch, slice)."""
     if INPUT_GRAD in ops and BACKWARD in ops:
-        return _error(
-            rank, instruction(BACKWARD, chunk, mb), f"I{chunk}.{mb} is there too: a backward is whole or split"
-        )
+        other = instruction(INPUT_GRAD, *cell)
+        return _error(rank, instruction(BACKWARD, *cell), f"{other} is there too: a backward is whole or split")
     backward = (INPUT_GRAD, WEIGHT_GRAD) if INPUT_GRAD in ops else (BACKWARD,)
     missing = next(op for op in (FORWARD, *(backward if trains else ())) if op not in ops)
-    return _error(rank, instruction(missing, chunk, mb), "the order lacks it")
+    return _error(rank, instruction(missing, *cell), "the order lacks it")
 
 
 def check_programs(plan: Plan) -> None:
@@ -73,7 +86,7 @@ def check_programs(plan: Plan) -> None:
     if not plan.orders:
         return
     spec = plan.spec
-    check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only)
+    check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only, spec.slices)
     for rank, (order, program) in enumerate(zip(plan.orders, plan.programs, strict=True)):
         wanted, found = run_of(order, spec), _compute_of(program)
         if wanted != found:

@@ -36,7 +36,7 @@ class _Walk:
         self.gives_back = gives_back
         self.posted: Counter[Hashable] = Counter()
         self.finished: Counter[Hashable] = Counter()
-        self.stream_of: dict[tuple[str, int, int], Hashable] = {}  # post, stage, microbatch -> its stream
+        self.stream_of: dict[tuple[str, int, int, int], Hashable] = {}  # post, stage, microbatch, slice -> its stream
         self.waiting: list[tuple[Hashable, int]] = []  # freed tensors: stream, and how much of it must be done
         self.uses = (ins.FORWARD,) if plan.spec.forward_only else ins.BACKWARD_OPS
 
@@ -46,10 +46,10 @@ class _Walk:
 
     def advance(self, at: Instruction) -> None:
         if at.op in _POSTS:
-            stream = self.stream_of[(at.op, at.stage, at.mb)] = self._stream(at)
+            stream = self.stream_of[(at.op, at.stage, at.mb, at.slice)] = self._stream(at)
             self.posted[stream] += 1
         elif at.op in _FINISHES:
-            stream = self.stream_of[(ins.POST_OF[at.op], at.stage, at.mb)]
+            stream = self.stream_of[(ins.POST_OF[at.op], at.stage, at.mb, at.slice)]
             self.finished[stream] += 1
             self.waiting = [(s, count) for s, count in self.waiting if self.finished[s] < count]
             if at.op == ins.FREE_B or (at.op == ins.FREE_F and self.gives_back):
@@ -62,7 +62,7 @@ class _Walk:
 
     def _free(self, post: str, at: Instruction) -> None:
         """The tensor that ``post`` moved is not used any more, if there is one."""
-        stream = self.stream_of.pop((post, at.stage, at.mb), None)
+        stream = self.stream_of.pop((post, at.stage, at.mb, at.slice), None)
         if stream is not None and self.finished[stream] < self.posted[stream]:
             self.waiting.append((stream, self.posted[stream]))
 

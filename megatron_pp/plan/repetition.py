@@ -13,11 +13,11 @@ _MARGIN = 4  # operations of a rank between its steady state and the block, on e
 _Orders = Iterable[Sequence[Instruction]]
 
 
-def fewest_microbatches(orders: _Orders, chunks: int, period: int) -> int:
-    """How many a plan has at least whose ``orders``, on ranks of ``chunks`` chunks, stay in their steady state for
-    ``period`` microbatches.
+def fewest_microbatches(orders: _Orders, forwards: int, period: int) -> int:
+    """How many a plan has at least whose ``orders``, on ranks that run ``forwards`` of each microbatch, one of a chunk
+    and slice, stay in their steady state for ``period`` microbatches.
     """
-    return -(-(sum(_edges(orders)) + 2 * _MARGIN) // chunks) + period
+    return -(-(sum(_edges(orders)) + 2 * _MARGIN) // forwards) + period
 
 
 def steady_block(plan: Plan, period: int, lines: _Orders | None = None) -> Block:
@@ -26,13 +26,13 @@ def steady_block(plan: Plan, period: int, lines: _Orders | None = None) -> Block
 
     It is counted in backwards, as many on each rank, or in forwards where the plan has no others.
     """
-    chunks, spare = plan.spec.num_chunks, plan.spec.num_microbatches - period
+    each, spare = plan.spec.num_chunks * plan.spec.slices, plan.spec.num_microbatches - period
     if plan.spec.forward_only:
-        ops, first = frozenset({FORWARD}), chunks * spare // 2
+        ops, first = frozenset({FORWARD}), each * spare // 2
     else:
         forwards, backwards = _edges(plan.orders)
-        ops, first = BACKWARD_OPS, (chunks * spare - forwards + backwards) // 2
-    counts = first, first + chunks * period
+        ops, first = BACKWARD_OPS, (each * spare - forwards + backwards) // 2
+    counts = first, first + each * period
     starts, ends = zip(*(_positions(line, ops, counts) for line in lines or plan.programs), strict=True)
     return Block(starts, ends, period)
 

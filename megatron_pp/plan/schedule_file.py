@@ -75,6 +75,7 @@ def family_of_file(path: str) -> Family:
         programs=given.programs,
         digest=hashlib.sha256(text.encode()).hexdigest()[:16],
         shape=given.plan.spec.shape,
+        sliced=given.plan.spec.slices > 1,
     )
 
 
@@ -89,6 +90,10 @@ class _FilePlan:
             raise ExchangeError(
                 f"{self.path} is a schedule of {spec.num_microbatches} microbatches on {spec.pipeline_size} ranks; "
                 f"this step has {shape.num_microbatches} on {shape.pipeline_size}"
+            )
+        if spec.slices != shape.slices:
+            raise ExchangeError(
+                f"{self.path} is a schedule of {spec.slices} slice(s) a sequence; this step has {shape.slices}"
             )
         return [list(order) for order in self.plan.orders]
 

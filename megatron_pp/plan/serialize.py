@@ -139,12 +139,13 @@ def _from_json(text: str) -> Plan:
     placement = Placement(kind, spec.pipeline_size, spec.num_chunks)
     programs = _ranks(content, "programs", spec, placement)
     orders = _ranks(content, "orders", spec, placement) if "orders" in content else compute_of(programs)
-    cells = spec.num_chunks * spec.num_microbatches
+    cells = spec.num_chunks * spec.num_microbatches * spec.slices
     for rank, program in enumerate(programs):
         if len(program) < cells:
+            slices = f" in {spec.slices} slices" if spec.slices > 1 else ""
             raise ExchangeError(
                 f"rank {rank} has {len(program)} instructions for {spec.num_chunks} chunk(s) of "
-                f"{spec.num_microbatches} microbatches: the program is cut off, or the spec is another plan's"
+                f"{spec.num_microbatches} microbatches{slices}: the program is cut off, or the spec is another plan's"
             )
     return Plan(spec, placement, programs, orders, str(content.get("remark", "")))
 

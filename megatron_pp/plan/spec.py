@@ -8,7 +8,7 @@ from functools import cached_property
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.collector import collector_paused
-from megatron_pp.plan.instruction import PAIR, Instruction, format_program, without_pairs
+from megatron_pp.plan.instruction import NONE, PAIR, Instruction, format_program, without_pairs
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.placement import Placement
@@ -36,12 +36,18 @@ EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as M
 
 @dataclass(frozen=True)
 class Shape:
-    """P ranks, V chunks a rank, M microbatches in groups of G (1 <= G <= M)."""
+    """P ranks, V chunks a rank, M microbatches in groups of G (1 <= G <= M), each cut into slices of its sequence."""
 
     pipeline_size: int
     num_chunks: int
     num_microbatches: int
     group_size: int
+    slices: int = 1
+
+    @property
+    def parts(self) -> range:
+        """``Instruction.slice`` of the operations of one microbatch: NONE alone where sequences are whole."""
+        return range(self.slices) if self.slices > 1 else range(NONE, NONE + 1)
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class PlanSpec:
     digest            of the schedule file's content; empty for a named family
     split_backward    whether the model can put weight gradients off; where not, the plan has no W
     device            which of DEVICE_RULES hold where the plan runs: it is lowered for them and verified under them
+    slices            slices that every sequence is cut into; operations and messages are of one slice where there are
+                      several
     """
 
     schedule: str
@@ -88,6 +96,7 @@ class PlanSpec:
     digest: str = ""
     split_backward: bool = True
     device: tuple[str, ...] = ()
+    slices: int = 1
 
     def __post_init__(self) -> None:
         _one_of("lowering policy", self.policy, POLICIES)
@@ -101,25 +110,28 @@ class PlanSpec:
             ("group size", self.group_size, 0),
             ("release_after", self.release_after, 1),
             ("lookahead", self.lookahead, 0),
+            ("number of slices", self.slices, 1),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
 
     @property
     def effective_group_size(self) -> int:
-        """Microbatches per group: P when unset, never more than M."""
-        return min(self.group_size or self.pipeline_size, self.num_microbatches)
+        """Microbatches per group: when unset, as few as have P slices, so P where sequences are whole; at most M."""
+        return min(self.group_size or -(-self.pipeline_size // self.slices), self.num_microbatches)
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.pipeline_size, self.num_chunks, self.num_microbatches, self.effective_group_size)
+        sizes = self.pipeline_size, self.num_chunks, self.num_microbatches, self.effective_group_size
+        return Shape(*sizes, self.slices)
 
     def describe(self) -> str:
         """One line, as error messages and drawings head it."""
         kind = "forward only" if self.forward_only else "training"
+        slices = f"slices={self.slices} " if self.slices > 1 else ""
         return (
             f"{self.schedule} P={self.pipeline_size} V={self.num_chunks} M={self.num_microbatches} "
-            f"group={self.effective_group_size} {self.policy}/{self.channels} {kind}"
+            f"{slices}group={self.effective_group_size} {self.policy}/{self.channels} {kind}"
         )
 
 

@@ -12,7 +12,7 @@ from megatron_pp.plan.instruction import BACKWARD_OPS, COMPUTE_OPS, FREE_B, Inst
 from megatron_pp.plan.repeated import Block, RepetitionError
 from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
 
-_Cell = tuple[int, int]  # stage, microbatch
+_Cell = tuple[int, int, int]  # stage, microbatch, slice
 
 
 def check_static_buffers(plan: Plan, block: Block | None = None) -> None:
@@ -31,14 +31,16 @@ def _check_rank(plan: Plan, rank: int, block: Block | None) -> None:
     states = []
     for position, at in enumerate(plan.programs[rank]):
         if position in ends:
-            states.append([{(stage, mb - ends[position]) for stage, mb in cells} for cells in (newest, exposed)])
+            states.append([{(s, mb - ends[position], part) for s, mb, part in cells} for cells in (newest, exposed)])
         if at.op == FREE_B:
-            newest.pop((at.stage, at.mb), None), exposed.pop((at.stage, at.mb), None)
+            read = at.stage, at.mb, at.slice
+            newest.pop(read, None), exposed.pop(read, None)
         if at.op not in COMPUTE_OPS:
             continue
         backwards = [one for one in at.members or (at,) if one.op in BACKWARD_OPS]
         for one in backwards:  # it copies the gradient that it uses before it overwrites anything
-            newest.pop((one.stage + 1, one.mb), None), exposed.pop((one.stage + 1, one.mb), None)
+            read = one.stage + 1, one.mb, one.slice
+            newest.pop(read, None), exposed.pop(read, None)
         if exposed:
             made = next(iter(exposed.values()))
             sent = plan.placement.crosses_ranks(made.stage - 1)
@@ -48,6 +50,6 @@ def _check_rank(plan: Plan, rank: int, block: Block | None) -> None:
                 "after the next backward"
             )
         if backwards:
-            exposed, newest = newest, {(one.stage, one.mb): one for one in backwards if one.stage > 0}
+            exposed, newest = newest, {(one.stage, one.mb, one.slice): one for one in backwards if one.stage > 0}
     if block is not None and states[0] != states[1]:
         raise RepetitionError(f"rank {rank}: input gradients differ between both ends of the block")

@@ -5,29 +5,36 @@ from __future__ import annotations
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 
-Key = tuple[int, int]  # (stage, microbatch)
-MessageKey = tuple[str, int, int]  # (SEND or RECV, stage, microbatch)
+Key = tuple[int, int, int]  # (stage, microbatch, slice)
+Part = int | tuple[int, int]  # a microbatch, or (microbatch, slice) where sequences are in slices
+MessageKey = tuple[str, int, int, int]  # (SEND or RECV, stage, microbatch, slice)
+
+
+def part_of(at: Instruction) -> Part:
+    return at.mb if at.slice == ins.NONE else (at.mb, at.slice)
 
 
 class Task:
     """A placed instruction with the keys of what it works on. Plain attributes are read in a third of the time that a
     tuple's named fields take.
 
-    message  of a transfer: the operation that posts it, its stage and microbatch; the same for a SEND and its FREE
+    message  of a transfer: the operation that posts it, its stage, microbatch and slice; equal for a SEND and its FREE
     """
 
-    __slots__ = ("chunk", "instruction", "key", "mb", "members", "message", "op", "peer", "stage")
+    __slots__ = ("chunk", "instruction", "key", "mb", "members", "message", "op", "part", "peer", "slice", "stage")
 
     def __init__(self, at: Instruction) -> None:
-        op, stage, mb, peer, chunk, _, _, members = at
+        op, stage, mb, peer, chunk, part, _, members = at
         self.instruction = at
         self.op = op
         self.stage = stage
         self.mb = mb
         self.peer = peer
         self.chunk = chunk
-        self.key: Key = (stage, mb)
-        self.message: MessageKey = (ins.POST_OF.get(op, op), stage, mb)
+        self.slice = part
+        self.part = part_of(at)
+        self.key: Key = (stage, mb, part)
+        self.message: MessageKey = (ins.POST_OF.get(op, op), stage, mb, part)
         self.members = tuple(map(Task, members)) if members else ()
 
     @property

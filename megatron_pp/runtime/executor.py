@@ -1,6 +1,6 @@
 """The engine: executes one rank's plan, one dispatch per instruction.
 
-The state of a step is in dictionaries keyed (stage, microbatch), which are empty at the end. The engine knows no
+The state of a step is in dictionaries keyed (stage, microbatch, slice), which are empty at the end. The engine knows no
 schedule: order, communication and releases are in the plan, which was verified before.
 """
 
@@ -22,13 +22,14 @@ from megatron_pp.errors import P2PShapeError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
-from megatron_pp.plan.tasks import Key, MessageKey, Task
+from megatron_pp.plan.tasks import Key, MessageKey, Task, part_of
 from megatron_pp.runtime.compute import Activation, Steps
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.joint_pair import JointPair, RunJointly
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.pairs import PairRunner
+from megatron_pp.runtime.sequence_slices import SliceRunner
 from megatron_pp.weight_grad.store import WeightGradStore
 
 Handler = Callable[[Task], None]
@@ -50,13 +51,17 @@ class PlanExecutor:
     pair_runner: PairRunner | None = None
     graph_in_evaluation: bool = False
     observer: Any = None
+    slices: SliceRunner | None = None
 
     def __post_init__(self) -> None:
         plan, communicator, sent = self.plan, self.communicator, self.shapes.send
+        # By slice; those of whole sequences are at the index NONE, the last one.
+        self._shapes = (self.shapes,) if self.slices is None else self.slices.shapes
         self.rank = communicator.rank
         self._checks_shapes = communicator.size > 1 and not communicator.shapes_vary and sent not in (None, [])
         # Compared with each output; None where several tensors are sent.
-        self._sent_shape = tuple(sent) if self._checks_shapes and is_single_shape(sent) else None
+        single = self._checks_shapes and is_single_shape(sent)
+        self._sent_shapes = [tuple(shapes.send) if single else None for shapes in self._shapes]
         self.forward_only = plan.spec.forward_only
         self.graphs = self.graph_in_evaluation or not self.forward_only  # whether stages may build autograd graphs
         self.position = 0
@@ -119,6 +124,8 @@ class PlanExecutor:
             ins.GRAD_SYNC: self._grad_sync,
             ins.BATCH: self._batch,
         }
+        if self.slices is not None:
+            handlers |= {op: partial(self.slices.run, handlers[op]) for op in (ins.FORWARD, *ins.BACKWARD_OPS)}
         unobserved = handlers
         if self.observer is not None:
             handlers = {op: partial(self._observed, handler) for op, handler in handlers.items()}
@@ -144,7 +151,8 @@ class PlanExecutor:
             if not self.forward_only:
                 self.outputs[key] = output
             return
-        if self._checks_shapes and not (isinstance(output, torch.Tensor) and output.shape == self._sent_shape):
+        expected = self._sent_shapes[at.slice]
+        if self._checks_shapes and not (isinstance(output, torch.Tensor) and output.shape == expected):
             self._check_shapes(at, output)
         if self.forward_only and self.graphs:
             output = _detached(output)  # the graph ends with the forward, not with the send
@@ -157,7 +165,8 @@ class PlanExecutor:
         tensors = output if isinstance(output, (list, tuple)) else (output,)
         if not self.placement.crosses_ranks(at.stage) or not all(isinstance(t, torch.Tensor) for t in tensors):
             return  # nothing is sent; or it is refused when it is sent
-        expected = [self.shapes.send] if self._sent_shape is not None else self.shapes.send
+        sent = self._shapes[at.slice].send
+        expected = [sent] if is_single_shape(sent) else sent
         found, wanted = [list(t.shape) for t in tensors], [list(shape) for shape in expected]
         if found != wanted:
             raise P2PShapeError(
@@ -176,7 +185,7 @@ class PlanExecutor:
         if self.weights is None:
             grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
         else:
-            with self.weights.backward(at.chunk, at.mb, split=at.op == ins.INPUT_GRAD):
+            with self.weights.backward(at.chunk, at.part, split=at.op == ins.INPUT_GRAD):
                 grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
         if given is not None:
             self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else self._filled(grad, given, at)
@@ -201,16 +210,17 @@ class PlanExecutor:
 
     def _weight_grad(self, at: Task) -> None:
         if self.weights is not None:  # else the backward did all of it
-            self.weights.run(at.chunk, at.mb)
+            self.weights.run(at.chunk, at.part)
         if self._sync_open:
             self._close_sync()
 
     def _weight_step(self) -> AbstractContextManager[None]:
-        """The step of the weight-gradient store, with the microbatch that completes the gradients of each chunk."""
+        """The step of the weight-gradient store, with the microbatch (and slice) that completes the gradients of each
+        chunk."""
         if self.weights is None or self.forward_only:
             return nullcontext()
         completing = (at for at in ins.each(self.program) if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
-        return self.weights.step({at.chunk: at.mb for at in completing})
+        return self.weights.step({at.chunk: part_of(at) for at in completing})
 
     def _pair(self, handlers: dict[str, Handler], unobserved: dict[str, Handler], pair: Task) -> None:
         """Both halves as the user's function, or else the model's, runs them; in turn where there is neither."""
@@ -231,7 +241,7 @@ class PlanExecutor:
             self._sending = None
 
     def _recv_f(self, at: Task) -> None:
-        handle = self.communicator.post_recv(self.shapes.receive, at.peer, ACT, self.graphs)
+        handle = self.communicator.post_recv(self._shapes[at.slice].receive, at.peer, ACT, self.graphs)
         self.handles[at.message] = handle
 
     def _wait_f(self, at: Task) -> None:
@@ -240,7 +250,7 @@ class PlanExecutor:
         self.inputs[at.key] = handle.tensor
 
     def _recv_b(self, at: Task) -> None:
-        self.handles[at.message] = self.communicator.post_recv(self.shapes.send, at.peer, GRAD, False)
+        self.handles[at.message] = self.communicator.post_recv(self._shapes[at.slice].send, at.peer, GRAD, False)
 
     def _wait_b(self, at: Task) -> None:
         handle = self.handles.pop(at.message)
@@ -264,8 +274,8 @@ class PlanExecutor:
         if at.op == ins.SEND_B:
             return Send(self.input_grads[at.key], at.peer, GRAD)
         if at.op == ins.RECV_F:
-            return Receive(self.shapes.receive, at.peer, ACT, self.graphs)
-        return Receive(self.shapes.send, at.peer, GRAD, False)
+            return Receive(self._shapes[at.slice].receive, at.peer, ACT, self.graphs)
+        return Receive(self._shapes[at.slice].send, at.peer, GRAD, False)
 
     def _free(self, at: Task) -> None:
         """Finish a send now, or a few sends later where the transport can report that it is still on its way."""
@@ -298,7 +308,7 @@ class PlanExecutor:
             self._wait_then_free(*self.deferred.popleft())
 
     def _hand_f(self, at: Task) -> None:
-        source = (at.stage - 1, at.mb)
+        source = (at.stage - 1, at.mb, at.slice)
         output = self.outputs[source]
         if isinstance(output, (list, tuple)):
             self.inputs[at.key] = [tensor.detach().requires_grad_(self.graphs) for tensor in output]
@@ -308,7 +318,7 @@ class PlanExecutor:
 
     def _hand_b(self, at: Task) -> None:
         key = at.key
-        grads = self.input_grads.pop((at.stage + 1, at.mb))
+        grads = self.input_grads.pop((at.stage + 1, at.mb, at.slice))
         if not isinstance(grads, list):
             self.output_grads[key] = grads
         elif _is_any_there(grads):
@@ -339,6 +349,7 @@ class PlanExecutor:
             "output gradients": self.output_grads,
             "input gradients": self.input_grads,
             "handles": self.handles,
+            "keys and values": {} if self.slices is None else self.slices.kept,
         }
         left = {name: sorted(table) for name, table in tables.items() if table}
         if left:

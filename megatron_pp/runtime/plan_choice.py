@@ -34,7 +34,8 @@ def spec_fields(
     """
     num_chunks, training = len(inputs.chunks), not inputs.forward_only
     _check_chunks(settings, pipeline_size, num_chunks, inputs.chunked)
-    family: Family = checked(rules.schedule_family, settings.pipeline_schedule, num_chunks)
+    slices = settings.sequence_slices
+    family: Family = checked(rules.schedule_family, settings.pipeline_schedule, num_chunks, slices)
     group_size = settings.microbatch_group_size_per_vp_stage
     return {
         "schedule": family.name,
@@ -50,6 +51,7 @@ def spec_fields(
         "overlap_pairs": training and (joins_pairs or settings.overlapped_forward_backward is not None),
         "measured": checked(rules.measured_of, settings) if family.search is not None else None,
         "digest": family.digest,
+        "slices": slices,
         "split_backward": is_converted or inputs.forward_only or not family.splits_weight,
     }
 
@@ -135,7 +137,7 @@ def warn_of_limits(plan: Plan, is_converted: bool) -> None:
     """Warn, once each, of a microbatch count that leaves a bubble, and of what keeps the plan from being its schedule's
     own."""
     spec = plan.spec
-    if spec.pipeline_size > 1:
+    if spec.pipeline_size > 1 and spec.slices == 1:
         grouped = spec.num_chunks if spec.schedule in (INTERLEAVED, COMBINED) else 1
         count = _explained(spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size or None)
         if not count.full_speed:

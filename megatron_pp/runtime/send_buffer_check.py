@@ -62,7 +62,7 @@ class WatchedExecutor(PlanExecutor):
 
     def _backward(self, at: Task) -> None:
         # The output is used up; the gradient that has come back shows that its send is done.
-        done = [s for s in self.pending if s.at.op == ins.SEND_F and s.at[1:3] == at.key]
+        done = [s for s in self.pending if s.at.op == ins.SEND_F and (s.at.stage, s.at.mb, s.at.slice) == at.key]
         self._check(done, at.instruction)
         self._compare(done, at.instruction)
         super()._backward(at)
@@ -134,7 +134,7 @@ class WatchedExecutor(PlanExecutor):
         of = "output" if at.op == ins.SEND_F else "input gradient"
         when = "between them" if what == "written to" else "while the send was pending"
         return SendBufferError(
-            f"pipeline rank {self.rank}: the memory of the {of} of chunk {at.chunk}, microbatch {at.mb}, which {at} "
+            f"pipeline rank {self.rank}: the memory of the {of} of {at.where}, which {at} "
             f"posted for sending, was {what} {when}; found at {now} ({now.name}, instruction {self.position} of the "
             "plan)",
             rank=self.rank,

@@ -19,7 +19,7 @@ from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
 from megatron_pp.runtime.graph_order import check_graph_order
 from megatron_pp.runtime.log_once import warn_once
-from megatron_pp.runtime.message_shapes import group_sizes, messages, tensor_shapes
+from megatron_pp.runtime.message_shapes import group_sizes, messages, shapes_of_slices, slices_of, tensor_shapes
 from megatron_pp.runtime.pairs import PairRunner
 from megatron_pp.runtime.plan_choice import (
     advice_on_queues,
@@ -29,6 +29,8 @@ from megatron_pp.runtime.plan_choice import (
     warn_of_limits,
 )
 from megatron_pp.runtime.send_buffer_check import executor_for
+from megatron_pp.runtime.sequence_slices import SliceRunner
+from megatron_pp.runtime.sliced_steps import SlicedSteps
 from megatron_pp.runtime.sync_advice import unsynchronised
 from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
 from megatron_pp.tracing.recorder import Observer, message_bytes, observers, step_recording, traced_steps
@@ -71,7 +73,9 @@ class StepCall:
             )
         self.weights = store_of(inputs.chunks)
         fields = spec_fields(inputs, settings, size, self.weights is not None, self.joins_pairs)
+        self.slices = slices_of(inputs, settings, self.tp_size, self.cp_size)
         self.messages = messages(inputs, settings, size, self.tensor_shapes)
+        self.shapes = shapes_of_slices(self.messages.shapes, self.slices)
         if settings.cuda_graph_impl == TE_GRAPHS:
             check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
@@ -81,7 +85,7 @@ class StepCall:
     def run(self) -> list[Any]:
         """The whole step. Returns what the loss function reported."""
         self.begin()
-        communicator, shapes = self.communicator, self.messages.shapes
+        communicator, shapes = self.communicator, self.shapes[0]
         plan = build_plan(self.spec, self._announce)
         if not self.spec.forward_only:
             warn_of_limits(plan, self.weights is not None)
@@ -97,7 +101,8 @@ class StepCall:
         recording = step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
         executor = self._executor(plan, steps, recording)
         # Traced steps begin with messages that all ranks have to take part in.
-        agreed = (self.spec, shapes, traced_steps(self.settings), communicator.dtype, communicator.wire is not None)
+        wired = communicator.wire is not None
+        agreed = (self.spec, self.shapes, traced_steps(self.settings), communicator.dtype, wired)
         step = executor, agreed, self.describe, self.number, self.followed_by
         with guarded(communicator, self.settings, *step) as guard:
             communicator.prepare(plan.placement.rank_edges, received, sent, self.spec.policy == BATCHED)
@@ -116,7 +121,7 @@ class StepCall:
         traced = traced_steps(self.settings)
         return {
             "p2p_debug": str(self.communicator.wire is not None),
-            **describe_step(self.spec, self.messages.shapes, self.communicator.dtype),
+            **describe_step(self.spec, self.shapes[0], self.communicator.dtype),
             "tracing (trace_dir, trace_steps)": f"steps {traced}" if traced else "off",
         }
 
@@ -149,7 +154,8 @@ class StepCall:
     def make_steps(self, plan: Plan) -> Any:
         """What runs a microbatch through a chunk: a ``Steps`` with the ``record`` of a ModelSteps."""
         inputs, options = self.inputs, self.step_options(plan)
-        return ModelSteps(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, self.settings, options)
+        kind = SlicedSteps if self.slices else ModelSteps
+        return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, self.settings, options)
 
     def finish(self, steps: Any) -> None:
         """After the last instruction: gradients are finalised, the timer stops."""
@@ -189,7 +195,7 @@ class StepCall:
         return lone_communicator(self.settings, self.inputs.chunks[0])
 
     def _executor(self, plan: Plan, steps: Any, recording: Observer | None) -> PlanExecutor:
-        settings, chunks, (shapes, received, sent) = self.settings, self.inputs.chunks, self.messages
+        settings, chunks, (_, received, sent) = self.settings, self.inputs.chunks, self.messages
         if received is not None or sent is not None:  # the stages give each other dicts
             steps = NamedSteps(steps, received, sent, self._is_last_stage(plan))
         if self.weights is not None:
@@ -200,12 +206,13 @@ class StepCall:
             self.communicator,
             steps,
             SyncHooks(settings, chunks, not prepares_in_forward(plan, self.communicator.rank)),
-            shapes,
+            self.shapes[0],
             deallocate=settings.deallocate_pipeline_outputs,
             max_pending_sends=settings.max_pending_sends,
             weights=self.weights,
             pair_runner=None if pairs is None else PairRunner(pairs, chunks),
             graph_in_evaluation=self.graph_in_evaluation,
+            slices=SliceRunner(plan, self.slices, self.shapes) if self.slices else None,
             observer=observers(instruction_marks(self.communicator, settings), recording, ranges_if_profiling()),
         )
         if self.communicator.wire is not None:

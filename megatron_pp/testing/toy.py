@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_pp.plan.placement import Placement
+from megatron_pp.runtime.sequence_slices import sequence_slice
 from megatron_pp.runtime.stage import PipelineStage
 
 HIDDEN = 4
@@ -61,8 +62,10 @@ def toy_loss(target: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def toy_forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """A ``forward_step_func`` over ``ToyData``; every chunk draws each microbatch."""
+    """A ``forward_step_func`` over ``ToyData``; every chunk draws each microbatch, and takes its slice of it."""
     x, target = next(data_iterator)
+    if (part := sequence_slice()) is not None:
+        x, target = part.of(x, 0), part.of(target, 0)
     return model(x), lambda output: toy_loss(target, output)
 
 

@@ -67,7 +67,7 @@ def analyse(run: TracedRun, step: int | None = None) -> Findings:
 
 
 def _measured_costs(steps: Sequence[Simulation]) -> StageCosts:
-    """Median time of each operation of each stage."""
+    """Median time of each operation of each stage; of slices, times their number."""
     plan = steps[0].plan
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     for rank in range(len(plan.programs)):
@@ -77,7 +77,7 @@ def _measured_costs(steps: Sequence[Simulation]) -> StageCosts:
 
     def median(op: str) -> list[float]:
         stages = range(plan.placement.num_stages)
-        return [statistics.median(times[(op, s)]) if times[(op, s)] else 0.0 for s in stages]
+        return [plan.spec.slices * statistics.median(times[(op, s)]) if times[(op, s)] else 0.0 for s in stages]
 
     # Whole backwards count as two equal halves; where they ran in halves, a whole one as their sum.
     whole, halves, weight = median(BACKWARD), median(INPUT_GRAD), median(WEIGHT_GRAD)
@@ -102,4 +102,5 @@ def _measured_network(steps: Sequence[Simulation], on_cpu: bool) -> Network:
         return Link(bandwidth=size / time) if time > 0 else Link()
 
     other = link_of(statistics.median(usual.values()) if usual else 0.0)
-    return Network(size, link=other, links={link: link_of(time) for link, time in usual.items()}, gloo=on_cpu)
+    whole = size * steps[0].plan.spec.slices
+    return Network(whole, link=other, links={link: link_of(time) for link, time in usual.items()}, gloo=on_cpu)

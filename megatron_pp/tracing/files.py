@@ -184,12 +184,12 @@ def _add(trace: RankTrace, content: dict[str, Any]) -> None:
 def _check_plan(header: RunHeader, spec: PlanSpec, program: Sequence[Instruction]) -> None:
     if spec.pipeline_size != len(header.pipeline):
         raise ExchangeError(f"a plan for {spec.pipeline_size} ranks in a run of {len(header.pipeline)}")
-    if spec.num_chunks * spec.num_microbatches > len(program):
-        sizes = f"{spec.num_chunks} chunks of {spec.num_microbatches} microbatches"
+    sizes = f"{spec.num_chunks} chunks of {spec.num_microbatches} microbatches in {spec.slices} slices"
+    if spec.num_chunks * spec.num_microbatches * spec.slices > len(program):
         raise ExchangeError(f"{sizes} do not fit into the program")
     for at in each(program):
-        if at.chunk >= spec.num_chunks or at.mb >= spec.num_microbatches:
-            raise ExchangeError(f"{at} is outside {spec.num_chunks} chunks of {spec.num_microbatches} microbatches")
+        if at.chunk >= spec.num_chunks or at.mb >= spec.num_microbatches or at.slice >= spec.slices:
+            raise ExchangeError(f"{at} is outside {sizes}")
 
 
 def _check_step(trace: RankTrace, record: StepRecord) -> None:

@@ -159,7 +159,8 @@ class _Merge:
             held_up = since > wait_start and self._completes_batch(message, ready)
             end = wait_end if held_up else min(wait_end, since + usual.get(link, 0.0))
             times = (self.posted[("S", message)], self.posted[("R", message)], since, since, max(since, end))
-            transfers[message] = Transfer(*link, message.kind, message.stage, message.mb, self.size, *times)
+            kind, stage, mb, part, _ = message
+            transfers[message] = Transfer(*link, kind, stage, mb, self.size, *times, part)
         return transfers
 
     def _usual_times(self, ready: dict[Message, float]) -> dict[tuple[int, int], float]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pp.errors import WeightGradError
+from megatron_pp.plan.tasks import Part
 from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waiting, frozen, versions
 from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
 from megatron_pp.weight_grad.linear import Casts
@@ -27,7 +28,7 @@ from megatron_pp.weight_grad.transformer_engine import DelayedRun, SwitchedQueue
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[int, int]  # (chunk, microbatch)
+Key = tuple[int, Part]  # (chunk, microbatch)
 _NEVER = -1  # the chunk, never complete, of parameters whose layer fires their hooks itself
 
 
@@ -88,7 +89,7 @@ class WeightGradStore:
     # -- called by the engine --------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, last: Mapping[int, int]) -> Iterator[None]:
+    def step(self, last: Mapping[int, Part]) -> Iterator[None]:
         """``begin_step``, ``end_step``, and ``abort_step`` when the step raises."""
         self.begin_step(last)
         try:
@@ -98,7 +99,7 @@ class WeightGradStore:
             raise
         self.end_step()
 
-    def begin_step(self, last: Mapping[int, int]) -> None:
+    def begin_step(self, last: Mapping[int, Part]) -> None:
         """Start a step. ``last`` names, per chunk, the microbatch whose W (or unsplit B) completes the chunk's
         gradients.
         """
@@ -129,7 +130,7 @@ class WeightGradStore:
             queue.close()
         self.casts = Casts()
         self._current: _Backward | None = None
-        self._last: dict[int, int] = {}
+        self._last: dict[int, Part] = {}
         self._chunks_of: dict[Tensor, set[int]] = {}
         self._leaves: dict[int, Tensor] = {}  # by the parameter's id
         self._queues: dict[Key, deque[Waiting]] = {}
@@ -138,8 +139,10 @@ class WeightGradStore:
         self._fired: set[Tensor] = set()
 
     @contextmanager
-    def backward(self, chunk: int, mb: int, split: bool = True) -> Iterator[None]:
-        """Around the backward of (chunk, mb): input gradients only where ``split``, else all gradients."""
+    def backward(self, chunk: int, mb: Part, split: bool = True) -> Iterator[None]:
+        """Around the backward of (chunk, mb): input gradients only where ``split``, else all gradients. A slice of a
+        sequence is (mb, slice).
+        """
         key = (chunk, mb)
         if not self.armed:
             raise WeightGradError(
@@ -163,7 +166,7 @@ class WeightGradStore:
         if not split:
             self.run(chunk, mb)
 
-    def run(self, chunk: int, mb: int) -> None:
+    def run(self, chunk: int, mb: Part) -> None:
         """W: compute and deliver what the backward of (chunk, mb) left, first in, first out."""
         key = (chunk, mb)
         queue = self._queues.pop(key, None)
@@ -185,7 +188,7 @@ class WeightGradStore:
         if self.timers is not None:
             self.timers("weight-compute").stop()
 
-    def kept_bytes(self, chunk: int, mb: int) -> int:
+    def kept_bytes(self, chunk: int, mb: Part) -> int:
         """Bytes kept for the W of (chunk, mb), each storage counted once; without layers that have their own queue."""
         storages = [t.untyped_storage() for d in self._queues.get((chunk, mb), ()) for t in d.deferred.kept]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())

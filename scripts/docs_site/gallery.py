@@ -11,7 +11,7 @@ from pathlib import Path
 
 from made_parts import markdown_table
 
-from docs_site.schedule_numbers import MICROBATCHES, RANKS, WORK_MS, Numbers, all_numbers, chunks_of
+from docs_site.schedule_numbers import MICROBATCHES, RANKS, WORK_MS, Numbers, all_numbers, chunks_of, slices_of
 from megatron_pp.cli.command_line import main as megatron_pp
 from megatron_pp.plan.orders import SCHEDULES
 
@@ -39,6 +39,8 @@ def draw_command(name: str) -> list[str]:
     """The command that draws the picture of this schedule, or of several, but for its -o."""
     chunks = chunks_of(SCHEDULES[name]) if name in SCHEDULES else 1
     sizes = ["-P", str(RANKS), *(["-V", str(chunks)] if chunks > 1 else []), "-M", str(MICROBATCHES)]
+    if name in SCHEDULES and slices_of(SCHEDULES[name]) > 1:
+        sizes += ["--sequence-slices", str(slices_of(SCHEDULES[name]))]
     work = f"{WORK_MS:g}"
     costs = ["--forward-ms", work, "--backward-ms", work, "--weight-ms", work]
     return ["megatron-pp", "draw", "-s", name, *sizes, *costs, "--width", PIXELS]

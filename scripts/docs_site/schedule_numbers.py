@@ -12,7 +12,7 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
 
-RANKS, MICROBATCHES = 4, 8
+RANKS, MICROBATCHES, SLICES = 4, 8, 4
 WORK_MS = 12.0
 """Of a rank's whole forward, of its input gradients, and of its weight gradients, for one microbatch."""
 
@@ -43,9 +43,15 @@ def chunks_of(family: Family) -> int:
     return family.chunks or (1 if family.name == "auto" else 2)
 
 
+def slices_of(family: Family) -> int:
+    """Slices of a sequence, of those that cut them."""
+    return SLICES if family.sliced else 1
+
+
 def numbers_of(family: Family) -> Numbers:
     chunks = chunks_of(family)
-    plan = build_plan(PlanSpec(family.name, RANKS, chunks, MICROBATCHES))
+    slices = slices_of(family)
+    plan = build_plan(PlanSpec(family.name, RANKS, chunks, MICROBATCHES, slices=slices))
     one = WORK_MS / chunks
     result = simulate(plan, StageCosts.uniform(plan.placement.num_stages, one, one, one))
     return Numbers(
@@ -53,7 +59,7 @@ def numbers_of(family: Family) -> Numbers:
         chunks,
         steps=result.makespan / WORK_MS,
         bubble=result.bubble_share,
-        peak=max(result.peak_in_flight()) / chunks,
+        peak=max(result.peak_in_flight()) / chunks / slices,
         messages=sum(messages for messages, _ in result.volume().values()),
     )
 

@@ -211,6 +211,7 @@ def impossible_arguments_are_errors(case: Case) -> list[str]:
             ({}, {"adjust_tensor_shapes_fn": lambda receive, send: (receive, send)}, "adjust_tensor_shapes_fn"),
             ({"pipeline_schedule": "zb_v"}, {}, "zb_v"),
             ({"pipeline_schedule": "zigzag"}, {}, "zigzag"),
+            ({"sequence_slices": 2}, {}, "attention keeps no keys and values from slice to slice"),
         ):
             with _fields(run.config, fields):
                 messages.append(_raises(ScheduleInputError, words, lambda a=arguments: _call(run, **a)))

@@ -20,12 +20,14 @@ from tests.harness.training_ranks import train
 RANKS, STEPS, MICROBATCHES = 2, 2, 5
 SIZES = [*SHORT, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(STEPS), "--eval-interval", "0"]
 
+SLICED = [name for name, family in SCHEDULES.items() if family.sliced]
 FILES = {"own.json": "json", "pytorch.csv": "torch-csv"}
 
 
 def flags_of(name: str, folder: Path) -> list[str]:
     schedule = str(folder / name) if name in FILES else name
     more = ["--overlap-pairs", "in_turn"] if name == "dualpipe_v" else []
+    more += ["--sequence-slices", "4"] if name in SLICED else []
     flags = ["--overlap-p2p-comm", "--pipeline-schedule", schedule, "--run-dir", str(folder / "runs" / name)]
     return [*SIZES, *flags, *more]
 
@@ -40,12 +42,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [*(name for name in SCHEDULES if name != "1f1b"), *FILES])
+@pytest.mark.parametrize("name", [*(name for name in SCHEDULES if name not in ("1f1b", *SLICED)), *FILES])
 def test_every_schedule_takes_the_steps_of_1f1b(name: str, folder: Path) -> None:
     """Losses, gradient norms and validation losses, to the last bit."""
     expected = numbers(folder / "runs" / "1f1b")
     assert len(losses(folder / "runs" / "1f1b")) == STEPS
     assert numbers(folder / "runs" / name) == expected
+
+
+def test_slices_take_the_steps_of_1f1b_but_for_rounding(folder: Path) -> None:
+    """And the same ones, to the last bit, whatever the schedule of slices."""
+    runs = [numbers(folder / "runs" / name) for name in SLICED]
+    assert runs == [runs[0]] * len(SLICED)
+    assert losses(folder / "runs" / SLICED[0]) == pytest.approx(losses(folder / "runs" / "1f1b"), rel=1e-5)
 
 
 def test_the_script_brings_the_chunks_that_a_schedule_needs_and_says_what_is_split(

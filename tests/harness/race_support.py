@@ -16,10 +16,12 @@ import torch
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.plan.spec import EXPLICIT, ONE_WAY, Plan
+from megatron_pp.plan.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.runtime.sequence_slices import SliceRunner, sequence_slice
+from megatron_pp.runtime.sliced_steps import SlicedSteps
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import (
@@ -97,6 +99,20 @@ class ExactBlock(torch.nn.Module):
         return _ExactStage.apply(x, self.sign, self.shift, self)
 
 
+class ExactCausalBlock(ExactBlock):
+    """The same on sums of all tokens so far, of which slices pass on theirs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (part := sequence_slice()) is None:
+            return super().forward(x.cumsum(0))
+        (seen,) = part.extend(self, x, dim=0)
+        return super().forward(seen.cumsum(0)[part.start :])
+
+
+def exact_block(spec: PlanSpec) -> type[ExactBlock]:
+    return ExactBlock if spec.slices == 1 else ExactCausalBlock
+
+
 class ExactData(ToyData):
     """Small whole numbers in float64. Use a number of microbatches that is a power of two."""
 
@@ -127,7 +143,7 @@ def run_plan(
     *,
     executor: Callable[..., PlanExecutor] = PlanExecutor,
     core: Callable[..., P2PCore] = P2PCore,
-    block: Callable[[int], torch.nn.Module] = ExactBlock,
+    block: Callable[[int], torch.nn.Module] | None = None,
     timeout: float = 60.0,
     **fields: Any,
 ) -> PlanRun:
@@ -136,7 +152,7 @@ def run_plan(
     fields = {"pipeline_dtype": data.microbatch(0)[0].dtype, "variable_seq_lengths": spec.variable_shapes, **fields}
 
     def rank_main(rank: int) -> PlanRun:
-        run = _RankRun(plan, rank, data, block, fields)
+        run = _RankRun(plan, rank, data, block or exact_block(spec), fields)
         with network.running(rank):
             run.execute(executor, core(network.transport(rank), run.config))
         return run.outcome()
@@ -168,21 +184,29 @@ class _RankRun:
             forward_only=self.plan.spec.forward_only,
         )
         iterators = [data.iterator() for _ in self.chunks]
-        steps = ModelSteps(toy_forward_step, iterators, self.chunks, StepSettings.from_config(self.config), options)
-        shape = None if data.variable else (data.seq_length, data.micro_batch_size, data.hidden)
+        slices = self.plan.spec.slices
+        kind = ModelSteps if slices == 1 else SlicedSteps
+        steps = kind(toy_forward_step, iterators, self.chunks, StepSettings.from_config(self.config), options)
+        shape = None if data.variable else (data.seq_length // slices, data.micro_batch_size, data.hidden)
+        more: dict[str, Any] = {}
+        if slices > 1:
+            lengths, shapes = [data.seq_length // slices] * slices, [Shapes(shape, shape)] * slices
+            more["slices"] = SliceRunner(self.plan, lengths, shapes)
         weights = DeferredWeights()
         for chunk in self.chunks:
             chunk.inner.weights = weights
         self.watch.weights = weights
         hooks = SyncHooks(StepSettings.from_config(self.config), self.chunks)
-        executor(self.plan, core, steps, hooks, Shapes(shape, shape), weights=weights).run()
+        executor(self.plan, core, steps, hooks, Shapes(shape, shape), weights=weights, **more).run()
         self.reports = steps.record.data
         if core.pending:
             self.left = [f"rank {self.rank}: {handle.what} was never waited" for handle in core.pending]
 
     def outcome(self) -> PlanRun:
         stages = dict(zip(self.plan.placement.stages[self.rank], self.chunks, strict=True))
-        result = ToyResult([float(r["loss"]) for r in self.reports], gradients_of(stages))
+        losses, slices = [float(r["loss"]) for r in self.reports], self.plan.spec.slices
+        means = [sum(losses[k : k + slices]) / slices for k in range(0, len(losses), slices)]
+        result = ToyResult(means, gradients_of(stages))
         return PlanRun(result, [*self.left, *self.watch.complaints()])
 
 

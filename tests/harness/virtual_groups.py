@@ -181,26 +181,20 @@ class VirtualGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
-    ) -> Any:
+    def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None) -> Any:
         everyone = self._exchange(tensors[0])
         everyone.insert(self.rank(), tensors[0])
         for output, tensor in zip(outputs[0], everyone, strict=True):
             output.copy_(tensor)
         return _Done()
 
-    def gather(
-        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any
-    ) -> Any:
+    def gather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any) -> Any:
         if self.rank() == opts.rootRank:
             return self.allgather(outputs, tensors)
         self._exchange(tensors[0])
         return _Done()
 
-    def scatter(
-        self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any
-    ) -> Any:
+    def scatter(self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any) -> Any:
         root = self.rank() == opts.rootRank
         mine = torch.cat(tensors[0]) if root else torch.cat([torch.zeros_like(outputs[0])] * self.size())
         everyone = self._exchange(mine)

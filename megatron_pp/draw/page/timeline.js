@@ -141,9 +141,18 @@ function visible(chart, columns) {
   return [first, view.to / chart.tick];
 }
 
-function blockName(code, chunks) {
-  const mb = code & 0xfffff;
-  return chunks > 1 ? `${OPS[code >>> 30]}${(code >>> 20) & 1023}.${mb}` : `${OPS[code >>> 30]}${mb}`;
+// The microbatch of a code, whose low bits count slices through all microbatches.
+function microbatch(chart, code) {
+  return Math.floor((code & 0xfffff) / chart.slices);
+}
+
+function sliceName(chart, code, before) {
+  return chart.slices > 1 ? `${before}${(code & 0xfffff) % chart.slices}` : "";
+}
+
+function blockName(chart, code, chunks) {
+  const name = `${microbatch(chart, code)}${sliceName(chart, code, "s")}`;
+  return chunks > 1 ? `${OPS[code >>> 30]}${(code >>> 20) & 1023}.${name}` : `${OPS[code >>> 30]}${name}`;
 }
 
 function setFont(pen, size) {
@@ -153,12 +162,12 @@ function setFont(pen, size) {
 // How a chart's blocks are labelled, as in labels.py: the first form in a good size, else the last in the smallest.
 function chooseLabels(chart, pen) {
   const room = x(chart, view.from + chart.shortBlock) - x(chart, view.from) - LABEL.room;
-  const last = ((chart.chunks - 1) << 20) | (chart.microbatches - 1);
+  const last = ((chart.chunks - 1) << 20) | (chart.microbatches * chart.slices - 1);
   const forms = [[chart.chunks, false], [chart.chunks, true], [1, true]].slice(0, chart.chunks > 1 ? 3 : 2);
   let form = {};
   setFont(pen, 100);
   for (const [chunks, stacked] of forms) {
-    const lines = chart.ops.flatMap((op) => labelLines((op << 30) | last, chunks, stacked));
+    const lines = chart.ops.flatMap((op) => labelLines(chart, (op << 30) | last, chunks, stacked));
     const size = (100 * room) / Math.max(...lines.map((line) => pen.measureText(line).width));
     form = { chunks, stacked, size: Math.min(stacked ? LABEL.stacked : LABEL.largest, Math.max(LABEL.smallest, size)) };
     if (size >= LABEL.good) break;
@@ -166,14 +175,14 @@ function chooseLabels(chart, pen) {
   return form;
 }
 
-function labelLines(code, chunks, stacked) {
-  const name = blockName(code, chunks);
+function labelLines(chart, code, chunks, stacked) {
+  const name = blockName(chart, code, chunks);
   return stacked ? [name[0], name.slice(1)] : [name];
 }
 
 function drawLabel(chart, pen, code, form, from, to, y) {
   if (to - from <= form.size / 2) return;
-  const lines = labelLines(code, form.chunks, form.stacked);
+  const lines = labelLines(chart, code, form.chunks, form.stacked);
   const width = Math.max(...lines.map((line) => pen.measureText(line).width));
   if (to - from < width + 1) return;
   pen.fillStyle = chart.inks[code >>> 30][(code >>> 20) & 1023];
@@ -207,8 +216,8 @@ function drawBlocks(chart, pen, lane, y) {
       filled[op] += b - a;
       continue;
     }
-    const chunk = (codes[i] >>> 20) & 1023, mb = codes[i] & 0xfffff;
-    const faded = view.picked >= 0 && view.picked !== mb;
+    const chunk = (codes[i] >>> 20) & 1023;
+    const faded = view.picked >= 0 && view.picked !== microbatch(chart, codes[i]);
     pen.globalAlpha = faded ? 0.25 : 1;
     pen.fillStyle = chart.shades[op][chunk];
     pen.fillRect(a, y, b - a > 3 ? b - a - 0.6 : b - a, ROW.block);
@@ -225,7 +234,7 @@ function drawStrip(chart, pen, columns, y, height, colour) {
   for (let i = first; i < starts.length && starts[i] <= last; i++) {
     const a = x(chart, starts[i] * chart.tick), b = Math.max(a + 0.7, x(chart, (starts[i] + lengths[i]) * chart.tick));
     if (b < drawnTo + 0.4) continue;
-    pen.globalAlpha = view.picked >= 0 && view.picked !== (codes[i] & 0xfffff) ? 0.2 : 1;
+    pen.globalAlpha = view.picked >= 0 && view.picked !== microbatch(chart, codes[i]) ? 0.2 : 1;
     pen.fillStyle = colour();
     pen.fillRect(a, y, b - a, height);
     drawnTo = b;
@@ -316,13 +325,13 @@ function describe(chart, px, py) {
   if (y <= ROW.block) {
     const i = at(lane.compute, tick);
     if (i >= 0) {
-      const code = lane.compute.codes[i], op = OPS[code >>> 30], chunk = (code >>> 20) & 1023, mb = code & 0xfffff;
-      return { mb, text: `${blockName(code, chart.chunks)}  ${lane.name}\n${names[op]} of chunk ${chunk}, microbatch ${mb} (stage ${lane.stages[chunk]})\n${span(chart, lane.compute, i)}` };
+      const code = lane.compute.codes[i], op = OPS[code >>> 30], chunk = (code >>> 20) & 1023, mb = microbatch(chart, code);
+      return { mb, text: `${blockName(chart, code, chart.chunks)}  ${lane.name}\n${names[op]} of chunk ${chunk}, microbatch ${mb}${sliceName(chart, code, ", slice ")} (stage ${lane.stages[chunk]})\n${span(chart, lane.compute, i)}` };
     }
     const w = at(lane.waits, tick);
     if (w >= 0) {
-      const code = lane.waits.codes[w];
-      return { mb: code & 0xfffff, text: `${lane.name}: ${WAITS[code >>> 30]}\nchunk ${(code >>> 20) & 1023}, microbatch ${code & 0xfffff}\n${span(chart, lane.waits, w)}` };
+      const code = lane.waits.codes[w], mb = microbatch(chart, code);
+      return { mb, text: `${lane.name}: ${WAITS[code >>> 30]}\nchunk ${(code >>> 20) & 1023}, microbatch ${mb}${sliceName(chart, code, ", slice ")}\n${span(chart, lane.waits, w)}` };
     }
     return { mb: -1, text: `${lane.name}: idle` };
   }
@@ -331,8 +340,8 @@ function describe(chart, px, py) {
     let i = at(columns, tick);
     if (i < 0) i = at(columns, tick + slack);
     if (i < 0) return null;
-    const where = columns.where[i];
-    return { mb: columns.codes[i] & 0xfffff, text: `${kind} of microbatch ${columns.codes[i] & 0xfffff}, ${lane.name} to rank ${where >>> 20} (for stage ${where & 0xfffff})\n${span(chart, columns, i)}` };
+    const where = columns.where[i], code = columns.codes[i], mb = microbatch(chart, code);
+    return { mb, text: `${kind} of microbatch ${mb}${sliceName(chart, code, ", slice ")}, ${lane.name} to rank ${where >>> 20} (for stage ${where & 0xfffff})\n${span(chart, columns, i)}` };
   }
   return null;
 }

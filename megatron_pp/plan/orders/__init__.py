@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.family import Family
-from megatron_pp.plan.orders import auto, loop, v
+from megatron_pp.plan.orders import auto, loop, sliced, v
 from megatron_pp.plan.orders.loop import COMBINED, INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.placement import LOOP, V_SHAPE
 
@@ -13,12 +13,21 @@ _SEARCHING_FAMILIES = (
     auto.searching_family("auto_v", v.FAMILIES, V_SHAPE, chunks=2),
 )
 
-SCHEDULES: dict[str, Family] = {family.name: family for family in loop.FAMILIES + v.FAMILIES + _SEARCHING_FAMILIES}
+SCHEDULES: dict[str, Family] = {
+    family.name: family for family in loop.FAMILIES + v.FAMILIES + sliced.FAMILIES + _SEARCHING_FAMILIES
+}
 
 OLD_NAMES = {"dualpipev": v.DUALPIPE_V}
 """Spellings of earlier releases, still read."""
 
-__all__ = ["COMBINED", "INTERLEAVED", "OLD_NAMES", "ONE_F_ONE_B", "SCHEDULES", "Family", "register"]
+__all__ = ["COMBINED", "INTERLEAVED", "OLD_NAMES", "ONE_F_ONE_B", "SCHEDULES", "Family", "check_slices", "register"]
+
+
+def check_slices(family: Family, slices: int) -> None:
+    """Raises PlanError where ``family`` has no orders of that many slices of a sequence."""
+    if slices > 1 and not family.sliced:
+        names = ", ".join(name for name, other in SCHEDULES.items() if other.sliced)
+        raise PlanError(f"schedule {family.name} runs sequences whole, not in {slices} slices; {names} have slices")
 
 
 def register(family: Family) -> Family:

@@ -46,9 +46,17 @@ def eager_1f1b(shape: Shape) -> list[Order]:
 
 
 def _one_chunk(shape: Shape, warmups: list[int]) -> list[Order]:
-    mbs = range(shape.num_microbatches)
-    forwards, backwards = [f(0, m) for m in mbs], [b(0, m) for m in mbs]
-    return [warmup_then_steady(forwards, backwards, warmup) for warmup in warmups]
+    forwards, backwards = _in_order(shape, [(m, 0) for m in range(shape.num_microbatches)])
+    return [warmup_then_steady(forwards, backwards, warmup + shape.slices - 1) for warmup in warmups]
+
+
+def _in_order(shape: Shape, table: list[tuple[int, int]]) -> tuple[Order, Order]:
+    """Forwards and backwards of a rank whose (microbatch, chunk) take turns as in ``table``, backwards with the chunks
+    reversed. Slices run forward from the first to the last, and backward from the last to the first.
+    """
+    last, parts = shape.num_chunks - 1, shape.parts
+    forwards = [f(c, m, part) for m, c in table for part in parts]
+    return forwards, [b(last - c, m, part) for m, c in table for part in reversed(parts)]
 
 
 def warmup_then_steady(forwards: Order, backwards: Order, warmup: int) -> Order:
@@ -84,8 +92,7 @@ def combined_1f1b(shape: Shape) -> list[Order]:
 
 def _in_turns(shape: Shape, extra_warmup: int) -> list[Order]:
     table = schedule_table(shape.num_microbatches, shape.num_chunks, shape.group_size)
-    forwards = [f(c, m) for m, c in table]
-    backwards = [b(shape.num_chunks - 1 - c, m) for m, c in table]
+    forwards, backwards = _in_order(shape, table)
     ranks = range(shape.pipeline_size)
     strict = [warmup_then_steady(forwards, backwards, warmup_forwards(shape, r) + extra_warmup) for r in ranks]
     if not has_short_group(shape):
@@ -136,7 +143,7 @@ class _SlotBySlot:
         self.stages = placement.stages
         self.num_stages = placement.num_stages
         self.todo = [list(reversed(order)) for order in orders]  # next operation last
-        self.done: set[tuple[str, int, int]] = set()  # FORWARD or BACKWARD, stage, microbatch
+        self.done: set[tuple[str, int, int, int]] = set()  # FORWARD or BACKWARD, stage, microbatch, slice
         self.result: list[Order] = [[] for _ in orders]
 
     def run(self) -> list[Order]:
@@ -147,7 +154,7 @@ class _SlotBySlot:
                 return [done + todo[::-1] for done, todo in zip(self.result, self.todo, strict=True)]
             for rank, at in ran:
                 self.result[rank].append(at)
-                self.done.add((RESULT_OF[at.op], self.stages[rank][at.chunk], at.mb))
+                self.done.add((RESULT_OF[at.op], self.stages[rank][at.chunk], at.mb, at.slice))
         return self.result
 
     def _choose(self, rank: int) -> int | None:
@@ -164,7 +171,7 @@ class _SlotBySlot:
 
     def _ready(self, rank: int, at: Instruction) -> bool:
         needed = inputs_of(at.op, self.stages[rank][at.chunk], self.num_stages)
-        return all((kind, stage, at.mb) in self.done for kind, stage in needed)
+        return all((kind, stage, at.mb, at.slice) in self.done for kind, stage in needed)
 
 
 def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
@@ -183,14 +190,14 @@ def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> l
 
 def warmup_forwards(shape: Shape, rank: int) -> int:
     """Forwards that rank ``rank`` runs before its first alternation, never more than there are."""
-    warmup = 2 * (shape.pipeline_size - 1 - rank) + (shape.num_chunks - 1) * shape.group_size
-    return min(warmup, shape.num_chunks * shape.num_microbatches)
+    warmup = 2 * (shape.pipeline_size - 1 - rank) + (shape.num_chunks - 1) * shape.group_size * shape.slices
+    return min(warmup + shape.slices - 1, shape.num_chunks * shape.num_microbatches * shape.slices)
 
 
 def has_short_group(shape: Shape) -> bool:
     """Whether a group has fewer microbatches than there are ranks: legal here, with a bubble (Megatron refuses it)."""
     last = shape.num_microbatches % shape.group_size or shape.group_size
-    return shape.num_chunks > 1 and last < shape.pipeline_size
+    return shape.num_chunks > 1 and last * shape.slices < shape.pipeline_size
 
 
 def zb_h1(shape: Shape) -> list[Order]:
@@ -220,8 +227,8 @@ def delay_weights(order: Order, delay: int) -> Order:
         if at.op != BACKWARD:
             result.append(at)
             continue
-        result.append(i(at.chunk, at.mb))
-        waiting.append(w(at.chunk, at.mb))
+        result.append(i(at.chunk, at.mb, at.slice))
+        waiting.append(w(at.chunk, at.mb, at.slice))
         if len(waiting) > delay:
             result.append(waiting.pop(0))
     return result + waiting

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.activations import kept_timeline
+from megatron_pp.plan.activations import kept_timeline, key_values_timeline
 from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.recorded import recorded_timeline
@@ -93,6 +93,11 @@ class ModelShape:
         return unit * (10 / outside + (24 * self._ffn_share + attention) / t)
 
     @property
+    def layer_key_value_bytes(self) -> float:
+        """Keys and values of one layer and microbatch, which are part of ``layer_bytes`` unless it is recomputed."""
+        return 2 * self.tokens * self.hidden_size * self.element_bytes / self.tensor_parallel
+
+    @property
     def layer_weight_grad_bytes(self) -> float:
         """What a layer still holds of a microbatch after its input gradients, for its weight gradients: inputs and
         output gradients of its four linear maps (two of each are whole on every tensor-parallel rank).
@@ -168,13 +173,16 @@ class RankMemory:
 
 def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = True) -> RankMemory:
     """Bytes of ``rank`` along its program. Raises PlanError where the layers do not divide over the stages."""
-    stages, total = plan.placement.stages[rank], plan.placement.num_stages
-    kept = [0.0 if plan.spec.forward_only else shape.kept_bytes(s, total) for s in range(total)]
-    late = [shape.kept_for_weights(s, total) for s in range(total)]
+    stages, total, slices = plan.placement.stages[rank], plan.placement.num_stages, plan.spec.slices
+    key_values = shape.layers_per_stage(total) * shape.layer_key_value_bytes
+    shared = key_values if slices > 1 and shape.recompute != FULL else 0.0  # by slices, and so counted by itself
+    kept = [0.0 if plan.spec.forward_only else (shape.kept_bytes(s, total) - shared) / slices for s in range(total)]
+    late = [shape.kept_for_weights(s, total) / slices for s in range(total)]
     inside = kept_timeline(plan.programs[rank], stages, kept, late)  # the chunks' own activations
     tensors, recorded = tensors_timeline(plan, rank, deallocate), recorded_timeline(plan, rank, deallocate)
-    timelines = zip(inside, tensors, recorded, strict=True)
-    after = array("d", (i + (t + r) * shape.message_bytes for i, t, r in timelines))
+    timelines = zip(inside, tensors, recorded, key_values_timeline(plan, rank), strict=True)
+    message = shape.message_bytes / slices
+    after = array("d", (i + (t + r) * message + k * key_values for i, t, r, k in timelines))
     return RankMemory(shape.static_bytes(stages, total), after)
 
 

@@ -41,7 +41,9 @@ class TimedQueues(QueueMachine):
     def __init__(self, plan: Plan, network: Network) -> None:
         super().__init__(plan, ordered=not network.gloo)
         self.network = network
-        detached = self.one_way and not plan.spec.variable_shapes and network.activation_bytes >= GLOO_DETACHED_BYTES
+        self.slices = plan.spec.slices
+        size = network.activation_bytes / self.slices
+        detached = self.one_way and not plan.spec.variable_shapes and size >= GLOO_DETACHED_BYTES
         self.announces_late = network.gloo and not detached
         self.started: list[Arrival] = []
         self.announced: list[tuple[float, Announcement]] = []
@@ -92,9 +94,9 @@ class TimedQueues(QueueMachine):
     def _transfer(self, meeting: Meeting, now: float) -> Transfer:
         send, receive = meeting
         source, target, _ = send.direction
-        kind, stage, mb = send.message[:3]
-        link, size = self.network.between(source, target), self.network.message_bytes(kind)
+        kind, stage, mb, part, _ = send.message
+        link, size = self.network.between(source, target), self.network.message_bytes(kind) / self.slices
         start = max(now, self._wire_free.get((source, target), 0.0))
         off_the_wire = self._wire_free[(source, target)] = start + link.wire_time(size)
         posted = (send.entry.posted, receive.entry.posted)
-        return Transfer(source, target, kind, stage, mb, size, *posted, now, start, off_the_wire + link.latency)
+        return Transfer(source, target, kind, stage, mb, size, *posted, now, start, off_the_wire + link.latency, part)

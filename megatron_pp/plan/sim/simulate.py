@@ -120,6 +120,7 @@ class _Run:
     def __init__(self, plan: Plan, costs: StageCosts, network: Network, rules: Collection[str]) -> None:
         self.plan = plan
         self.costs = costs
+        self.shares = costs.of_slices(plan.spec.slices)  # of a whole sequence there is one, at the index NONE
         self.rules = rules
         self.one_queue = ONE_QUEUE in rules
         self.device_sync = DEVICE_SYNC in rules
@@ -195,7 +196,7 @@ class _Run:
             self._start_pair(rank, at, now)
             return
         for one in at.members or (at,):
-            took = self.costs.of(one.op, one.stage)
+            took = self.costs.of(one.op, one.stage) * self.shares[one.slice]
             rank.note(now, now + took)
             rank.busy += took
             now += took

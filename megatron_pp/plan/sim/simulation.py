@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron_pp.plan.activations import Shares, kept_timeline, peak_activations
 from megatron_pp.plan.costs import WEIGHT_SHARE
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.spec import Plan
 
 
@@ -27,6 +27,7 @@ class Transfer(NamedTuple):
 
     kind         FORWARD for an activation, BACKWARD for a gradient
     stage, mb    receiving stage and microbatch
+    slice        slice of the sequence; NONE where sequences are whole
     send_posted, receive_posted  when each end was posted
     ready        when both ends were posted and at the head of their queues
     start, end   on the wire, and until it is there
@@ -43,6 +44,7 @@ class Transfer(NamedTuple):
     ready: float
     start: float
     end: float
+    slice: int = NONE
 
 
 @dataclass
@@ -76,12 +78,12 @@ class TransferLog:
     """All transfers, in columns: half a million of them fit in some 50 MB."""
 
     def __init__(self) -> None:
-        self._whole = array("l")  # source, target, stage, mb in turn
+        self._whole = array("l")  # source, target, stage, mb, slice in turn
         self._kinds = bytearray()
         self._times = array("d")  # size, send_posted, receive_posted, ready, start, end in turn
 
     def append(self, t: Transfer) -> None:
-        self._whole.extend((t.source, t.target, t.stage, t.mb))
+        self._whole.extend((t.source, t.target, t.stage, t.mb, t.slice))
         self._kinds.append(ord(t.kind))
         self._times.extend((t.size, t.send_posted, t.receive_posted, t.ready, t.start, t.end))
 
@@ -89,9 +91,9 @@ class TransferLog:
         return len(self._kinds)
 
     def __getitem__(self, i: int) -> Transfer:
-        source, target, stage, mb = self._whole[4 * i : 4 * i + 4]
+        source, target, stage, mb, part = self._whole[5 * i : 5 * i + 5]
         size, sent, received, ready, start, end = self._times[6 * i : 6 * i + 6]
-        return Transfer(source, target, chr(self._kinds[i]), stage, mb, size, sent, received, ready, start, end)
+        return Transfer(source, target, chr(self._kinds[i]), stage, mb, size, sent, received, ready, start, end, part)
 
     def __iter__(self) -> Iterator[Transfer]:
         return (self[i] for i in range(len(self)))
@@ -143,8 +145,8 @@ class Simulation:
         return peak_activations(self.plan, weight_share)
 
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per rank, the most (chunk, microbatch) pairs that are past their forward with gradients to come: the papers'
-        count, to which a waiting weight gradient is a whole pair. An evaluation has none.
+        """Per rank, the most (chunk, microbatch) pairs, or slices of them, that are past their forward with gradients
+        to come: the papers' count, to which a waiting weight gradient is a whole pair. An evaluation has none.
         """
         placement = self.plan.placement
         ones = (0 if self.plan.spec.forward_only else 1,) * placement.num_stages

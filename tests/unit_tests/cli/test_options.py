@@ -26,11 +26,13 @@ VALUES = {  # a switch has none
     "--tensor-parallel": "4", "--context-parallel": "2", "--data-parallel": "2", "--recompute": "full",
     "--from-trace": "traces", "--run": "one", "--rank": "1", "--step": "0", "--compare": "1f1b",
     "--memory-limit": "0", "--weight-share": "0.3", "--style": "grid", "--width": "400",
+    "--sequence-slices": "2", "--attention-share": "0.5",
 }  # fmt: skip
 PLANS = (
     "plan -s 1f1b -P 2 -V 1 -M 4",
     "plan -s interleaved_1f1b -P 2 -V 2 -M 6",
     "plan -s 1f1b -P 2 -M 4 --policy plain",
+    "plan -s seq_1f1b -P 2 -M 4",
     "plan -s compute.csv",
     "plan --import compute.csv --format json",
     "plan --import comms.csv --format json",
@@ -40,6 +42,7 @@ PLANS = (
 TIMES = "--forward-ms 1 --backward-ms 2 --p2p-ms 0.1 --activation-mb 0.2 --bandwidth 0.1"
 SIZES = "--layers 4 --hidden-size 64 --seq-length 64 --attention-heads 4 --recompute none --tensor-parallel 2"
 SIMULATIONS = (
+    f"simulate -s seq_1f1b -P 2 -M 4 --sequence-slices 2 {TIMES} {SIZES} --json",
     f"simulate -s interleaved_1f1b -P 2 -V 2 -M 8 {TIMES} {SIZES} --json",
     f"simulate -s zb_h1 -P 2 -M 4 {TIMES} {SIZES} --json",
     f"simulate --compare interleaved_1f1b,zb_h1 -P 2 -V 2 -M 8 {TIMES} {SIZES} --json",

@@ -21,7 +21,7 @@ from megatron_pp.plan.verifier import verify
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.toy import ToyResult, reference_run
 from tests.harness.plan_mutants import KINDS, mutants
-from tests.harness.race_support import ExactBlock, exact_data, network_for, run_plan
+from tests.harness.race_support import exact_block, exact_data, network_for, run_plan
 from tests.harness.sweeps import EXHAUSTIVE
 
 MICROBATCHES = 4
@@ -29,7 +29,7 @@ MICROBATCHES = 4
 
 def specs_of(schedule: str) -> list[PlanSpec]:
     """Every policy, with the other choices spread over schedules and policies; all combinations when exhaustive."""
-    turn = list(SCHEDULES).index(schedule)
+    turn, slices = list(SCHEDULES).index(schedule), 2 if SCHEDULES[schedule].sliced else 1
     choices = [(p, c, v) for p in POLICIES for c in CHANNELS for v in (False, True)]
     if not EXHAUSTIVE:
         choices = [choices[4 * i + (turn + i) % 4] for i in range(len(POLICIES))]
@@ -38,12 +38,13 @@ def specs_of(schedule: str) -> list[PlanSpec]:
             schedule,
             pipeline_size=2 if EXHAUSTIVE or (turn + i) % 3 else 3,
             num_chunks=SCHEDULES[schedule].chunks or 2,
-            num_microbatches=MICROBATCHES,
+            num_microbatches=MICROBATCHES // slices,
             policy=policy,
             channels=channels,
-            variable_shapes=variable,
+            variable_shapes=variable and slices == 1,
             grad_sync=(HOOKS, EXPLICIT)[(turn + i) % 2],
             param_sync=True,
+            slices=slices,
         )
         for i, (policy, channels, variable) in enumerate(choices)
     ]
@@ -60,8 +61,8 @@ class Judge:
     """Decides what becomes of each mutant of one plan."""
 
     def __init__(self, plan: Plan) -> None:
-        self.data = exact_data(MICROBATCHES, plan.spec.variable_shapes)
-        self.expected = reference_run(plan.placement.num_stages, self.data, block=ExactBlock)
+        self.data = exact_data(plan.spec.num_microbatches, plan.spec.variable_shapes)
+        self.expected = reference_run(plan.placement.num_stages, self.data, block=exact_block(plan.spec))
         self.run = 0
 
     def verdict(self, mutant: Plan) -> str:

@@ -1,0 +1,192 @@
+"""Slices of sequences beside 1F1B at equal tokens: the step of ranks whose compute takes a known time, and peak memory
+and step of a real GPT."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from benchmarks.engines import Step
+from benchmarks.memory import peak_bytes
+from benchmarks.rank_processes import run_ranks
+from benchmarks.report import Report, Row
+from benchmarks.stages import TimedStage
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs import StageCosts
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.spec import PlanSpec
+
+HELP = "peak memory and step time of seq_1f1b beside 1f1b, at equal tokens"
+QUICK: dict[str, Any] = {"steps": 1, "layers": 4, "hidden": 64, "seq": 512}
+_MIB = 2**20
+
+
+class Case(NamedTuple):
+    slices: int
+    balanced: bool = False
+
+    @property
+    def schedule(self) -> str:
+        return "1f1b" if self.slices == 1 else "seq_1f1b"
+
+
+CASES = (Case(1), Case(2), Case(4), Case(8), Case(4, balanced=True))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--forward-ms", type=float, default=80.0, help="of a microbatch, where stages sleep")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each; one more comes before")
+    parser.add_argument("--timeout", type=float, default=500.0)
+
+
+def run(args: argparse.Namespace) -> Report:
+    per_rank = run_ranks(_rank, args.pp, (args,), timeout=args.timeout)
+    rows = [_row(args, case, [rank[case] for rank in per_rank]) for case in CASES]
+    return Report(
+        "slices",
+        "Sequences in slices, at equal tokens",
+        ["schedule", "slices", "predicted ms", "step ms", "GPT step ms", "GPT peak MiB, rank 0", "worst rank"],
+        rows,
+        {name: value for name, value in vars(args).items() if type(value) in (int, float)},
+        [
+            "Step: median of steps whose stages sleep, the backward twice as long as the forward; predicted is the "
+            "simulator's, with free transfers.",
+            "GPT: examples.gpt in fp32; its ranks share this machine's cores, so that another rank fills each bubble. "
+            "Peak: all bytes of the CPU's allocator in the first step, logits of the last rank included.",
+            "balanced: slices of equal cost under causal attention.",
+        ],
+    )
+
+
+def _row(args: argparse.Namespace, case: Case, of_ranks: list[Row]) -> Row:
+    plan = build_plan(PlanSpec(case.schedule, args.pp, 1, args.microbatches, slices=case.slices))
+    forward = args.forward_ms
+    peaks = [rank["peak"] / _MIB for rank in of_ranks]
+    return {
+        "schedule": case.schedule,
+        "slices": f"{case.slices}{', balanced' if case.balanced else ''}",
+        "predicted ms": simulate(plan, StageCosts.uniform(args.pp, forward, forward, forward)).makespan,
+        "step ms": max(rank["sleeping"] for rank in of_ranks) if not case.balanced else None,
+        "GPT step ms": max(rank["gpt"] for rank in of_ranks),
+        "GPT peak MiB, rank 0": peaks[0],
+        "worst rank": max(peaks),
+        "peaks": peaks,
+    }
+
+
+def _rank(rank: int, size: int, args: argparse.Namespace) -> dict[Case, Row]:
+    """Of each case, the milliseconds of a step of either model, and the peak bytes of the GPT's first step."""
+    found: dict[Case, Row] = {}
+    for case in CASES:
+        gpt = _gpt_step(rank, size, args, case)
+        peak = peak_bytes(gpt)
+        found[case] = {"peak": peak, "gpt": _median_ms(gpt, args.steps)}
+        if not case.balanced:
+            found[case]["sleeping"] = _median_ms(_sleeping_step(size, args, case), args.steps)
+    return found
+
+
+def _median_ms(step: Step, steps: int) -> float:
+    import torch.distributed as dist
+
+    times = []
+    for _ in range(steps + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        dist.barrier()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times[1:])
+
+
+def _sleeping_step(size: int, args: argparse.Namespace, case: Case) -> Step:
+    from megatron_pp import PipelineStage, sequence_slice
+
+    seconds = args.forward_ms / 1e3 / case.slices
+    chunk = PipelineStage(TimedStage(seconds, 2 * seconds), _config(size, args, case))
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        (x,) = next(data_iterator)
+        part = sequence_slice()
+        return model(x if part is None else part.of(x, 0)), _mean_loss
+
+    def data(torch: Any) -> Any:
+        return ((torch.zeros(args.seq, 1, args.hidden),) for _ in range(args.microbatches))
+
+    return _scheduled(size, args, chunk, forward_step, data)
+
+
+def _gpt_step(rank: int, size: int, args: argparse.Namespace, case: Case) -> Step:
+    from examples.gpt.gpt import build_gpt_chunks
+    from examples.gpt.trainer import forward_step
+
+    config = _config(size, args, case)
+    layers = config.layers_of_stages()
+    options: dict[str, Any] = {"vocab_size": 256, "max_sequence_length": args.seq}
+    options["share_embeddings_and_output_weights"] = False
+    (chunk,) = build_gpt_chunks(config, stages=[rank], layers_of_stage=layers, **options)
+
+    def data(torch: Any) -> Any:
+        text = torch.zeros(1, args.seq, dtype=torch.int64)
+        return ((number, text, text) for number in range(args.microbatches))
+
+    return _scheduled(size, args, chunk, forward_step, data)
+
+
+def _config(size: int, args: argparse.Namespace, case: Case) -> Any:
+    import torch
+
+    from benchmarks.engine_ours import SECONDS
+    from megatron_pp import TransformerConfig
+
+    return TransformerConfig(
+        pipeline_model_parallel_size=size,
+        pipeline_dtype=torch.float32,
+        overlap_p2p_comm=True,
+        p2p_timeout=SECONDS,
+        compute_timeout=SECONDS,
+        sequence_slices=case.slices,
+        balance_sequence_slices=case.balanced,
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def _scheduled(
+    size: int, args: argparse.Namespace, chunk: Any, forward_step: Callable[..., Any], data: Callable[[Any], Any]
+) -> Step:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_pp import P2PCommunicator, get_forward_backward_func
+
+    communicator = P2PCommunicator(dist.group.WORLD, chunk.config)
+
+    def step() -> None:
+        get_forward_backward_func(size)(
+            forward_step_func=forward_step,
+            data_iterator=data(torch),
+            model=chunk,
+            num_microbatches=args.microbatches,
+            seq_length=args.seq,
+            micro_batch_size=1,
+            p2p_communicator=communicator,
+        )
+
+    return step
+
+
+def _mean_loss(output: Any) -> tuple[Any, dict[str, Any]]:
+    loss = output.mean()
+    return loss, {"loss": loss.detach()}

@@ -1,0 +1,65 @@
+"""What the slices of a sequence cost under causal attention, and where to cut it so that all cost the same.
+
+A token's linear layers cost the same wherever it stands; its attention reads all tokens before it. With ``attention``
+the share that attention has in the time of a whole sequence, its first part, a fraction x of the tokens, costs
+(1 - attention) x + attention x^2 of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from megatron_pp.errors import PlanError
+
+
+def attention_share(seq_length: int, hidden_size: int, ffn_hidden_size: int) -> float:
+    """The share of causal attention in the floating point operations of a transformer layer: per token, 2 s h of them
+    (two products with s / 2 keys and values on average) beside 8 h^2 + 4 h f of its linear layers.
+    """
+    attention = 2 * seq_length * hidden_size
+    return attention / (attention + 8 * hidden_size**2 + 4 * hidden_size * ffn_hidden_size)
+
+
+def slice_lengths(seq_length: int, slices: int, attention: float = 0.0, multiple: int = 1) -> tuple[int, ...]:
+    """Lengths in tokens of ``slices`` that cost the same, as far as multiples of ``multiple`` allow, in order.
+
+    ``attention``: as above; without it the lengths are equal. Raises PlanError where there are too few tokens, or where
+    lengths without attention are not whole.
+    """
+    _check_share(attention)
+    units, left = divmod(seq_length, multiple)
+    if left or units < slices or (attention == 0 and units % slices):
+        least = slices * multiple
+        needed = f"a multiple of {least}" if attention == 0 else f"a multiple of {multiple}, and at least {least}"
+        raise PlanError(f"{seq_length} tokens cannot be cut into {slices} slices; their number must be {needed}")
+    cuts = [0]
+    for k in range(1, slices):
+        wanted = round(units * _fraction_that_costs(k / slices, attention))
+        cuts.append(min(max(wanted, cuts[-1] + 1), units - slices + k))
+    return tuple(multiple * (end - start) for start, end in pairwise([*cuts, units]))
+
+
+def slice_shares(lengths: Sequence[int], attention: float = 0.0) -> tuple[float, ...]:
+    """What slices of these lengths cost, as shares of the whole sequence. Raises PlanError for an impossible share."""
+    _check_share(attention)
+    if attention == 0 and len(set(lengths)) == 1:
+        return (1 / len(lengths),) * len(lengths)
+    total, start, shares = sum(lengths), 0, []
+    for length in lengths:
+        end = start + length
+        shares.append((1 - attention) * length / total + attention * (end**2 - start**2) / total**2)
+        start = end
+    return tuple(shares)
+
+
+def _fraction_that_costs(share: float, attention: float) -> float:
+    """The x with (1 - attention) x + attention x^2 = share."""
+    linear = 1 - attention
+    return 2 * share / (linear + math.sqrt(linear**2 + 4 * attention * share))
+
+
+def _check_share(attention: float) -> None:
+    if not 0 <= attention <= 1:
+        raise PlanError(f"the share of attention is {attention}; it must lie between 0 and 1")

@@ -1,0 +1,159 @@
+"""Slices of a sequence as a model sees them, and the keys and values that its attention keeps from slice to slice.
+
+With ``config.sequence_slices`` the engine calls ``forward_step_func`` once for each slice of a microbatch. Where the
+model is, ``sequence_slice()`` says. A layer that looks back, as causal attention does, gives its keys and values to
+``SequenceSlice.extend`` and gets those of all slices so far. Their gradients come back through it: backwards run from
+the last slice to the first, so when that of a slice runs, all that later slices have to add is there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.plan.activations import key_values_change
+from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.tasks import Task
+from megatron_pp.runtime.message_shapes import Shapes
+
+
+class _Grown:
+    """One tensor of a whole sequence that slices fill in turn, and the gradients that later slices give to it."""
+
+    def __init__(self) -> None:
+        self.whole: Tensor | None = None
+        self.grads: Tensor | None = None
+
+    def append(self, new: Tensor, part: SequenceSlice, dim: int) -> Tensor:
+        """``new`` in its place; returns all up to its end."""
+        if self.whole is None:
+            shape = list(new.shape)
+            shape[dim] = part.length
+            self.whole = new.new_empty(shape)
+        part.of(self.whole, dim).copy_(new)
+        # .data: what is returned was saved for backward by earlier slices, and what is appended changes none of it.
+        return self.whole.narrow(dim, 0, part.stop).data
+
+    def collect(self, grad: Tensor, part: SequenceSlice, dim: int) -> Tensor:
+        """The gradient of the part's own, with what later slices gave; the rest of ``grad`` is for those before."""
+        mine, before = part.of(grad, dim), grad.narrow(dim, 0, part.start)
+        if self.grads is None:
+            self.grads = before.clone()
+            return mine
+        mine = mine + part.of(self.grads, dim)
+        self.grads.narrow(dim, 0, part.start).add_(before)
+        return mine
+
+
+class _Extended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, new: Tensor, grown: _Grown, part: SequenceSlice, dim: int) -> Tensor:
+        ctx.of = grown, part, dim
+        return grown.append(new, part, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grown, part, dim = ctx.of
+        return grown.collect(grad, part, dim), None, None, None
+
+
+@dataclass(eq=False)
+class SequenceSlice:
+    """The slice that is being computed.
+
+    index, count  which of how many
+    start, stop   its tokens, in the sequence of a whole microbatch; ``length`` tokens long
+    microbatch    of the step, from 0
+    """
+
+    index: int
+    count: int
+    start: int
+    stop: int
+    length: int
+    microbatch: int
+    _kept: dict[Hashable, _Grown] = field(default_factory=dict, repr=False)
+
+    @property
+    def share(self) -> float:
+        """Of the sequence's tokens."""
+        return (self.stop - self.start) / self.length
+
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
+        """The slice's part of a tensor of the whole sequence, which is dimension ``dim``; a view."""
+        return tensor.narrow(dim, self.start, self.stop - self.start)
+
+    def extend(self, owner: Hashable, *tensors: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """Each of ``tensors`` behind those that ``owner`` gave here for the slices before, along dimension ``dim``.
+
+        ``owner`` is who asks, such as an attention layer; tensors are distinguished by their place. Each has the
+        slice's tokens in ``dim``; what is returned has all tokens up to ``stop``. It shares memory from slice to slice:
+        it must not be written to. Gradients flow to the slices that gave the parts. What is given here must be used in
+        the slice's own output, as attention uses the keys and values of its own tokens.
+        """
+        extended = []
+        for place, tensor in enumerate(tensors):
+            if tensor.shape[dim] != self.stop - self.start:
+                raise ScheduleInputError(
+                    f"a tensor of shape {list(tensor.shape)} has {tensor.shape[dim]} tokens in dimension {dim}; slice "
+                    f"{self.index} has {self.stop - self.start}"
+                )
+            grown = self._kept.setdefault((owner, place), _Grown())
+            extended.append(_Extended.apply(tensor, grown, self, dim % tensor.dim()))
+        return tuple(extended)
+
+
+class _Current(threading.local):
+    """A thread runs a rank."""
+
+    part: SequenceSlice | None = None
+
+
+_CURRENT = _Current()
+
+
+def sequence_slice() -> SequenceSlice | None:
+    """The slice that this thread's rank is computing, in a forward or backward of a plan with slices; else None."""
+    return _CURRENT.part
+
+
+@dataclass(eq=False)
+class SliceRunner:
+    """Runs a rank's forwards and backwards, each as one of its slice.
+
+    lengths  of the slices, in tokens
+    shapes   of each slice's messages
+    kept     keys and values, by stage and microbatch, from the forward of the first slice until the last operation that
+             reads them
+    """
+
+    plan: Plan
+    lengths: Sequence[int]
+    shapes: Sequence[Shapes]
+    kept: dict[tuple[int, int], dict[Hashable, _Grown]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.bounds = list(pairwise(accumulate(self.lengths, initial=0)))
+        self.length = sum(self.lengths)
+
+    def run(self, handler: Callable[[Task], None], at: Task) -> None:
+        """``handler`` of ``at``, with ``sequence_slice()`` set."""
+        count, cell = len(self.lengths), (at.stage, at.mb)
+        change = key_values_change(at.op, at.slice, count, self.plan.spec.forward_only)
+        if change > 0:
+            self.kept[cell] = {}
+        before, (start, stop) = _CURRENT.part, self.bounds[at.slice]
+        _CURRENT.part = SequenceSlice(at.slice, count, start, stop, self.length, at.mb, self.kept[cell])
+        try:
+            handler(at)
+        finally:
+            _CURRENT.part = before
+        if change < 0:
+            del self.kept[cell]

@@ -1,0 +1,240 @@
+"""Steps in slices of sequences: the GPT's losses and gradients are those of whole sequences, for every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from examples.gpt.gpt import GPTStage, build_gpt_chunks
+from examples.gpt.trainer import forward_step
+from megatron_pp import get_forward_backward_func, sequence_slice, split_weight_grad
+from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp.errors import ConfigError, ScheduleError, ScheduleInputError
+from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.runtime import message_shapes
+from tests.harness.step_runs import on_ranks
+
+VOCAB, SEQ, BATCH, LAYERS, MICROBATCHES = 29, 12, 2, 4, 3
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def gpt_config(size: int, chunks: int = 1, **fields: Any) -> TransformerConfig:
+    return TransformerConfig(
+        **{
+            "pipeline_model_parallel_size": size,
+            "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+            "num_layers": LAYERS,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "pipeline_dtype": torch.float64,
+            "overlap_p2p_comm": True,
+            **fields,
+        }
+    )
+
+
+def batches() -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    for mb in range(MICROBATCHES):
+        text = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(mb))
+        yield mb, text[:, :-1], text[:, 1:]
+
+
+def train(
+    size: int, chunks: int = 1, *, forward_only: bool = False, step: Any = forward_step, **fields: Any
+) -> Outcome:
+    """Reports of a step, and the gradients of the whole model."""
+    config = gpt_config(size, chunks, **fields)
+    schedule = get_forward_backward_func(size, chunks if chunks > 1 else None)
+
+    def rank_main(rank: int, _: Any, communicator: Any) -> tuple[list[Any], list[GPTStage]]:
+        model = build_gpt_chunks(
+            config,
+            stages=Placement(LOOP, size, chunks).stages[rank],
+            layers_of_stage=config.layers_of_stages(),
+            vocab_size=VOCAB,
+            max_sequence_length=SEQ,
+            seed=7,
+        )
+        for chunk in model:
+            chunk.double().stream_dtype = torch.float64
+        if "zb" in config.schedule_name:
+            split_weight_grad(model)
+        reports = schedule(
+            forward_step_func=step,
+            data_iterator=[batches() for _ in model] if chunks > 1 else batches(),
+            model=model if chunks > 1 else model[0],
+            num_microbatches=MICROBATCHES,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+            forward_only=forward_only,
+            p2p_communicator=communicator if size > 1 else None,
+        )
+        return reports, model
+
+    fields_of_wire = {"pipeline_dtype": torch.float64, "hidden_size": 16, "overlap_p2p_comm": True}
+    results = on_ranks(size, rank_main, **fields_of_wire)
+    named = (pair for _, model in results for stage in model for pair in stage.named_parameters())
+    return [float(report["loss"]) for reports, _ in results for report in reports], {
+        name: p.grad for name, p in named if p.grad is not None
+    }
+
+
+def assert_equal_runs(found: Outcome, expected: Outcome) -> None:
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(grad, expected[1][name]) for name, grad in found[1].items())
+
+
+def assert_close_runs(found: Outcome, expected: Outcome, slices: int) -> None:
+    means = [sum(found[0][k * slices : (k + 1) * slices]) / slices for k in range(MICROBATCHES)]
+    assert means == pytest.approx(expected[0], rel=1e-12)
+    assert found[1].keys() == expected[1].keys()
+    for name, grad in found[1].items():
+        assert (grad - expected[1][name]).norm() <= 1e-12 * expected[1][name].norm(), name
+
+
+@pytest.fixture(scope="module")
+def whole() -> Outcome:
+    return train(1)
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks", "fields"),
+    [
+        (1, 1, {}),
+        (2, 1, {}),
+        (2, 1, {"overlap_p2p_comm": False}),
+        (2, 2, {}),
+        (4, 1, {"overlap_p2p_comm": False, "batch_p2p_comm": False}),
+        (2, 1, {"pipeline_schedule": "seq_zb"}),
+        (2, 2, {"pipeline_schedule": "interleaved_seq_zb"}),
+        (2, 1, {"p2p_debug": True}),
+    ],
+)
+def test_every_schedule_gives_the_numbers_of_whole_sequences(size, chunks, fields, whole):
+    slices = 3
+    found = train(size, chunks, sequence_slices=slices, **fields)
+    assert_close_runs(found, whole, slices)
+    assert_equal_runs(found, train(1, sequence_slices=slices))  # to the bit, whatever the schedule
+
+
+def test_runs_repeat_to_the_bit():
+    runs = [train(2, 2, sequence_slices=4) for _ in range(2)]
+    assert_equal_runs(*runs)
+
+
+def test_slices_of_equal_cost_are_of_unequal_length(whole, monkeypatch):
+    monkeypatch.setattr(message_shapes, "attention_share", lambda *sizes: 0.6)  # of so short a sequence it is 0.06
+    lengths: list[int] = []
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        part = sequence_slice()
+        lengths.append(part.stop - part.start)
+        return forward_step(data_iterator, model)
+
+    found = train(2, step=step, sequence_slices=3, balance_sequence_slices=True)
+    assert sorted(lengths) == sorted([6, 3, 3] * 2 * MICROBATCHES)
+    assert_close_runs(found, whole, 3)
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_sums_are_divided_by_the_tokens_of_the_whole_microbatch(per_token):
+    """Tokens count unequally: some slices have none."""
+
+    def masked(data_iterator: Any, model: Any) -> Any:
+        mb, tokens, labels = next(data_iterator)
+        mask = (labels > 9 + mb).double()
+        part = sequence_slice()
+        mask = mask if part is None else part.of(mask, 1)
+
+        def loss(losses: torch.Tensor) -> Any:
+            kept = (losses * mask).sum()
+            return kept, mask.sum().int(), {"loss": kept.detach()}
+
+        return model(tokens, labels, mb), loss
+
+    options: dict[str, Any] = {"step": masked, "calculate_per_token_loss": per_token}
+    expected, found = train(1, **options), train(2, sequence_slices=6, **options)
+    sums = [sum(found[0][k * 6 : (k + 1) * 6]) for k in range(MICROBATCHES)]
+    assert sums == pytest.approx(expected[0], rel=1e-12)
+    for name, grad in found[1].items():
+        assert (grad - expected[1][name]).norm() <= 1e-12 * expected[1][name].norm(), name
+
+
+def test_evaluation_and_recomputation(whole):
+    slices = 3
+    reports, grads = train(2, forward_only=True, sequence_slices=slices)
+    means = [sum(reports[k * slices : (k + 1) * slices]) / slices for k in range(MICROBATCHES)]
+    assert means == pytest.approx(whole[0], rel=1e-12)
+    assert not grads
+
+    def recomputing(data_iterator: Any, model: Any) -> Any:
+        return forward_step(data_iterator, model, checkpoint=True)
+
+    assert_equal_runs(train(2, step=recomputing, sequence_slices=slices), train(2, sequence_slices=slices))
+
+
+def test_pairs_of_slices(whole):
+    def in_turn(forward_call: Any, backward_call: Any) -> None:
+        backward_call()
+        forward_call()
+
+    found = train(2, sequence_slices=3, overlapped_forward_backward=in_turn)
+    assert_equal_runs(found, train(2, sequence_slices=3))
+
+
+def test_first_microbatch_marks_come_once():
+    marks: list[int] = []
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        part = sequence_slice()
+        assert (part.microbatch, part.share, part.count) == (len(marks) and part.microbatch, 1 / 3, 3)
+        return forward_step(data_iterator, model)
+
+    original = GPTStage.set_is_first_microbatch
+    GPTStage.set_is_first_microbatch = lambda self: marks.append(1)  # type: ignore[method-assign]
+    try:
+        train(1, step=step, sequence_slices=3)
+    finally:
+        GPTStage.set_is_first_microbatch = original  # type: ignore[method-assign]
+    assert marks == [1]
+    assert sequence_slice() is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sequence_slices": 5}, "12 tokens cannot be cut into 5 slices"),
+        ({"sequence_slices": 3, "variable_seq_lengths": True}, "does not go with variable_seq_lengths"),
+        ({"sequence_slices": 3, "context_parallel_size": 2}, "does not go with context parallelism"),
+        (
+            {"sequence_slices": 3, "num_microbatches_with_partial_activation_checkpoints": 1},
+            "does not go with num_microbatches_with_partial",
+        ),
+    ],
+)
+def test_what_does_not_go_with_slices_is_refused_before_any_communication(fields, words):
+    with pytest.raises(ScheduleInputError, match=words):
+        train(1, **fields)
+
+
+def test_a_layer_that_gives_other_tokens_is_named():
+    def step(data_iterator: Any, model: Any) -> Any:
+        sequence_slice().extend("layer", torch.zeros(5, 2), dim=0)
+        return forward_step(data_iterator, model)
+
+    with pytest.raises(ScheduleInputError, match=r"shape \[5, 2\] has 5 tokens in dimension 0; slice 0 has 4"):
+        train(1, step=step, sequence_slices=3)
+
+
+def test_the_config_refuses_a_schedule_without_slices():
+    with pytest.raises(ScheduleError, match="1f1b runs sequences whole"):
+        gpt_config(2, pipeline_schedule="1f1b", sequence_slices=2)
+    with pytest.raises(ConfigError, match="sequence_slices is 0"):
+        gpt_config(2, sequence_slices=0)
+    assert gpt_config(2, 2, sequence_slices=2).schedule_name == "interleaved_seq_1f1b"
