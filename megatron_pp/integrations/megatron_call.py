@@ -60,6 +60,11 @@ class MegatronCall(StepCall):
         self.last_rank = 0 if self.in_v else size - 1  # it holds the last stage
         if size > 1:
             v_step.check_chunks(self.spec.schedule, kind, self.inputs.chunks)
+        if self.joins_pairs and self.weights is not None and getattr(self.config, "delay_wgrad_compute", False):
+            raise ScheduleInputError(
+                "with config.delay_wgrad_compute Megatron's schedule plans run delayed weight gradients, and after "
+                "split_weight_grad the engine does; use one of the two"
+            )
 
     def refuse_slow_count(self) -> None:
         """Raises ScheduleInputError for a number of microbatches that Megatron's interleaved schedule refuses, as it

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,9 +14,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from megatron_pp.runtime.executor import PlanExecutor
 from tests.megatron import lab
-from tests.megatron.cases import Case
+from tests.megatron.cases import Case, Model
 
 
 def forward_step(
@@ -29,8 +32,10 @@ def forward_step(
 class Run(lab.Run):
     """One case: with the data of ``replicas`` data-parallel ranks on each of them, microbatch by microbatch."""
 
-    def __init__(self, case: Case, combined: bool = True, replicas: int = 1) -> None:
+    def __init__(self, case: Case, combined: bool = True, replicas: int = 1, delay: bool = False) -> None:
         super().__init__(case)
+        self.queues = delay_weight_gradients(self.chunks) if delay else []
+        self.config.delay_wgrad_compute = delay
         # Set later: the config wants half precision, where equal numbers could hide a difference, and virtual stages.
         self.config.overlap_moe_expert_parallel_comm = combined
         self.replicas = replicas
@@ -97,10 +102,14 @@ def parities(case: Case) -> dict[str, Any]:
     }
     changes: dict[str, Any] = VARIANTS if case.pp > 1 else {"alone": {}}
     for name, change in changes.items():
+        delay = name == DELAYED
         variant = dataclasses.replace(case, **change)
         with lab.engine(variant), all_to_alls() as ours_lines:
-            ours = whole(Run(variant).train())
+            run = Run(variant, delay=delay)
+            with waiting_at_sends(run.queues) as waiting:
+                ours = whole(run.train())
         facts[name] = {
+            "weight gradients to come at sends": max(waiting, default=0),
             "differences": differences(ours, theirs),
             "one order": all(other == ours_lines for other in gathered(ours_lines, "expert")),
             "Megatron's order": ours_lines == lines,
@@ -109,14 +118,65 @@ def parities(case: Case) -> dict[str, Any]:
     return facts
 
 
+DELAYED = "delay_wgrad_compute"
+RECOMPUTED = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))
 VARIANTS: dict[str, dict[str, Any]] = {
-    "overlap": {"policy": "overlap"},
     "overlap+flush": {"policy": "overlap+flush", "overlap_grad_reduce": True},
-    "batched": {"policy": "batched"},
+    "batched, recomputed": {"policy": "batched", "model": Model(layers=4, experts=4, extra_config=RECOMPUTED)},
     "no virtual stages": {"policy": "overlap", "vp": None},
-    "dualpipe_v": {"policy": "overlap", "schedule": "dualpipe_v"},
     "dualpipe_v, split": {"policy": "overlap", "schedule": "dualpipe_v", "split_weight_grad": True},
+    DELAYED: {"policy": "overlap"},
 }
+
+
+class _Delayed(torch.autograd.Function):
+    """A linear layer that leaves its weight gradient in a queue, as Transformer Engine's under delay_wgrad_compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, queue: deque[Any]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.queue = queue
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        ctx.queue.append((weight, grad.flatten(0, -2), x.flatten(0, -2)))
+        return grad @ weight, None, None
+
+
+def delay_weight_gradients(chunks: list[Any]) -> list[deque[Any]]:
+    """Give Megatron's own linear layers a ``backward_dw`` that does what its name says. Returns their queues."""
+    queues = []
+    for name, module in (named for chunk in chunks for named in chunk.named_modules()):
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and ".layers." in name:
+            queue: deque[Any] = deque()
+            queues.append(queue)
+
+            def forward_impl(input: Any, weight: Any, *, _queue: Any = queue, **unused: Any) -> Any:
+                return _Delayed.apply(input, weight, _queue)
+
+            def backward_dw(_queue: Any = queue) -> None:
+                weight, grad, x = _queue.popleft()
+                with torch.no_grad():
+                    weight.main_grad.add_(grad.t() @ x)
+
+            module._forward_impl, module.backward_dw = forward_impl, backward_dw
+    return queues
+
+
+@contextlib.contextmanager
+def waiting_at_sends(queues: list[deque[Any]]) -> Iterator[list[int]]:
+    """How many weight gradients wait whenever an input gradient is sent."""
+    counts: list[int] = []
+    send = PlanExecutor._send_b
+
+    def counted(executor: Any, at: Any) -> None:
+        counts.append(sum(map(len, queues)))
+        send(executor, at)
+
+    with mock.patch.object(PlanExecutor, "_send_b", counted):
+        yield counts
 
 
 def gathered(mine: Any, group: str) -> list[Any]:
