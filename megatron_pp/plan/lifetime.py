@@ -240,10 +240,11 @@ class _Walk:
         self.peaks[_KEY_VALUES] = max(self.peaks[_KEY_VALUES], self.now[_KEY_VALUES])
 
     def _no_such_cell(self, at: Instruction) -> PlanError:
+        slices = f", slices 0..{self.slices - 1}" if self.slices > 1 else ", sequences whole" if at.slice >= 0 else ""
         return self._error(
             at,
             f"there is no such stage and microbatch on this rank: stages are {', '.join(map(str, self.stages))}, "
-            f"microbatches 0..{self.microbatches - 1}" + (f", slices 0..{self.slices - 1}" if self.slices > 1 else ""),
+            f"microbatches 0..{self.microbatches - 1}{slices}",
         )
 
     def _check_forward(self, at: Instruction) -> None:
