@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -79,11 +80,23 @@ class CausalSelfAttention(nn.Module):
         query, key = rotary(query, start), rotary(key, start)
         if part is not None:
             key, value = part.extend(self, key, value, dim=2)
-        # A slice's first token attends to all tokens before it: the mask is a lower right corner of the causal one.
         options: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
-        options |= {"is_causal": True} if start == 0 else {"attn_mask": causal_lower_right(s, key.shape[2])}
+        options |= {"is_causal": True} if start == 0 else {"attn_mask": causal_rows(start, start + s, query)}
         context = F.scaled_dot_product_attention(query, key, value, **options)
         return self.proj(context.permute(2, 0, 1, 3).reshape(s, b, h))
+
+
+def causal_rows(start: int, stop: int, query: Tensor) -> Any:
+    """The mask of tokens ``start`` to ``stop`` among all up to ``stop``, for ``query`` of these tokens."""
+    if query.is_cuda:
+        return causal_lower_right(stop - start, stop)  # fused kernels need no tensor
+    return _causal_rows(start, stop, query.dtype)
+
+
+@lru_cache(maxsize=64)
+def _causal_rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """One for all layers and microbatches: each use saves it for its backward."""
+    return torch.full((stop - start, stop), -math.inf, dtype=dtype).triu_(start + 1)
 
 
 class Block(nn.Module):

@@ -252,10 +252,11 @@ class _Walk:
         return _CHANGES.get(op, Memory())
 
     def _no_such_cell(self, at: Instruction) -> PlanError:
+        slices = f", slices 0..{self.slices - 1}" if self.slices > 1 else ", sequences whole" if at.slice >= 0 else ""
         return self._error(
             at,
             f"there is no such stage and microbatch on this rank: stages are {', '.join(map(str, self.stages))}, "
-            f"microbatches 0..{self.microbatches - 1}" + (f", slices 0..{self.slices - 1}" if self.slices > 1 else ""),
+            f"microbatches 0..{self.microbatches - 1}{slices}",
         )
 
     def _check_turn(self, at: Instruction) -> None:

@@ -62,6 +62,7 @@ def _only(allowed: type[Exception] | tuple[type[Exception], ...], read: Callable
 PLAN = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 4, measured=Measured(forward=2.0)))
 TEXTS = {form: format_plan(PLAN, form) for form in FORMATS}
 TEXTS["json, pairs"] = format_plan(build_plan(PlanSpec("dualpipe_v", 2, 2, 4, overlap_pairs=True)), "json")
+TEXTS["json, slices"] = format_plan(build_plan(PlanSpec("seq_zb", 2, 1, 2, slices=2)), "json")
 TEXTS["version 1"] = json.dumps(
     {**json.loads(TEXTS["json"]), "version": 1, "programs": ["F0.0 [SA0.0 RG1.0] DA0.0 GS0 B0.0 W0.0"] * 2}
 )
@@ -81,7 +82,7 @@ def test_a_damaged_plan(form: str, data: st.DataObject) -> None:
 
 
 @examples(100)
-@given(mutated_json(json.loads(TEXTS["json"])))
+@given(st.one_of(*(mutated_json(json.loads(TEXTS[form])) for form in ("json", "json, slices"))))
 def test_a_plan_with_strange_values(text: str) -> None:
     _only(PlanError, lambda: _read_and_verify(text))
 
