@@ -51,7 +51,8 @@ class _Clock:
         self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in range(self.num_stages)}
         # By result: microbatch that a rank waits for -> that rank.
         self.waiters: dict[Result, dict[int, int]] = {result: {} for result in self.result_ends}
-        self.sites: dict[tuple[str, int], tuple[Result | None, Result | None]] = {}  # what an op of a stage needs, leaves
+        # By op and stage: the results that it needs of another stage, and leaves.
+        self.sites: dict[tuple[str, int], tuple[Result | None, Result | None]] = {}
 
     def run(self) -> Clocked:
         ready = list(range(len(self.orders)))

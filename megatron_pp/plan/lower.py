@@ -97,7 +97,7 @@ class _Way(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """How the input of an operation of one stage comes, handed on this rank or received, and where its result is sent."""
+    """How the input of an operation of one stage comes, handed on this rank or received, and its result is sent."""
 
     hand: str | None
     came: _Way | None

@@ -34,8 +34,7 @@ class Block(NamedTuple):
 
 
 class Lines(Sequence[Line]):
-    """One line of instructions per rank, each made when it is asked for, and kept. Equal to a tuple of the same lines.
-    """
+    """One line of instructions per rank, each made when it is asked for, and kept. Equal to a tuple of the same lines."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
