@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.instruction import Instruction, later
 
 Key = tuple[int, int]  # (stage, microbatch)
 MessageKey = tuple[str, int, int]  # (SEND or RECV, stage, microbatch)
 
 
 class Task:
-    """A placed instruction with the keys of what it works on. Plain attributes are read in a third of the time that a
-    tuple's named fields take.
+    """A placed instruction, that many microbatches later, with the keys of what it works on. Plain attributes are read
+    in a third of the time that a tuple's named fields take.
 
     message  of a transfer: the operation that posts it, its stage and microbatch; the same for a SEND and its FREE
     """
 
-    __slots__ = ("chunk", "instruction", "key", "mb", "members", "message", "op", "peer", "stage")
+    __slots__ = ("_at", "_instruction", "_later", "chunk", "key", "mb", "members", "message", "op", "peer", "stage")
 
-    def __init__(self, at: Instruction) -> None:
+    def __init__(self, at: Instruction, microbatches: int = 0) -> None:
         op, stage, mb, peer, chunk, _, _, members = at
-        self.instruction = at
+        if mb != ins.NONE:
+            mb += microbatches
+        self._at = at
+        self._later = microbatches
+        self._instruction = None if microbatches else at
         self.op = op
         self.stage = stage
         self.mb = mb
@@ -28,4 +32,11 @@ class Task:
         self.chunk = chunk
         self.key: Key = (stage, mb)
         self.message: MessageKey = (ins.POST_OF.get(op, op), stage, mb)
-        self.members = tuple(map(Task, members)) if members else ()
+        self.members = tuple([Task(one, microbatches) for one in members]) if members else ()
+
+    @property
+    def instruction(self) -> Instruction:
+        """Made when it is first asked for: by who observes the run, or names an error."""
+        if self._instruction is None:
+            self._instruction = later(self._at, self._later)
+        return self._instruction

@@ -57,7 +57,8 @@ def test_what_runs_aligned_passes_the_queue_machine(spec: PlanSpec) -> None:
             aligned, passes = runs_aligned(mutant, device, block), passes_the_machine(mutant, device, block)
             assert passes or not aligned, (what, device)
             found[aligned, passes] += 1
-    assert found[True, True] and found[False, False]
+    assert found[True, True]
+    assert found[False, False]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=PlanSpec.describe)
