@@ -16,14 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron_pp.plan.dataflow import channel_of, message_of
-from megatron_pp.plan.instruction import (
-    COMPUTE_OPS,
-    POST_OF,
-    SINGLE_COMPUTE_OPS,
-    TRANSFER_OPS,
-    Instruction,
-    later,
-)
+from megatron_pp.plan.instruction import COMPUTE_OPS, POST_OF, SINGLE_COMPUTE_OPS, TRANSFER_OPS, Instruction, later
 from megatron_pp.plan.repeated import Block
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, Plan
 
@@ -171,18 +164,14 @@ class _Run:
 
     def _advance(self, rank: int, limit: int) -> int | None:
         """Run ``rank`` up to ``limit``; returns the rank that it has to wait for."""
-        needs, reached = self.needs[rank], self.reached
-        for k in range(self.next[rank], len(needs)):
-            at, peer, position = needs[k]
-            if at >= limit:
-                self.next[rank] = k
-                break
-            if reached[peer] <= position:
-                self.next[rank] = k
-                reached[rank] = at + 1  # what it posts there is posted, and waits for its turn
-                return peer
-        else:
-            self.next[rank] = len(needs)
+        needs, reached, k = self.needs[rank], self.reached, self.next[rank]
+        while k < len(needs) and needs[k][0] < limit and reached[needs[k][1]] > needs[k][2]:
+            k += 1
+        self.next[rank] = k
+        if k < len(needs) and needs[k][0] < limit:
+            at, peer, _ = needs[k]
+            reached[rank] = at + 1  # what it posts there is posted, and waits for its turn
+            return peer
         reached[rank] = limit
         return None
 
