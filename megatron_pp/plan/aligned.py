@@ -6,7 +6,7 @@ k-th has posted those before it, and nothing else can be met. So what a rank wai
 place of its program, and a run compares positions alone.
 
 Plans with batches or variable shapes, and all that does not run to its end here, are left to the queue machine, which
-names what is wrong.
+names what is wrong. That each message has one sender and is posted once, one rank's rules say (``lifetime.py``).
 """
 
 from __future__ import annotations
@@ -16,15 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron_pp.plan.dataflow import channel_of, message_of
-from megatron_pp.plan.instruction import (
-    COMPUTE_OPS,
-    POST_OF,
-    SEND_OPS,
-    SINGLE_COMPUTE_OPS,
-    TRANSFER_OPS,
-    Instruction,
-    later,
-)
+from megatron_pp.plan.instruction import COMPUTE_OPS, POST_OF, SINGLE_COMPUTE_OPS, TRANSFER_OPS, Instruction, later
 from megatron_pp.plan.repeated import Block
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, Plan
 
@@ -52,21 +44,19 @@ def runs_aligned(plan: Plan, device: Collection[str], block: Block | None = None
         run.upto(block.ends)
         if run.state(block.ends, block.microbatches) != before:
             return False
-    ends = [len(program) for program in plan.programs]
-    run.upto(ends)
-    return run.reached == ends
+    run.upto([len(program) for program in plan.programs])
+    return all(done == len(needs) for done, needs in zip(run.next, run.needs, strict=True))
 
 
 class _Queue:
-    """What a rank posts on one queue: by number, the message, whether it is sent, and where in the program it is posted
-    and, where it is, waited for. ``needed``: the last number that the rank is known to have waited for.
+    """What a rank posts on one queue: by number, the message, and where in the program it is posted and waited for.
+    ``needed``: the last number that the rank is known to have waited for.
     """
 
     def __init__(self, key: _Key, peer: int) -> None:
         self.key = key
         self.peer = peer
         self.messages: list[_Message] = []
-        self.sends: list[bool] = []
         self.positions: list[int] = []
         self.finishes: dict[int, int] = {}
         self.needed = -1
@@ -78,13 +68,12 @@ class _Site(NamedTuple):
     queue: _Queue
     kind: str
     to_receiver: int  # stages from the one that posts to the one that receives
-    sends: bool
     posted: dict[_Message, int]
 
 
 class _Rank:
     """The queues of one rank. ``needs``: at which position it waits until which number of which queue is over.
-    ``is_simple``: every operation is posted by itself, and waited for before it is posted again.
+    ``is_simple``: every operation is posted by itself, and before it is waited for.
     """
 
     def __init__(self, plan: Plan, rank: int, device: Collection[str]) -> None:
@@ -103,7 +92,7 @@ class _Rank:
             op, stage, mb, peer, _, part, tensor, members = at
             if op in TRANSFER_OPS:
                 post = POST_OF.get(op, op)
-                queue, kind, to_receiver, sends, posted = sites.get((post, peer)) or self._site(post, at)
+                queue, kind, to_receiver, posted = sites.get((post, peer)) or self._site(post, at)
                 message = (kind, stage + to_receiver, mb, part, tensor)
                 if op != post:
                     number = posted.pop(message, None)
@@ -111,11 +100,8 @@ class _Rank:
                         return False
                     queue.finishes[number] = position
                 else:
-                    if message in posted:
-                        return False
                     number = posted[message] = len(queue.positions)
                     queue.messages.append(message)
-                    queue.sends.append(sends)
                     queue.positions.append(position)
                     number = number - 1 if one_queue else -1  # what is in front of it on its queue
                 if number > queue.needed:
@@ -137,7 +123,7 @@ class _Rank:
         key = (source, target, kind) if self.one_way else (min(source, target), max(source, target), "")
         queue = self.queues.setdefault(key, _Queue(key, at.peer))
         to_receiver = message_of(at).stage - at.stage
-        site = self._sites[(post, at.peer)] = _Site(queue, kind, to_receiver, post in SEND_OPS, {})
+        site = self._sites[(post, at.peer)] = _Site(queue, kind, to_receiver, {})
         return site
 
 
@@ -145,8 +131,6 @@ def _is_aligned(rank: _Rank, ranks: Sequence[_Rank]) -> bool:
     for key, queue in rank.queues.items():
         other = ranks[queue.peer].queues.get(key) if 0 <= queue.peer < len(ranks) else None
         if other is None or other.peer != rank.rank or queue.messages != other.messages:
-            return False
-        if any(map(bool.__eq__, queue.sends, other.sends)):
             return False
     return True
 
@@ -180,18 +164,14 @@ class _Run:
 
     def _advance(self, rank: int, limit: int) -> int | None:
         """Run ``rank`` up to ``limit``; returns the rank that it has to wait for."""
-        needs, reached = self.needs[rank], self.reached
-        for k in range(self.next[rank], len(needs)):
-            at, peer, position = needs[k]
-            if at >= limit:
-                self.next[rank] = k
-                break
-            if reached[peer] <= position:
-                self.next[rank] = k
-                reached[rank] = at + 1  # what it posts there is posted, and waits for its turn
-                return peer
-        else:
-            self.next[rank] = len(needs)
+        needs, reached, k = self.needs[rank], self.reached, self.next[rank]
+        while k < len(needs) and needs[k][0] < limit and reached[needs[k][1]] > needs[k][2]:
+            k += 1
+        self.next[rank] = k
+        if k < len(needs) and needs[k][0] < limit:
+            at, peer, _ = needs[k]
+            reached[rank] = at + 1  # what it posts there is posted, and waits for its turn
+            return peer
         reached[rank] = limit
         return None
 
@@ -210,7 +190,7 @@ class _Run:
             count = bisect_left(queue.positions, reached[rank.rank])
             over = min(count, bisect_left(other.positions, reached[queue.peer]))
             kept = [k for k in range(count) if k >= over or queue.finishes.get(k, at) >= at]
-            yield key, [(_earlier(queue.messages[k], since), queue.sends[k], k < over) for k in kept]
+            yield key, [(_earlier(queue.messages[k], since), k < over) for k in kept]
 
 
 def _earlier(message: _Message, microbatches: int) -> _Message:

@@ -51,10 +51,8 @@ class _Clock:
         self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in range(self.num_stages)}
         # By result: the microbatch and slice that a rank waits for -> that rank.
         self.waiters: dict[Result, dict[tuple[int, int], int]] = {result: {} for result in self.result_ends}
-        # What an operation of a stage needs of another stage, and what it leaves.
-        self.sites: dict[
-            tuple[str, int], tuple[Result | None, Result | None]
-        ] = {}
+        # By op and stage: the results that it needs of another stage, and leaves.
+        self.sites: dict[tuple[str, int], tuple[Result | None, Result | None]] = {}
 
     def run(self) -> Clocked:
         ready = list(range(len(self.orders)))

@@ -110,7 +110,8 @@ class _Site(NamedTuple):
 
 
 def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str = "") -> Plan:
-    """The plan of ``orders``, which need not be placed, with a full program per rank; not verified.
+    """The plan of ``orders``, which need not be placed; each rank's program is laid out when it is asked for. Not
+    verified.
 
     Raises PlanError where the orders are not complete or cannot run.
     """

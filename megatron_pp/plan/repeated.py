@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 
 class Lines(Sequence[Line]):
-    """One line of instructions per rank, each made when it is asked for, and kept. Equal to a tuple of the same lines."""
+    """One line of instructions per rank, made when it is asked for, and kept. Equal to a tuple of the same lines."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -110,4 +110,4 @@ class Repeated(Lines):
 
 
 def _tasks(part: Iterable[Instruction], microbatches: int) -> tuple[Task, ...]:
-    return tuple([Task(later(at, microbatches)) for at in part])
+    return tuple([Task(at, microbatches) for at in part])

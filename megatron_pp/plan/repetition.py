@@ -50,7 +50,5 @@ def _edges(orders: _Orders) -> tuple[int, int]:
 
 def _positions(program: Sequence[Instruction], ops: frozenset[str], counts: tuple[int, int]) -> tuple[int, int]:
     """Right behind the instruction that is, or completes, that many operations of ``ops``, for each of ``counts``."""
-    found = [
-        k for k, at in enumerate(program, 1) if at.op in ops or at.op == PAIR
-    ]  # a pair has one forward, one backward
+    found = [k for k, at in enumerate(program, 1) if at.op in ops or at.op == PAIR]  # a pair has one of each
     return found[counts[0] - 1], found[counts[1] - 1]

@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan import builder
+from megatron_pp.plan import builder, lower
 from megatron_pp.plan.builder import build_plan, forget_plans, lowered_plan, verified_plan
 from megatron_pp.plan.family import Order, every_microbatch
+from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.orders import SCHEDULES, register
 from megatron_pp.plan.orders.loop import one_f_one_b
 from megatron_pp.plan.repeated import Block, Repeated, Repeating, RepetitionError
@@ -22,6 +23,7 @@ from megatron_pp.plan.spec import CHANNELS, DEVICE_RULES, EXPLICIT, HOOKS, POLIC
 from megatron_pp.plan.tasks import Task
 from megatron_pp.plan.verifier import verify
 from tests.harness.plan_mutants import mutants
+from tests.harness.sweeps import EXHAUSTIVE
 
 REPEATING = [name for name, family in SCHEDULES.items() if family.repeats is not None]
 
@@ -62,7 +64,7 @@ def sampled_spec(schedule: str, rng: random.Random) -> PlanSpec:
 def test_a_repeated_plan_is_the_one_that_is_made_directly(schedule: str) -> None:
     rng = random.Random(schedule)
     repeated = 0
-    for _ in range(4):
+    for _ in range(100 if EXHAUSTIVE else 4):
         spec = sampled_spec(schedule, rng)
         direct = lowered_plan(spec)
         if is_refused(direct):
@@ -133,7 +135,8 @@ def test_no_fault_passes_that_the_whole_plan_is_refused_for(spec: PlanSpec) -> N
     orders = lowered_plan(more).orders
     rng = random.Random(17)
     refused = 0
-    for what, mutant in rng.sample(list(mutants(plan, rng, 2)), 120):
+    faults = list(mutants(plan, rng, 2))
+    for what, mutant in faults if EXHAUSTIVE else rng.sample(faults, 120):
         try:
             block = steady_block(mutant, period)
         except IndexError:  # a backward is missing
@@ -184,6 +187,21 @@ def test_a_family_whose_order_does_not_repeat_as_it_says_is_made_directly() -> N
 
 def test_the_schedules_without_a_steady_state_are_those_of_the_page() -> None:
     assert set(SCHEDULES) - set(REPEATING) == {"gpipe", "breadth_first", "v_half", "auto", "auto_v"}
+
+
+def test_a_rank_lays_out_no_other_program_than_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = build_plan(PlanSpec("interleaved_1f1b", 4, 2, 40))
+    laid_out = []
+    program = lower._RankLowering.program
+
+    def recorded(ranked: lower._RankLowering) -> list[Instruction]:
+        laid_out.append(ranked.rank)
+        return program(ranked)
+
+    monkeypatch.setattr(lower._RankLowering, "program", recorded)
+    plan.tasks(2)
+    build_plan(PlanSpec("interleaved_1f1b", 4, 2, 60)).tasks(2)
+    assert laid_out == [2]
 
 
 def test_the_collector_is_paused_for_a_plan_alone() -> None:

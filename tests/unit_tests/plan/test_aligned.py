@@ -1,0 +1,94 @@
+"""Aligned queues: what is accepted by comparing positions, the queue machine accepts, faults or not."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import combinations
+
+import pytest
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan import rendezvous
+from megatron_pp.plan.aligned import runs_aligned
+from megatron_pp.plan.builder import lowered_plan
+from megatron_pp.plan.instruction import parse_program
+from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.plan.repeated import Block
+from megatron_pp.plan.repetition import steady_block
+from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, Plan, PlanSpec
+from tests.harness.plan_mutants import mutants
+from tests.harness.sweeps import EXHAUSTIVE
+
+DEVICES = [rules for count in range(3) for rules in combinations((ONE_QUEUE, DEVICE_SYNC), count)]
+SPECS = [
+    PlanSpec("1f1b", 3, 1, 9),
+    PlanSpec("1f1b", 2, 1, 9, channels="shared"),
+    PlanSpec("interleaved_1f1b", 2, 2, 8, policy="plain"),
+    PlanSpec("interleaved_1f1b", 3, 2, 9),
+    PlanSpec("interleaved_1f1b", 2, 2, 8, channels="shared"),
+    PlanSpec("zb_h1", 3, 1, 9, device=(DEVICE_SYNC,)),
+    PlanSpec("zb_v", 2, 2, 8),
+    PlanSpec("dualpipev", 2, 2, 8, overlap_pairs=True),
+]
+
+
+def passes_the_machine(plan: Plan, device: tuple[str, ...], block: Block | None) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "runs_aligned", lambda *_: False)
+        try:
+            rendezvous.check_rendezvous(plan, device, block)
+        except PlanError:
+            return False
+        return True
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=PlanSpec.describe)
+def test_what_runs_aligned_passes_the_queue_machine(spec: PlanSpec) -> None:
+    plan, rng, found = lowered_plan(spec), random.Random(17), Counter[tuple[bool, bool]]()
+    period = spec.pipeline_size if spec.schedule == "interleaved_1f1b" else 1
+    faults = list(mutants(plan, rng, 2))
+    for what, mutant in faults if EXHAUSTIVE else rng.sample(faults, 40):
+        try:
+            block = steady_block(mutant, period)
+        except IndexError:  # a backward is missing
+            continue
+        for device in DEVICES if EXHAUSTIVE else rng.sample(DEVICES, 1):
+            aligned, passes = runs_aligned(mutant, device, block), passes_the_machine(mutant, device, block)
+            assert passes or not aligned, (what, device)
+            found[aligned, passes] += 1
+    assert found[True, True]
+    assert found[False, False]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=PlanSpec.describe)
+def test_plans_of_single_operations_run_aligned(spec: PlanSpec) -> None:
+    plan = lowered_plan(spec)
+    period = spec.pipeline_size if spec.schedule == "interleaved_1f1b" else 1
+    assert runs_aligned(plan, spec.device)
+    assert runs_aligned(plan, spec.device, steady_block(plan, period))
+    for device in DEVICES:
+        assert runs_aligned(plan, device) == passes_the_machine(plan, device, None)
+
+
+@pytest.mark.parametrize("more", [{"policy": "batched"}, {"variable_shapes": True}])
+def test_batches_and_shapes_are_left_to_the_queue_machine(more: dict[str, object]) -> None:
+    plan = lowered_plan(PlanSpec("1f1b", 2, 1, 4, **more))  # type: ignore[arg-type]
+    assert not runs_aligned(plan, ())
+    assert passes_the_machine(plan, (), None)
+
+
+def hand_written(*programs: str) -> Plan:
+    spec, placement = PlanSpec("1f1b", 2, 1, 1), Placement(LOOP, 2, 1)
+    return Plan(spec, placement, tuple(placement.place(r, parse_program(line)) for r, line in enumerate(programs)))
+
+
+def test_ranks_that_wait_in_a_circle_do_not_run() -> None:
+    assert not runs_aligned(hand_written("RECV_B0.0 WAIT_B0.0 SEND_F0.0", "RECV_F0.0 WAIT_F0.0 SEND_B0.0"), ())
+    assert runs_aligned(hand_written("SEND_F0.0 F0.0", "F0.0 RECV_F0.0"), (DEVICE_SYNC,))
+    crossing = hand_written("SEND_F0.0 F0.0 RECV_B0.0", "SEND_B0.0 F0.0 RECV_F0.0")
+    assert runs_aligned(crossing, ())
+    assert not runs_aligned(crossing, (DEVICE_SYNC,))
+    behind_another = hand_written("SEND_F0.0 SEND_F0.1 RECV_B0.0", "SEND_B0.0 FREE_B0.0 RECV_F0.0 RECV_F0.1")
+    assert runs_aligned(behind_another, ())
+    assert not runs_aligned(behind_another, (ONE_QUEUE,))
