@@ -71,6 +71,8 @@ class P2PCore:
         self.synchronize_batches = settings.batch_p2p_sync and self.device.type == "cuda"
         self.pending: set[WaitHandle] = set()
         self.under_guard = False
+        # Not in debug mode, which watches the memory of what is sent.
+        self._copied_below = transport.copied_below if self.wire is None else 0
         # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.
         self._templates: BoundedCache[tuple[int, ...], torch.Tensor] = BoundedCache(_TEMPLATES)
         self._single_shape: Any = ()  # the last shape that was seen to be one, not a list of them
@@ -87,10 +89,14 @@ class P2PCore:
                 self._check_open()
             if value.dtype is not self.dtype or value.device != self.device:
                 self._check_sendable(value)
+            copied = value.nbytes < self._copied_below
             alias = value.detach()
             if not alias.is_contiguous():
                 alias = alias.contiguous()
-            return WaitHandle(self, (self.transport.isend(alias, peer, channel),), alias, None, _SEND, peer, channel)
+            elif copied:
+                alias = alias.clone()
+            works = (self.transport.isend(alias, peer, channel),)
+            return WaitHandle(self, works, alias, None, _SEND, peer, channel, copied)
         held: list[torch.Tensor] = []
         for alias in self._aliases(value):
             held += [self._header_of(alias), alias] if self.variable_shapes else [alias]
@@ -121,6 +127,8 @@ class P2PCore:
         """Post all requests as one grouped call. Where shapes travel, they are exchanged before it, in a grouped call
         that is waited for.
         """
+        if not self.variable_shapes and not self.transport.groups_calls:
+            return [self.post_send(*one) if isinstance(one, Send) else self.post_recv(*one) for one in requests]
         shapes = self._exchange_headers(requests) if self.variable_shapes else {}
         posts: list[P2PRequest] = []
         parts: list[tuple[int, int, object, Tensors | None]] = []

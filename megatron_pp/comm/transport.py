@@ -94,6 +94,8 @@ class Transport(Protocol):
     shape_device where the shapes that travel ahead of tensors must lie; None: with the tensors
     pollable     whether ``Work.is_completed`` is right before ``wait`` (NCCL does; gloo of large messages)
     blocks_host  whether ``Work.wait`` returns when the transfer is done; else (NCCL) the current stream waits for it
+    groups_calls whether ``batch`` is more than its requests one by one
+    copied_below sends of fewer bytes are copied, as waiting for one takes longer
     aborted      whether ``abort`` was called
     backend      which backend of torch.distributed carries the messages; empty where none does
     name         of this pipeline, different from others' on the same store
@@ -106,6 +108,8 @@ class Transport(Protocol):
     shape_device: torch.device | None = None
     pollable: bool = False
     blocks_host: bool = True
+    groups_calls: bool = True
+    copied_below: int = 0
     aborted: bool = False
     backend: str = ""
     name: str = ""
@@ -178,6 +182,8 @@ class ProcessGroupTransport(Transport):
         self.backend = backend_of(group)
         self.pollable = self.backend == "nccl"
         self.blocks_host = self.backend != "nccl"
+        self.groups_calls = self.backend == "nccl"
+        self.copied_below = 0 if self.backend == "nccl" else LARGE_BYTES
         self.device = device_of(self.backend)
         self.shape_device = torch.device("cpu")
         self._prepared: set[Preparation] = set()

@@ -30,10 +30,11 @@ class WaitHandle:
     """One posted message (a tensor or a list of tensors).
 
     Until ``wait()`` has returned, the handle, and the communicator that keeps it, hold the tensors: dropping the handle
-    or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a send.
+    or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a send. ``copied``: the
+    bytes that are sent are a copy, so that the original may be written to as well.
     """
 
-    __slots__ = ("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "tensor")
+    __slots__ = ("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "copied", "tensor")
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class WaitHandle:
         kind: str,
         peer: int = -1,
         channel: str = "",
+        copied: bool = False,
     ) -> None:
         self._core = core
         self._works: tuple[Work, ...] | None = works
@@ -53,6 +55,7 @@ class WaitHandle:
         self._kind = kind
         self._peer = peer
         self._channel = channel
+        self.copied = copied
         core.pending.add(self)
 
     @property
@@ -88,6 +91,12 @@ class WaitHandle:
         self._works = None
         self._held = None
         core.pending.discard(self)
+
+    def finish(self) -> None:
+        """The transfer is known to be done, as a later one of its channel is: a ``wait`` that costs nothing."""
+        self._works = None
+        self._held = None
+        self._core.pending.discard(self)
 
     def is_completed(self) -> bool:
         """Whether the transfer is known to be done; on gloo, a small one only once it was waited for."""

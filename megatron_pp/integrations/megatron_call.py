@@ -12,10 +12,11 @@ import torch
 
 from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
 from megatron_pp.integrations import v_step
 from megatron_pp.integrations.freed_outputs import freed_output, take_freed_outputs
 from megatron_pp.integrations.megatron_release import Megatron
+from megatron_pp.integrations.settings import InstallSettings
 from megatron_pp.integrations.v_placement import ChunkPlace
 from megatron_pp.module_attributes import wrapped_attribute
 from megatron_pp.plan.orders import INTERLEAVED
@@ -24,6 +25,7 @@ from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
 from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions
 from megatron_pp.runtime.step import StepCall
+from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
 
 
 class MegatronSteps:
@@ -115,18 +117,18 @@ class StepsInV(MegatronSteps):
 
 
 class MegatronCall(StepCall):
-    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``overrides`` settings of `install()`,
-    the others those of StepCall.
+    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``installed`` the settings of
+    `install()`, the others those of StepCall.
     """
 
     followed_by = "the work after the step (data-parallel reduction, optimizer)"
     graph_in_evaluation = True
 
     def __init__(
-        self, megatron: Megatron, overrides: Mapping[str, Any], *, alone: bool, chunked: bool, **arguments: Any
+        self, megatron: Megatron, installed: InstallSettings, *, alone: bool, chunked: bool, **arguments: Any
     ) -> None:
         self.megatron = megatron
-        self.overrides = overrides
+        self.installed = installed
         keyword = megatron.row.groups_keyword
         groups = arguments.pop(keyword, None)
         if groups is None:
@@ -160,10 +162,26 @@ class MegatronCall(StepCall):
     @cached_property
     def overridden_config(self) -> Any:
         """For those functions of Megatron's that read fields which `install()` may override."""
-        return with_overrides(self.config, self.overrides)
+        return with_overrides(self.config, self.installed.overrides)
 
     def read_settings(self) -> StepSettings:
-        return StepSettings.from_config(self.config, self.overrides)
+        return StepSettings.from_config(self.config, self.installed.overrides)
+
+    def weight_store(self) -> WeightGradStore | None:
+        """Converts the chunks before their first training step on a schedule that splits backwards. Raises
+        WeightGradSplitError for a model that cannot be converted.
+        """
+        store, schedule = super().weight_store(), self.settings.pipeline_schedule
+        if store is not None or self.inputs.forward_only or not self.installed.split_weight_grad:
+            return store
+        if self.alone or schedule is None or not find_family(schedule).splits_weight:
+            return None
+        try:
+            return split_weight_grad(self.inputs.chunks)
+        except WeightGradSplitError as error:
+            raise WeightGradSplitError(
+                f"schedule {schedule} splits backwards, but {error}; install(split_weight_grad=False) leaves them whole"
+            ) from error
 
     def begin(self) -> None:
         config, schedules = self.config, self.megatron.schedules

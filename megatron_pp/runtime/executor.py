@@ -31,6 +31,7 @@ from megatron_pp.runtime.pairs import PairRunner
 from megatron_pp.weight_grad.store import WeightGradStore
 
 Handler = Callable[[Task], None]
+_COPIES = 16  # sends of one channel that were copied and may be unfinished
 
 
 @dataclass(eq=False)
@@ -67,6 +68,7 @@ class PlanExecutor:
         self.input_grads: dict[Key, Activation] = {}
         self.handles: dict[MessageKey, WaitHandle] = {}  # of what is posted and not waited for
         self.deferred: deque[tuple[WaitHandle, Task]] = deque()
+        self.copies: dict[tuple[int, str], list[tuple[WaitHandle, int]]] = {}  # (peer, operation) -> with positions
         self.max_deferred = self.max_pending_sends if communicator.transport.pollable else 0
         self._finished_in_place = ins.FREE_B if STATIC_BUFFERS in plan.spec.device else None
         self._sync_open = False
@@ -82,6 +84,7 @@ class PlanExecutor:
                     self.position = position
                     handlers[at.op](at)
                 self._settle(0)
+                self._finish_copies()
         finally:  # also after a failure: gradients must not stay local in the steps of a user who goes on
             self.hooks.enable_grad_sync()
         self._check_nothing_left()
@@ -260,8 +263,13 @@ class PlanExecutor:
             self._settle(self.max_deferred)
 
     def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
-        """The one place that gives memory back after a send: once the send is done, not before (Megatron-LM#4047)."""
-        handle.wait()
+        """The one place that gives memory back after a send: once the send is done, not before (Megatron-LM#4047), or
+        at once where a copy is sent.
+        """
+        if handle.copied:
+            self._finish_later(handle, at)
+        else:
+            handle.wait()
         if at.op == ins.FREE_B:
             del self.input_grads[at.key]
         else:
@@ -273,6 +281,22 @@ class PlanExecutor:
             del self.outputs[key]
         elif self.deallocate and key in self.outputs:  # the backward may have used the output up already
             self.outputs[key] = self.steps.backward_root(self.outputs[key])
+
+    def _finish_later(self, handle: WaitHandle, at: Task) -> None:
+        """The sends of a channel end in order, so a wait for one of many is enough."""
+        copies = self.copies.setdefault((at.peer, at.op), [])
+        copies.append((handle, self.position))
+        if len(copies) == _COPIES:
+            _finish(copies)
+
+    def _finish_copies(self) -> None:
+        """At the end of the step. While this waits, the position is that of the send's release, for reports."""
+        end = self.position
+        for copies in self.copies.values():
+            if copies:
+                self.position = copies[-1][1]
+                _finish(copies)
+        self.position = end
 
     def _settle(self, most: int) -> None:
         """Finish deferred sends, oldest first: those that are done, and those beyond ``most``."""
@@ -327,6 +351,14 @@ class PlanExecutor:
             raise AssertionError(
                 f"rank {self.rank}: the plan ended with tensors or handles left: {left}; this is a fault of the engine"
             )
+
+
+def _finish(copies: list[tuple[WaitHandle, int]]) -> None:
+    """Wait for the last of these sends of one channel, and so for all."""
+    copies[-1][0].wait()
+    for handle, _ in copies:
+        handle.finish()
+    copies.clear()
 
 
 def _is_any_there(grad: Activation) -> bool:

@@ -181,6 +181,7 @@ class _WatchedHandle:
     handle: WaitHandle
     sends: list[_PendingSend]
     executor: WatchedExecutor
+    copied = False  # in debug mode nothing is
 
     def wait(self) -> None:
         sends, self.sends = self.sends, []

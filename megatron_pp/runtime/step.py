@@ -32,7 +32,7 @@ from megatron_pp.runtime.send_buffer_check import executor_for
 from megatron_pp.runtime.sync_advice import unsynchronised
 from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
 from megatron_pp.tracing.recorder import Observer, message_bytes, observers, step_recording, traced_steps
-from megatron_pp.weight_grad import check_wrappers, store_of
+from megatron_pp.weight_grad import WeightGradStore, check_wrappers, store_of
 
 
 class StepCall:
@@ -40,9 +40,9 @@ class StepCall:
 
     ``arguments`` are those of ``get_forward_backward_func``; ``chunked``: lists of model chunks and data iterators;
     ``alone``: without a pipeline. Raises ScheduleInputError before any communication. A plug-in for another training
-    stack overrides ``read_settings``, ``tensor_shapes``, ``begin``, ``make_steps`` and ``finish``; with
-    ``followed_by``, what its training loop does with other ranks between steps, in words, that is watched for failures
-    too.
+    stack overrides ``read_settings``, ``weight_store``, ``tensor_shapes``, ``begin``, ``make_steps`` and ``finish``;
+    with ``followed_by``, what its training loop does with other ranks between steps, in words, that is watched for
+    failures too.
     """
 
     followed_by = ""
@@ -64,7 +64,7 @@ class StepCall:
                 f"forward_backward_no_pipelining was called in a pipeline of {size} ranks; call what "
                 f"get_forward_backward_func({size}) returns"
             )
-        self.weights = store_of(inputs.chunks)
+        self.weights = self.weight_store()
         fields = spec_fields(inputs, settings, size, self.weights is not None)
         self.messages = messages(inputs, settings, size, self.tensor_shapes)
         if settings.cuda_graph_impl == TE_GRAPHS:
@@ -118,6 +118,10 @@ class StepCall:
     def read_settings(self) -> StepSettings:
         """The config, as the engine takes it."""
         return StepSettings.from_config(self.config)
+
+    def weight_store(self) -> WeightGradStore | None:
+        """The store of this rank's chunks, None where they are not converted."""
+        return store_of(self.inputs.chunks)
 
     def tensor_shapes(self) -> list[Any]:
         """Shapes of the tensors between stages, one per tensor, before ``adjust_tensor_shapes_fn``."""

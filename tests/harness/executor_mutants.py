@@ -139,6 +139,8 @@ class DeallocatesWhatItDefers(PlanExecutor):
 class _Done:
     """A handle of nothing."""
 
+    copied = False
+
     def wait(self) -> None:
         pass
 
