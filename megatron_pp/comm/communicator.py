@@ -95,8 +95,8 @@ class P2PCore:
                 alias = alias.contiguous()
             elif copied:
                 alias = alias.clone()
-            works = (self.transport.isend(alias, peer, channel),)
-            return WaitHandle(self, works, alias, None, _SEND, peer, channel, copied)
+            work = self.transport.isend(alias, peer, channel)
+            return WaitHandle(self, (work,), alias, None, _SEND, peer, channel, copied)
         held: list[torch.Tensor] = []
         for alias in self._aliases(value):
             held += [self._header_of(alias), alias] if self.variable_shapes else [alias]
