@@ -23,7 +23,7 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
         raise Unavailable(f"Megatron-core has no schedule {work.schedule}")
     chunked = work.num_chunks > 1
     plugged_in = engine == PLUG_IN
-    if work.policy == "overlap" and not chunked and not plugged_in:
+    if work.overlaps and not chunked and not plugged_in:
         raise Unavailable("Megatron-core has no overlap without model chunks; compare with plain")
     library = load(engine)
     _stand_in_for_cuda()
@@ -81,7 +81,8 @@ def _config(library: Library, work: Work) -> Any:
             virtual_pipeline_model_parallel_size=work.num_chunks if work.num_chunks > 1 else None,
             microbatch_group_size_per_vp_stage=work.pipeline_size,
             pipeline_dtype=torch.float32,
-            overlap_p2p_comm=work.policy == "overlap",
+            overlap_p2p_comm=work.overlaps,
+            overlap_p2p_comm_warmup_flush=work.policy == "overlap+flush",
             batch_p2p_comm=work.policy == "batched",
             batch_p2p_sync=False,
             deallocate_pipeline_outputs=True,

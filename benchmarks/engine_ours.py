@@ -39,7 +39,7 @@ def make_config(work: Work) -> SimpleNamespace:
         hidden_size=work.shape[2],
         virtual_pipeline_model_parallel_size=work.num_chunks if work.num_chunks > 1 else None,
         deallocate_pipeline_outputs=True,
-        overlap_p2p_comm=work.policy == "overlap",
+        overlap_p2p_comm=work.overlaps,
         batch_p2p_comm=work.policy == "batched",
         pipeline_schedule=work.schedule,
         p2p_timeout=SECONDS,

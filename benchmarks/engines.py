@@ -37,7 +37,8 @@ class Work:
     """One step of one pipeline: what every engine is asked to do.
 
     schedule   "1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe", ...: a name of ``megatron_pp.plan.orders.SCHEDULES``
-    policy     "overlap", "plain" or "batched", where an engine has the choice
+    policy     "overlap", "overlap+flush" (Megatron-core: warm-up and flush too; others: "overlap"), "plain" or
+               "batched", where an engine has the choice
     shape      of the tensors between stages, [sequence, microbatch, hidden]; float32
     """
 
@@ -51,6 +52,10 @@ class Work:
     @property
     def num_stages(self) -> int:
         return self.pipeline_size * self.num_chunks
+
+    @property
+    def overlaps(self) -> bool:
+        return self.policy.startswith("overlap")
 
     @property
     def virtual_microbatches(self) -> int:
@@ -93,7 +98,7 @@ def comparable(engine: str, work: Work) -> Work:
     """``work`` with the policy that ``engine`` has: torch has one, and Megatron-core overlaps only with chunks."""
     if engine.startswith("torch"):
         return replace(work, policy="overlap")
-    if engine.startswith("megatron") and work.num_chunks == 1 and work.policy == "overlap":
+    if engine.startswith("megatron") and work.num_chunks == 1 and work.overlaps:
         return replace(work, policy="plain")
     return work
 

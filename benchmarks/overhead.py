@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import functools
 import time
+from dataclasses import dataclass, field
 
 import torch
 
 from benchmarks.engines import ENGINES, PLUG_IN, Step, Work, available_steps, first_input, loss_of, surroundings
 from benchmarks.megatron_library import versions
 from benchmarks.rank_processes import run_ranks
-from benchmarks.report import Report, Row
+from benchmarks.report import BenchmarkError, Report, Row
 from benchmarks.rounds import slowest_rank, summary, timed_rounds
 from benchmarks.stages import AddWeight
 from benchmarks.stubbed import STUBS, stubbed_group
 
-HELP = "time outside the model per virtual microbatch: transport stubbed, and wall time on real gloo"
+HELP = "time outside the model per virtual microbatch: transport stubbed, and on real gloo"
 MODEL = "the model alone"
+ON_GLOO = ("gloo outside us", "gloo wall us")
 MEASURED = (ENGINES[0], PLUG_IN, *ENGINES[1:])
 QUICK = {"rounds": 8, "gloo_rounds": 2}
 _SHAPE = (1, 1, 8)
@@ -27,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=30, help="repeats, in turns (default 30)")
     parser.add_argument("--microbatches", type=int, default=64)
     parser.add_argument("--stub", choices=STUBS, default="calls", help="see benchmarks/stubbed.py")
-    parser.add_argument("--no-gloo", action="store_true", help="leave out the real processes")
+    over = parser.add_mutually_exclusive_group()
+    over.add_argument("--no-gloo", action="store_true", help="leave out the real processes")
+    over.add_argument("--only-gloo", action="store_true", help="run nothing but the real processes")
+    parser.add_argument("--only", default="", metavar="TEXT", help="settings whose name contains TEXT")
     parser.add_argument("--gloo-rounds", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for each set of real processes")
 
@@ -42,6 +47,9 @@ def settings(microbatches: int) -> list[tuple[Work, int]]:
         (work("interleaved_1f1b", 4, 2, "overlap"), 1),
         (work("interleaved_1f1b", 4, 2, "plain"), 1),
         (work("interleaved_1f1b", 2, 2, "overlap"), 0),
+        (work("interleaved_1f1b", 2, 2, "overlap+flush"), 0),
+        (work("interleaved_1f1b", 2, 2, "plain"), 0),
+        (work("interleaved_1f1b", 2, 2, "batched"), 0),
         (work("1f1b", 4, 1, "overlap"), 1),
         (work("1f1b", 4, 1, "plain"), 1),
         (work("1f1b", 2, 1, "overlap"), 0),
@@ -52,21 +60,25 @@ def settings(microbatches: int) -> list[tuple[Work, int]]:
 
 def run(args: argparse.Namespace) -> Report:
     rows: list[Row] = []
-    works = settings(args.microbatches)
+    works = [(work, rank) for work, rank in settings(args.microbatches) if args.only in work.label()]
+    if not works:
+        raise BenchmarkError(f"no setting of this benchmark has {args.only!r} in its name")
     for work, rank in works:
-        rows += _stubbed(work, rank, args)
+        rows += _not_measured(work) if args.only_gloo else _stubbed(work, rank, args)
     if not args.no_gloo:
-        wall = _on_gloo([work for work, _ in works], args)
-        rows = [{**row, "gloo wall us": wall.get((row["setting"], row["engine"]))} for row in rows]
+        on_gloo = _on_gloo([work for work, _ in works], args)
+        rows = [{**row, **on_gloo.get((row["setting"], row["engine"]), {})} for row in rows]
     return Report(
         "overhead",
         "Microseconds outside the model per virtual microbatch (F+B), model x + w on 8 floats",
-        ["setting", "engine", "outside us (min)", "outside us (median)", "ours / it", "gloo wall us", "remark"],
+        ["setting", "engine", "outside us (min)", "outside us (median)", "ours / it", *ON_GLOO, "remark"],
         _with_ratios(rows),
         {"microbatches": args.microbatches, "rounds": args.rounds, "stub": args.stub, **versions()},
         [
             "Outside: a step's CPU time less that of the same forwards and backwards of the bare model in the same "
             "round. Ours / it is taken of the medians. Wanted: at most 0.5 of Megatron-core's, 0.33 of torch's.",
+            f"{ON_GLOO[0]}: the same of the busiest rank's main thread, of real processes over gloo; {ON_GLOO[1]}: "
+            "their time of a step, compute included.",
             "A peer that has one way to communicate where we have two (Megatron-core without chunks: plain; torch: "
             "overlap) is compared with both.",
         ],
@@ -84,6 +96,10 @@ def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
         us = _outside(seconds[engine], bare, scale) if engine in seconds else {}
         rows.append(_row(work, engine, us, remarks[engine]))
     return rows
+
+
+def _not_measured(work: Work) -> list[Row]:
+    return [_row(work, engine, {}, "") for engine in MEASURED]
 
 
 def _outside(whole: list[float], bare: list[float], scale: float) -> dict[str, float]:
@@ -131,26 +147,55 @@ def bare_model(work: Work, rank: int) -> Step:
     return step
 
 
-def _on_gloo(works: list[Work], args: argparse.Namespace) -> dict[tuple[str, str], float]:
+def _on_gloo(works: list[Work], args: argparse.Namespace) -> dict[tuple[str, str], Row]:
     """(setting, engine) -> microseconds per virtual microbatch, of real processes: one set of them for each size."""
-    wall: dict[tuple[str, str], float] = {}
+    found: dict[tuple[str, str], Row] = {}
     for size in sorted({work.pipeline_size for work in works} - {1}):
         some = [work for work in works if work.pipeline_size == size]
         per_rank = run_ranks(_gloo_rank, size, (some, args.gloo_rounds), peers=True, timeout=args.timeout)
         for place, work in enumerate(some):
-            for engine, times in slowest_rank([rank[place] for rank in per_rank]).items():
-                wall[work.label(), engine] = summary(times, 1e6 / work.virtual_microbatches)["median"]
-    return wall
+            scale = 1e6 / work.virtual_microbatches
+            outside = slowest_rank([rank[place][0] for rank in per_rank])
+            wall = slowest_rank([rank[place][1] for rank in per_rank])
+            for engine in outside:
+                medians = [summary(times[engine], scale)["median"] for times in (outside, wall)]
+                found[work.label(), engine] = dict(zip(ON_GLOO, medians, strict=True))
+    return found
 
 
-def _gloo_rank(rank: int, size: int, works: list[Work], rounds: int) -> list[dict[str, list[float]]]:
-    """What one real process runs: for each work, seconds of all engines in turns."""
+@dataclass
+class _OnThread:
+    """A step that notes the CPU time of the calling thread."""
+
+    step: Step
+    seconds: list[float] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        began = time.thread_time()
+        self.step()
+        self.seconds.append(time.thread_time() - began)
+
+
+Times = dict[str, list[float]]
+
+
+def _gloo_rank(rank: int, size: int, works: list[Work], rounds: int) -> list[tuple[Times, Times]]:
+    """What one real process runs. For each work, of all engines in turns: seconds of this thread beyond those of the
+    bare model in the same round, and seconds of steps.
+    """
     import torch.distributed as dist
 
     results = []
     for work in works:
         steps, _ = available_steps(work, rank, dist.group.WORLD, functools.partial(_stage, work.shape), None, MEASURED)
-        results.append(timed_rounds(steps, rounds, warmup=1, before_each=dist.barrier, around=surroundings))
+        noted = {name: _OnThread(step) for name, step in {**steps, MODEL: bare_model(work, rank)}.items()}
+        wall = timed_rounds(noted, rounds, warmup=1, before_each=dist.barrier, around=surroundings)
+        bare = noted.pop(MODEL).seconds[-rounds:]
+        outside = {
+            name: [mine - alone for mine, alone in zip(one.seconds[-rounds:], bare, strict=True)]
+            for name, one in noted.items()
+        }
+        results.append((outside, {name: wall[name] for name in outside}))
     return results
 
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.engines import PLUG_IN
+from benchmarks.overhead import ON_GLOO
 from benchmarks.report import Report, Row, shown
 
 PEERS = {
@@ -25,6 +26,8 @@ def reading(report: Report) -> str:
 def overhead(report: Report) -> str:
     column = "outside us (median)"
     ours = _values(report.rows, column, engine="ours")
+    if not ours:  # --only-gloo
+        return _plugged_in(report.rows, column).strip()
     text = f"Our engine takes {_range(ours)} us outside the model for each virtual microbatch"
     peers = []
     for engine, name in PEERS.items():
@@ -38,18 +41,27 @@ def overhead(report: Report) -> str:
 def _plugged_in(rows: Sequence[Row], column: str) -> str:
     """A sentence on ours under `install()`, where Megatron-core's own forward and backward are most of the time."""
     of = {engine: {row["setting"]: row for row in _rows(rows, engine=engine)} for engine in (PLUG_IN, "megatron")}
-    both = [
-        (mine[column], theirs[column])
-        for setting, mine in of[PLUG_IN].items()
-        if (theirs := of["megatron"].get(setting)) and mine[column] is not None and theirs[column] is not None
-    ]
-    if not both:
-        return ""
-    ratios = _range([mine / theirs for mine, theirs in both], "{:.2f}")
-    return (
-        f" Under `install()`, with Megatron-core's own forward and backward of a microbatch, it is "
-        f"{_range([mine for mine, _ in both])} us, {ratios} of what Megatron-core's schedules take."
-    )
+
+    def compared(measured: str) -> str:
+        """The range, and that of its ratios to Megatron-core's."""
+        both = [
+            (mine[measured], theirs[measured])
+            for setting, mine in of[PLUG_IN].items()
+            if (theirs := of["megatron"].get(setting)) and None not in (mine.get(measured), theirs.get(measured))
+        ]
+        ratios = [mine / theirs for mine, theirs in both]
+        return f"{_range([mine for mine, _ in both])} us, {_range(ratios, '{:.2f}')} of" if both else ""
+
+    stubbed, main_thread, wall = compared(column), compared(ON_GLOO[0]), compared(ON_GLOO[1])
+    text = ""
+    if stubbed:
+        text = (
+            f" Under `install()`, with Megatron-core's own forward and backward of a microbatch, it is {stubbed} what "
+            "Megatron-core's schedules take."
+        )
+    if main_thread:
+        text += f" Over gloo it is {main_thread} theirs on the busiest main thread, and a step takes {wall} theirs."
+    return text
 
 
 def exposed(report: Report) -> str:

@@ -121,6 +121,8 @@ class P2PCore:
         """Post all requests as one grouped call. Where shapes travel, they are exchanged before it, in a grouped call
         that is waited for.
         """
+        if not self.variable_shapes and not self.transport.groups_calls:
+            return [self.post_send(*one) if isinstance(one, Send) else self.post_recv(*one) for one in requests]
         shapes = self._exchange_headers(requests) if self.variable_shapes else {}
         posts: list[P2PRequest] = []
         parts: list[tuple[int, int, object, Tensors | None]] = []

@@ -94,6 +94,7 @@ class Transport(Protocol):
     shape_device where the shapes that travel ahead of tensors must lie; None: with the tensors
     pollable     whether ``Work.is_completed`` is right before ``wait`` (NCCL does; gloo of large messages)
     blocks_host  whether ``Work.wait`` returns when the transfer is done; else (NCCL) the current stream waits for it
+    groups_calls whether ``batch`` is more than its requests one by one
     aborted      whether ``abort`` was called
     backend      which backend of torch.distributed carries the messages; empty where none does
     name         of this pipeline, different from others' on the same store
@@ -106,6 +107,7 @@ class Transport(Protocol):
     shape_device: torch.device | None = None
     pollable: bool = False
     blocks_host: bool = True
+    groups_calls: bool = True
     aborted: bool = False
     backend: str = ""
     name: str = ""
@@ -178,6 +180,7 @@ class ProcessGroupTransport(Transport):
         self.backend = backend_of(group)
         self.pollable = self.backend == "nccl"
         self.blocks_host = self.backend != "nccl"
+        self.groups_calls = self.backend == "nccl"
         self.device = device_of(self.backend)
         self.shape_device = torch.device("cpu")
         self._prepared: set[Preparation] = set()

@@ -12,17 +12,19 @@ import torch
 
 from megatron_pp.config.microbatch_counts import explain_microbatch_count
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import ScheduleInputError
+from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
 from megatron_pp.integrations import v_step
 from megatron_pp.integrations.combined import CombinedSteps, is_combined
 from megatron_pp.integrations.freed_outputs import take_freed_outputs
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps, StepsInV
+from megatron_pp.integrations.settings import InstallSettings
 from megatron_pp.plan.orders import COMBINED, INTERLEAVED
 from megatron_pp.plan.placement import V_SHAPE
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
 from megatron_pp.runtime.step import StepCall
+from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
 
 
 def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
@@ -36,18 +38,18 @@ def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 class MegatronCall(StepCall):
-    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``overrides`` settings of `install()`,
-    the others those of StepCall.
+    """One call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``installed`` the settings of
+    `install()`, the others those of StepCall.
     """
 
     followed_by = "the work after the step (data-parallel reduction, optimizer)"
     graph_in_evaluation = True
 
     def __init__(
-        self, megatron: Megatron, overrides: Mapping[str, Any], *, alone: bool, chunked: bool, **arguments: Any
+        self, megatron: Megatron, installed: InstallSettings, *, alone: bool, chunked: bool, **arguments: Any
     ) -> None:
         self.megatron = megatron
-        self.overrides = overrides
+        self.installed = installed
         keyword = megatron.row.groups_keyword
         groups = arguments.pop(keyword, None)
         if groups is None:
@@ -60,7 +62,7 @@ class MegatronCall(StepCall):
         self.last_rank = 0 if self.in_v else size - 1  # it holds the last stage
         if size > 1:
             v_step.check_chunks(self.spec.schedule, kind, self.inputs.chunks)
-        if self.joins_pairs and self.weights is not None and getattr(self.config, "delay_wgrad_compute", False):
+        if self.weights is not None and self._delays_wgrad:
             raise ScheduleInputError(
                 "with config.delay_wgrad_compute Megatron's schedule plans run delayed weight gradients, and after "
                 "split_weight_grad the engine does; use one of the two"
@@ -86,14 +88,14 @@ class MegatronCall(StepCall):
     @cached_property
     def overridden_config(self) -> Any:
         """For those functions of Megatron's that read fields which `install()` may override."""
-        return with_overrides(self.config, self.overrides)
+        return with_overrides(self.config, self.installed.overrides)
 
     @property
     def joins_pairs(self) -> bool:
         return is_combined(self.config, self.inputs.forward_only)
 
     def read_settings(self) -> StepSettings:
-        settings = StepSettings.from_config(self.config, self.overrides)
+        settings = StepSettings.from_config(self.config, self.installed.overrides)
         if settings.sequence_slices > 1:
             raise ScheduleInputError(
                 f"config.sequence_slices is {settings.sequence_slices}, and Megatron's layers run sequences whole: "
@@ -104,6 +106,27 @@ class MegatronCall(StepCall):
         if self.joins_pairs and settings.pipeline_schedule is None:
             return settings._replace(pipeline_schedule=COMBINED)
         return settings
+
+    def weight_store(self) -> WeightGradStore | None:
+        """Converts the chunks before their first training step on a schedule that splits backwards. Raises
+        WeightGradSplitError for a model that cannot be converted.
+        """
+        store, schedule = super().weight_store(), self.settings.pipeline_schedule
+        if store is not None or self.inputs.forward_only or not self.installed.split_weight_grad:
+            return store
+        if self.alone or schedule is None or not find_family(schedule).splits_weight or self._delays_wgrad:
+            return None
+        try:
+            return split_weight_grad(self.inputs.chunks)
+        except WeightGradSplitError as error:
+            raise WeightGradSplitError(
+                f"schedule {schedule} splits backwards, but {error}; install(split_weight_grad=False) leaves them whole"
+            ) from error
+
+    @property
+    def _delays_wgrad(self) -> bool:
+        """Whether Megatron's schedule plans run the weight gradients, after the rest of their backward."""
+        return self.joins_pairs and getattr(self.config, "delay_wgrad_compute", False)
 
     def begin(self) -> None:
         config, schedules = self.config, self.megatron.schedules

@@ -85,7 +85,7 @@ class Schedule:
         name = self.theirs.__name__
         alone = name == "forward_backward_no_pipelining"
         chunked = name == "forward_backward_pipelining_with_interleaving"
-        call = MegatronCall(plugin.megatron, plugin.settings.overrides, alone=alone, chunked=chunked, **arguments)
+        call = MegatronCall(plugin.megatron, plugin.settings, alone=alone, chunked=chunked, **arguments)
         if not plugin.settings.any_microbatch_count:
             call.refuse_slow_count()
         return call.run()

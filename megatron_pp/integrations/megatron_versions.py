@@ -93,6 +93,7 @@ def expected_signatures(row: Row) -> dict[str, tuple[str, ...]]:
     return {
         "forward_step": FORWARD_STEP,
         "backward_step": (*BACKWARD_STEP, *row.backward_only),
+        "custom_backward": ("output", "grad_output"),
         "clear_embedding_activation_buffer": ("config", "model", "is_last_stage"),
         "finish_embedding_wgrad_compute": ("config", "embedding_module", "is_last_stage", "tp_group"),
         "get_tensor_shapes": TENSOR_SHAPES,

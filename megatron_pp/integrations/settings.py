@@ -67,6 +67,7 @@ class InstallSettings:
 
     strict: bool = False
     any_microbatch_count: bool = False
+    split_weight_grad: bool = True
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -268,6 +269,8 @@ PLUGIN = {
     "strict": "raise NotServedError where Megatron's own schedule would run",
     "any_microbatch_count": "run interleaved steps that Megatron refuses as slow: fewer microbatches than ranks, or a "
     "last group that is smaller than their number",
+    "split_weight_grad": "split backwards where the schedule does, by converting the model chunks before their first "
+    "training step; on unless it is set",
 }
 """Switches that no config has -> a line of help."""
 

@@ -34,7 +34,7 @@ from megatron_pp.runtime.sliced_steps import SlicedSteps
 from megatron_pp.runtime.sync_advice import unsynchronised
 from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
 from megatron_pp.tracing.recorder import Observer, message_bytes, observers, step_recording, traced_steps
-from megatron_pp.weight_grad import check_wrappers, store_of
+from megatron_pp.weight_grad import WeightGradStore, check_wrappers, store_of
 
 
 class StepCall:
@@ -42,9 +42,9 @@ class StepCall:
 
     ``arguments`` are those of ``get_forward_backward_func``; ``chunked``: lists of model chunks and data iterators;
     ``alone``: without a pipeline. Raises ScheduleInputError before any communication. A plug-in for another training
-    stack overrides ``read_settings``, ``tensor_shapes``, ``begin``, ``make_steps`` and ``finish``; with
-    ``followed_by``, what its training loop does with other ranks between steps, in words, that is watched for failures
-    too.
+    stack overrides ``read_settings``, ``weight_store``, ``tensor_shapes``, ``begin``, ``make_steps`` and ``finish``;
+    with ``followed_by``, what its training loop does with other ranks between steps, in words, that is watched for
+    failures too.
     """
 
     followed_by = ""
@@ -71,7 +71,7 @@ class StepCall:
                 f"forward_backward_no_pipelining was called in a pipeline of {size} ranks; call what "
                 f"get_forward_backward_func({size}) returns"
             )
-        self.weights = store_of(inputs.chunks)
+        self.weights = self.weight_store()
         fields = spec_fields(inputs, settings, size, self.weights is not None, self.joins_pairs)
         self.slices = slices_of(inputs, settings, self.tp_size, self.cp_size)
         self.messages = messages(inputs, settings, size, self.tensor_shapes)
@@ -128,6 +128,10 @@ class StepCall:
     def read_settings(self) -> StepSettings:
         """The config, as the engine takes it."""
         return StepSettings.from_config(self.config)
+
+    def weight_store(self) -> WeightGradStore | None:
+        """The store of this rank's chunks, None where they are not converted."""
+        return store_of(self.inputs.chunks)
 
     def tensor_shapes(self) -> list[Any]:
         """Shapes of the tensors between stages, one per tensor, before ``adjust_tensor_shapes_fn``."""

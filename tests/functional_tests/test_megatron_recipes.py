@@ -19,11 +19,7 @@ from tests.harness.pages import PageOutput, code_blocks, run_page
 
 pytestmark = needs_megatron
 
-THREE_LINES = """\
-megatron_core.install()
-config.pipeline_schedule = "zb_h1"
-split_weight_grad([gpt])
-"""
+OUR_LINE = 'megatron_core.install(pipeline_schedule="zb_h1")\n'
 OUR_IMPORTS = re.compile(r"^from megatron_pp.*\n", re.MULTILINE)
 FIELDS = "print('config', config.overlap_p2p_comm, config.batch_p2p_comm, hasattr(config, 'trace_dir'))\n"
 
@@ -35,10 +31,10 @@ def code() -> str:
 
 @pytest.fixture(scope="module")
 def outputs(code: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PageOutput]]:
-    """What each rank gave, with the three lines and under Megatron's own schedule."""
-    assert code.count(THREE_LINES) == 1
+    """What each rank gave, with our line and under Megatron's own schedule."""
+    assert code.count(OUR_LINE) == 1
     assert code.count("cpu_shim.redirect()") == 1
-    theirs = code.replace("cpu_shim.redirect()", "").replace(THREE_LINES, "megatron_core.uninstall()\n")
+    theirs = code.replace("cpu_shim.redirect()", "").replace(OUR_LINE, "megatron_core.uninstall()\n")
     files = {"ours.py": code, "theirs.py": theirs}
     return run_page(files, list(files), tmp_path_factory.mktemp("recipe"), 2)
 
@@ -58,7 +54,7 @@ def test_an_unchanged_program_overlaps_without_virtual_stages(
     code: str, outputs: dict[str, list[PageOutput]], tmp_path: Path
 ) -> None:
     """A flag goes before the file, the environment counts too, and the program's config stays as it is."""
-    program = OUR_IMPORTS.sub("", code.replace(THREE_LINES, "")) + FIELDS
+    program = OUR_IMPORTS.sub("", code.replace(OUR_LINE, "")) + FIELDS
     assert "megatron_pp" not in program
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "settings.toml").write_text('trace_steps = "2-3"\noverlap_p2p_comm = false\n')

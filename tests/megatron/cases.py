@@ -59,7 +59,7 @@ class Case:
     trace: bool = False
     split_tied: bool = False  # give tied embeddings two parameters of equal values, and add their gradients at the end
     schedule: str | None = None  # config.pipeline_schedule of our engine
-    split_weight_grad: bool = False  # convert the chunks, so that a schedule with W splits backwards
+    split_weight_grad: bool = False  # the script converts the chunks, else install() does where the schedule has a W
     loop: str = "plain"  # what the training loop does, see `loops.LOOPS`
 
     @property

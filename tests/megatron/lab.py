@@ -46,7 +46,8 @@ with cpu_shim.triton_stand_in():
     from tests.megatron import trace as megatron_trace
     from tests.megatron.context_parallel import GatheredAttention, of_this_rank
     from tests.megatron.loops import LOOPS
-from megatron_pp.weight_grad import split_weight_grad  # noqa: E402
+from megatron_pp.plan.schedule_file import find_family  # noqa: E402
+from megatron_pp.weight_grad import split_weight_grad, store_of  # noqa: E402
 from tests.megatron.cases import Case, Job, Model  # noqa: E402
 from tests.megatron.comparison import compare, read_reference  # noqa: E402
 
@@ -360,6 +361,14 @@ class Run:
         if self.optimizer is not None:
             self.optimizer.step()
 
+    def check_conversion(self) -> None:
+        """Whoever converts the chunks, they are after a training step of ours that splits backwards."""
+        family = find_family(self.case.schedule or "1f1b")
+        if self.case.engine == "ours" and family.splits_weight and not self.case.forward_only:
+            store = store_of(self.chunks)
+            assert store is not None, "the chunks were not converted"
+            assert store.report.deferred_share > 0
+
     def evaluate(self, step: int) -> None:
         """A forward-only pass between training steps; must leave gradients and config as they are."""
         before = {name: grad.clone() for name, grad in self.gradients().items()}
@@ -412,6 +421,7 @@ def run_job(job: Job) -> dict[str, Any]:
                 grad.fill_(0.5)  # must survive
         for step in range(case.steps):
             run.step(step)
+            run.check_conversion()
             if case.evaluate_between:
                 run.evaluate(step)
     snapshot = {

@@ -50,6 +50,7 @@ def published_schedules(version: str, body: str = "...", **changed: str) -> type
     signatures = {
         "forward_step": FORWARD,
         "backward_step": f"input_tensor, output_tensor, output_tensor_grad, {backward}",
+        "custom_backward": "output, grad_output",
         "clear_embedding_activation_buffer": "config, model, is_last_stage",
         "finish_embedding_wgrad_compute": "config, embedding_module, is_last_stage, tp_group",
         "get_tensor_shapes": ", ".join(["*", *megatron_versions.TENSOR_SHAPES]),
@@ -107,6 +108,7 @@ def taken_parameters(schedules: types.ModuleType, row: megatron_versions.Row) ->
     [
         ({"backward_step": "input_tensor, output_tensor, output_tensor_grad, config, tensor_map"}, "tensor_map"),
         ({"backward_step": "input_tensor, output_tensor, config"}, "output_tensor_grad"),
+        ({"custom_backward": "output, grad_output, keep_graph"}, "keep_graph"),
         ({"forward_step": FORWARD.replace("vp_stage=None", "chunk=None")}, "vp_stage"),
         (
             {"forward_backward_pipelining_with_interleaving": f"{ENTRY}, groups=None, force_all_reduce=False"},

@@ -45,6 +45,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "trace_first_step": ("101", "101", 101),
     "strict": ("1", "true", True),
     "any_microbatch_count": ("yes", "true", True),
+    "split_weight_grad": ("no", "false", False),
 }
 # Fields that the engine reads and that are the model's, or the training loop's.
 NOT_SETTINGS = {
