@@ -192,7 +192,7 @@ def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torc
             _, _, local, rest = name.split(".", 3)
             number = chunk.decoder.layers[int(local)].layer_number
             name = f"decoder.layers.{number}.{_global_expert(chunk.config, rest)}"
-        if tied and name == "output_layer.weight" and not hasattr(chunk, "embedding"):
+        if tied and name == "output_layer.weight" and not (chunk.config.mtp_num_layers and hasattr(chunk, "embedding")):
             name = "embedding.word_embeddings.weight"
         yield name, parameter
 
