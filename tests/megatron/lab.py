@@ -91,7 +91,7 @@ def _force_reset() -> dict[str, bool]:
 def make_config(case: Case) -> TransformerConfig:
     model = case.model
     overlap = case.policy.startswith("overlap")
-    more: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+    more: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall", "mtp_loss_scaling_factor": 0.1}
     if model.experts:
         more |= {
             "num_moe_experts": model.experts,
