@@ -197,8 +197,8 @@ def _conclude(trainer: Trainer, start: Start) -> None:
     if not math.isnan(trainer.validation_before):
         after = f", {trainer.validation_after:.3f} after {counted(trainer.validated_at, 'step')}"
         said += [f"validation loss: {trainer.validation_before:.3f} before{after if trainer.validated_at > 0 else ''}"]
-    plots = plot_metrics(folder, _introduction(trainer.config, trainer.device))
-    print("\n".join(filter(None, [plots, *said, timeline])), flush=True)
+    no_plot = plot_metrics(folder, _introduction(trainer.config, trainer.device)) if trainer.settings.plot else None
+    print("\n".join(filter(None, [no_plot, *said, timeline])), flush=True)
 
 
 def _timeline(folder: Path) -> str:

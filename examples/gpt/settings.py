@@ -116,6 +116,7 @@ class Settings:
     keep_checkpoints: int = 2  # newest checkpoints that are kept
     log_interval: int = 20  # steps between two lines on the terminal
     tensorboard: bool = True  # write TensorBoard's files beside metrics.jsonl, where it is installed
+    plot: bool = True  # draw the metrics at the end, where matplotlib is installed
     wandb: str | None = None  # project of Weights & Biases to log to; WANDB_MODE=offline keeps it in the run's folder
     peak_tflops: float | None = None  # of one device, for MFU; None: known for V100, A100, H100, H200, B200 in bf16
     trace: str | None = None  # record the pipeline's timeline in these training steps, as in 3,10-12, and draw it

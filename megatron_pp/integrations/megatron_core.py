@@ -28,6 +28,7 @@ from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
 from megatron_pp.integrations.megatron_versions import ENTRIES
+from megatron_pp.integrations.named_objects import replace_names
 from megatron_pp.integrations.settings import InstallSettings, read_settings
 from megatron_pp.integrations.v_placement import install_v, uninstall_v
 
@@ -135,8 +136,7 @@ def install_with(settings: InstallSettings) -> None:
         logger.warning(unknown)
     plugin = Plugin(megatron, settings)
     theirs = [getattr(megatron.schedules, name) for name in ENTRIES]
-    for function in theirs:
-        _replace(function, Schedule(function, plugin))
+    replace_names([(function, Schedule(function, plugin)) for function in theirs])
     take_models()
 
 
@@ -144,17 +144,17 @@ def take_models() -> None:
     """Let GPTModels be built for V schedules, if the engine is installed."""
     current = _current()
     if current is not None:
-        install_v(_replace, current.settings.overrides.get("pipeline_schedule"))
+        install_v(current.settings.overrides.get("pipeline_schedule"))
 
 
 def uninstall() -> None:
     """Restore Megatron-core's own schedules everywhere, where they are replaced."""
     schedules = _schedules()
+    replace_names([(schedule, schedule.theirs) for schedule in schedules])
     for schedule in schedules:
-        _replace(schedule, schedule.theirs)
         leave_freed_outputs(schedule.plugin.megatron.schedules)
     if schedules:
-        uninstall_v(_replace)
+        uninstall_v()
 
 
 def is_installed() -> bool:
@@ -185,12 +185,3 @@ def _current() -> Plugin | None:
 def _schedules() -> list[Schedule]:
     module = sys.modules.get("megatron.core.pipeline_parallel.schedules")
     return [s for name in ENTRIES if isinstance(s := getattr(module, name, None), Schedule)]
-
-
-def _replace(old: Any, new: Any) -> None:
-    """Replace `old` by `new` in all imported modules: Megatron's own, and scripts that have imported the name."""
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        for name, value in list(names.items()) if isinstance(names, dict) else []:
-            if value is old:
-                setattr(module, name, new)

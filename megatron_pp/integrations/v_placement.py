@@ -14,7 +14,7 @@ import importlib
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MethodType, ModuleType, TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.integrations.named_objects import replace_names
 from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.schedule_file import placement_kind
 
@@ -258,32 +259,36 @@ def _default_groups() -> Any:
     ).ProcessGroupCollection.use_mpu_process_groups()
 
 
-def install_v(replace: Callable[[Any, Any], None], schedule: str | None = None) -> None:
+def install_v(schedule: str | None = None) -> None:
     """Let GPTModels be built for V schedules: for ``schedule``, or else for that of their config.
 
-    ``replace`` puts its second argument in place of the first in all imported modules. Where GPTModel cannot be
-    imported, nothing is done. A further call changes ``schedule``, and takes what has been imported since.
+    Where GPTModel cannot be imported, nothing is done. A further call changes ``schedule``, and takes what has been
+    imported since.
     """
     found = _targets()
     use = next((function.use for _, _, function in found if isinstance(function, ByChunk)), Use())
     use.schedule = schedule
-    for owner, name, function in found:
-        if not isinstance(function, ByChunk):
-            _put(replace, owner, name, (PlacedModel if name == "__init__" else ByChunk)(function, use))
+    _put(
+        (owner, name, (PlacedModel if name == "__init__" else ByChunk)(function, use))
+        for owner, name, function in found
+        if not isinstance(function, ByChunk)
+    )
 
 
-def uninstall_v(replace: Callable[[Any, Any], None]) -> None:
+def uninstall_v() -> None:
     """Restore what `install_v` replaced."""
-    for owner, name, current in _targets():
-        if isinstance(current, ByChunk):
-            _put(replace, owner, name, current.original)
+    _put((owner, name, current.original) for owner, name, current in _targets() if isinstance(current, ByChunk))
 
 
-def _put(replace: Callable[[Any, Any], None], owner: Any, name: str, new: Any) -> None:
-    if isinstance(owner, type):
-        setattr(owner, name, new)
-    else:
-        replace(vars(owner)[name], new)
+def _put(replacements: Iterable[tuple[Any, str, Any]]) -> None:
+    """Put each third item in place of what its module or class (the first) has under a name (the second)."""
+    named = []
+    for owner, name, new in replacements:
+        if isinstance(owner, type):
+            setattr(owner, name, new)
+        else:
+            named.append((vars(owner)[name], new))
+    replace_names(named)
 
 
 def _targets() -> list[tuple[Any, str, Any]]:

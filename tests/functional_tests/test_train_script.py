@@ -146,7 +146,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts" / "text").write_bytes(TEXT.read_bytes() * 4)
     flags = [*SMALL, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1", "--data", "texts"]
     flags += ["--keep-checkpoints", "3"]  # the fourth step's stays when a test continues from it
-    output = run_well(train_sh(*flags, "--tensorboard", "--peak-tflops", "0.1", "--run-dir", "run"), folder)
+    output = run_well(train_sh(*flags, "--tensorboard", "--plot", "--peak-tflops", "0.1", "--run-dir", "run"), folder)
     assert output.startswith(
         "interleaved_1f1b, overlap communication, on cpu: 2 ranks x 2 chunks x 1 replica, 4 layers"
     ), output

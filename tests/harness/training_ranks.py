@@ -25,10 +25,6 @@ def _in_the_given_group(*_: Any) -> Iterator[None]:
     parallel_state.destroy_model_parallel()
 
 
-def _no_plots(*_: Any) -> None:
-    """Drawing them takes as long as a small run; those of runs of the script are looked at."""
-
-
 def train_here(flags: Sequence[str]) -> Any:
     """One run of the training program in this process. Returns its ``Trainer``."""
     from examples.gpt import program
@@ -45,10 +41,9 @@ def train_rank(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.chdir(folder)
     program.joined = _in_the_given_group  # type: ignore[assignment]
-    program.plot_metrics = _no_plots
     with redirect_stdout(StringIO()) as output:
         for flags in runs:
-            train_here(flags)
+            train_here([*flags, "--no-plot"])  # drawing takes as long as a small run
     return output.getvalue()
 
 

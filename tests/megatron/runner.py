@@ -120,7 +120,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 def serve() -> None:
     """The body of the process: for each line of the input, the list's process id, an Outcome for each job, ENDED."""
     importlib.import_module("tests.megatron.lab")  # imported before the first fork, so that no rank pays for it again
-    importlib.import_module("megatron_pp.integrations.megatron_core")
+    importlib.import_module("megatron_pp.integrations.megatron_release").load_megatron()
     for line in sys.stdin.buffer:
         child = os.fork()
         if child == 0:

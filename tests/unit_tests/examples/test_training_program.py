@@ -24,8 +24,7 @@ SMALL = [*SMALL_MODEL, "--num-microbatches", "2", "--max-data-bytes", "100000", 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One process, and none of the last test's groups. No plots: they take as long as a run."""
-    monkeypatch.setattr("examples.gpt.program.plot_metrics", lambda *_: None)
+    """One process, and none of the last test's groups."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     yield
