@@ -161,7 +161,7 @@ def trainings(name: str, releases: dict[str, str | None]) -> tuple[str, bool]:
         for title, case in groups.GROUPS[name].items()
     }
     results = [run_trainings(list(itertools.chain(*cases.values())), checkout) for checkout in releases.values()]
-    heads = [f"{version}: {policy}" for version in releases for policy in groups.POLICIES]
+    heads = [f"{version.partition('+')[0]}: {policy}" for version in releases for policy in groups.POLICIES]
     table = [["training", "P", "V", *heads]]
     for title, (case, *_) in cases.items():
         cells = [cell(outcomes[case]) for outcomes in results for case in cases[title]]
@@ -169,7 +169,8 @@ def trainings(name: str, releases: dict[str, str | None]) -> tuple[str, bool]:
         table.append([title.replace("|", "&#124;"), str(case.pp), str(case.vp or "-"), *marked])
     found = [text for row in table[1:] for text in row[3:]]
     equal = found.count("0")
-    return f"{markdown_table(table)}\n\n{equal} of {len(found)} are equal to the last bit.", equal == len(found)
+    sentence = f"{equal} of {len(found)} are equal to the last bit, with megatron-core {' and '.join(releases)}."
+    return f"{markdown_table(table)}\n\n{sentence}", equal == len(found)
 
 
 def run_trainings(cases: list[Case], checkout: str | None) -> dict[Case, Outcome]:

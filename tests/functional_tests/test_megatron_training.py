@@ -6,10 +6,12 @@ Megatron's data-parallel wrapper, its optimizers and its finalisation, several s
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import re
 
 import pytest
 
+from megatron_pp.integrations.megatron_versions import release_of
 from tests.functional_tests.megatron_support import assert_equal, needs_megatron
 
 from tests.megatron import groups  # isort: skip
@@ -47,7 +49,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_megatrons_schedule(name: str, outcomes: dict[Case, Outcome]) -> None:
     case = CASES[name]
-    outcome = outcomes[case]
+    outcome, theirs = outcomes[case], outcomes[groups.reference_case(case)]
+    if theirs.status == "error" and release_of(importlib.metadata.version("megatron-core")) < (0, 16):
+        pytest.skip(f"Megatron's own schedule in this release: {theirs.message}")
     assert_equal(outcome)
     assert len(outcome.losses) == case.steps * case.microbatches
     if case.optimizer is not None:

@@ -92,7 +92,7 @@ def _force_reset() -> dict[str, bool]:
 def make_config(case: Case) -> TransformerConfig:
     model = case.model
     overlap = case.policy.startswith("overlap")
-    more: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+    more: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall", "mtp_loss_scaling_factor": 0.1}
     if model.experts:
         more |= {
             "num_moe_experts": model.experts,
@@ -193,7 +193,7 @@ def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torc
             _, _, local, rest = name.split(".", 3)
             number = chunk.decoder.layers[int(local)].layer_number
             name = f"decoder.layers.{number}.{_global_expert(chunk.config, rest)}"
-        if tied and name == "output_layer.weight" and not hasattr(chunk, "embedding"):
+        if tied and name == "output_layer.weight" and not (chunk.config.mtp_num_layers and hasattr(chunk, "embedding")):
             name = "embedding.word_embeddings.weight"
         yield name, parameter
 

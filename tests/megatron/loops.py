@@ -71,7 +71,9 @@ class PartialCheckpoints(Loop):
 class Forces(Loop):
     """Evaluation with gradients enabled, where a forward takes gradients of its own, as a force field does."""
 
-    evaluates = False
+    def __init__(self, config: Any, forward: Forward) -> None:
+        super().__init__(config, forward)
+        self.evaluates = False
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -155,17 +157,18 @@ class TwoModels(torch.nn.Module):
         return torch.cat([ours, theirs], dim=-1)
 
 
+TEACHER = 24  # its hidden size
+
+
 class Distillation(Loop):
     """A message between stages is as wide as a student and its teacher together: `adjust_tensor_shapes_fn` says so."""
 
-    teacher = 24
-
     def wrapped(self, chunk: torch.nn.Module, build: Callable[..., torch.nn.Module]) -> torch.nn.Module:
-        return TwoModels(chunk, build(hidden=self.teacher))
+        return TwoModels(chunk, build(hidden=TEACHER))
 
     def arguments(self) -> dict[str, Any]:
         def adjust(receive: list[Any], send: list[Any]) -> tuple[list[Any], list[Any]]:
-            return tuple([(*shape[:-1], shape[-1] + self.teacher) for shape in shapes] for shapes in (receive, send))
+            return tuple([(*shape[:-1], shape[-1] + TEACHER) for shape in shapes] for shapes in (receive, send))
 
         return {"adjust_tensor_shapes_fn": adjust}
 
