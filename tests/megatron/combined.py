@@ -19,14 +19,16 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron_pp.runtime.executor import PlanExecutor
 from tests.megatron import lab
 from tests.megatron.cases import Case, Model
+from tests.megatron.comparison import difference
 
 
 def forward_step(
     per_token: bool, data_iterator: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
     """Megatron's training script passes such a function: under combined 1F1B it returns the schedule plan."""
-    build = model.build_schedule_plan if return_schedule_plan else model
-    return lab.forward_step(per_token, data_iterator, build)
+    return lab.forward_step(
+        per_token, data_iterator, model, model.build_schedule_plan if return_schedule_plan else None
+    )
 
 
 class Run(lab.Run):
@@ -199,9 +201,9 @@ def whole(result: dict[str, Any]) -> dict[str, Any]:
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[float]:
     """The largest of losses, gradients, parameters."""
-    losses = [lab.difference(a, b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)]
+    losses = [difference(a, b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)]
     both = [
-        max(lab.difference(value, theirs[kind][name]) for name, value in ours[kind].items())
+        max(difference(value, theirs[kind][name]) for name, value in ours[kind].items())
         for kind in ("gradients", "parameters")
     ]
     return [max(losses), *both]

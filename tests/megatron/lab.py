@@ -237,15 +237,19 @@ def batches(case: Case, step: int, evaluation: bool = False) -> list[torch.Tenso
     return result
 
 
-def forward_step(per_token: bool, data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
-    """What a training script passes as `forward_step_func`. Half of the tokens of the first sequence are masked."""
+def forward_step(
+    per_token: bool, data_iterator: Iterator[torch.Tensor], model: torch.nn.Module, call: Any = None
+) -> tuple[Any, Any]:
+    """What a training script passes as `forward_step_func`. Half of the tokens of the first sequence are masked.
+    ``call`` is what is called in place of the model.
+    """
     tokens = next(data_iterator)
     positions = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
     mask = torch.ones(positions.shape)
     mask[0, : mask.shape[1] // 2] = 0
     inputs, labels, positions, mask = map(of_this_rank, (tokens[:, :-1], tokens[:, 1:], positions, mask))
     more = {} if get_model_config(model).mtp_num_layers is None else {"loss_mask": mask}
-    output = model(inputs, positions, None, labels=labels, **more)
+    output = (call or model)(inputs, positions, None, labels=labels, **more)
 
     def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
         total = torch.sum(output.float().view(-1) * mask.view(-1))
