@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from megatron_pp import sequence_slice
@@ -81,22 +80,21 @@ class CausalSelfAttention(nn.Module):
         if part is not None:
             key, value = part.extend(self, key, value, dim=2)
         options: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
-        options |= {"is_causal": True} if start == 0 else {"attn_mask": causal_rows(start, start + s, query)}
+        options |= (
+            {"is_causal": True}
+            if start == 0
+            else {"attn_mask": causal_rows(start, start + s, query.dtype, query.device)}
+        )
         context = F.scaled_dot_product_attention(query, key, value, **options)
         return self.proj(context.permute(2, 0, 1, 3).reshape(s, b, h))
 
 
-def causal_rows(start: int, stop: int, query: Tensor) -> Any:
-    """The mask of tokens ``start`` to ``stop`` among all up to ``stop``, for ``query`` of these tokens."""
-    if query.is_cuda:
-        return causal_lower_right(stop - start, stop)  # fused kernels need no tensor
-    return _causal_rows(start, stop, query.dtype)
-
-
 @lru_cache(maxsize=64)
-def _causal_rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """One for all layers and microbatches: each use saves it for its backward."""
-    return torch.full((stop - start, stop), -math.inf, dtype=dtype).triu_(start + 1)
+def causal_rows(start: int, stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The mask of tokens ``start`` to ``stop`` among all up to ``stop``: one for all layers and microbatches, as each
+    use saves it for its backward.
+    """
+    return torch.full((stop - start, stop), -math.inf, dtype=dtype, device=device).triu_(start + 1)
 
 
 class Block(nn.Module):

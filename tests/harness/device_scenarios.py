@@ -37,6 +37,7 @@ from tests.harness.nccl_runs import FailingBlock, step_on_nccl
 from tests.harness.train_flags import SMALL_MODEL
 from tests.harness.training_ranks import train_here
 from tests.harness.virtual_ranks import run_on_virtual_devices, virtual_machine
+from tests.unit_tests.testing import test_streams_joint_pairs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -72,6 +73,11 @@ def steps(folder: Path) -> None:
         report, _ = step_on_nccl(2, 2, ToyData(4), **fields)
         assert not report.races, report
     assert len(list(folder.glob("trace-*.jsonl"))) == 2
+
+
+def pairs_by_schedule_plans(folder: Path) -> None:
+    """Outputs that are made and sent on the stream of all-to-alls."""
+    test_streams_joint_pairs.test_outputs_of_the_other_stream_are_not_reused_before_they_are_sent()
 
 
 def times_of_events(folder: Path) -> None:
@@ -204,6 +210,7 @@ def the_soak_on_nccl(folder: Path) -> None:
 
 SCENARIOS: tuple[Scenario, ...] = (
     steps,
+    pairs_by_schedule_plans,
     times_of_events,
     a_failure,
     what_the_library_raises,

@@ -25,11 +25,11 @@ SPECS = [
     PlanSpec("1f1b", 3, 1, 9),
     PlanSpec("1f1b", 2, 1, 9, channels="shared"),
     PlanSpec("interleaved_1f1b", 2, 2, 8, policy="plain"),
-    PlanSpec("interleaved_1f1b", 3, 2, 9),
+    PlanSpec("interleaved_1f1b", 3, 2, 12),
     PlanSpec("interleaved_1f1b", 2, 2, 8, channels="shared"),
     PlanSpec("zb_h1", 3, 1, 9, device=(DEVICE_SYNC,)),
     PlanSpec("zb_v", 2, 2, 8),
-    PlanSpec("dualpipev", 2, 2, 8, overlap_pairs=True),
+    PlanSpec("dualpipev", 2, 2, 8, policy="plain", overlap_pairs=True),
 ]
 
 

@@ -55,7 +55,7 @@ def test_plans_are_kept_by_their_size() -> None:
     builder.forget_plans()
     plans = [build_plan(PlanSpec("1f1b", 2, 1, m)) for m in range(1, 101)]
     assert all(build_plan(plan.spec) is plan for plan in plans)  # small ones: more than a count would keep
-    assert 136 * 2 * 50 * 4 < builder._size(plans[49]) < 136 * 2 * 50 * 12
+    assert 136 * 2 * 50 * 4 < builder._size(plans[49].programs) < 136 * 2 * 50 * 12
     builder.forget_plans()
     assert build_plan(plans[0].spec) is not plans[0]
 

@@ -13,7 +13,7 @@ from megatron_pp.runtime.compute import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.runtime.executor import PlanExecutor
 from tests.harness.stream_runs import plan_on_streams
 
-SPEC = PlanSpec("combined_1f1b", 2, 2, 4, overlap_pairs=True)
+SPEC = PlanSpec("combined_1f1b", 3, 1, 8, overlap_pairs=True)
 
 
 def deallocate(tensor: torch.Tensor, wanted: bool) -> None:
@@ -42,6 +42,10 @@ class Steps:
         self.side.wait_stream(current)
         with torch.cuda.stream(self.side):
             output = layers * 1.0
+            if self.steps.options.is_last_stage[
+                forward.chunk
+            ]:  # it is not sent; its backward reads it, as do Megatron's
+                output.record_stream(current)
             layers.record_stream(self.side)  # as Megatron's nodes do with what came from the other stream
             on_output(output)
         grad = self.steps.backward(*backward)
