@@ -50,7 +50,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
 def test_training_equals_megatrons_schedule(name: str, outcomes: dict[Case, Outcome]) -> None:
     case = CASES[name]
     outcome, theirs = outcomes[case], outcomes[groups.reference_case(case)]
-    if theirs.status == "error" and release_of(importlib.metadata.version("megatron-core")) < (0, 16):
+    if theirs.status != "ok" and release_of(importlib.metadata.version("megatron-core")) < (0, 16):
         pytest.skip(f"Megatron's own schedule in this release: {theirs.message}")
     assert_equal(outcome)
     assert len(outcome.losses) == case.steps * case.microbatches
