@@ -80,11 +80,10 @@ class CausalSelfAttention(nn.Module):
         if part is not None:
             key, value = part.extend(self, key, value, dim=2)
         options: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
-        options |= (
-            {"is_causal": True}
-            if start == 0
-            else {"attn_mask": causal_rows(start, start + s, query.dtype, query.device)}
-        )
+        if start == 0:
+            options["is_causal"] = True
+        else:
+            options["attn_mask"] = causal_rows(start, start + s, query.dtype, query.device)
         context = F.scaled_dot_product_attention(query, key, value, **options)
         return self.proj(context.permute(2, 0, 1, 3).reshape(s, b, h))
 
