@@ -171,14 +171,20 @@ def _add(trace: RankTrace, content: dict[str, Any]) -> None:
         program = placement.place(trace.header.rank, read)
         trace.plans.append(PlanRecord(spec, content["placement"], program, float(content["message_bytes"])))
     elif kind == "sync":
-        trace.syncs.append((int(content["time"]), int(content["ahead"])))
+        time, ahead = _whole_numbers(content, "time", "ahead")
+        trace.syncs.append((time, ahead))
     elif kind == "step":
-        step, plan, base = (int(content[name]) for name in ("step", "plan", "base"))
+        step, plan, base = _whole_numbers(content, "step", "plan", "base")
         record = StepRecord(step, plan, base, array("q", content["starts"]), array("q", content["ends"]))
         _check_step(trace, record)
         trace.steps[record.step] = record
     else:
         raise ExchangeError(f"{kind!r} is no kind of line")
+
+
+def _whole_numbers(content: dict[str, Any], *names: str) -> array[int]:
+    """Of 64 bits, as nanoseconds are. Raises OverflowError."""
+    return array("q", (int(content[name]) for name in names))
 
 
 def _check_plan(header: RunHeader, spec: PlanSpec, program: Sequence[Instruction]) -> None:

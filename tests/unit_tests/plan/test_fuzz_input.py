@@ -169,6 +169,15 @@ def test_a_damaged_trace(data: st.DataObject, tmp_path: Path) -> None:
     _only(ExchangeError, lambda: _read_run(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["time", "ahead", "step", "plan", "base"])
+def test_a_trace_with_a_number_of_more_than_64_bits(name: str, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in TRACES[0].splitlines()]
+    next(line for line in lines if name in line)[name] = 10**400
+    _write_run(tmp_path, "".join(json.dumps(line) + "\n" for line in lines), TRACES[1])
+    with pytest.raises(ExchangeError):
+        _read_run(tmp_path)
+
+
 @examples(100)
 @given(line=st.integers(0, 4), data=st.data())
 def test_a_trace_with_strange_values(line: int, data: st.DataObject, tmp_path: Path) -> None:
