@@ -108,9 +108,7 @@ def gis(shape: Shape) -> list[Order]:
     slots before each further chunk.
     """
     size, chunks, group = shape.pipeline_size, shape.num_chunks, _group_of_gis(shape)
-    table = schedule_table(shape.num_microbatches, chunks, group)
-    forwards = [f(c, m) for m, c in table]
-    backwards = [b(chunks - 1 - c, m) for m, c in table]
+    forwards, backwards = _in_order(shape, schedule_table(shape.num_microbatches, chunks, group))
     orders = [warmup_then_steady(forwards, backwards, (chunks - 1) * group + size - 1 - r) for r in range(size)]
     return let_backwards_overtake(orders, Placement(LOOP, size, chunks))
 
