@@ -18,7 +18,13 @@ def start(out: Path, *only: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(SCRIPT), "all", "--quick", "--out", str(out), "--only", *only]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it in what runs with "&"
     )
 
 
