@@ -153,10 +153,11 @@ def growth(report: Report) -> str:
     last = report.rows[-1]
     look_up = _range(_values(report.rows, "cached us"), "{:.2f}")
     return (
-        f"The largest plan, {last['P x V x M']} with {last['instructions']:,} instructions, is built in "
-        f"{shown(last['build s'])} s and verified in {shown(last['verify s'])} s, once per training run and on every "
-        f"rank. Looking it up takes {look_up} us at any size, and the time outside the model per virtual microbatch "
-        f"falls with the number of microbatches, to {last['outside us / virtual microbatch']:.1f} us."
+        f"The largest plan, {last['P x V x M']} with {last['instructions']:,} instructions, is ready on a "
+        f"rank in {shown(last['first use s'])} s at its first use, once per training run; made whole, it is built in "
+        f"{shown(last['build s'])} s and verified in {shown(last['verify s'])} s. Looking it up takes {look_up} us at "
+        "any size, and the time outside the model per virtual microbatch falls with the number of microbatches, to "
+        f"{last['outside us / virtual microbatch']:.1f} us."
     )
 
 
