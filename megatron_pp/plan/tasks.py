@@ -10,10 +10,6 @@ Part = int | tuple[int, int]  # a microbatch, or (microbatch, slice) where seque
 MessageKey = tuple[str, int, int, int]  # (SEND or RECV, stage, microbatch, slice)
 
 
-def part_of(at: Instruction) -> Part:
-    return at.mb if at.slice == ins.NONE else (at.mb, at.slice)
-
-
 class Task:
     """A placed instruction, that many microbatches later, with the keys of what it works on. Plain attributes are read
     in a third of the time that a tuple's named fields take.

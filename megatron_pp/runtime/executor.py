@@ -22,7 +22,7 @@ from megatron_pp.errors import P2PShapeError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
-from megatron_pp.plan.tasks import Key, MessageKey, Task, part_of
+from megatron_pp.plan.tasks import Key, MessageKey, Task
 from megatron_pp.runtime.compute import Activation, Steps
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.joint_pair import JointPair, RunJointly
@@ -219,8 +219,9 @@ class PlanExecutor:
         chunk."""
         if self.weights is None or self.forward_only:
             return nullcontext()
-        completing = (at for at in ins.each(self.program) if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
-        return self.weights.step({at.chunk: part_of(at) for at in completing})
+        tasks = (at for entry in self.plan.tasks(self.rank) for at in entry.members or (entry,))
+        completing = (at for at in tasks if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
+        return self.weights.step({at.chunk: at.part for at in completing})
 
     def _pair(self, handlers: dict[str, Handler], unobserved: dict[str, Handler], pair: Task) -> None:
         """Both halves as the user's function, or else the model's, runs them; in turn where there is neither."""

@@ -32,6 +32,11 @@ def _dropout() -> Model:
     return _model(dropout=0.1)
 
 
+GATHER_OVERLAPPED: dict[str, Any] = {
+    "optimizer": "distributed",
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
 DATA_AND_TENSOR = {
     "DP 2, gradient reduction overlapped": _case(2, dp=2, steps=3, policy="plain", overlap_grad_reduce=True),
     "DP 2, distributed optimizer, gather overlapped": _case(
@@ -39,9 +44,7 @@ DATA_AND_TENSOR = {
         dp=2,
         steps=3,
         policy="plain",
-        optimizer="distributed",
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
+        **GATHER_OVERLAPPED,
         bucket_size=2000,
     ),
     "DP 2, chunks, distributed optimizer, gather overlapped": _case(
@@ -50,18 +53,14 @@ DATA_AND_TENSOR = {
         dp=2,
         steps=3,
         policy="plain",
-        optimizer="distributed",
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
+        **GATHER_OVERLAPPED,
     ),
     "DP 2, chunks, hooks aligned over stages": _case(
         2,
         2,
         dp=2,
         steps=3,
-        optimizer="distributed",
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
+        **GATHER_OVERLAPPED,
         align_param_gather=True,
         bucket_size=2000,
     ),
