@@ -70,6 +70,16 @@ def test_verify_accepts_every_schedule(command, schedule):
     assert "deadlock-free, every send waited before its buffer is released; peak on rank" in out
 
 
+def test_verify_and_plan_print_the_certificate(command):
+    code, out, _ = command("verify", "-s", "1f1b", "-P", 2, "-M", 4)
+    assert code == 0
+    assert out.splitlines()[1].startswith("certificate: complete, lifetime, rendezvous, order; programs sha256:")
+    answer = json.loads(command("verify", "-s", "1f1b", "-P", 2, "-M", 4, "--json", "--device", "one_queue")[1])
+    assert (answer["accepted"], answer["device"]) == (True, ["one_queue"])
+    plan = json.loads(command("plan", "-s", "1f1b", "-P", 2, "-M", 4, "--device", "one_queue", "--format", "json")[1])
+    assert plan["certificate"]["digest"] == answer["digest"]
+
+
 def test_verify_reads_a_plan_file_of_version_1(command, tmp_path):
     """As release 0.1 wrote it."""
     spec = {"schedule": "1f1b", "pipeline_size": 2, "num_chunks": 1, "num_microbatches": 1}
