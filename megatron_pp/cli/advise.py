@@ -104,7 +104,8 @@ def _progress() -> Iterator[Report]:
 
     columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
     terminal = Console(stderr=True)
-    with Progress(*columns, TextColumn("{task.description}"), console=terminal, transient=True) as bar:
+    hidden = not terminal.is_terminal
+    with Progress(*columns, TextColumn("{task.description}"), console=terminal, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
 

@@ -69,10 +69,11 @@ class Candidate:
 @dataclass(frozen=True)
 class Estimate:
     """``step`` in milliseconds with free buffers and no queues, ``peak`` GB of the fullest rank; ``bound``: no plan on
-    this placement with these costs takes less. ``refused``: why it cannot be had.
+    this placement with these costs takes less. ``cut``: the model on its stages. ``refused``: why it cannot be had.
     """
 
     candidate: Candidate
+    cut: Fitted | None = None
     step: float = 0.0
     peak: float = 0.0
     bound: float = 0.0
@@ -114,11 +115,11 @@ def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] 
         bound = known[key]
         peak = max(cut.peaks)
         if candidate.searches:
-            return Estimate(candidate, bound, peak, bound)
+            return Estimate(candidate, cut, bound, peak, bound)
         step = _order_time(question, candidate, cut, question.transfer(model))
     except PlanError as error:
         return Estimate(candidate, refused=str(error))
-    return Estimate(candidate, max(step, bound), peak, bound)
+    return Estimate(candidate, cut, max(step, bound), peak, bound)
 
 
 def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer: float) -> float:
@@ -143,7 +144,11 @@ def cut_model(question: Question, candidate: Candidate, model: Model, tensors: t
     fixed = tuple(count * model.message / candidate.slices for count in each)
     room = Room(placement, states_of(candidate, size), candidate.slices, question.memory, fixed)
     units = model.units(placement.num_stages)
-    counts = best_counts(units, room, question.recompute)
+    try:
+        counts = best_counts(units, room, question.recompute)
+    except PlanError:
+        units = model.units(placement.num_stages, mtp_with_loss=True)
+        counts = best_counts(units, room, question.recompute)
     return fitted(stages_of(units, counts), room, model.attention, question.recompute)
 
 
@@ -162,6 +167,6 @@ def _states(schedule: str, shape: Shape) -> tuple[tuple[Kept, ...], ...]:
     return tuple(kept_states(order, shape.num_chunks) for order in _orders(schedule, shape))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=128)
 def _orders(schedule: str, shape: Shape) -> list[Order]:
     return SCHEDULES[schedule].orders(shape)

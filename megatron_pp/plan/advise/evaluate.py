@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.advise.candidates import Candidate, cut_model
-from megatron_pp.plan.advise.fit import Fitted, Room, fitted
+from megatron_pp.plan.advise.fit import Fitted, Room, fitted, unrecomputed
 from megatron_pp.plan.advise.model import Model
 from megatron_pp.plan.advise.question import Question
 from megatron_pp.plan.advise.timing import kept_states
@@ -60,25 +60,22 @@ class Outcome:
         return self.bound.excess(self.step) if self.bound is not None else 0.0
 
 
-def evaluate(question: Question, candidate: Candidate) -> Outcome:
-    """The best that this candidate gives: of a search, over the ways to cut and recompute the model before it."""
-    outcomes = list(_outcomes(question, candidate))
-    return min(outcomes, key=lambda one: (bool(one.refused), one.step, one.peak))
+def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None) -> Outcome:
+    """The candidate with its numbers. ``cut``: the model on its stages, where that is known.
 
-
-def _outcomes(question: Question, candidate: Candidate) -> Iterator[Outcome]:
+    A search plans for nothing recomputed where that fits, else for what its estimate recomputes.
+    """
     model = question.model(candidate.micro_batch)
     try:
+        cut = cut or cut_model(question, candidate, model)
         if not candidate.searches:
-            yield _run(question, candidate, model, cut_model(question, candidate, model))
-            return
-        whole = cut_model(replace(question, recompute=False), candidate, model)
-        found = _searched(question, candidate, model, whole)
-        yield found
-        if question.recompute and found.refused:
-            yield _searched(question, candidate, model, cut_model(question, candidate, model))
+            return _run(question, candidate, model, cut)
+        found = _searched(question, candidate, model, unrecomputed(cut))
+        if found.refused and any(cut.recomputed):
+            found = _searched(question, candidate, model, cut)
     except PlanError as error:
-        yield Outcome(candidate, str(error))
+        return Outcome(candidate, str(error))
+    return found
 
 
 def _searched(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> Outcome:

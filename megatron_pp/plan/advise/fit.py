@@ -4,10 +4,13 @@ stage are recomputed so that the rank keeps to its limit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.advise.layout import Counts, Units, balanced, improved, is_buildable, stages_of
 from megatron_pp.plan.advise.model import Layer, total
 from megatron_pp.plan.advise.timing import Kept
@@ -64,11 +67,27 @@ class Fitted:
 
 
 def best_counts(units: Units, room: Room, recompute: bool) -> Counts:
-    """Units per stage, for the least work of the busiest rank under the memory limit."""
-    first = balanced(units, room.placement.num_stages)
-    if len(units) == len(first):
-        return first
-    return improved(first, _Price(units, room, recompute), _Givers(units, room), _Buildable(units, room.placement))
+    """Units per stage, for the least work of the busiest rank under the memory limit. Raises PlanError where Megatron
+    builds no such stages.
+    """
+    counts = _fastest(tuple(units), room.placement)
+    price = _Price(units, room, recompute)
+    if len(units) == len(counts) or not price.is_short(counts):
+        return counts
+    return improved(counts, price, _Givers(units, room), _Buildable(units, room.placement))
+
+
+@lru_cache(maxsize=64)
+def _fastest(units: tuple[tuple[Layer, ...], ...], placement: Placement) -> Counts:
+    """Without a memory limit."""
+    is_buildable = _Buildable(units, placement)
+    counts = balanced(units, placement.num_stages)
+    if not is_buildable(counts):
+        raise PlanError("Megatron builds no layers for multi-token prediction where this layout has them")
+    if len(units) == len(counts):
+        return counts
+    room = Room(placement, ((),) * placement.pipeline_size, 1, math.inf, (0.0,) * placement.pipeline_size)
+    return improved(counts, _Price(units, room, False), _Givers(units, room), is_buildable)
 
 
 class _Sums:
@@ -101,6 +120,15 @@ class _Price:
         self.sums = _Sums(units)
         self.room = room
         self.recompute = recompute
+
+    def is_short(self, counts: Counts) -> bool:
+        """Whether a rank's memory does not do, nothing recomputed."""
+        activation, late, static = (self.sums.of(name, counts) for name in ("activation", "late", "static"))
+        return any(
+            self.room.kept(rank, activation, late) + sum(static[s] for s in stages) + self.room.fixed[rank]
+            > self.room.limit
+            for rank, stages in enumerate(self.room.placement.stages)
+        )
 
     def __call__(self, counts: Counts) -> tuple[float, ...]:
         of = {name: self.sums.of(name, counts) for name in self.sums.prefix}
@@ -164,6 +192,13 @@ def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, attention: float, re
         for rank, row in enumerate(placement.stages)
     )
     return Fitted(tuple(map(tuple, stages)), tuple(chosen), costs, activation, late, static, peaks)
+
+
+def unrecomputed(cut: Fitted) -> Fitted:
+    """The same stages with nothing recomputed; the peaks are still those of ``cut``."""
+    chosen = (0,) * len(cut.stages)
+    costs, activation, late = _stage_costs(cut.stages, chosen, cut.costs.attention)
+    return replace(cut, recomputed=chosen, costs=costs, activation=activation, late=late)
 
 
 def _stage_costs(

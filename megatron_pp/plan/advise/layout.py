@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 
 from megatron_pp.plan.advise.model import LETTERS, MTP, Layer
-from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.placement import LOOP, Placement
 
 Units = Sequence[tuple[Layer, ...]]
 Counts = tuple[int, ...]  # units of each stage, in model order
@@ -68,13 +68,10 @@ def stages_of(units: Units, counts: Counts) -> list[tuple[Layer, ...]]:
 
 
 def is_buildable(stages: Sequence[Sequence[Layer]], placement: Placement) -> bool:
-    """Whether Megatron builds these: MTP layers in the last chunk of a rank, and not on the first rank."""
-    last = [s for row in placement.stages for s in row[-1:]]
-    return all(
-        stage in last and placement.homes[stage][0] > 0
-        for stage, layers in enumerate(stages)
-        if stage < len(stages) - 1 and any(one.kind == MTP for one in layers)
-    )
+    """Whether Megatron builds these: MTP layers in the last chunk of a rank but the first, and on a V with the loss."""
+    allowed = {row[-1] for row in placement.stages[1:]} if placement.kind == LOOP else set()
+    allowed.add(placement.num_stages - 1)
+    return all(stage in allowed or all(one.kind != MTP for one in layers) for stage, layers in enumerate(stages))
 
 
 def layout_text(stages: Sequence[Sequence[Layer]]) -> str:

@@ -105,9 +105,9 @@ class Model:
         layers = tuple(one.times(factor) for one in self.layers)
         return replace(self, layers=layers, message=factor * self.message, flops=self.flops and factor * self.flops)
 
-    def units(self, num_stages: int) -> tuple[tuple[Layer, ...], ...]:
+    def units(self, num_stages: int, mtp_with_loss: bool = False) -> tuple[tuple[Layer, ...], ...]:
         """What cannot be cut apart, in model order: each layer, all MTP layers together (Megatron builds them on one
-        stage), and of a fluid model its ``num_stages`` equal stages. Raises PlanError where parts of unequal
+        stage; ``mtp_with_loss``: on the last), and of a fluid model its equal stages. Raises PlanError where parts of unequal
         cost cannot be regrouped so, and where there are fewer layers than stages.
         """
         if self.is_fluid:
@@ -115,7 +115,7 @@ class Model:
             return tuple((part.share(STEPS),) * STEPS for part in parts)
         units: list[tuple[Layer, ...]] = []
         for one in self.layers:
-            if one.kind == MTP and units and units[-1][0].kind == MTP:
+            if units and units[-1][0].kind == MTP and (one.kind == MTP or mtp_with_loss):
                 units[-1] = (*units[-1], one)
             else:
                 units.append((one,))

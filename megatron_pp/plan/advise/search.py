@@ -19,6 +19,7 @@ Report = Callable[[int, int, str], None]
 """Takes how many candidates are done, of how many, and what is looked at."""
 
 _GAIN = 0.002  # a search whose bound is not this much below the best step is not worth its time
+_EXTRA = 1.0  # of the budget, where nothing that fits was found within it
 _POLL = 0.02  # seconds
 
 
@@ -65,7 +66,7 @@ def search(question: Question, budget: float, jobs: int = 1, report: Report | No
     for k, candidate in enumerate(found):
         say(k, 2 * len(found), f"estimating {candidate}")
         estimates.append(estimate(question, candidate, bounds))
-    queue = _Queue(question, estimates)
+    queue = _Queue(question, estimates, budget)
     evaluator = _in_processes if jobs > 1 else _in_turn
     for done, outcome in enumerate(evaluator(question, queue, began + budget, jobs)):
         queue.add(outcome)
@@ -76,8 +77,9 @@ def search(question: Question, budget: float, jobs: int = 1, report: Report | No
 class _Queue:
     """What is looked at next."""
 
-    def __init__(self, question: Question, estimates: Sequence[Estimate]) -> None:
+    def __init__(self, question: Question, estimates: Sequence[Estimate], budget: float) -> None:
         self.question = question
+        self.budget = budget
         self.outcomes = [Outcome(one.candidate, one.refused) for one in estimates if one.refused]
         possible = [one for one in estimates if not one.refused]
         fits = [one for one in possible if one.peak <= question.memory]
@@ -86,8 +88,9 @@ class _Queue:
         # The most promising named plans, then searches, the quickest first, between the other named ones.
         searches = [one for one in possible if one.candidate.searches]
         searches.sort(key=lambda one: (one.candidate.num_chunks * one.candidate.num_microbatches, one.step))
-        rest = [one for one in named if one not in front]
+        rest = sorted((one for one in named if one not in front), key=lambda one: one.step if fits else one.peak)
         self.waiting = [*front[:2], *_alternately(searches, [*front[2:], *rest])]
+        self.cuts = {one.candidate: one.cut for one in possible}
         self.variants_of: set[Candidate] = set()
         self.unfinished: list[Candidate] = []
 
@@ -121,6 +124,10 @@ class _Queue:
                 self.variants_of.add(one)
                 yield one
 
+    def is_over(self, beyond: float) -> bool:
+        """Whether to stop, so many seconds after the end of the budget; later where nothing fits so far."""
+        return beyond > (0.0 if self.best < float("inf") else _EXTRA * self.budget)
+
     def give_up(self, running: Iterable[Candidate]) -> None:
         """There was no time for these."""
         self.unfinished += running
@@ -149,8 +156,8 @@ def _alternately(first: Sequence[Estimate], second: Sequence[Estimate]) -> list[
 
 def _in_turn(question: Question, queue: _Queue, until: float, jobs: int) -> Iterator[Outcome]:
     while (candidate := queue.next()) is not None:
-        yield evaluate(question, candidate)
-        if time.monotonic() > until and queue.best < float("inf"):
+        yield evaluate(question, candidate, queue.cuts.get(candidate))
+        if queue.is_over(time.monotonic() - until):
             return
 
 
@@ -160,13 +167,13 @@ def _in_processes(question: Question, queue: _Queue, until: float, jobs: int) ->
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         while True:
             while len(running) < jobs and (candidate := queue.next()) is not None:
-                running[candidate] = pool.apply_async(evaluate, (question, candidate))
+                running[candidate] = pool.apply_async(evaluate, (question, candidate, queue.cuts.get(candidate)))
             if not running:
                 return
             done = [candidate for candidate, result in running.items() if result.ready()]
             for candidate in done:
                 yield running.pop(candidate).get()
-            if time.monotonic() > until and queue.best < float("inf"):
+            if queue.is_over(time.monotonic() - until):
                 queue.give_up(running)
                 return
             if not done:
