@@ -13,7 +13,7 @@ from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.sim.bound import Bound, bound_of
 from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
-from megatron_pp.plan.sim.search import default_measured
+from megatron_pp.plan.sim.search import default_measured, peak_memory
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.steady import steady_step
 from megatron_pp.plan.spec import Plan, PlanSpec
@@ -137,8 +137,9 @@ def _plan(spec: PlanSpec, costs: StageCosts, network: Network, shape: ModelShape
         over = [max(0.0, peak - limit) for peak in peak_bytes(plan, shape)]
         if not any(over):
             break
-        limits = tuple(max(0.0, most - excess) for most, excess in zip(memory.limits, over, strict=True))
-        memory = replace(memory, limits=limits)
+        kept = [peak_memory(plan.orders[r], plan.placement.stages[r], memory) for r in range(len(over))]
+        limits = [m if not o else max(0.0, k - o) for m, o, k in zip(memory.limits, over, kept, strict=True)]
+        memory = replace(memory, limits=tuple(limits))
     return plan
 
 
