@@ -164,6 +164,7 @@ def _named(chosen: Candidate) -> dict[str, Any]:
         "group_size": chosen.group_size or None,
         "sequence_slices": chosen.slices,
         "policy": chosen.policy,
+        "memory_share": chosen.memory_share,
         "placement": chosen.family.placement,
     }
 

@@ -33,6 +33,7 @@ class Candidate:
     schedule     a family
     micro_batch  sequences in a microbatch
     group_size   0: the family's own
+    memory_share of the device that a search may fill
     """
 
     schedule: str
@@ -42,6 +43,7 @@ class Candidate:
     policy: str
     group_size: int = 0
     slices: int = 1
+    memory_share: float = 1.0
 
     @property
     def family(self) -> Family:
@@ -63,7 +65,8 @@ class Candidate:
     def __str__(self) -> str:
         slices = f" slices={self.slices}" if self.slices > 1 else ""
         group = f" group={self.group_size}" if self.group_size else ""
-        return f"{self.schedule} V={self.num_chunks} M={self.num_microbatches}{slices}{group}"
+        memory = f" memory={self.memory_share:.0%}" if self.memory_share < 1 else ""
+        return f"{self.schedule} V={self.num_chunks} M={self.num_microbatches}{slices}{group}{memory}"
 
 
 @dataclass(frozen=True)

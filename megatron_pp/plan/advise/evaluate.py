@@ -89,7 +89,7 @@ def _searched(question: Question, candidate: Candidate, model: Model, cut: Fitte
 def measured_of(question: Question, candidate: Candidate, model: Model, cut: Fitted) -> Measured:
     """What the search plans for. Raises PlanError where parameters alone fill the memory."""
     tensors = 4 * candidate.num_chunks * model.message
-    limits = [question.memory - static - tensors for static in cut.static]
+    limits = [question.memory * candidate.memory_share - static - tensors for static in cut.static]
     if min(limits) <= 0:
         least = max(cut.static) + tensors
         raise PlanError(f"parameters and pipeline tensors alone need {least:.3g} GB; a device has {question.memory:g}")

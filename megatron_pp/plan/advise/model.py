@@ -107,8 +107,8 @@ class Model:
 
     def units(self, num_stages: int, mtp_with_loss: bool = False) -> tuple[tuple[Layer, ...], ...]:
         """What cannot be cut apart, in model order: each layer, all MTP layers together (Megatron builds them on one
-        stage; ``mtp_with_loss``: on the last), and of a fluid model its equal stages. Raises PlanError where parts of unequal
-        cost cannot be regrouped so, and where there are fewer layers than stages.
+        stage; ``mtp_with_loss``: on the last), and of a fluid model its equal stages. Raises PlanError where parts of
+        unequal cost cannot be regrouped so, and where there are fewer layers than stages.
         """
         if self.is_fluid:
             parts = _regrouped(self.layers, num_stages)

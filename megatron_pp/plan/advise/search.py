@@ -13,12 +13,15 @@ from typing import Any
 
 from megatron_pp.plan.advise.candidates import Candidate, Estimate, candidates, estimate
 from megatron_pp.plan.advise.evaluate import Outcome, evaluate
+from megatron_pp.plan.advise.fit import Fitted
 from megatron_pp.plan.advise.question import Question
 
 Report = Callable[[int, int, str], None]
 """Takes how many candidates are done, of how many, and what is looked at."""
 
 _GAIN = 0.002  # a search whose bound is not this much below the best step is not worth its time
+_SHARES = (0.5, 0.25)  # of the memory, that a search which was the best is repeated with
+_AS_FAST = 1e-3  # steps that differ by less are told apart by their memory
 _EXTRA = 1.0  # of the budget, where nothing that fits was found within it
 _POLL = 0.02  # seconds
 
@@ -41,7 +44,10 @@ class Findings:
 
     @property
     def best(self) -> Outcome | None:
-        return next(iter(self.fitting), None)
+        """The fastest; of those that are as fast, the one that needs the least memory."""
+        fitting = self.fitting
+        as_fast = [one for one in fitting if one.step <= fitting[0].step * (1 + _AS_FAST)]
+        return min(as_fast, key=lambda one: (round(one.peak, 6), one.step), default=None)
 
     @property
     def front(self) -> list[Outcome]:
@@ -110,7 +116,7 @@ class _Queue:
         return next(self._variants(), None)
 
     def _variants(self) -> Iterator[Candidate]:
-        """Of the best plan so far, other groups and policies."""
+        """Of the best plan so far, other groups and policies; of a search, with less memory."""
         fitting = [one for one in self.outcomes if not one.refused]
         if not fitting:
             return
@@ -119,10 +125,17 @@ class _Queue:
         groups = [2 * size, best.num_microbatches] if best.family.grouped and best.num_chunks > 1 else []
         found = [replace(best, group_size=group) for group in groups if size < group <= best.num_microbatches]
         found += [replace(best, policy=policy) for policy in self.question.policies[1:]]
+        if best.searches:
+            found = [replace(best, memory_share=share) for share in _SHARES]
         for one in found:
-            if one not in self.variants_of and not best.searches:
+            if one not in self.variants_of and one != best:
                 self.variants_of.add(one)
                 yield one
+
+    def cut_of(self, candidate: Candidate) -> Fitted | None:
+        """The model on its stages, as it was estimated."""
+        whole = replace(candidate, policy=self.question.policies[0], memory_share=1.0, group_size=0)
+        return self.cuts.get(whole)
 
     def is_over(self, beyond: float) -> bool:
         """Whether to stop, so many seconds after the end of the budget; later where nothing fits so far."""
@@ -156,7 +169,7 @@ def _alternately(first: Sequence[Estimate], second: Sequence[Estimate]) -> list[
 
 def _in_turn(question: Question, queue: _Queue, until: float, jobs: int) -> Iterator[Outcome]:
     while (candidate := queue.next()) is not None:
-        yield evaluate(question, candidate, queue.cuts.get(candidate))
+        yield evaluate(question, candidate, queue.cut_of(candidate))
         if queue.is_over(time.monotonic() - until):
             return
 
@@ -167,7 +180,7 @@ def _in_processes(question: Question, queue: _Queue, until: float, jobs: int) ->
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         while True:
             while len(running) < jobs and (candidate := queue.next()) is not None:
-                running[candidate] = pool.apply_async(evaluate, (question, candidate, queue.cuts.get(candidate)))
+                running[candidate] = pool.apply_async(evaluate, (question, candidate, queue.cut_of(candidate)))
             if not running:
                 return
             done = [candidate for candidate, result in running.items() if result.ready()]
