@@ -31,6 +31,7 @@ class StageCosts:
                     gradient are there, where they are sent within it; (1, 1): when it is over
     attention       share of causal attention in all of them, where sequences are cut into slices of equal length
                     (``slice_costs.py``); at 0 all slices cost the same
+    microbatches    what each microbatch costs of these times, in the order in which they run; empty: all cost the same
 
     Raises PlanError for lists of different lengths, and for times that are negative or not finite.
     """
@@ -41,6 +42,7 @@ class StageCosts:
     weight: tuple[float, ...]
     pair_sends: tuple[float, float] = (1.0, 1.0)
     attention: float = 0.0
+    microbatches: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.pair_sends) != 2 or not all(0 <= share <= 1 for share in self.pair_sends):
@@ -49,6 +51,9 @@ class StageCosts:
             if len(getattr(self, name)) != len(self.forward):
                 given = len(getattr(self, name))
                 raise PlanError(f"costs of {name} are given for {given} stages, of forward for {len(self.forward)}")
+        for mb, value in enumerate(self.microbatches):
+            if not (math.isfinite(value) and value > 0):
+                raise PlanError(f"microbatch {mb} costs {value} of the times; it must be finite and above 0")
         for name in ("forward", "backward", "backward_input", "weight"):
             for stage, value in enumerate(getattr(self, name)):
                 if not (math.isfinite(value) and value >= 0):
@@ -105,6 +110,14 @@ class StageCosts:
     def of_slices(self, slices: int) -> tuple[float, ...]:
         """The shares of the slices in these times, where sequences are cut into so many. Raises PlanError."""
         return slice_shares((1,) * slices, self.attention)
+
+    def of_microbatches(self, count: int) -> tuple[float, ...]:
+        """What each of ``count`` microbatches costs of these times. Raises PlanError where others are given."""
+        if not self.microbatches:
+            return (1.0,) * count
+        if len(self.microbatches) != count:
+            raise PlanError(f"costs are given for {len(self.microbatches)} microbatches; the plan has {count}")
+        return self.microbatches
 
     @cached_property
     def _by_op(self) -> dict[str, tuple[float, ...]]:
