@@ -55,6 +55,11 @@ class Bound:
         """The share by which a step of ``step`` is longer than the bound: 0.02 is within 2%. 0 for an empty bound."""
         return max(0.0, step / self.step - 1.0) if self.step else 0.0
 
+    def beside(self, step: float, unit: str = "") -> str:
+        """How far a step of ``step`` is from the bound, in words."""
+        least = f"{self.step:.4g} {unit}".strip()
+        return f"within {self.excess(step):.1%} of the bound, {least} ({self.reason})"
+
 
 def lower_bound(
     placement: Placement,

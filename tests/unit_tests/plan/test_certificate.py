@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import replace
 
 import pytest
 
 from megatron_pp.plan.builder import build_plan, forget_plans, lowered_plan
 from megatron_pp.plan.certificate import PROOFS
+from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.serialize import format_plan, parse_plan
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.plan.verifier import verify
+from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.tracing.files import plan_line
 from tests.harness.plan_text import without
 
@@ -63,3 +66,15 @@ def test_it_goes_into_files_and_traces_and_is_not_read_back():
     assert list(content["certificate"]) == ["rules", "device", "spec", "digest"]
     assert parse_plan(json.dumps(content)).certificate is None
     assert json.loads(plan_line(plan, 0, 8.0))["certificate"] == content["certificate"]
+
+
+def test_the_log_has_the_prediction_of_a_plan_that_was_searched(caplog):
+    """Once, beside the certificate; a named plan has no costs to predict from."""
+    searched = PlanSpec("auto", 2, 1, 4, measured=Measured(1.0, 1.0, 1.0, transfer=0.1))
+    with caplog.at_level(logging.INFO, "megatron_pp"):
+        for spec in (searched, PlanSpec("zb_h1", 2, 1, 5), searched):
+            certify_once(build_plan(spec))
+    predictions = [line for line in caplog.messages if "predicted step" in line]
+    assert len(caplog.messages) == 3
+    assert len(predictions) == 1
+    assert "predicted step 13.1, bubble 8.4%, within 0.0% of the bound, 13.1 (work of rank 1)" in predictions[0]
