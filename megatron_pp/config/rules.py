@@ -18,7 +18,7 @@ from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, check_s
 from megatron_pp.plan.orders.sliced import INTERLEAVED_SEQ, SEQ_1F1B
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
-from megatron_pp.plan.skip_tensors import CACHES, SkipTensor, routes_of, skip_tensors
+from megatron_pp.plan.skip_tensors import SkipTensor, routes_of, skip_tensors
 from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN
 
 

@@ -154,9 +154,7 @@ def instruction(op: str, chunk: int, mb: int = NONE, part: int = NONE) -> Instru
     return Instruction(op, mb=mb, chunk=chunk, slice=part)
 
 
-def placed(
-    op: str, stage: int, mb: int, peer: int, chunk: int, part: int = NONE, tensor: str = ""
-) -> Instruction:
+def placed(op: str, stage: int, mb: int, peer: int, chunk: int, part: int = NONE, tensor: str = "") -> Instruction:
     """The instruction of these fields."""
     return _new(Instruction, (op, stage, mb, peer, chunk, part, tensor, ()))
 

@@ -254,7 +254,9 @@ class _Walk:
             if adds & ~(self.required[stage] | self.optional):
                 raise self._error(at, f"stage {stage} has no such step in this plan")
             needs &= self.required[stage] | B_RAN | W_LEFT
-        step = self.known[(at.op, stage, peer, at.chunk, not at.tensor)] = _Step(needs, adds, self._change(at.op, stage), {})
+        step = self.known[(at.op, stage, peer, at.chunk, not at.tensor)] = _Step(
+            needs, adds, self._change(at.op, stage), {}
+        )
         return step
 
     def _change(self, op: str, stage: int) -> Memory:

@@ -339,7 +339,9 @@ class _RankLowering:
                 if i in before:
                     program += before[i]
                 program.append(self._with_sends(i, entry) if entry.members else entry)
-        return program if self.routes is None else with_drops(program, self.routes, self.placement, self.spec.forward_only)
+        return (
+            program if self.routes is None else with_drops(program, self.routes, self.placement, self.spec.forward_only)
+        )
 
     def _with_sends(self, i: int, entry: Instruction) -> Instruction:
         """The pair with those of its sends that go out within it."""

@@ -1,9 +1,9 @@
 """When an instruction is valid in a rank's program: one rule per op, with what must be true of its *cell* before it and
 what is true afterwards.
 
-A cell is one (stage, microbatch) on its rank, or a named tensor there; its facts are bits. An instruction needs facts, must not find its own
-fact there already, and adds it. ``facts_at_end`` are what a finished program leaves of each cell: that every handle is
-waited exactly once and that nothing stays alive come to just that.
+A cell is one (stage, microbatch) on its rank, or a named tensor of it; its facts are bits. An instruction needs facts,
+must not find its own fact there already, and adds it. ``facts_at_end`` are what a finished program leaves of each cell:
+that every handle is waited exactly once and that nothing stays alive come to just that.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ RULES = {
     ins.WEIGHT_GRAD: Rule(W_LEFT, W_RAN, "Once per I, after it."),
     ins.SEND_B: Rule(B_RAN, B_SENT, "Once per input gradient for another rank, after the backward."),
     ins.FREE_B: Rule(B_SENT, B_FREED, "Once per sent input gradient: waits for the send, then drops it."),
-    ins.DROP: Rule(0, DROPPED, "Once per named tensor on a rank, behind the backwards that use it and the end of its sends."),
+    ins.DROP: Rule(0, DROPPED, "Once per named tensor on a rank, when no stage there uses it any more, nor a send."),
 }
 
 

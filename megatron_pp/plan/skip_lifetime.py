@@ -27,7 +27,7 @@ from megatron_pp.plan.rules import (
     RULES,
     words_of,
 )
-from megatron_pp.plan.skip_tensors import Held, ends_use
+from megatron_pp.plan.skip_tensors import Held
 from megatron_pp.plan.spec import Plan
 
 _COMPUTE = F_RAN | B_RAN
@@ -81,7 +81,7 @@ class NamedWalk:
         cell = at.stage, at.mb, at.slice
         before = self.facts[cell, at.tensor]
         if adds & before:
-            raise self.error(at, "it stands twice")
+            raise self.error(at, " and ".join(words_of(adds & before)) + " already: it stands twice")
         self.facts[cell, at.tensor] = before | adds
         if at.op == DROP:
             self._check_drop(at, held)
@@ -147,15 +147,17 @@ class NamedWalk:
         """All that the rest of the walk depends on, microbatches counted from ``since``: of those that are under way,
         every fact.
         """
-        live = {mb for (_, mb, _), _, missing in self._missing() if missing}
-        facts = {((s, mb - since, part), name): f for ((s, mb, part), name), f in self.facts.items() if mb in live and f}
+        live = {mb for (_, mb, _), missing in self._missing() if missing}
+        facts = {
+            ((s, mb - since, part), name): f for ((s, mb, part), name), f in self.facts.items() if mb in live and f
+        }
         return facts, {((s, mb - since, part), name) for (s, mb, part), name in self.summed}
 
-    def _missing(self) -> Iterator[tuple[_Cell, str, int]]:
+    def _missing(self) -> Iterator[tuple[_Cell, int]]:
         """Of what has begun, what a finished program must have made true besides."""
         for (cell, name), facts in self.facts.items():
             if facts:
-                yield cell, name, self.required[cell[0]][name] & ~facts
+                yield cell, self.required[cell[0]][name] & ~facts
 
     def check_end(self, where: Callable[[_Cell], str]) -> None:
         """Raises PlanError for a tensor that was not moved or not dropped. ``where`` names a cell."""

@@ -50,7 +50,11 @@ class SkipRunner:
         self.held: dict[Key, Tensor] = {}  # leaves where stages of this rank use them
         self.roots: dict[Key, Root] = {}  # of those made here
         self.sums: dict[Key, Tensor] = {}
-        self.tables = {"named tensors": self.held, "their graphs": self.roots, "sums of their gradients": self.sums}
+        self.tables: dict[str, dict[Any, Any]] = {
+            "named tensors": self.held,
+            "their graphs": self.roots,
+            "sums of their gradients": self.sums,
+        }
         self._shapes = {one: self._shapes_of(one, shapes) for one in plan.spec.skip_tensors}
 
     def _shapes_of(self, tensor: SkipTensor, shapes: Sequence[Any]) -> list[Any]:
@@ -90,8 +94,8 @@ class SkipRunner:
         fits = expected is None or self.plan.spec.variable_shapes or tuple(expected) == tuple(tensor.shape)
         if not fits or tensor.dtype != dtype:
             raise P2PShapeError(
-                f"tensor {held.name} of stage {at.stage} for microbatch {at.mb} has shape {list(tensor.shape)} and is of "
-                f"{tensor.dtype}, but later stages expect {list(expected or tensor.shape)} of {dtype}: declare its "
+                f"tensor {held.name} of stage {at.stage} for microbatch {at.mb} has shape {list(tensor.shape)} and is "
+                f"of {tensor.dtype}, but later stages expect {list(expected or tensor.shape)} of {dtype}: declare its "
                 "shape and dtype in config.skip_tensors, or set variable_seq_lengths where shapes vary"
             )
         key = _key(held, at)
@@ -111,8 +115,8 @@ class SkipRunner:
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype) or (tensor.gradient and not dtype.is_floating_point):
             raise ScheduleInputError(
-                f"config.skip_tensors: {tensor.name} has dtype {tensor.dtype!r}; it must be the name of one in torch, as "
-                "in 'float32', and one of floating point unless it has no gradient"
+                f"config.skip_tensors: {tensor.name} has dtype {tensor.dtype!r}; it must be the name of one in torch, "
+                "as in 'float32', and one of floating point unless it has no gradient"
             )
         return dtype
 
@@ -162,7 +166,7 @@ class SkipRunner:
         table = self.held if at.op == ins.SEND_F else self.sums
         return Send(table[_key(held, at)], at.peer, channel, dtype)
 
-    def received(self, at: Task, tensor: Tensor) -> None:
+    def received(self, at: Task, tensor: Any) -> None:
         """A receive is over."""
         key = _key(self._of(at), at)
         if at.op == ins.WAIT_F:

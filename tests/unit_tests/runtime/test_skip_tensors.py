@@ -7,11 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_pp.config.model_config import TransformerConfig
-from megatron_pp.errors import ConfigError, P2PShapeError, ScheduleInputError
-from megatron_pp.plan.skip_tensors import CACHES, SkipTensor, skip_tensors
-from megatron_pp.testing.pipeline import placement_of, run_in_threads
-from megatron_pp.testing.toy import SkipBlock, ToyData, ToyResult, reference_run, toy_config
+from megatron_pp.plan.skip_tensors import CACHES, skip_tensors
+from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.toy import SkipBlock, ToyData, ToyResult, reference_run
 
 U_NET = "a=0>3; b=1>2,3; sign=0>1,3 no_grad"
 
