@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan.certificate import Certificate
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.instruction import NONE, PAIR, Instruction, format_program, without_pairs
 from megatron_pp.plan.measured import Measured
@@ -149,7 +150,8 @@ class PlanSpec:
 @dataclass(frozen=True)
 class Plan:
     """A lowered plan: one program per rank. ``orders`` keeps the compute order it came from; ``remark`` is a sentence
-    for the log where another order stands in for the schedule's own, else empty.
+    for the log where another order stands in for the schedule's own, else empty. ``certificate`` is what the last
+    ``verify`` that accepted the plan has proven of it; None before, and for a changed copy.
     """
 
     spec: PlanSpec
@@ -157,6 +159,14 @@ class Plan:
     programs: Sequence[Line]
     orders: Sequence[Line] = field(repr=False, default=())
     remark: str = ""
+    certificate: Certificate | None = field(default=None, init=False, repr=False, compare=False)
+
+    def certify(self, rules: Sequence[str], device: Sequence[str]) -> Certificate:
+        """Note that ``rules`` are proven of this plan on a device with the rules ``device``."""
+        spec = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self.spec).items()}
+        found = Certificate(tuple(rules), tuple(device), spec, self.programs)
+        object.__setattr__(self, "certificate", found)
+        return found
 
     @collector_paused()
     def tasks(self, rank: int) -> tuple[Task, ...]:
