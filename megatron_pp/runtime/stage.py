@@ -25,12 +25,14 @@ class PipelineStage(torch.nn.Module):
 
     def set_input_tensor(self, tensors: Any) -> None:
         """What the previous stage sent: a list with one tensor, several, or [None] on the first stage."""
-        state = self.__dict__
-        if isinstance(tensors, list) and len(tensors) > 1 and isinstance(tensors[-1], dict):
-            *tensors, state["named"] = tensors
-        single = isinstance(tensors, (list, tuple)) and len(tensors) == 1
         # Past nn.Module's __setattr__, which looks for parameters, modules and buffers: microseconds per microbatch.
-        state["received"] = tensors[0] if single else tensors
+        state = self.__dict__
+        if isinstance(tensors, (list, tuple)) and len(tensors) == 1:
+            state["received"] = tensors[0]
+            return
+        if isinstance(tensors, list) and tensors and isinstance(tensors[-1], dict):
+            *tensors, state["named"] = tensors
+        state["received"] = tensors[0] if isinstance(tensors, list) and len(tensors) == 1 else tensors
 
     def forward(self, batch: Any = None) -> Any:
         state = self.__dict__
