@@ -1,9 +1,9 @@
 """When an instruction is valid in a rank's program: one rule per op, with what must be true of its *cell* before it and
 what is true afterwards.
 
-A cell is one (stage, microbatch) on its rank; its facts are bits. An instruction needs facts, must not find its own
-fact there already, and adds it. ``facts_at_end`` are what a finished program leaves of each cell: that every handle is
-waited exactly once and that nothing stays alive come to just that.
+A cell is one (stage, microbatch) on its rank, or a named tensor of it; its facts are bits. An instruction needs facts,
+must not find its own fact there already, and adds it. ``facts_at_end`` are what a finished program leaves of each cell:
+that every handle is waited exactly once and that nothing stays alive come to just that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron_pp.plan.placement import Placement
 F_POSTED, F_HERE, F_RAN, F_SENT, F_FREED = 1, 2, 4, 8, 16
 B_POSTED, B_HERE, B_RAN, B_SENT, B_FREED = 32, 64, 128, 256, 512
 W_LEFT, W_RAN = 1024, 2048
+DROPPED = 4096
 
 _WORDS = {
     F_POSTED: "the receive of its input was posted",
@@ -31,6 +32,7 @@ _WORDS = {
     B_FREED: "its input gradient was released",
     W_LEFT: "its backward left the weight gradients",
     W_RAN: "its weight gradients ran",
+    DROPPED: "it was dropped",
 }
 
 
@@ -57,6 +59,7 @@ RULES = {
     ins.WEIGHT_GRAD: Rule(W_LEFT, W_RAN, "Once per I, after it."),
     ins.SEND_B: Rule(B_RAN, B_SENT, "Once per input gradient for another rank, after the backward."),
     ins.FREE_B: Rule(B_SENT, B_FREED, "Once per sent input gradient: waits for the send, then drops it."),
+    ins.DROP: Rule(0, DROPPED, "Once per named tensor on a rank, when no stage there uses it any more, nor a send."),
 }
 
 

@@ -30,6 +30,7 @@ from megatron_pp.runtime.plan_choice import (
 )
 from megatron_pp.runtime.send_buffer_check import executor_for
 from megatron_pp.runtime.sequence_slices import SliceRunner
+from megatron_pp.runtime.skip_tensors import SkipRunner, check_skip_tensors
 from megatron_pp.runtime.sliced_steps import SlicedSteps
 from megatron_pp.runtime.sync_advice import unsynchronised
 from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
@@ -76,6 +77,8 @@ class StepCall:
         self.slices = slices_of(inputs, settings, self.tp_size, self.cp_size)
         self.messages = messages(inputs, settings, size, self.tensor_shapes)
         self.shapes = shapes_of_slices(self.messages.shapes, self.slices)
+        if fields["skip_tensors"]:
+            check_skip_tensors(inputs, settings)
         if settings.cuda_graph_impl == TE_GRAPHS:
             check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
@@ -218,11 +221,18 @@ class StepCall:
             pair_runner=None if pairs is None else PairRunner(pairs, chunks),
             graph_in_evaluation=self.graph_in_evaluation,
             slices=SliceRunner(plan, self.slices, self.shapes) if self.slices else None,
+            skips=self._skips(plan),
             observer=observers(instruction_marks(self.communicator, settings), recording, ranges_if_profiling()),
         )
         if self.communicator.wire is not None:
             self.communicator.wire.source = executor
         return executor
+
+    def _skips(self, plan: Plan) -> SkipRunner | None:
+        if not plan.spec.skip_tensors:
+            return None
+        graphs = self.graph_in_evaluation or not plan.spec.forward_only
+        return SkipRunner(plan, [one.send for one in self.shapes], self.communicator.dtype, graphs)
 
     def _is_last_stage(self, plan: Plan) -> list[bool]:
         rank = self.communicator.rank
