@@ -102,6 +102,7 @@ COMMUNICATION: dict[str, Callable[[str, Any], object]] = {
     "p2p_max_ctas": partial(_unless_none, partial(whole_number, hint="None for the pipeline group's own")),
     "p2p_timeout": check_seconds,
     "compute_timeout": partial(_unless_none, check_seconds),
+    "measure": partial(whole_number, at_least=0),
 }
 """Field -> the rule for its value alone: raises ConfigError, given the name and a value."""
 
