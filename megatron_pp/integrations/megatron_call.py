@@ -103,6 +103,11 @@ class MegatronCall(StepCall):
                 "whole sequences; leave it out, or train a model that calls megatron_pp.sequence_slice() without "
                 "install()"
             )
+        if settings.skip_tensors:
+            raise ScheduleInputError(
+                "config.skip_tensors names tensors that skip stages, and Megatron's models give a stage one tensor; leave "
+                "it out, or train stages that take and give named tensors without install()"
+            )
         if self.joins_pairs and settings.pipeline_schedule is None:
             return settings._replace(pipeline_schedule=COMBINED)
         return settings
