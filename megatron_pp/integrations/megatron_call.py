@@ -105,8 +105,8 @@ class MegatronCall(StepCall):
             )
         if settings.skip_tensors:
             raise ScheduleInputError(
-                "config.skip_tensors names tensors that skip stages, and Megatron's models give a stage one tensor; leave "
-                "it out, or train stages that take and give named tensors without install()"
+                "config.skip_tensors names tensors that skip stages, and Megatron's models give a stage one tensor; "
+                "leave it out, or train stages that take and give named tensors without install()"
             )
         if self.joins_pairs and settings.pipeline_schedule is None:
             return settings._replace(pipeline_schedule=COMBINED)
