@@ -67,6 +67,8 @@ def write_torch_csv(plan: Plan, comms: bool = False) -> str:
     """
     if plan.spec.slices > 1:
         raise ExchangeError(f"PyTorch's CSV has no slices of a sequence; this plan has {plan.spec.slices}: write json")
+    if plan.placement.barriers:
+        raise ExchangeError("PyTorch's CSV has no passes of a split output layer, as this plan has: write json")
     check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)
     rows = [_comms_row(program) for program in plan.programs] if comms else _compute_rows(plan)
     out = io.StringIO()
