@@ -63,7 +63,7 @@ def sum_tied_rows(stage: GPTStage, group: Any) -> None:
     """The same where every rank of ``group``, the pipeline, holds some rows of the output projection."""
     if not stage.share_embeddings_and_output_weights:
         return
-    (layer,) = stage.output_rows.values()
+    layer: Any = next(iter(stage.output_rows.values()))
     grad, rows = layer.weight.grad, slice(layer.rows.start, layer.rows.stop)
     total = grad.new_zeros(layer.vocab_size, grad.shape[1])
     total[rows] = grad

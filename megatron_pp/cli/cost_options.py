@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.given import given, option, refuse
-from megatron_pp.cli.plan_options import whole
+from megatron_pp.cli.plan_options import whole, whole_list
 from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.memory import RECOMPUTE, ModelShape
 
@@ -47,12 +47,14 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--link", action="append", default=[], type=link, metavar="SRC-DST:MS[:GB/S]", help=one_link)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """``several``: the command takes a list of micro-batch sizes."""
     group = parser.add_argument_group("model", "for memory in bytes; sizes of the whole model")
     group.add_argument("--layers", dest="num_layers", type=whole, metavar="N")
     group.add_argument("--hidden-size", type=whole, metavar="H")
     group.add_argument("--seq-length", type=whole, metavar="S")
-    group.add_argument("--micro-batch-size", type=whole, metavar="B", help="default 1")
+    size, many = (whole_list, "s that are tried, with commas; times are for the first") if several else (whole, "")
+    group.add_argument("--micro-batch-size", type=size, metavar="B", help=f"sequence{many or 's'}; default 1")
     group.add_argument("--attention-heads", dest="num_attention_heads", type=whole, metavar="A")
     group.add_argument("--ffn-hidden-size", type=whole, metavar="F", help="default 4 H")
     group.add_argument("--vocab-size", type=whole, metavar="N")

@@ -122,7 +122,7 @@ def _timelines(args: argparse.Namespace) -> list[Timeline]:
     if len(plans) > 1:
         steps = _compared(args, plans)
     else:
-        steps = [simulate(plans[0], *costs_of(args, plans[0], None, shape), args.device)]
+        steps = [simulate(plans[0], *costs_of(args, plans[0].spec, None, shape), args.device)]
     return [simulated_timeline(step, cost_options.cost_unit(args), shape) for step in steps]
 
 

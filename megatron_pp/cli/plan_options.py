@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +65,7 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument(
         "--device",
         action="extend",
-        type=_rules,
+        type=device_rules,
         default=[],
         metavar="RULE",
         help=f"rules that hold where it runs, {', '.join(DEVICE_RULES)} (or a list: a,b,c): the plan is lowered for "
@@ -84,7 +84,7 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def _rules(text: str) -> tuple[str, ...]:
+def device_rules(text: str) -> tuple[str, ...]:
     """Rules of a device with commas between them, for argparse."""
     try:
         return checked_device(text.split(","))
@@ -102,8 +102,10 @@ def names_no_plan(args: argparse.Namespace) -> bool:
     return not given(args, ("source", *NAMING))
 
 
-def single_plan(args: argparse.Namespace) -> Plan:
-    """The one plan that the options name, not verified. Raises PlanError, UsageError, RefusedError."""
+def single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec) -> Plan:
+    """The one plan that the options name, of the spec that ``fit`` makes of theirs; not verified. Raises PlanError,
+    UsageError, RefusedError.
+    """
     if args.source is not None:
         return _imported(args)
     specs = list(listed_specs(args, named_schedules(args)))
@@ -111,12 +113,12 @@ def single_plan(args: argparse.Namespace) -> Plan:
         raise UsageError(
             f"-s, -V and -M name {len(specs)} plans, and this takes one; lists are for simulate --compare and draw"
         )
-    return named_plan(specs[0])
+    return named_plan(fit(specs[0]))
 
 
-def verified_single_plan(args: argparse.Namespace) -> Plan:
+def verified_single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec) -> Plan:
     """The one plan that the options name. Raises RefusedError where it does not verify."""
-    return verified(single_plan(args), args.device or None)
+    return verified(single_plan(args, fit), args.device or None)
 
 
 def verified(plan: Plan, device: Sequence[str] | None = None) -> Plan:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_pp.comm.abort import abort_groups
 from megatron_pp.comm.at_exit import call_at_exit
 from megatron_pp.comm.channels import SHAPES, Channel, ChannelGroups, Key, in_rounds, pipeline_name
-from megatron_pp.comm.collectives import Collective, Done, GroupCollectives, InThread, LoneCollectives, OnStream
+from megatron_pp.comm.collectives import Collective, GroupCollectives, InThread, OnStream
 from megatron_pp.comm.gloo import LARGE_BYTES, ChannelThreads
 from megatron_pp.errors import P2PError, P2PTransferError
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
@@ -436,28 +436,3 @@ def backend_of(group: dist.ProcessGroup) -> str:
 def device_of(backend: str) -> torch.device:
     """Where tensors that ``backend`` carries lie."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-
-
-class SoloTransport(Transport):
-    """A pipeline of one rank: no transfers, no process group."""
-
-    rank = 0
-    size = 1
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
-        raise P2PError(f"a pipeline of one rank cannot exchange tensors with rank {peer}")
-
-    irecv = isend
-
-    def collective(self, collective: Collective) -> Work:
-        collective(LoneCollectives())
-        return Done()
-
-    def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
-        return [self.isend(*request[1:]) for request in requests]
-
-    def global_rank(self, rank: int) -> int:
-        return dist.get_rank() if dist.is_initialized() else 0

@@ -46,6 +46,7 @@ class StageCosts:
     output_layer    forward, input gradient and weight gradient of the whole output layer with its loss, which no
                     stage's times contain: on the last stage, or split evenly over the ranks (``placed``)
     passes          S and T of each rank, where the output layer is split: what ``placed`` makes of it, or as measured
+    microbatches    what each microbatch costs of these times, in the order in which they run; empty: all cost the same
 
     Raises PlanError for lists of different lengths, and for times that are negative or not finite.
     """
@@ -58,6 +59,7 @@ class StageCosts:
     attention: float = 0.0
     output_layer: tuple[float, float, float] = (0.0, 0.0, 0.0)
     passes: tuple[float, float] = (0.0, 0.0)
+    microbatches: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(time) and time >= 0 for time in (*self.output_layer, *self.passes)):
@@ -68,6 +70,9 @@ class StageCosts:
             if len(getattr(self, name)) != len(self.forward):
                 given = len(getattr(self, name))
                 raise PlanError(f"costs of {name} are given for {given} stages, of forward for {len(self.forward)}")
+        for mb, value in enumerate(self.microbatches):
+            if not (math.isfinite(value) and value > 0):
+                raise PlanError(f"microbatch {mb} costs {value} of the times; it must be finite and above 0")
         for name in _TIMES:
             for stage, value in enumerate(getattr(self, name)):
                 if not (math.isfinite(value) and value >= 0):
@@ -145,6 +150,14 @@ class StageCosts:
     def of_slices(self, slices: int) -> tuple[float, ...]:
         """The shares of the slices in these times, where sequences are cut into so many. Raises PlanError."""
         return slice_shares((1,) * slices, self.attention)
+
+    def of_microbatches(self, count: int) -> tuple[float, ...]:
+        """What each of ``count`` microbatches costs of these times. Raises PlanError where others are given."""
+        if not self.microbatches:
+            return (1.0,) * count
+        if len(self.microbatches) != count:
+            raise PlanError(f"costs are given for {len(self.microbatches)} microbatches; the plan has {count}")
+        return self.microbatches
 
     @cached_property
     def _by_op(self) -> dict[str, tuple[float, ...]]:

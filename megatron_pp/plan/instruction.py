@@ -4,7 +4,7 @@
 of chunk 1 (no microbatch); ``[SEND_F0.3 RECV_B0.2]`` a batch of sends and receives that go out as one grouped call;
 ``(F0.3 B1.2)`` a forward and the full backward of another microbatch that run as one, and ``(F0.3 SEND_F0.3 B1.2
 SEND_B1.2)`` the same with their sends, which go out before the pair is over. A slice of a sequence and a named tensor,
-where there are any, follow the microbatch: ``F0.3s1``, ``SEND_F0.3:skip``.
+where there are any, follow the microbatch: ``F0.3s1``, ``SEND_F0.3:skip``, ``DROP0.3:skip``.
 
 A text names the chunk on its rank (Megatron's ``vp_stage``). An instruction also holds what follows from it and its
 rank: the stage, and the peer of a communication. ``Placement.place`` writes them into a whole program.
@@ -55,6 +55,8 @@ ENABLE_GRAD_SYNC = "ENABLE_GRAD_SYNC"  # leave no_sync for the next B, I or W of
 GRAD_SYNC = "GRAD_SYNC"  # config.grad_sync_func[chunk]
 # Several sends and receives as one grouped call.
 BATCH = "BATCH"
+# The rank's copy of a named tensor.
+DROP = "DROP"  # nothing on the rank uses it any more, nor is it being sent: release it
 
 BACKWARD_OPS = frozenset({BACKWARD, INPUT_GRAD})  # what makes an input gradient
 GRADIENT_OPS = frozenset({BACKWARD, WEIGHT_GRAD})  # what completes weight gradients
@@ -74,7 +76,7 @@ SYNC_OPS = frozenset({PARAM_SYNC, ENABLE_GRAD_SYNC, GRAD_SYNC})
 POST_OPS = SEND_OPS | RECV_OPS
 TRANSFER_OPS = POST_OPS | WAIT_OPS | FREE_OPS
 GROUP_OPS = frozenset({PAIR, BATCH})
-SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | COLLECTIVE_OPS | SYNC_OPS
+SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | COLLECTIVE_OPS | SYNC_OPS | {DROP}
 ALL_OPS = SINGLE_OPS | GROUP_OPS
 
 POST_OF = {
@@ -175,6 +177,7 @@ OP_NAMES = {
     ENABLE_GRAD_SYNC: "start of gradient sync in the backward",
     GRAD_SYNC: "gradient sync",
     BATCH: "batch",
+    DROP: "release of the tensor",
 }
 
 
@@ -184,9 +187,9 @@ def instruction(op: str, chunk: int, mb: int = NONE, part: int = NONE) -> Instru
     return Instruction(op, mb=mb, chunk=chunk, slice=part)
 
 
-def placed(op: str, stage: int, mb: int, peer: int, chunk: int, part: int = NONE) -> Instruction:
+def placed(op: str, stage: int, mb: int, peer: int, chunk: int, part: int = NONE, tensor: str = "") -> Instruction:
     """The instruction of these fields."""
-    return _new(Instruction, (op, stage, mb, peer, chunk, part, "", ()))
+    return _new(Instruction, (op, stage, mb, peer, chunk, part, tensor, ()))
 
 
 def later(at: Instruction, microbatches: int) -> Instruction:
@@ -224,7 +227,7 @@ def pair(*members: Instruction) -> Instruction:
 
 def _may_follow(at: Instruction, before: Instruction) -> bool:
     """Whether ``at`` may stand right behind ``before`` in a pair: a send behind what has made the tensor."""
-    return at.op not in TRANSFER_OPS | SYNC_OPS | HAND_OPS | COLLECTIVE_OPS or (
+    return at.op not in TRANSFER_OPS | SYNC_OPS | HAND_OPS | COLLECTIVE_OPS | {DROP} or (
         at.op == SENT_BY.get(before.op) and (at.stage, at.chunk, at.mb) == (before.stage, before.chunk, before.mb)
     )
 
@@ -280,6 +283,8 @@ def parse_instruction(text: str) -> Instruction:
     if (mb is None) != (op in SYNC_OPS):
         need = "no microbatch (as in GRAD_SYNC0)" if op in SYNC_OPS else "a chunk and a microbatch (as in F0.3)"
         raise InstructionError(f"{text!r}: {op} takes {need}")
+    if op == DROP and tensor is None:
+        raise InstructionError(f"{text!r}: {op} takes a tensor (as in DROP0.3:skip)")
     if part is None and tensor is None:
         return instruction(op, int(chunk), NONE if mb is None else int(mb))
     whole = op in SYNC_OPS | OUTPUT_LAYER_OPS

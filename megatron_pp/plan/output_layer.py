@@ -12,13 +12,15 @@ which they stand here from last to first. None is over before all ranks have pos
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import Result
 from megatron_pp.plan.instruction import NONE, Instruction, placed
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.spec import DEVICE_SYNC, PlanSpec
 
 _ORDER = (ins.REDUCE, ins.ALL_REDUCE, ins.BROADCAST)
 MADE_BY = {ins.BROADCAST: ins.FORWARD, ins.ALL_REDUCE: ins.OUTPUT_S, ins.REDUCE: ins.OUTPUT_T}
@@ -86,3 +88,27 @@ def _each(
         for place, op in enumerate(_ORDER if trains_with_two else _ORDER[1:]):
             stages = placement.output_stages if op != ins.BROADCAST else placement.output_stages[-1:]
             yield (max(ends[(MADE_BY[op], stage)][(mb, NONE)] for stage in stages), place, mb), op
+
+
+def placed_collectives(
+    collectives: Sequence[Collective], ends: Sequence[int], ahead: Callable[[int], int], spec: PlanSpec
+) -> Iterator[tuple[int, Collective]]:
+    """(boundary at which it is posted, collective) of one rank, whose entries end at ``ends``. ``ahead(use)``: the
+    boundary at which a receive for the entry ``use`` is early enough.
+
+    One is posted as soon as its rank's own part is there and the one before it is due: behind an unfinished one it
+    would hold back compute with one hardware queue. Where compute synchronises the device it waits for all that is
+    posted: none is posted before it is due.
+    """
+    earliest, boundaries, dues = 0, [], [bisect_right(ends, one.round) for one in collectives]
+    for one, due in zip(collectives, dues, strict=True):
+        earliest = max(earliest, due if DEVICE_SYNC in spec.device else one.ready)
+        boundaries.append(earliest)
+        earliest = max(earliest, due)
+    latest = len(ends)
+    for k in reversed(range(len(collectives))):
+        one = collectives[k]
+        if one.receives and one.use is not None:  # not long ahead of its use
+            boundaries[k] = max(boundaries[k], min(ahead(one.use), dues[k], latest))
+        latest = boundaries[k]
+    return zip(boundaries, collectives, strict=True)

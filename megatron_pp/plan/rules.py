@@ -1,9 +1,9 @@
 """When an instruction is valid in a rank's program: one rule per op, with what must be true of its *cell* before it and
 what is true afterwards.
 
-A cell is one (stage, microbatch) on its rank; its facts are bits. An instruction needs facts, must not find its own
-fact there already, and adds it. ``facts_at_end`` are what a finished program leaves of each cell: that every handle is
-waited exactly once and that nothing stays alive come to just that.
+A cell is one (stage, microbatch) on its rank, or a named tensor of it; its facts are bits. An instruction needs facts,
+must not find its own fact there already, and adds it. ``facts_at_end`` are what a finished program leaves of each cell:
+that every handle is waited exactly once and that nothing stays alive come to just that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from megatron_pp.plan.placement import Placement
 F_POSTED, F_HERE, F_RAN, F_SENT, F_FREED = 1, 2, 4, 8, 16
 B_POSTED, B_HERE, B_RAN, B_SENT, B_FREED = 32, 64, 128, 256, 512
 W_LEFT, W_RAN = 1024, 2048
-X_POSTED, X_HERE, S_RAN, R_POSTED, R_HERE, T_RAN, G_POSTED, G_HERE = (1 << k for k in range(12, 20))
+DROPPED = 4096
+X_POSTED, X_HERE, S_RAN, R_POSTED, R_HERE, T_RAN, G_POSTED, G_HERE = (1 << k for k in range(13, 21))
 
 _WORDS = {
     F_POSTED: "the receive of its input was posted",
@@ -40,6 +41,7 @@ _WORDS = {
     T_RAN: "its pass T ran",
     G_POSTED: "the reduction of the last output's gradient was posted",
     G_HERE: "the reduction of the last output's gradient is over",
+    DROPPED: "it was dropped",
 }
 
 
@@ -74,6 +76,7 @@ RULES = {
     ins.OUTPUT_T: Rule(X_HERE | R_HERE, T_RAN, "Once, after the statistics of all ranks are there."),
     ins.REDUCE: Rule(T_RAN, G_POSTED, "Once with two barriers, after T."),
     ins.WAIT_REDUCE: Rule(G_POSTED, G_HERE, "Once per reduction, on the last stage's rank before its backward."),
+    ins.DROP: Rule(0, DROPPED, "Once per named tensor on a rank, when no stage there uses it any more, nor a send."),
 }
 
 

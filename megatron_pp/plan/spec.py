@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan.certificate import Certificate
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.instruction import NONE, PAIR, Instruction, format_program, without_pairs
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Repeated
+from megatron_pp.plan.skip_tensors import CACHES, RECEIVED, Routes, SkipTensor, routes_of, skip_tensors
 from megatron_pp.plan.tasks import Task
 
 OVERLAP = "overlap"  # posts early, waits late
@@ -76,6 +78,8 @@ class PlanSpec:
     device            which of DEVICE_RULES hold where the plan runs: it is lowered for them and verified under them
     slices            slices that every sequence is cut into; operations and messages are of one slice where there are
                       several
+    skip_tensors      named tensors that stages send to later ones, or their declaration as text (``skip_tensors.py``)
+    skip_cache        what ranks keep of them, so that it is not sent again: one of CACHES
     """
 
     schedule: str
@@ -97,6 +101,8 @@ class PlanSpec:
     split_backward: bool = True
     device: tuple[str, ...] = ()
     slices: int = 1
+    skip_tensors: tuple[SkipTensor, ...] = ()
+    skip_cache: str = RECEIVED
 
     def __post_init__(self) -> None:
         _one_of("lowering policy", self.policy, POLICIES)
@@ -114,6 +120,10 @@ class PlanSpec:
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        _one_of("cache of skip tensors", self.skip_cache, CACHES)
+        if self.skip_tensors:
+            tensors = skip_tensors(self.skip_tensors, self.pipeline_size * self.num_chunks)
+            object.__setattr__(self, "skip_tensors", tensors)
 
     @property
     def effective_group_size(self) -> int:
@@ -129,16 +139,19 @@ class PlanSpec:
         """One line, as error messages and drawings head it."""
         kind = "forward only" if self.forward_only else "training"
         slices = f"slices={self.slices} " if self.slices > 1 else ""
+        count = len(self.skip_tensors)
+        skips = f" skip_tensors={count} cache={self.skip_cache}" if count else ""
         return (
             f"{self.schedule} P={self.pipeline_size} V={self.num_chunks} M={self.num_microbatches} "
-            f"{slices}group={self.effective_group_size} {self.policy}/{self.channels} {kind}"
+            f"{slices}group={self.effective_group_size} {self.policy}/{self.channels} {kind}{skips}"
         )
 
 
 @dataclass(frozen=True)
 class Plan:
     """A lowered plan: one program per rank. ``orders`` keeps the compute order it came from; ``remark`` is a sentence
-    for the log where another order stands in for the schedule's own, else empty.
+    for the log where another order stands in for the schedule's own, else empty. ``certificate`` is what the last
+    ``verify`` that accepted the plan has proven of it; None before, and for a changed copy.
     """
 
     spec: PlanSpec
@@ -146,6 +159,14 @@ class Plan:
     programs: Sequence[Line]
     orders: Sequence[Line] = field(repr=False, default=())
     remark: str = ""
+    certificate: Certificate | None = field(default=None, init=False, repr=False, compare=False)
+
+    def certify(self, rules: Sequence[str], device: Sequence[str]) -> Certificate:
+        """Note that ``rules`` are proven of this plan on a device with the rules ``device``."""
+        spec = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self.spec).items()}
+        found = Certificate(tuple(rules), tuple(device), spec, self.programs)
+        object.__setattr__(self, "certificate", found)
+        return found
 
     @collector_paused()
     def tasks(self, rank: int) -> tuple[Task, ...]:
@@ -155,6 +176,12 @@ class Plan:
             made = programs.tasks(rank) if isinstance(programs, Repeated) else tuple(map(Task, programs[rank]))
             self._tasks[rank] = made
         return self._tasks[rank]
+
+    @property
+    def routes(self) -> Routes | None:
+        """Of the named tensors; None where there are none."""
+        spec = self.spec
+        return routes_of(spec.skip_tensors, spec.skip_cache, self.placement) if spec.skip_tensors else None
 
     @cached_property
     def _tasks(self) -> dict[int, tuple[Task, ...]]:

@@ -6,9 +6,10 @@ or the missing piece."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan import certificate as cert
 from megatron_pp.plan.activations import Shares, peak_activations
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import WEIGHT_SHARE
@@ -28,11 +29,13 @@ class Verdict:
     activations  peak of what the chunks themselves keep, in units of one chunk's forward; a waiting weight gradient
                  counts its share (``activations.py``)
     device       the rules of the device that it was verified under, besides rendezvous
+    certificate  what was proven, of which programs; also ``plan.certificate`` from then on
     """
 
     ranks: tuple[RankPeaks, ...]
     activations: tuple[float, ...]
     device: tuple[str, ...] = ()
+    certificate: cert.Certificate | None = field(default=None, repr=False, compare=False)
 
     @property
     def worst_rank(self) -> int:
@@ -75,4 +78,6 @@ def verify(
     if STATIC_BUFFERS in rules:
         check_static_buffers(plan, block)
     check_programs(plan)
-    return Verdict(peaks, peak_activations(plan, weight_share), rules)
+    proven = {cert.COMPLETE, cert.LIFETIME if deallocate else cert.KEPT_OUTPUTS, cert.RENDEZVOUS, *rules, cert.ORDER}
+    certificate = plan.certify([rule for rule in cert.PROOFS if rule in proven], rules)
+    return Verdict(peaks, peak_activations(plan, weight_share), rules, certificate)

@@ -19,7 +19,7 @@ from megatron_pp.runtime.dict_activations import NamedSteps
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
 from megatron_pp.runtime.graph_order import check_graph_order
-from megatron_pp.runtime.log_once import warn_once
+from megatron_pp.runtime.log_once import certify_once, warn_once
 from megatron_pp.runtime.message_shapes import group_sizes, messages, shapes_of_slices, slices_of, tensor_shapes
 from megatron_pp.runtime.output_layer import OutputLayerRunner, OutputLayerSteps, check_split_layer
 from megatron_pp.runtime.pairs import PairRunner
@@ -32,6 +32,7 @@ from megatron_pp.runtime.plan_choice import (
 )
 from megatron_pp.runtime.send_buffer_check import executor_for
 from megatron_pp.runtime.sequence_slices import SliceRunner
+from megatron_pp.runtime.skip_tensors import SkipRunner, check_skip_tensors
 from megatron_pp.runtime.sliced_steps import SlicedSteps
 from megatron_pp.runtime.sync_advice import unsynchronised
 from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
@@ -79,6 +80,8 @@ class StepCall:
         self.messages = messages(inputs, settings, size, self.tensor_shapes)
         self.check_output_layer(fields["schedule"])
         self.shapes = shapes_of_slices(self.messages.shapes, self.slices)
+        if fields["skip_tensors"]:
+            check_skip_tensors(inputs, settings)
         if settings.cuda_graph_impl == TE_GRAPHS:
             check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
@@ -90,6 +93,7 @@ class StepCall:
         self.begin()
         communicator, shapes = self.communicator, self.shapes[0]
         plan = build_plan(self.spec, self._announce)
+        certify_once(plan)
         if not self.spec.forward_only:
             warn_of_limits(plan, self.weights is not None)
             synchronised = self.communicator.pp_group, self.inputs.pg_collection
@@ -226,6 +230,7 @@ class StepCall:
             graph_in_evaluation=self.graph_in_evaluation,
             slices=SliceRunner(plan, self.slices, self.shapes) if self.slices else None,
             output_layer=self._output_layer(plan, steps),
+            skips=self._skips(plan),
             observer=observers(instruction_marks(self.communicator, settings), recording, ranges_if_profiling()),
         )
         if self.communicator.wire is not None:
@@ -239,6 +244,12 @@ class StepCall:
             if placement.barriers
             else None
         )
+
+    def _skips(self, plan: Plan) -> SkipRunner | None:
+        if not plan.spec.skip_tensors:
+            return None
+        graphs = self.graph_in_evaluation or not plan.spec.forward_only
+        return SkipRunner(plan, [one.send for one in self.shapes], self.communicator.dtype, graphs)
 
     def _is_last_stage(self, plan: Plan) -> list[bool]:
         rank = self.communicator.rank

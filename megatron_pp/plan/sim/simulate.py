@@ -121,6 +121,7 @@ class _Run:
         self.plan = plan
         self.costs = costs
         self.shares = costs.of_slices(plan.spec.slices)  # of a whole sequence there is one, at the index NONE
+        self.of_mb = costs.of_microbatches(plan.spec.num_microbatches)
         self.rules = rules
         self.one_queue = ONE_QUEUE in rules
         self.device_sync = DEVICE_SYNC in rules
@@ -198,7 +199,7 @@ class _Run:
             self._start_pair(rank, at, now)
             return
         for one in at.members or (at,):
-            took = self.costs.of(one.op, one.stage) * self.shares[one.slice]
+            took = self.costs.of(one.op, one.stage) * self.shares[one.slice] * self.of_mb[one.mb]
             rank.note(now, now + took)
             rank.busy += took
             now += took
@@ -207,7 +208,7 @@ class _Run:
 
     def _start_pair(self, rank: _Rank, at: Instruction, now: float) -> None:
         """A pair with sends in it: its halves take what both take, and each send has its share of that time."""
-        whole = sum(self.costs.of(half.op, half.stage) for half in halves(at))
+        whole = sum(self.costs.of(half.op, half.stage) * self.of_mb[half.mb] for half in halves(at))
         pair, begun = _PairRest(), now
         for one in at.members:
             if one.op in ins.SEND_OPS:
@@ -215,7 +216,7 @@ class _Run:
                 pair.sends.append((begun + share * whole, len(rank.starts), one))
                 rank.note(now, now)
                 continue
-            took = self.costs.of(one.op, one.stage)
+            took = self.costs.of(one.op, one.stage) * self.of_mb[one.mb]
             pair.backward = len(rank.starts)
             rank.note(now, now + took)
             now += took

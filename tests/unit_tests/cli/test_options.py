@@ -115,7 +115,7 @@ def test_a_grid_takes_no_trace(command, option):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("verify --p2p-ms 3", ["--p2p-ms is an option of simulate and draw, not of verify", "verify --help"]),
+        ("verify --p2p-ms 3", ["is an option of simulate and advise and draw, not of verify", "verify --help"]),
         ("plan --optimizer-bypass", ["--optimizer-bypass is an option of simulate, not of plan"]),
         ("verify extra", ["'extra' is one argument too many"]),
         ("draw --step 3", ["--step chooses within the traces that --from-trace names"]),
