@@ -37,6 +37,7 @@ def spec_fields(
     slices = settings.sequence_slices
     family: Family = checked(rules.schedule_family, settings.pipeline_schedule, num_chunks, slices)
     group_size = settings.microbatch_group_size_per_vp_stage
+    placement = Placement(family.placement, pipeline_size, num_chunks)
     return {
         "schedule": family.name,
         "pipeline_size": pipeline_size,
@@ -52,6 +53,8 @@ def spec_fields(
         "measured": checked(rules.measured_of, settings) if family.search is not None else None,
         "digest": family.digest,
         "slices": slices,
+        "skip_tensors": checked(rules.checked_skip_tensors, settings.skip_tensors, settings.skip_cache, placement),
+        "skip_cache": settings.skip_cache,
         "split_backward": is_converted or inputs.forward_only or not family.splits_weight,
     }
 
