@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> Report:
         settings,
         [
             "Simulated: the stages' nominal lengths, transfers free. Measured: the recorded steps of a gloo run, as "
-            "megatron-pp report reads them; each layer sleeps, and its real linear layers compute beside that. Own times: "
-            "simulated with what the recorded operations and transfers took. Wanted: within 0.03."
+            "megatron-pp report reads them; each layer sleeps, and its real linear layers compute beside that. Own "
+            "times: simulated with what the recorded operations and transfers took. Wanted: within 0.03."
         ],
     )
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import re
 import signal
@@ -50,23 +49,23 @@ LOGGED = re.compile(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+)")
 Steps = dict[int, tuple[str, float]]
 
 
-def environment(checkout: Path, folder: str) -> dict[str, str]:
-    """Of the ranks. Without a GPU, Python redirects each process to the CPU when it starts, as `sitecustomize`."""
-    variables = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+def on_this_machine(checkout: Path, folder: str) -> tuple[dict[str, str], list[str]]:
+    """Environment and flags. Without a GPU, each Python redirects itself to the CPU as it starts (`sitecustomize`)."""
+    variables, flags = {**os.environ, "OMP_NUM_THREADS": "1"}, []
     if not torch.cuda.is_available():
         (Path(folder) / "sitecustomize.py").write_text(ON_CPU)
-        variables["PYTHONOPTIMIZE"] = "1"  # Megatron asserts that CUDA is there
+        variables["PYTHONOPTIMIZE"] = "1"  # Megatron asserts that there is a GPU
+        flags = ["--distributed-backend", "gloo"]
     paths = [folder, str(ROOT), str(checkout), os.environ.get("PYTHONPATH")]
-    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}, flags
 
 
 def train(checkout: Path, variables: dict[str, str], schedule: str | None, flags: list[str], deadline: float) -> Steps:
     """Step -> its loss as logged, and its gradient norm. Under Megatron's own schedule where ``schedule`` is None."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     engine = ["-m", "megatron_pp", "run", "--pipeline-schedule", schedule] if schedule else []
-    backend = [] if torch.cuda.is_available() else ["--distributed-backend", "gloo"]
     job = subprocess.Popen(
-        [sys.executable, *launcher, *engine, "pretrain_gpt.py", *MODEL.split(), *TRAINING.split(), *backend, *flags],
+        [sys.executable, *launcher, *engine, "pretrain_gpt.py", *MODEL.split(), *TRAINING.split(), *flags],
         cwd=checkout,
         env=variables,
         stdout=subprocess.PIPE,
@@ -101,14 +100,17 @@ def main() -> int:
     checkout, schedules = options.checkout.resolve(), options.schedules.split(",")
     differing = False
     with tempfile.TemporaryDirectory() as folder:
-        run = functools.partial(train, checkout, environment(checkout, folder), deadline=options.deadline)
-        run(None, [*CHUNKS, "--save", f"{folder}/first", "--exit-interval", "2"])
+        variables, flags = on_this_machine(checkout, folder)
+
+        def run(schedule: str | None, *more: str) -> Steps:
+            return train(checkout, variables, schedule, [*flags, *more], options.deadline)
 
         def two_steps(schedule: str | None) -> Steps:
             saved = f"{folder}/{schedule}"
-            third = run(schedule, [*CHUNKS, "--load", f"{folder}/first", "--save", saved, "--exit-interval", "3"])
-            return {**third, **run(schedule and "1f1b", ["--load", saved])}
+            third = run(schedule, *CHUNKS, "--load", f"{folder}/first", "--save", saved, "--exit-interval", "3")
+            return {**third, **run(schedule and "1f1b", "--load", saved)}
 
+        run(None, *CHUNKS, "--save", f"{folder}/first", "--exit-interval", "2")
         wanted = two_steps(None)
         print(f"Megatron-LM's own schedules: {wanted}", flush=True)
         for schedule in schedules:

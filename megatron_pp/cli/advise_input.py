@@ -77,6 +77,8 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mtp-ms", type=times, metavar="F,B,W", help="of each layer for multi-token prediction")
     group.add_argument("--loss-ms", type=times, metavar="F,B,W", help="of the output layer and the loss")
     group.add_argument("--mtp-layers", type=whole, metavar="N", help="layers for multi-token prediction")
+    unequal = "what each microbatch of a step costs, relative to the others: the best order to run them in is found"
+    group.add_argument("--microbatch-costs", type=times, metavar="A,B,C", help=unequal)
     costs = "JSON with all of this: `layers`, or what `auto` reads as pipeline_measured, in ms and GB"
     group.add_argument("--costs", metavar="FILE", help=costs)
 
@@ -135,6 +137,7 @@ def question_of(args: argparse.Namespace) -> Question:
         device=tuple(args.device),
         splits_backward=not args.no_split_backward,
         gloo=args.gloo,
+        microbatch_costs=_relative(args.microbatch_costs or ()),
         seq_length=args.seq_length or whole_argument(megatron, "seq_length", 0) or None,
         peak_flops=gpu.flops if gpu is not None else None,
     )
@@ -176,6 +179,13 @@ def _gpu(args: argparse.Namespace) -> Gpu | None:
     if not args.gpu_tflops or args.memory_gb is None:
         raise UsageError("--gpu-tflops must be above 0, and goes with --memory-gb")
     return Gpu(1e12 * args.gpu_tflops, args.memory_gb, 1e12 * (args.gpu_bandwidth or 2.0), 0.0)
+
+
+def _relative(costs: Sequence[float]) -> tuple[float, ...]:
+    """With a mean of 1: the times are of a microbatch of the mean cost."""
+    if costs and not min(costs):
+        raise UsageError("--microbatch-costs has a 0; every microbatch costs something")
+    return tuple(cost * len(costs) / sum(costs) for cost in costs)
 
 
 def _in_gb(link: Link) -> Link:

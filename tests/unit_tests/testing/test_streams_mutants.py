@@ -88,8 +88,8 @@ def test_early_frees_with_and_without_ownership_and_record_stream(mutant: type[P
 
 
 def has_place(mutant: type[PlanExecutor], spec: PlanSpec) -> bool:
-    """Where shapes vary a receive is waited where it is posted; so is a batch, and nothing gets its memory before. Whoever
-    has waited for a named tensor has the one before it on its channel too.
+    """Where shapes vary a receive is waited where it is posted; so is a batch, and nothing gets its memory before.
+    Whoever has waited for a named tensor has the one before it on its channel too.
     """
     if spec.skip_tensors and mutant in (ReadsBeforeItArrived, ReadsGradientBeforeItArrived):
         return False
