@@ -94,7 +94,8 @@ def mtp_losses() -> Iterator[list[str]]:
     chosen = Candidate("interleaved_1f1b", 2, 1, 32, "overlap")
     before = theirs(question, chosen, "E|" + "t|" * 10 + "m|m|m||LLLL")
     setting = "Megatron-LM#5318, P=8, M=32"
-    yield Row(setting, f"interleaved_1f1b, all losses at the end, {in_cell('E|(t|)*10m|m|m||L*4')}", before).cells(before)
+    last = f"interleaved_1f1b, all losses at the end, {in_cell('E|(t|)*10m|m|m||L*4')}"
+    yield Row(setting, last, before).cells(before)
     spread = theirs(question, chosen, "E|" + "t|" * 10 + "m|m|m|LL|LL")
     yield Row("", f"interleaved_1f1b, as it proposes, {in_cell('E|(t|)*10m|m|m|LL|LL')}", spread).cells(before)
     best = ours(question)
