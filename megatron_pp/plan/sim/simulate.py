@@ -20,7 +20,7 @@ from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import FREE, Network, StageCosts
 from megatron_pp.plan.dataflow import Message, message_of
 from megatron_pp.plan.instruction import POST_OF, Instruction, halves
-from megatron_pp.plan.queues import Entry
+from megatron_pp.plan.queues import Entry, Meeting
 from megatron_pp.plan.rendezvous import check_rendezvous
 from megatron_pp.plan.sim.network_model import Announcement, Arrival, TimedQueues
 from megatron_pp.plan.sim.simulation import Simulation, TransferLog, Waits
@@ -40,7 +40,7 @@ def simulate(plan: Plan, costs: StageCosts, network: Network = FREE, device: Col
         raise PlanError(f"{' and '.join(rules)}: gloo's transfers wait for no device; leave the rule or gloo out")
     if costs.num_stages != plan.placement.num_stages:
         raise PlanError(f"costs are given for {costs.num_stages} stages; the plan has {plan.placement.num_stages}")
-    return _Run(plan, costs, network, rules).run()
+    return _Run(plan, costs.placed(plan.placement), network, rules).run()
 
 
 class _PairRest:
@@ -103,7 +103,7 @@ class _Rank:
             self.next += 1
         if op in ins.FREE_OPS:
             self.waits.release += now - since
-        elif op not in ins.WAIT_OPS:  # a post, held back by what is in front of it
+        elif op not in ins.WAIT_OPS | ins.COLLECTIVE_WAITS:  # a post, held back by what is in front of it
             self.waits.queued += now - since
         elif entry.last is not None:
             self.waits.add_receive(since, now, entry.last)
@@ -127,6 +127,8 @@ class _Run:
         self.device_sync = DEVICE_SYNC in rules
         self.queues = TimedQueues(plan, network)
         self.late_receives = plan.spec.variable_shapes  # as in rendezvous.py: its WAIT posts such a receive in full
+        self.posts = {ins.BATCH} | ins.SEND_OPS | ins.COLLECTIVE_POSTS
+        self.posts |= set() if self.late_receives else ins.RECV_OPS
         self.ranks = [_Rank(plan, r) for r in range(len(plan.programs))]
         self.log = TransferLog()
         self.agenda: list[tuple[float, int, _Rank | Arrival | Announcement]] = []
@@ -182,7 +184,7 @@ class _Run:
                     rank.starts.append(now)
                     rank.awaited = entry
                     return
-            elif op == ins.BATCH or op in ins.SEND_OPS or (op in ins.RECV_OPS and not self.late_receives):
+            elif op in self.posts:
                 entry = self._post(rank, at, now)
                 if self.one_queue and entry.queue[0] is not entry:
                     rank.starts.append(now)
@@ -261,7 +263,8 @@ class _Run:
     def _plan_network_events(self) -> None:
         """What the network will do of itself because of what was just posted or has just ended."""
         for arrival in self.queues.started:
-            self.log.append(arrival.transfer)
+            if isinstance(arrival.meeting, Meeting):  # collectives go over no link of their own
+                self.log.append(arrival.transfer)
             self._plan_event(arrival.transfer.end, arrival)
         self.queues.started.clear()
         for when, announcement in self.queues.announced:
