@@ -138,10 +138,11 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
 
 def _compared(args: argparse.Namespace, plans: Sequence[Plan]) -> list[Simulation]:
     """Steps of one model: without costs, a rank's share of it takes 1 slot for each of F, I and W, whatever V is."""
-    links = cost_options.network(args, cost_options.model_shape(args), plans[0].spec.pipeline_size)
+    shape = cost_options.model_shape(args)
+    links = cost_options.network(args, shape, plans[0].spec.pipeline_size)
     steps = []
     for plan in plans:
-        costs = cost_options.cost_profile(args, plan.spec.pipeline_size, 1, plan.spec.slices)
+        costs = cost_options.cost_profile(args, shape, plan.spec.pipeline_size, 1, plan.spec.slices)
         costs = costs.regrouped(plan.placement.num_stages)
         steps.append(simulate(plan, costs, links, args.device))
     return steps

@@ -56,6 +56,8 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     pipeline_schedule: str | None
     sequence_slices: int
     balance_sequence_slices: bool
+    offload_chunks: int | None
+    offload_slots: int
     pipeline_measured: Measured | dict[str, Any] | str | None
     p2p_channels: str
     p2p_max_ctas: int | None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, LOAD, OFFLOAD, WEIGHT_GRAD
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.slice_costs import slice_shares
 
@@ -31,6 +31,7 @@ class StageCosts:
                     gradient are there, where they are sent within it; (1, 1): when it is over
     attention       share of causal attention in all of them, where sequences are cut into slices of equal length
                     (``slice_costs.py``); at 0 all slices cost the same
+    offload         copy of what a forward keeps, one way between device and host; empty where copies take no time
 
     Raises PlanError for lists of different lengths, and for times that are negative or not finite.
     """
@@ -41,15 +42,18 @@ class StageCosts:
     weight: tuple[float, ...]
     pair_sends: tuple[float, float] = (1.0, 1.0)
     attention: float = 0.0
+    offload: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.offload:
+            object.__setattr__(self, "offload", (0.0,) * len(self.forward))
         if len(self.pair_sends) != 2 or not all(0 <= share <= 1 for share in self.pair_sends):
             raise PlanError(f"pair_sends is {self.pair_sends!r}; it must be two shares of a pair's time, from 0 to 1")
-        for name in ("backward", "backward_input", "weight"):
+        for name in ("backward", "backward_input", "weight", "offload"):
             if len(getattr(self, name)) != len(self.forward):
                 given = len(getattr(self, name))
                 raise PlanError(f"costs of {name} are given for {given} stages, of forward for {len(self.forward)}")
-        for name in ("forward", "backward", "backward_input", "weight"):
+        for name in ("forward", "backward", "backward_input", "weight", "offload"):
             for stage, value in enumerate(getattr(self, name)):
                 if not (math.isfinite(value) and value >= 0):
                     raise PlanError(f"the {name} time of stage {stage} is {value}; it must be finite and at least 0")
@@ -94,12 +98,14 @@ class StageCosts:
         n = self.num_stages
         if n % count and count % n:
             raise PlanError(f"times of {n} stages cannot be regrouped into {count}; give a multiple or a divisor of it")
-        lists = (self.forward, self.backward, self.backward_input, self.weight)
-        forward, backward, backward_input, weight = (_regrouped(times, count) for times in lists)
-        return replace(self, forward=forward, backward=backward, backward_input=backward_input, weight=weight)
+        lists = (self.forward, self.backward, self.backward_input, self.weight, self.offload)
+        forward, backward, backward_input, weight, offload = (regrouped(times, count) for times in lists)
+        return replace(
+            self, forward=forward, backward=backward, backward_input=backward_input, weight=weight, offload=offload
+        )
 
     def of(self, op: str, stage: int) -> float:
-        """Time of a single compute operation of ``stage``, of a whole sequence."""
+        """Time of a single compute operation or copy of ``stage``, of a whole sequence."""
         return self._by_op[op][stage]
 
     def of_slices(self, slices: int) -> tuple[float, ...]:
@@ -113,10 +119,13 @@ class StageCosts:
             BACKWARD: self.backward,
             INPUT_GRAD: self.backward_input,
             WEIGHT_GRAD: self.weight,
+            OFFLOAD: self.offload,
+            LOAD: self.offload,
         }
 
 
-def _regrouped(times: tuple[float, ...], count: int) -> tuple[float, ...]:
+def regrouped(times: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """The times of ``count`` equal stages of the same model; one number is a multiple of the other."""
     if len(times) >= count:
         size = len(times) // count
         return tuple(sum(times[i * size : (i + 1) * size]) for i in range(count))

@@ -41,6 +41,11 @@ HAND_B = "HAND_B"
 PARAM_SYNC = "PARAM_SYNC"  # config.param_sync_func[chunk]
 ENABLE_GRAD_SYNC = "ENABLE_GRAD_SYNC"  # leave no_sync for the next B, I or W of the chunk: DDP hooks fire in it
 GRAD_SYNC = "GRAD_SYNC"  # config.grad_sync_func[chunk]
+# What a forward keeps for its backward, in host memory in between.
+OFFLOAD = "OFFLOAD"  # post its copy to the host, behind the forward; never blocks
+FREE_OFFLOAD = "FREE_OFFLOAD"  # wait for that copy, then give the device memory back
+LOAD = "LOAD"  # allocate it on the device and post the copy back; never blocks
+WAIT_LOAD = "WAIT_LOAD"  # wait for that copy, then give the host memory back
 # Several sends and receives as one grouped call.
 BATCH = "BATCH"
 
@@ -54,14 +59,19 @@ WAIT_OPS = frozenset({WAIT_F, WAIT_B})
 FREE_OPS = frozenset({FREE_F, FREE_B})
 HAND_OPS = frozenset({HAND_F, HAND_B})
 SYNC_OPS = frozenset({PARAM_SYNC, ENABLE_GRAD_SYNC, GRAD_SYNC})
+COPY_POST_OPS = frozenset({OFFLOAD, LOAD})
+COPY_OPS = COPY_POST_OPS | {FREE_OFFLOAD, WAIT_LOAD}
 POST_OPS = SEND_OPS | RECV_OPS
 TRANSFER_OPS = POST_OPS | WAIT_OPS | FREE_OPS
 GROUP_OPS = frozenset({PAIR, BATCH})
-SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | SYNC_OPS
+SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | SYNC_OPS | COPY_OPS
 ALL_OPS = SINGLE_OPS | GROUP_OPS
 
 POST_OF = {WAIT_F: RECV_F, WAIT_B: RECV_B, FREE_F: SEND_F, FREE_B: SEND_B}
-"""What a WAIT or FREE waits for."""
+"""What a WAIT or FREE of a message waits for."""
+
+COPY_OF = {FREE_OFFLOAD: OFFLOAD, WAIT_LOAD: LOAD}
+"""The copy that FREE_OFFLOAD or WAIT_LOAD waits for."""
 
 SENT_BY = {FORWARD: SEND_F, BACKWARD: SEND_B}
 """What sends the result of a pair's half."""
@@ -141,6 +151,10 @@ OP_NAMES = {
     PARAM_SYNC: "parameter sync",
     ENABLE_GRAD_SYNC: "start of gradient sync in the backward",
     GRAD_SYNC: "gradient sync",
+    OFFLOAD: "offload",
+    FREE_OFFLOAD: "release after the offload",
+    LOAD: "load",
+    WAIT_LOAD: "wait for the load",
     BATCH: "batch",
 }
 
@@ -191,7 +205,7 @@ def pair(*members: Instruction) -> Instruction:
 
 def _may_follow(at: Instruction, before: Instruction) -> bool:
     """Whether ``at`` may stand right behind ``before`` in a pair: a send behind what has made the tensor."""
-    return at.op not in TRANSFER_OPS | SYNC_OPS | HAND_OPS or (
+    return at.op in SINGLE_COMPUTE_OPS or (
         at.op == SENT_BY.get(before.op) and (at.stage, at.chunk, at.mb) == (before.stage, before.chunk, before.mb)
     )
 
@@ -249,7 +263,7 @@ def parse_instruction(text: str) -> Instruction:
         raise InstructionError(f"{text!r}: {op} takes {need}")
     if part is None and tensor is None:
         return instruction(op, int(chunk), NONE if mb is None else int(mb))
-    if op in SYNC_OPS or (tensor is not None and op in SINGLE_COMPUTE_OPS):
+    if op in SYNC_OPS or (tensor is not None and op in SINGLE_COMPUTE_OPS | COPY_OPS):
         raise InstructionError(f"{text!r}: {op} takes no {'tensor' if tensor else 'slice'}")
     return Instruction(op, mb=int(mb), chunk=int(chunk), slice=NONE if part is None else int(part), tensor=tensor or "")
 

@@ -2,8 +2,8 @@
 what is true afterwards.
 
 A cell is one (stage, microbatch) on its rank; its facts are bits. An instruction needs facts, must not find its own
-fact there already, and adds it. ``facts_at_end`` are what a finished program leaves of each cell: that every handle is
-waited exactly once and that nothing stays alive come to just that.
+fact there already, nor one that bars it, and adds it. ``facts_at_end`` are what a finished program leaves of each cell:
+that every handle is waited exactly once and that nothing stays alive come to just that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from megatron_pp.plan.placement import Placement
 F_POSTED, F_HERE, F_RAN, F_SENT, F_FREED = 1, 2, 4, 8, 16
 B_POSTED, B_HERE, B_RAN, B_SENT, B_FREED = 32, 64, 128, 256, 512
 W_LEFT, W_RAN = 1024, 2048
+OFFLOADED, OFFLOAD_FREED, LOADED, LOAD_HERE = 4096, 8192, 16384, 32768
+MAY_BE = W_LEFT | W_RAN | OFFLOADED | OFFLOAD_FREED | LOADED | LOAD_HERE
+"""Facts of some cells of a plan that trains, and not of others."""
 
 _WORDS = {
     F_POSTED: "the receive of its input was posted",
@@ -31,15 +34,20 @@ _WORDS = {
     B_FREED: "its input gradient was released",
     W_LEFT: "its backward left the weight gradients",
     W_RAN: "its weight gradients ran",
+    OFFLOADED: "its offload was posted",
+    OFFLOAD_FREED: "its offload was waited for",
+    LOADED: "its load was posted",
+    LOAD_HERE: "what was offloaded is back",
 }
 
 
 class Rule(NamedTuple):
-    """The facts that an instruction needs, those it adds, and what it is for, in a sentence."""
+    """The facts that an instruction needs, those it adds, what it is for, in a sentence, and the facts that bar it."""
 
     needs: int
     adds: int
     sentence: str
+    bars: int = 0
 
 
 RULES = {
@@ -57,7 +65,16 @@ RULES = {
     ins.WEIGHT_GRAD: Rule(W_LEFT, W_RAN, "Once per I, after it."),
     ins.SEND_B: Rule(B_RAN, B_SENT, "Once per input gradient for another rank, after the backward."),
     ins.FREE_B: Rule(B_SENT, B_FREED, "Once per sent input gradient: waits for the send, then drops it."),
+    ins.OFFLOAD: Rule(F_RAN, OFFLOADED, "Once at most, between the forward and its backward.", bars=B_RAN),
+    ins.FREE_OFFLOAD: Rule(OFFLOADED, OFFLOAD_FREED, "Once per OFFLOAD: waits for the copy, then frees the memory."),
+    ins.LOAD: Rule(OFFLOAD_FREED, LOADED, "Once per OFFLOAD, after its release."),
+    ins.WAIT_LOAD: Rule(LOADED, LOAD_HERE, "Once per LOAD, before the backward."),
 }
+
+
+def obliged(op: str, facts: int) -> int:
+    """What an instruction needs besides because of its cell: a backward, that what was offloaded is back."""
+    return LOAD_HERE if op in ins.BACKWARD_OPS and facts & OFFLOADED else 0
 
 
 def facts_at_end(placement: Placement, stage: int, forward_only: bool) -> int:

@@ -8,12 +8,12 @@ from functools import cached_property
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.collector import collector_paused
-from megatron_pp.plan.instruction import NONE, PAIR, Instruction, format_program, without_pairs
+from megatron_pp.plan.instruction import NONE, OFFLOAD, PAIR, Instruction, format_program, without_pairs
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Repeated
-from megatron_pp.plan.tasks import Task
+from megatron_pp.plan.tasks import Key, Task
 
 OVERLAP = "overlap"  # posts early, waits late
 BATCHED = "batched"  # one grouped call per compute boundary, waited there
@@ -76,6 +76,9 @@ class PlanSpec:
     device            which of DEVICE_RULES hold where the plan runs: it is lowered for them and verified under them
     slices            slices that every sequence is cut into; operations and messages are of one slice where there are
                       several
+    offload_chunks    chunks of every rank, from its first, whose forwards are offloaded; None: as many as the schedule
+                      offloads
+    offload_slots     compute slots for which a copy between device and host is placed (>= 1)
     """
 
     schedule: str
@@ -97,6 +100,8 @@ class PlanSpec:
     split_backward: bool = True
     device: tuple[str, ...] = ()
     slices: int = 1
+    offload_chunks: int | None = None
+    offload_slots: int = 1
 
     def __post_init__(self) -> None:
         _one_of("lowering policy", self.policy, POLICIES)
@@ -111,9 +116,13 @@ class PlanSpec:
             ("release_after", self.release_after, 1),
             ("lookahead", self.lookahead, 0),
             ("number of slices", self.slices, 1),
+            ("number of offloaded chunks", 0 if self.offload_chunks is None else self.offload_chunks, 0),
+            ("offload_slots", self.offload_slots, 1),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        if self.offload_chunks is not None and self.offload_chunks > self.num_chunks:
+            raise PlanError(f"{self.offload_chunks} chunks of every rank are to be offloaded; it has {self.num_chunks}")
 
     @property
     def effective_group_size(self) -> int:
@@ -158,6 +167,16 @@ class Plan:
 
     @cached_property
     def _tasks(self) -> dict[int, tuple[Task, ...]]:
+        return {}
+
+    def offloaded(self, rank: int) -> frozenset[Key]:
+        """The forwards that ``rank`` offloads; made once."""
+        if rank not in self._offloaded:
+            self._offloaded[rank] = frozenset(task.key for task in self.tasks(rank) if task.op == OFFLOAD)
+        return self._offloaded[rank]
+
+    @cached_property
+    def _offloaded(self) -> dict[int, frozenset[Key]]:
         return {}
 
     def timed(self, rank: int) -> tuple[Instruction, ...]:

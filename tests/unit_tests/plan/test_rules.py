@@ -14,8 +14,8 @@ from megatron_pp.plan.rules import RULES, words_of
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
 
-# Between them they have every op: transfers, a hand-off at the turn of the V, whole and split backwards.
-PLAN = build_plan(PlanSpec("dualpipe_v", 2, 2, 6))
+# It has every op: transfers, a hand-off at the turn of the V, whole and split backwards, copies to the host and back.
+PLAN = build_plan(PlanSpec("dualpipe_v", 2, 2, 6, offload_chunks=2))
 
 
 def site_of(op: str) -> tuple[int, int]:
@@ -39,7 +39,7 @@ def refusal(plan: Plan) -> str:
 
 
 def test_every_op_has_a_rule_with_a_sentence() -> None:
-    assert set(RULES) == ins.SINGLE_COMPUTE_OPS | ins.TRANSFER_OPS | ins.HAND_OPS
+    assert set(RULES) == ins.SINGLE_COMPUTE_OPS | ins.TRANSFER_OPS | ins.HAND_OPS | ins.COPY_OPS
     for op, rule in RULES.items():
         assert rule.sentence.endswith("."), op
         assert rule.sentence[0].isupper(), op
