@@ -19,9 +19,10 @@ Copy = tuple[Tensor, Tensor]  # what is written, and what is read: flat, of one 
 
 
 class HostCopies(ABC):
-    """Posts copies of one rank."""
+    """Posts copies of one rank, whose tensors are on ``device``."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # host buffers by bytes
 
     def buffer(self, nbytes: int) -> Tensor:
@@ -43,12 +44,12 @@ class HostCopies(ABC):
 
 def host_copies(device: torch.device) -> HostCopies:
     """For tensors on ``device``."""
-    return _StreamCopies() if device.type == "cuda" else _ThreadCopies()
+    return _StreamCopies(device) if device.type == "cuda" else _ThreadCopies(device)
 
 
 class _ThreadCopies(HostCopies):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self._threads = [ThreadPoolExecutor(1, "megatron_pp host copies") for _ in range(2)]
 
     def post(self, copies: Sequence[Copy], to_host: bool) -> Wait:
@@ -69,8 +70,8 @@ class _StreamCopies(HostCopies):
     on the compute stream before it begins: so the allocator's order is kept without ``record_stream``.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self._streams = [torch.cuda.Stream(), torch.cuda.Stream()]
 
     def post(self, copies: Sequence[Copy], to_host: bool) -> Wait:

@@ -5,9 +5,9 @@ place to look instead, so that the engine may drop the tensor once it was copied
 something else holds as well (the user, a send that is on its way, an operation that keeps a tensor outside of autograd)
 stays alive with it, whatever is copied.
 
-On the device stay parameters and buffers of the chunks and what shares memory with them, tensors under SMALLEST bytes,
-subclasses of Tensor, and keys and values that slices of a sequence share. Of tensors that share memory, that memory is
-copied once.
+Where they are stay parameters and buffers of the chunks and what shares memory with them, tensors under SMALLEST bytes,
+subclasses of Tensor, tensors on another kind of device, and keys and values that slices of a sequence share. Of tensors
+that share memory, that memory is copied once.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ class _Block:
     host         a copy of the bytes from ``start`` to ``stop``, which are those in use
     """
 
-    __slots__ = ("device", "host", "memory", "start", "stop")
+    __slots__ = ("host", "memory", "start", "stop")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.device = tensor.device
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.memory: Tensor | None = flat.set_(tensor.untyped_storage())
         self.host: Tensor | None = None
@@ -73,8 +72,8 @@ class _Saved:
 
     def leave(self) -> None:
         """Where its block is copied, its memory is the block's from here on."""
-        if self.block is not None and self.block.host is not None:
-            self.changed = self.tensor is not None and self.tensor._version != self.version
+        if self.block is not None and self.block.host is not None and self.tensor is not None:
+            self.changed = self.tensor._version != self.version
             self.tensor = None
 
     def get(self) -> Tensor:
@@ -147,7 +146,9 @@ class Offloads:
     def offload(self, at: Task, shared: Sequence[Tensor]) -> None:
         """Post the copy of what the forward has saved, without what shares memory with ``shared``."""
         kept = self.kept[at.key]
-        for tensor in shared:
+        device = self.copies.device.type
+        elsewhere = (s.tensor for s in kept.saved if s.tensor is not None and s.tensor.device.type != device)
+        for tensor in (*shared, *elsewhere):
             kept.blocks.pop(tensor.untyped_storage().data_ptr(), None)
         for block in kept.blocks.values():
             block.host = self.copies.buffer(block.stop - block.start)
@@ -167,7 +168,7 @@ class Offloads:
         """Allocate on the device, and post the copy back."""
         kept = self.kept[at.key]
         for block in kept.blocks.values():
-            block.memory = torch.empty(block.stop, dtype=torch.uint8, device=block.device)
+            block.memory = torch.empty(block.stop, dtype=torch.uint8, device=self.copies.device)
         copies = [block.copy() for block in kept.blocks.values()]
         kept.wait = self.copies.post([(device, host) for host, device in copies], to_host=False)
 
