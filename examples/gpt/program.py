@@ -36,6 +36,7 @@ from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.tracing.recorder import flush_traces
 from megatron_pp.tracing.report import listed, write_timeline
 
+LOG = "log.txt"  # beside the metrics
 VALIDATION_SEED = 0  # every run validates on the same samples, whatever its own seed
 
 
@@ -75,7 +76,9 @@ def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
         find_start(settings, layout, this_launcher())
     device = choose_device(settings.device, process)
     libraries = choose_libraries(settings, device, find_family(config.schedule_name).splits_weight)
-    logging.basicConfig(level=logging.WARNING if process.rank == 0 else logging.ERROR, format="%(message)s")
+    shown = logging.StreamHandler()
+    shown.setLevel(logging.WARNING if process.rank == 0 else logging.ERROR)
+    logging.basicConfig(handlers=[shown], format="%(message)s")
     # At least torch's default, and longer than any operation may take: the fault guard's errors come first.
     timeout = timedelta(seconds=max(1800.0, 2 * StepSettings.from_config(config).patience))
     with joined(process, device, timeout):
@@ -89,6 +92,7 @@ def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
             chunks, split = _build_model(settings, config, device, libraries, timeout)
             if process.rank == 0:
                 save_settings(settings, start.folder, this_launcher())
+                _keep_log(start.folder)
             folder = start.folder if process.rank == 0 else None
             recorder = Recorder(folder, steps_done, settings)
             sizes = f"{len(texts.training.tokens):,} + {len(texts.validation.tokens):,}"
@@ -114,6 +118,14 @@ def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
             stop.granted = True
             _conclude(trainer, start)
     return trainer
+
+
+def _keep_log(folder: Path) -> None:
+    """What the engine logs, with the certificate of each plan that runs, is kept beside the metrics."""
+    kept, engine = logging.FileHandler(folder / LOG), logging.getLogger("megatron_pp")
+    kept.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    engine.addHandler(kept)
+    engine.setLevel(logging.INFO)
 
 
 def _read_texts(settings: Settings, config: TransformerConfig) -> Texts:

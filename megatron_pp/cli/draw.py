@@ -13,7 +13,7 @@ from megatron_pp import draw
 from megatron_pp.cli import cost_options, plan_options
 from megatron_pp.cli.errors import OK, UsageError
 from megatron_pp.cli.given import refuse
-from megatron_pp.cli.simulate import costs_of
+from megatron_pp.cli.simulate import costs_of, refuse_copies
 from megatron_pp.cli.terminal import print_line, print_table, write_output
 from megatron_pp.cli.trace_options import RUN, add_from_trace_option, traced_findings
 from megatron_pp.draw.chrome import render_chrome_trace
@@ -122,7 +122,8 @@ def _timelines(args: argparse.Namespace) -> list[Timeline]:
     if len(plans) > 1:
         steps = _compared(args, plans)
     else:
-        steps = [simulate(plans[0], *costs_of(args, plans[0], None, shape), args.device)]
+        refuse_copies(args, plans[0])
+        steps = [simulate(plans[0], *costs_of(args, plans[0].spec, None, shape), args.device)]
     return [simulated_timeline(step, cost_options.cost_unit(args), shape) for step in steps]
 
 

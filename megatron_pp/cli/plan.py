@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,13 @@ from megatron_pp.cli.errors import OK, refusing
 from megatron_pp.cli.given import refuse
 from megatron_pp.cli.plan_options import PLAN_OPTIONS, add_plan_options, single_plan
 from megatron_pp.cli.terminal import print_line
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.instruction import COMPUTE_OPS, format_program
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.plan.serialize import FORMATS, TORCH_CSV, format_plan
+from megatron_pp.plan.serialize import FORMATS, JSON, TORCH_CSV, format_plan
 from megatron_pp.plan.spec import Plan, checked_device
+from megatron_pp.plan.verifier import verify
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,8 +63,11 @@ def _formatted(plan: Plan, args: argparse.Namespace, form: str) -> str:
     if form in ("text", "txt", ""):
         return _as_text(plan, args.compute_only)
     refuse(args, ["compute_only"], f"is for text, not {form}")
+    if form == JSON:
+        with suppress(PlanError):  # a plan that is refused has no certificate
+            verify(plan, device=args.device or None)
     with refusing(plan.spec.describe()):
-        return format_plan(plan, form)
+        return format_plan(plan, form, certified=True)
 
 
 def _as_text(plan: Plan, compute_only: bool) -> str:

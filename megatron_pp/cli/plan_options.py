@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,8 +107,10 @@ def names_no_plan(args: argparse.Namespace) -> bool:
     return not given(args, ("source", *NAMING))
 
 
-def single_plan(args: argparse.Namespace) -> Plan:
-    """The one plan that the options name, not verified. Raises PlanError, UsageError, RefusedError."""
+def single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec) -> Plan:
+    """The one plan that the options name, of the spec that ``fit`` makes of theirs; not verified. Raises PlanError,
+    UsageError, RefusedError.
+    """
     if args.source is not None:
         return _imported(args)
     specs = list(listed_specs(args, named_schedules(args)))
@@ -116,12 +118,12 @@ def single_plan(args: argparse.Namespace) -> Plan:
         raise UsageError(
             f"-s, -V and -M name {len(specs)} plans, and this takes one; lists are for simulate --compare and draw"
         )
-    return named_plan(specs[0])
+    return named_plan(fit(specs[0]))
 
 
-def verified_single_plan(args: argparse.Namespace) -> Plan:
+def verified_single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec) -> Plan:
     """The one plan that the options name. Raises RefusedError where it does not verify."""
-    return verified(single_plan(args), args.device or None)
+    return verified(single_plan(args, fit), args.device or None)
 
 
 def verified(plan: Plan, device: Sequence[str] | None = None) -> Plan:

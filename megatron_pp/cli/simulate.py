@@ -15,14 +15,15 @@ from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.ticks import percent, short, size_label
 from megatron_pp.plan.activations import Shares
 from megatron_pp.plan.builder import offloaded_chunks
-from megatron_pp.plan.compare import Candidate, compare
+from megatron_pp.plan.compare import Candidate, compare, fitted
 from megatron_pp.plan.costs import WEIGHT_SHARE, Network, StageCosts
 from megatron_pp.plan.instruction import LOAD, OFFLOAD, WEIGHT_GRAD
+from megatron_pp.plan.sim.bound import Bound, bound_of
 from megatron_pp.plan.sim.memory import ModelShape, peak_bytes, peak_host_bytes
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.plan.sim.steady import SteadyStep, counts_on_bypass, longest_span, steady_step
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.tracing.analysis import Findings
 
 if TYPE_CHECKING:
@@ -79,21 +80,28 @@ def run(args: argparse.Namespace, console: Console) -> int:
         refuse(args, plan_options.LOWERING, "changes nothing of the plan that was traced; name a plan with -s")
         plan = traced.measured.plan
     else:
-        plan = plan_options.verified_single_plan(args)
+        plan = plan_options.verified_single_plan(
+            args, lambda spec: fitted(spec, *costs_of(args, spec, traced, cost_options.model_shape(args)))
+        )
+    refuse_copies(args, plan)
     shape = cost_options.model_shape(args)
-    conditions = (*costs_of(args, plan, traced, shape), args.device)
+    conditions = (*costs_of(args, plan.spec, traced, shape), args.device)
     result = simulate(plan, *conditions)
     steady = steady_step(plan, *conditions) if args.optimizer_bypass else None
     activations = result.peak_activations(_weight_shares(args, plan, shape))
     on_device, on_host = (peak_bytes(plan, shape), peak_host_bytes(plan, shape)) if shape else (None, None)
     peaks = Peaks(activations, on_device, result.peak_on_host(), on_host)
     unit = cost_options.MILLISECONDS if traced else cost_options.cost_unit(args)
+    measured = plan.spec.measured
+    bound = bound_of(plan, *conditions[:2], measured.memory(plan.placement) if measured else None)
     if args.json:
-        console.file.write(json.dumps(_facts(result, steady, peaks, unit), indent=1) + "\n")
+        facts = _facts(result, steady, peaks, unit) | {"bound": _bound_facts(bound, result.makespan)}
+        console.file.write(json.dumps(facts, indent=1) + "\n")
     else:
         print_line(console, plan.spec.describe())
         for sentence in _sentences(result, steady, unit):
             print_line(console, sentence)
+        print_line(console, bound.beside(result.makespan, unit))
         _show(result, peaks, unit, console)
     return OK
 
@@ -120,16 +128,19 @@ def _weight_shares(args: argparse.Namespace, plan: Plan, shape: ModelShape | Non
     return WEIGHT_SHARE if shape is None else [shape.weight_share(stage, stages) for stage in range(stages)]
 
 
+def refuse_copies(args: argparse.Namespace, plan: Plan) -> None:
+    """Raises UsageError for the time of copies that ``plan`` does not have."""
+    if not plan.offloads:
+        refuse(args, cost_options.COPIES, _NO_COPIES.format(plan.spec.schedule))
+
+
 def costs_of(
-    args: argparse.Namespace, plan: Plan, traced: Findings | None, shape: ModelShape | None
+    args: argparse.Namespace, spec: PlanSpec, traced: Findings | None, shape: ModelShape | None
 ) -> tuple[StageCosts, Network]:
     """What compute and transfers cost: as measured, or as the options say."""
-    stages = plan.placement.num_stages
+    stages = spec.pipeline_size * spec.num_chunks
     if traced is not None:
         return traced.costs.regrouped(stages), traced.network
-    spec = plan.spec
-    if not any(at.op == OFFLOAD for program in plan.programs for at in program):
-        refuse(args, cost_options.COPIES, _NO_COPIES.format(spec.schedule))
     costs = cost_options.cost_profile(args, shape, spec.pipeline_size, spec.num_chunks, spec.slices)
     return costs.regrouped(stages), cost_options.network(args, shape, spec.pipeline_size)
 
@@ -209,6 +220,10 @@ def _copies(result: Simulation) -> list[dict[str, float]]:
     ]
 
 
+def _bound_facts(bound: Bound, step: float) -> dict[str, Any]:
+    return {"step": bound.step, "reason": bound.reason, "excess": bound.excess(step), "terms": dict(bound.terms)}
+
+
 def _compare(args: argparse.Namespace, console: Console) -> int:
     refuse(args, ["source", "schedule"], "does not go with --compare, which names the schedules itself")
     refuse(args, ["weight_share"], "is for a single plan, not for --compare, which shows no activations")
@@ -237,10 +252,11 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
 
 
 def _show_ranking(found: list[Candidate], shape: ModelShape | None, unit: str, console: Console) -> None:
-    names = ["schedule", "V", "M", f"{unit} per microbatch", "bubble", "in flight", "messages"]
+    names = ["schedule", "V", "M", f"{unit} per microbatch", "bubble", "over bound", "in flight", "messages"]
     rows = [
         [c.spec.schedule, str(c.spec.num_chunks), str(c.spec.num_microbatches), short(c.per_microbatch)]
-        + [percent(c.bubble_share), short(c.peak_in_flight), str(c.messages)]
+        + [percent(c.bubble_share), "-" if c.bound is None else percent(c.bound.excess(c.makespan))]
+        + [short(c.peak_in_flight), str(c.messages)]
         + ([size_label(c.peak_bytes or 0.0)] if shape else [])
         for c in found
         if not c.refused
@@ -265,4 +281,5 @@ def _candidate_facts(c: Candidate) -> dict[str, Any]:
         "peak_bytes": c.peak_bytes,
         "messages": c.messages,
         "sent_bytes": c.sent_bytes,
+        "bound": None if c.bound is None else _bound_facts(c.bound, c.makespan),
     }

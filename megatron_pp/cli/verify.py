@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING
 
 from megatron_pp.cli.errors import OK, REFUSED, RefusedError, refusing
 from megatron_pp.cli.plan_options import add_plan_options, single_plan
 from megatron_pp.cli.terminal import print_line
 from megatron_pp.plan.spec import Plan
-from megatron_pp.plan.verifier import verify
+from megatron_pp.plan.verifier import Verdict, verify
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,19 +29,29 @@ exit codes: 0 accepted, 1 refused (and why), 2 wrong arguments or a file that ho
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_options(parser)
     parser.add_argument("--keep-outputs", action="store_true", help="outputs are not deallocated after their send")
+    parser.add_argument("--json", action="store_true", help="the certificate, for programs")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     try:
-        answer, code = _verdict(single_plan(args), args), OK
+        plan = single_plan(args)
+        verdict = _verdict(plan, args)
     except RefusedError as error:
-        answer, code = str(error), REFUSED
-    print_line(console, answer)
-    return code
+        if args.json:
+            console.file.write(json.dumps({"accepted": False, "refused": str(error)}, indent=1) + "\n")
+        else:
+            print_line(console, str(error))
+        return REFUSED
+    certificate = verdict.certificate
+    if args.json and certificate is not None:
+        console.file.write(json.dumps({"accepted": True, **certificate.to_dict()}, indent=1) + "\n")
+    else:
+        print_line(console, f"{plan.spec.describe()}: {verdict}")
+        print_line(console, str(certificate))
+    return OK
 
 
-def _verdict(plan: Plan, args: argparse.Namespace) -> str:
-    """What ``verify`` found, in words. Raises RefusedError."""
-    name = plan.spec.describe()
-    with refusing(name):
-        return f"{name}: {verify(plan, deallocate=not args.keep_outputs, device=args.device or None)}"
+def _verdict(plan: Plan, args: argparse.Namespace) -> Verdict:
+    """What ``verify`` found. Raises RefusedError."""
+    with refusing(plan.spec.describe()):
+        return verify(plan, deallocate=not args.keep_outputs, device=args.device or None)

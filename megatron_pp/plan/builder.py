@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.bounded_cache import BoundedCache
+from megatron_pp.plan.certificate import REPETITION
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.family import Announce, Family
 from megatron_pp.plan.instruction import (
@@ -123,7 +124,10 @@ def _enlarged(template: _Template, spec: PlanSpec) -> Plan:
     more = spec.num_microbatches - template.plan.spec.num_microbatches
     programs = Repeated(template.programs, more // template.programs.block.microbatches)
     placement = template.plan.placement
-    return Plan(spec, placement, programs, _Orders(spec, placement), family_of(spec).remark(spec.shape))
+    plan = Plan(spec, placement, programs, _Orders(spec, placement), family_of(spec).remark(spec.shape))
+    if template.verdict.certificate is not None:
+        plan.certify((*template.verdict.certificate.rules, REPETITION), template.verdict.device)
+    return plan
 
 
 class _Orders(Lines):

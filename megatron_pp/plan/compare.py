@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.builder import verified_plan
-from megatron_pp.plan.costs import Network, StageCosts
+from megatron_pp.plan.builder import family_of, verified_plan
+from megatron_pp.plan.costs import MemoryModel, Network, StageCosts
+from megatron_pp.plan.instruction import BACKWARD, FORWARD
+from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.sim.bound import Bound, bound_of
 from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
+from megatron_pp.plan.sim.search import default_measured, peak_memory
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.steady import steady_step
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.spec import Plan, PlanSpec
+
+_FITS = 4  # searches for a plan that fits into memory with all its messages
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,7 @@ class Candidate:
     peak_bytes      of the fullest rank (None without a model shape)
     peak_in_flight  (chunk, microbatch) pairs of the fullest rank; a slice is its share of one
     messages, sent_bytes  of all ranks together
+    bound           of the makespan, under the memory limit; None where steps in a row are compared
     """
 
     spec: PlanSpec
@@ -32,6 +40,7 @@ class Candidate:
     messages: int = 0
     sent_bytes: float = 0.0
     refused: str = ""
+    bound: Bound | None = None
 
     @property
     def per_microbatch(self) -> float:
@@ -49,7 +58,8 @@ def compare(
     """Every spec simulated: those that can be had, fastest per microbatch first, then the others with the reason.
 
     ``costs`` are of the whole model in any number of equal parts. ``memory_limit`` is in bytes per rank, and needs
-    ``shape``. With ``optimizer_bypass`` makespan and bubble are those of a step among others (``sim/steady.py``).
+    ``shape``. Schedules that search plan for these costs and this limit. With ``optimizer_bypass`` makespan and bubble
+    are those of a step among others (``sim/steady.py``).
     """
     if memory_limit is not None and shape is None:
         raise PlanError("a memory limit needs the shape of the model")
@@ -66,11 +76,14 @@ def _candidate(
     optimizer_bypass: bool,
 ) -> Candidate:
     try:
-        plan, _ = verified_plan(spec)
+        plan = _plan(spec, costs, network, shape, memory_limit)
         conditions = (costs.regrouped(plan.placement.num_stages), network, spec.device)
         result = simulate(plan, *conditions)
         steady = steady_step(plan, *conditions) if optimizer_bypass else None
         peak = max(peak_bytes(plan, shape)) if shape else None
+        too_large = peak is not None and memory_limit is not None and peak > memory_limit
+        memory = _memory(plan.placement, shape, memory_limit) if shape and memory_limit and not too_large else None
+        bound = None if optimizer_bypass else bound_of(plan, *conditions[:2], memory)
     except PlanError as error:
         return Candidate(spec, refused=str(error))
     volume = result.volume().values()
@@ -82,5 +95,58 @@ def _candidate(
         peak_bytes=peak,
         messages=sum(messages for messages, _ in volume),
         sent_bytes=sum(size for _, size in volume),
-        refused="" if peak is None or memory_limit is None or peak <= memory_limit else f"needs {peak / 2**30:.1f} GiB",
+        refused=f"needs {(peak or 0.0) / 2**30:.1f} GiB" if too_large else "",
+        bound=bound,
     )
+
+
+def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryModel | None = None) -> PlanSpec:
+    """``spec`` with measured values for its search, where its schedule searches and has none: these costs, the mean
+    time of a message, and ``memory``, or 1F1B's where None. For equal times and free transfers it searches anyway.
+    """
+    family = family_of(spec)
+    if family.search is None or spec.measured is not None:
+        return spec
+    placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
+    costs = costs.regrouped(placement.num_stages)
+    times = [
+        (link := network.between(*edge)).latency + link.wire_time(network.message_bytes(kind))
+        for source, target in placement.rank_edges
+        for kind, edge in ((FORWARD, (source, target)), (BACKWARD, (target, source)))
+    ]
+    transfer = sum(times) / len(times) if times else 0.0
+    if memory is None and not transfer and len({*costs.forward, *costs.backward_input, *costs.weight}) == 1:
+        return spec
+    lists = {"forward": costs.forward, "backward_input": costs.backward_input, "weight": costs.weight}
+    limits = default_measured(placement)
+    if memory is not None:
+        limits = Measured(memory_limit=memory.limits, activation=memory.forward, weight_activation=memory.weight)
+    return replace(spec, measured=replace(limits, **lists, backward=costs.backward, transfer=transfer))
+
+
+def _plan(spec: PlanSpec, costs: StageCosts, network: Network, shape: ModelShape | None, limit: float | None) -> Plan:
+    """The verified plan. A search knows what microbatches keep, not the messages of the plan that it will find: where
+    these do not fit beside, they are taken off its limit.
+    """
+    family = family_of(spec)
+    if family.search is None or shape is None or limit is None:
+        return verified_plan(fitted(spec, costs, network))[0]
+    memory = _memory(Placement(family.placement, spec.pipeline_size, spec.num_chunks), shape, limit)
+    for _ in range(_FITS):
+        plan = verified_plan(fitted(spec, costs, network, memory))[0]
+        over = [max(0.0, peak - limit) for peak in peak_bytes(plan, shape)]
+        if not any(over):
+            break
+        kept = [peak_memory(plan.orders[r], plan.placement.stages[r], memory) for r in range(len(over))]
+        limits = [m if not o else max(0.0, k - o) for m, o, k in zip(memory.limits, over, kept, strict=True)]
+        memory = replace(memory, limits=tuple(limits))
+    return plan
+
+
+def _memory(placement: Placement, shape: ModelShape, limit: float) -> MemoryModel:
+    """What microbatches keep, in bytes, and what parameters leave to them of ``limit``."""
+    count = placement.num_stages
+    forward = tuple(shape.kept_bytes(stage, count) for stage in range(count))
+    weight = tuple(shape.kept_for_weights(stage, count) for stage in range(count))
+    left = tuple(max(0.0, limit - shape.static_bytes(stages, count)) for stages in placement.stages)
+    return MemoryModel(left, forward, weight)

@@ -42,10 +42,12 @@ _MOST = 10**9  # no stage, chunk, microbatch or rank of a real plan is as large
 _Programs = tuple[tuple[Instruction, ...], ...]
 
 
-def format_plan(plan: Plan, form: str) -> str:
-    """The plan as text of one of FORMATS. Raises ExchangeError for another one."""
+def format_plan(plan: Plan, form: str, certified: bool = False) -> str:
+    """The plan as text of one of FORMATS. Raises ExchangeError for another one. ``certified``: JSON has its certificate
+    too, where it has one; nothing reads it back, as what a file claims is no proof.
+    """
     if form == JSON:
-        return _to_json(plan)
+        return _to_json(plan, certified)
     if form in (TORCH_CSV, TORCH_CSV_COMMS):
         return write_torch_csv(plan, comms=form == TORCH_CSV_COMMS)
     raise ExchangeError(f"plans are written as {', '.join(FORMATS)}, not as {form!r}")
@@ -79,7 +81,7 @@ def compute_of(programs: Sequence[Sequence[Instruction]]) -> _Programs:
     return tuple(tuple(at for at in without_pairs(program) if at.op in ins.SINGLE_COMPUTE_OPS) for program in programs)
 
 
-def _to_json(plan: Plan) -> str:
+def _to_json(plan: Plan, certified: bool) -> str:
     content: dict[str, Any] = {
         "format": _HEAD,
         "version": _VERSION,
@@ -87,6 +89,8 @@ def _to_json(plan: Plan) -> str:
         "placement": plan.placement.kind,
         "remark": plan.remark,
     }
+    if certified and plan.certificate is not None:
+        content["certificate"] = plan.certificate.to_dict()
     if plan.orders != compute_of(plan.programs):
         content["orders"] = [[_node(at) for at in order] for order in plan.orders]
     head = json.dumps(content, indent=1)[:-2]

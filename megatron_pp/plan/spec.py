@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan.certificate import Certificate
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.instruction import NONE, OFFLOAD, PAIR, Instruction, format_program, without_pairs
 from megatron_pp.plan.measured import Measured
@@ -147,7 +148,8 @@ class PlanSpec:
 @dataclass(frozen=True)
 class Plan:
     """A lowered plan: one program per rank. ``orders`` keeps the compute order it came from; ``remark`` is a sentence
-    for the log where another order stands in for the schedule's own, else empty.
+    for the log where another order stands in for the schedule's own, else empty. ``certificate`` is what the last
+    ``verify`` that accepted the plan has proven of it; None before, and for a changed copy.
     """
 
     spec: PlanSpec
@@ -155,6 +157,14 @@ class Plan:
     programs: Sequence[Line]
     orders: Sequence[Line] = field(repr=False, default=())
     remark: str = ""
+    certificate: Certificate | None = field(default=None, init=False, repr=False, compare=False)
+
+    def certify(self, rules: Sequence[str], device: Sequence[str]) -> Certificate:
+        """Note that ``rules`` are proven of this plan on a device with the rules ``device``."""
+        spec = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self.spec).items()}
+        found = Certificate(tuple(rules), tuple(device), spec, self.programs)
+        object.__setattr__(self, "certificate", found)
+        return found
 
     @collector_paused()
     def tasks(self, rank: int) -> tuple[Task, ...]:
@@ -168,6 +178,11 @@ class Plan:
     @cached_property
     def _tasks(self) -> dict[int, tuple[Task, ...]]:
         return {}
+
+    @cached_property
+    def offloads(self) -> bool:
+        """Whether any rank does."""
+        return any(at.op == OFFLOAD for program in self.programs for at in program)
 
     def offloaded(self, rank: int) -> frozenset[Key]:
         """The forwards that ``rank`` offloads; made once."""

@@ -6,9 +6,10 @@ or the missing piece."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan import certificate as cert
 from megatron_pp.plan.activations import Shares, peak_activations, peak_on_host
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import WEIGHT_SHARE
@@ -29,12 +30,14 @@ class Verdict:
                  counts its share (``activations.py``)
     device       the rules of the device that it was verified under, besides rendezvous
     on_host      peak of what is offloaded, in the same units
+    certificate  what was proven, of which programs; also ``plan.certificate`` from then on
     """
 
     ranks: tuple[RankPeaks, ...]
     activations: tuple[float, ...]
     device: tuple[str, ...] = ()
     on_host: tuple[float, ...] = ()
+    certificate: cert.Certificate | None = field(default=None, repr=False, compare=False)
 
     @property
     def worst_rank(self) -> int:
@@ -78,4 +81,6 @@ def verify(
     if STATIC_BUFFERS in rules:
         check_static_buffers(plan, block)
     check_programs(plan)
-    return Verdict(peaks, peak_activations(plan, weight_share), rules, peak_on_host(plan))
+    proven = {cert.COMPLETE, cert.LIFETIME if deallocate else cert.KEPT_OUTPUTS, cert.RENDEZVOUS, *rules, cert.ORDER}
+    certificate = plan.certify([rule for rule in cert.PROOFS if rule in proven], rules)
+    return Verdict(peaks, peak_activations(plan, weight_share), rules, peak_on_host(plan), certificate)

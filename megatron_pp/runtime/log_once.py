@@ -1,10 +1,16 @@
-"""Warnings that a process logs once."""
+"""What a process logs once."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from functools import lru_cache
+
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.sim.bound import bound_of
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.spec import Plan, PlanSpec
 
 logger = logging.getLogger("megatron_pp")
 _LOCK = threading.Lock()
@@ -16,6 +22,33 @@ def warn_once(message: str) -> None:
         _warn(message)
 
 
+def certify_once(plan: Plan) -> None:
+    """Log, for information and once per process, what is proven of ``plan``, and what is predicted of one that was
+    searched for measured times.
+    """
+    if logger.isEnabledFor(logging.INFO):
+        with _LOCK:
+            _inform(f"{plan.spec.describe()}: {plan.certificate}")
+            if plan.spec.measured is not None:
+                _predict(plan.spec)
+
+
+@lru_cache(maxsize=128)
+def _predict(spec: PlanSpec) -> None:
+    plan, measured = build_plan(spec), spec.measured or Measured()
+    conditions = measured.costs(plan.placement.num_stages), measured.network()
+    step, bound = simulate(plan, *conditions), bound_of(plan, *conditions, measured.memory(plan.placement))
+    logger.info(
+        f"{spec.describe()}: predicted step {step.makespan:.4g}, bubble {step.bubble_share:.1%}, "
+        f"{bound.beside(step.makespan)}"
+    )
+
+
 @lru_cache(maxsize=128)
 def _warn(message: str) -> None:
     logger.warning(message)
+
+
+@lru_cache(maxsize=128)
+def _inform(message: str) -> None:
+    logger.info(message)

@@ -18,7 +18,7 @@ from megatron_pp.runtime.dict_activations import NamedSteps
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
 from megatron_pp.runtime.graph_order import check_graph_order
-from megatron_pp.runtime.log_once import warn_once
+from megatron_pp.runtime.log_once import certify_once, warn_once
 from megatron_pp.runtime.message_shapes import group_sizes, messages, shapes_of_slices, slices_of, tensor_shapes
 from megatron_pp.runtime.pairs import PairRunner
 from megatron_pp.runtime.plan_choice import (
@@ -87,6 +87,7 @@ class StepCall:
         self.begin()
         communicator, shapes = self.communicator, self.shapes[0]
         plan = build_plan(self.spec, self._announce)
+        certify_once(plan)
         if not self.spec.forward_only:
             warn_of_limits(plan, self.weights is not None)
             synchronised = self.communicator.pp_group, self.inputs.pg_collection

@@ -1,7 +1,7 @@
 """The trace file of one rank: one JSON object a line, in the order in which things happened.
 
 ``run``   the run, rank and pipeline of the file; always the first line
-``plan``  a plan, before the first step that executes it: its spec, and this rank's program
+``plan``  a plan, before the first step that executes it: its spec, this rank's program, and the certificate of all
 ``sync``  how far this rank's clock is ahead of the pipeline's first rank's, in nanoseconds
 ``step``  when each instruction of the program began and ended (the halves of a pair by themselves), in nanoseconds
           after ``base`` (a time of this clock)
@@ -106,7 +106,10 @@ def header_line(header: RunHeader) -> str:
 
 def plan_line(plan: Plan, rank: int, message_bytes: float) -> str:
     spec, program = dict(spec_values(plan.spec)), format_program(plan.programs[rank])
-    return _line("plan", spec=spec, placement=plan.placement.kind, program=program, message_bytes=message_bytes)
+    of_plan = {"spec": spec, "placement": plan.placement.kind, "program": program, "message_bytes": message_bytes}
+    if plan.certificate is not None:
+        of_plan["certificate"] = plan.certificate.to_dict()
+    return _line("plan", **of_plan)
 
 
 def sync_line(time: int, ahead: int) -> str:

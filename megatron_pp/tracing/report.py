@@ -10,6 +10,7 @@ from megatron_pp.draw.html import Table, render_html
 from megatron_pp.draw.ticks import percent, short
 from megatron_pp.draw.timeline import Timeline, short_title, simulated_timeline
 from megatron_pp.plan.files import write_whole
+from megatron_pp.plan.sim.bound import bound_of
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.tracing.analysis import Findings, analyse
 from megatron_pp.tracing.run import TracedRun, load_run, run_names
@@ -96,12 +97,14 @@ def _links(found: Findings) -> Table:
 
 
 def report_sentences(found: Findings) -> list[str]:
-    """The slowest rank, and how much of the transfers was hidden."""
+    """The slowest rank, how much of the transfers was hidden, and how far the plan is from the best possible one."""
     rank, excess = found.slowest_rank, found.slowest_excess
     busy = short(found.measured.busy[rank])
+    bound = bound_of(found.measured.plan, found.costs, found.network)
     return [
         f"slowest rank: {rank} computes {busy} ms, {percent(excess)} more than the median rank",
         f"overlap: {percent(found.overlap)} of the transfer time was hidden behind compute or other waits",
+        f"with these costs the predicted step is {bound.beside(found.predicted.makespan, 'ms')}",
     ]
 
 

@@ -33,6 +33,10 @@ def test_the_run_says_where_to_open_the_timeline(traced: tuple[Path, str]) -> No
     for part in ("steps 2, 4: open run/timeline.html", "run/timeline.json at https://ui.perfetto.dev", "run/traces"):
         assert part in line
     assert {"metrics.jsonl", "timeline.html", "timeline.json", "traces"} <= {path.name for path in folder.iterdir()}
+    (file, _) = sorted((folder / "traces").glob("*.jsonl"))
+    (plan,) = [json.loads(line) for line in file.read_text().splitlines() if '"kind":"plan"' in line]
+    assert f"order; programs {plan['certificate']['digest']}" in (folder / "log.txt").read_text()
+    assert "certificate:" not in output
 
 
 def test_the_chosen_steps_alone_are_recorded_with_every_instruction(traced: tuple[Path, str]) -> None:

@@ -19,6 +19,7 @@ from megatron_pp.plan.activations import kept_timeline
 from megatron_pp.plan.costs import MemoryModel
 from megatron_pp.plan.dataflow import RESULT_OF
 from megatron_pp.plan.family import Announce, Family, Order
+from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.placement import Placement
@@ -89,7 +90,7 @@ def default_measured(placement: Placement) -> Measured:
     return Measured(memory_limit=float(placement.num_stages), weight_activation=1.0)
 
 
-def peak_memory(order: Order, stages: Sequence[int], memory: MemoryModel) -> float:
+def peak_memory(order: Sequence[Instruction], stages: Sequence[int], memory: MemoryModel) -> float:
     """The most activation memory that a rank holds at once."""
     return max(kept_timeline(order, stages, memory.forward, memory.weight), default=0.0)
 

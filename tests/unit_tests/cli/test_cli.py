@@ -11,8 +11,12 @@ import sys
 import pytest
 
 from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.compare import fitted
+from megatron_pp.plan.costs import FREE, StageCosts
+from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.serialize import load_plan
+from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
 from tests.harness.plan_text import placed, save_plan, without
 from tests.unit_tests.cli.conftest import refused
@@ -68,6 +72,16 @@ def test_verify_accepts_every_schedule(command, schedule):
     code, out, _ = command("verify", "-s", schedule, "-P", 4, "-M", 8)
     assert code == 0
     assert "deadlock-free, every send waited before its buffer is released; peak on rank" in out
+
+
+def test_verify_and_plan_print_the_certificate(command):
+    code, out, _ = command("verify", "-s", "1f1b", "-P", 2, "-M", 4)
+    assert code == 0
+    assert out.splitlines()[1].startswith("certificate: complete, lifetime, rendezvous, order; programs sha256:")
+    answer = json.loads(command("verify", "-s", "1f1b", "-P", 2, "-M", 4, "--json", "--device", "one_queue")[1])
+    assert (answer["accepted"], answer["device"]) == (True, ["one_queue"])
+    plan = json.loads(command("plan", "-s", "1f1b", "-P", 2, "-M", 4, "--device", "one_queue", "--format", "json")[1])
+    assert plan["certificate"]["digest"] == answer["digest"]
 
 
 def test_verify_reads_a_plan_file_of_version_1(command, tmp_path):
@@ -211,6 +225,44 @@ def test_compare_all_names_what_cannot_be_had(command):
     code, out, _ = command("simulate", "--compare", "all", "-P", 4, "-V", "2,3", "-M", 5, *MODEL)
     assert code == 0
     assert "16 layers do not divide over 12 stages" in out
+
+
+def test_simulate_says_how_far_a_plan_is_from_the_bound(command):
+    arguments = ["simulate", "-s", "1f1b", "-P", 4, "-M", 16]
+    code, out, _ = command(*arguments)
+    assert code == 0
+    assert "within 11.8% of the bound, 51 slots (work of rank 3)" in out  # 57 slots; ZB-H1 takes 51
+    bound = json.loads(command(*arguments, "--json")[1])["bound"]
+    assert (bound["step"], bound["reason"], bound["excess"]) == (51, "work of rank 3", pytest.approx(57 / 51 - 1))
+    ranked = json.loads(command("simulate", "--compare", "1f1b,zb_h1", "-P", 4, "-M", 16, "--json")[1])
+    assert [c["bound"]["excess"] for c in ranked] == [0, pytest.approx(57 / 51 - 1)]
+
+
+COSTS = ["--forward-ms", 1, "--backward-ms", 1.3, "--weight-ms", 0.8, "--p2p-ms", 0.2]
+
+
+def test_auto_is_searched_for_the_costs_that_are_given(command):
+    """As from Python with the same values; without costs as ever."""
+    measured = Measured(1.0, 1.3, 0.8, backward=2.1, transfer=0.2, memory_limit=4.0, weight_activation=1.0)
+    expected = build_plan(PlanSpec("auto", 4, 1, 8, measured=measured))
+    step = simulate(expected, measured.costs(4), measured.network()).makespan
+    alone = json.loads(command("simulate", "-s", "auto", "-P", 4, "-V", 1, "-M", 8, *COSTS, "--json")[1])
+    ranked = json.loads(command("simulate", "--compare", "auto", "-P", 4, "-V", 1, "-M", 8, *COSTS, "--json")[1])
+    assert alone["makespan"] == ranked[0]["makespan"] == step
+    spec = PlanSpec("auto", 4, 1, 8)
+    assert fitted(spec, StageCosts.uniform(4, 4.0, 4.0, 4.0), FREE) == spec
+
+
+def test_auto_is_searched_under_the_memory_limit(command):
+    """Where 1F1B does not fit, ``auto`` does: its search knows the limit, and what messages take off it."""
+    arguments = ["simulate", "--compare", "auto,1f1b", "-P", 2, "-V", 1, "-M", 4, *COSTS, *MODEL[:6], "--json"]
+    rows = {c["schedule"]: c for c in json.loads(command(*arguments)[1])}
+    limit = rows["1f1b"]["peak_bytes"] - 2**20
+    rows = {c["schedule"]: c for c in json.loads(command(*arguments, "--memory-limit", limit / 2**30)[1])}
+    assert rows["1f1b"]["refused"]
+    assert rows["auto"]["refused"] is None
+    assert rows["auto"]["peak_bytes"] <= limit
+    assert rows["auto"]["bound"]["step"] <= rows["auto"]["makespan"]
 
 
 # --- draw

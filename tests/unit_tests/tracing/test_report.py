@@ -174,6 +174,7 @@ def test_the_report_says_and_draws_it(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "slowest rank: 2 computes 480.0 ms, 100.0% more than the median rank" in out
     assert "overlap: " in out
+    assert "with these costs the predicted step is within " in out
     page = (tmp_path / "report.html").read_text()
     assert page.count("<canvas") == 2
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.png")]) == 0
