@@ -214,7 +214,7 @@ def _copies(result: Simulation) -> list[dict[str, float]]:
         {
             "offload": sum(copy.end - copy.start for copy in made if copy.instruction.op == OFFLOAD),
             "load": sum(copy.end - copy.start for copy in made if copy.instruction.op == LOAD),
-            "exposed": waits.copy,
+            "waited": waits.copy,
         }
         for made, waits in zip(result.copies, result.waits, strict=True)
     ]

@@ -53,15 +53,17 @@ class _ThreadCopies(HostCopies):
         self._threads = [ThreadPoolExecutor(1, "megatron_pp host copies") for _ in range(2)]
 
     def post(self, copies: Sequence[Copy], to_host: bool) -> Wait:
-        done = self._threads[to_host].submit(_copy_all, copies)
+        done = self._threads[to_host].submit(_copy_all, list(copies))
         return lambda: done.result()
 
     def _allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _copy_all(copies: Sequence[Copy]) -> None:
-    for target, source in copies:
+def _copy_all(copies: list[Copy]) -> None:
+    """Empties the list: the thread holds its arguments a while after the copies are over."""
+    while copies:
+        target, source = copies.pop()
         target.copy_(source)
 
 

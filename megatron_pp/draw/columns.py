@@ -10,12 +10,26 @@ from megatron_pp.draw.merged import thinned
 from megatron_pp.draw.palette import block_colour, ink_on
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, FREE_B, FREE_F, INPUT_GRAD, WAIT_B, WAIT_F, WEIGHT_GRAD
+from megatron_pp.plan.instruction import (
+    BACKWARD,
+    FORWARD,
+    FREE_B,
+    FREE_F,
+    FREE_OFFLOAD,
+    INPUT_GRAD,
+    LOAD,
+    OFFLOAD,
+    WAIT_B,
+    WAIT_F,
+    WAIT_LOAD,
+    WEIGHT_GRAD,
+)
 from megatron_pp.plan.sim.simulation import Event, Transfer
 
 _TICKS = 2**31
 _COMPUTE = {FORWARD: 0, BACKWARD: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3}
 _WAITS = {WAIT_F: 0, WAIT_B: 1, FREE_F: 2, FREE_B: 3}
+_COPY_WAITS = {FREE_OFFLOAD: 0, WAIT_LOAD: 1}
 _MOST_CHUNKS, _MOST_MICROBATCHES = 2**10, 2**20
 _Scale = tuple[float, int]  # length of a tick, and slices of a sequence
 _MOST_MEMORY_STEPS = 4000, 48_000  # per lane, and of all lanes; more are thinned, peaks kept
@@ -65,6 +79,7 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
         "shortBlock": timeline.short_block,
         "lanes": lanes,
         "hasTransfers": timeline.has_transfers,
+        "hasCopies": timeline.has_copies,
         "inBytes": timeline.memory_in_bytes,
         "shades": [[c.hex for c in row] for row in shades],
         "inks": [[ink_on(c).hex for c in row] for row in shades],
@@ -78,7 +93,10 @@ def _lane(
     return {
         "name": lane.name,
         "compute": _events(lane.compute, _COMPUTE, scale, store),
-        "waits": _events(lane.waits, _WAITS, scale, store),
+        "waits": _events([e for e in lane.waits if e.instruction.op in _WAITS], _WAITS, scale, store),
+        "copyWaits": _events([e for e in lane.waits if e.instruction.op in _COPY_WAITS], _COPY_WAITS, scale, store),
+        "offloads": _events(lane.copied(OFFLOAD), {OFFLOAD: 0}, scale, store),
+        "loads": _events(lane.copied(LOAD), {LOAD: 1}, scale, store),
         "activations": _transfers(sent[0], scale, store),
         "gradients": _transfers(sent[1], scale, store),
         "memory": {

@@ -6,8 +6,8 @@ something else holds as well (the user, a send that is on its way, an operation 
 stays alive with it, whatever is copied.
 
 Where they are stay parameters and buffers of the chunks and what shares memory with them, tensors under SMALLEST bytes,
-subclasses of Tensor, tensors on another kind of device, and keys and values that slices of a sequence share. Of tensors
-that share memory, that memory is copied once.
+tensors that are more than their memory (subclasses, lazy conjugates), those on another kind of device, and keys and
+values that slices of a sequence share. Of tensors that share memory, that memory is copied once.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Offloads:
         return saved
 
     def _is_to_go(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return False
         if tensor.numel() * tensor.element_size() < SMALLEST:
             return False
