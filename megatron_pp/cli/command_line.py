@@ -16,7 +16,7 @@ from megatron_pp.cli.errors import BAD_INPUT, OK, REFUSED, RefusedError
 from megatron_pp.cli.parser import parse
 from megatron_pp.errors import MegatronPPError
 
-_COMMANDS = ("plan", "verify", "simulate", "draw", "report")
+_COMMANDS = ("plan", "verify", "simulate", "advise", "draw", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.given import given, option, refuse
-from megatron_pp.cli.plan_options import whole
+from megatron_pp.cli.plan_options import whole, whole_list
 from megatron_pp.plan.costs import Link, Network, StageCosts, regrouped
 from megatron_pp.plan.sim.memory import RECOMPUTE, ModelShape
 
 _GB = 1e9
 _TIMES = ("forward_ms", "backward_ms", "weight_ms")
 COPIES = ("offload_ms", "offload_bandwidth")
-COSTS = (*_TIMES, *COPIES, "attention_share", "p2p_ms", "bandwidth", "activation_mb", "gloo", "link")
+COSTS = (*_TIMES, "output_ms", *COPIES, "attention_share", "p2p_ms", "bandwidth", "activation_mb", "gloo", "link")
 MODEL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.name != "element_bytes")
 _NEEDED = ("num_layers", "hidden_size", "seq_length")
 MILLISECONDS = "ms"
@@ -33,6 +33,9 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--forward-ms", type=times, metavar="MS", help="forward")
     group.add_argument("--backward-ms", type=times, metavar="MS", help=whole_backward)
     group.add_argument("--weight-ms", type=times, metavar="MS", help="weight gradients; an unsplit backward adds them")
+    output = "the whole output layer and its loss, forward, on one rank; its input and weight gradients take as long "
+    output += "each. On the last stage, or split over all ranks; default 0"
+    group.add_argument("--output-ms", type=number, metavar="MS", help=output)
     attention = "share of causal attention in these times: slices of equal length cost more the later they are; "
     attention += "default 0, slices of equal cost"
     group.add_argument("--attention-share", type=number, metavar="A", help=attention)
@@ -49,12 +52,14 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--link", action="append", default=[], type=link, metavar="SRC-DST:MS[:GB/S]", help=one_link)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """``several``: the command takes a list of micro-batch sizes."""
     group = parser.add_argument_group("model", "for memory in bytes; sizes of the whole model")
     group.add_argument("--layers", dest="num_layers", type=whole, metavar="N")
     group.add_argument("--hidden-size", type=whole, metavar="H")
     group.add_argument("--seq-length", type=whole, metavar="S")
-    group.add_argument("--micro-batch-size", type=whole, metavar="B", help="default 1")
+    size, many = (whole_list, "s that are tried, with commas; times are for the first") if several else (whole, "")
+    group.add_argument("--micro-batch-size", type=size, metavar="B", help=f"sequence{many or 's'}; default 1")
     group.add_argument("--attention-heads", dest="num_attention_heads", type=whole, metavar="A")
     group.add_argument("--ffn-hidden-size", type=whole, metavar="F", help="default 4 H")
     group.add_argument("--vocab-size", type=whole, metavar="N")
@@ -94,7 +99,7 @@ def link(text: str) -> tuple[tuple[int, int], Link]:
 
 def cost_unit(args: argparse.Namespace) -> str:
     """What times are in: milliseconds, or slots where no cost was given."""
-    times_given = given(args, ("forward_ms", "backward_ms", "weight_ms", *COPIES, "p2p_ms", "bandwidth", "link"))
+    times_given = given(args, (*_TIMES, "output_ms", *COPIES, "p2p_ms", "bandwidth", "link"))
     return MILLISECONDS if any(times_given.values()) else SLOTS
 
 
@@ -110,7 +115,9 @@ def cost_profile(
     copies = _copies_along(args, shape, pipeline_size)
     if len(copies) > costs.num_stages:
         costs = costs.regrouped(len(copies))
-    return replace(costs, attention=args.attention_share or 0.0, offload=regrouped(copies, costs.num_stages))
+    output, attention = (args.output_ms or 0.0,) * 3, args.attention_share or 0.0
+    copied = regrouped(copies, costs.num_stages)
+    return replace(costs, attention=attention, output_layer=output, offload=copied)
 
 
 def _copies_along(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int) -> tuple[float, ...]:

@@ -70,7 +70,7 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument(
         "--device",
         action="extend",
-        type=_rules,
+        type=device_rules,
         default=[],
         metavar="RULE",
         help=f"rules that hold where it runs, {', '.join(DEVICE_RULES)} (or a list: a,b,c): the plan is lowered for "
@@ -89,7 +89,7 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def _rules(text: str) -> tuple[str, ...]:
+def device_rules(text: str) -> tuple[str, ...]:
     """Rules of a device with commas between them, for argparse."""
     try:
         return checked_device(text.split(","))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_pp.comm.collectives import Collective
 from megatron_pp.comm.host_copies import HostCopies, host_copies
 from megatron_pp.comm.transport import Edge, P2PRequest, Preparation, Transport
 from megatron_pp.comm.wait_handle import Tensors, WaitHandle
@@ -36,6 +37,7 @@ class Send(NamedTuple):
     value: Tensors
     peer: int
     channel: str
+    dtype: torch.dtype | None = None
 
 
 class Receive(NamedTuple):
@@ -45,6 +47,7 @@ class Receive(NamedTuple):
     peer: int
     channel: str
     requires_grad: bool = True
+    dtype: torch.dtype | None = None
 
 
 class P2PCore:
@@ -82,9 +85,9 @@ class P2PCore:
         """For copies between this rank's device and host memory."""
         return host_copies(self.device)
 
-    def post_send(self, value: Tensors, peer: int, channel: str) -> WaitHandle:
-        """Post the send of ``value`` (a tensor of dtype ``pipeline_dtype`` on the transport's device, or a list of
-        them); never blocks.
+    def post_send(self, value: Tensors, peer: int, channel: str, dtype: torch.dtype | None = None) -> WaitHandle:
+        """Post the send of ``value`` (a tensor of ``dtype``, by default ``pipeline_dtype``, on the transport's device,
+        or a list of them); never blocks.
 
         Tensors that are not contiguous are sent as contiguous copies. Raises P2PTypeError for a wrong dtype, device
         or type, CommunicatorClosedError; nothing is posted then.
@@ -92,35 +95,37 @@ class P2PCore:
         if isinstance(value, torch.Tensor) and not self.variable_shapes:  # the usual case, on the hot path
             if self.transport.aborted:
                 self._check_open()
-            if value.dtype is not self.dtype or value.device != self.device:
-                self._check_sendable(value)
+            if value.dtype is not (dtype or self.dtype) or value.device != self.device:
+                self._check_sendable(value, dtype)
             alias = value.detach()
             if not alias.is_contiguous():
                 alias = alias.contiguous()
             return WaitHandle(self, (self.transport.isend(alias, peer, channel),), alias, None, _SEND, peer, channel)
         held: list[torch.Tensor] = []
-        for alias in self._aliases(value):
+        for alias in self._aliases(value, dtype):
             held += [self._header_of(alias), alias] if self.variable_shapes else [alias]
         works = tuple(self.transport.isend(tensor, peer, channel) for tensor in held)
         return WaitHandle(self, works, held, None, _SEND, peer, channel)
 
-    def post_recv(self, shapes: Any, peer: int, channel: str, requires_grad: bool = True) -> WaitHandle:
-        """Allocate a buffer of ``shapes`` (one shape, or a list: then ``handle.tensor`` is a list) and post its
-        receive; never blocks.
+    def post_recv(
+        self, shapes: Any, peer: int, channel: str, requires_grad: bool = True, dtype: torch.dtype | None = None
+    ) -> WaitHandle:
+        """Allocate a buffer of ``shapes`` (one shape, or a list: then ``handle.tensor`` is a list) and of ``dtype``, by
+        default ``pipeline_dtype``, and post its receive; never blocks.
 
         With variable shapes only the number of shapes counts; the buffers are allocated in ``wait``.
         """
         if self.transport.aborted:
             self._check_open()
         if self.variable_shapes:
-            return ShapedReceive(self, shapes, peer, channel, requires_grad)
+            return ShapedReceive(self, shapes, peer, channel, requires_grad, dtype)
         if shapes is not self._single_shape and is_single_shape(shapes):
             self._single_shape = shapes
         if shapes is self._single_shape:
-            tensor = self.allocate(shapes, requires_grad)
+            tensor = self.allocate(shapes, requires_grad, dtype)
             work = self.transport.irecv(tensor, peer, channel)
             return WaitHandle(self, (work,), tensor, tensor, _RECEIVE, peer, channel)
-        tensors = [self.allocate(shape, requires_grad) for shape in shapes]
+        tensors = [self.allocate(shape, requires_grad, dtype) for shape in shapes]
         works = tuple(self.transport.irecv(t, peer, channel) for t in tensors)
         return WaitHandle(self, works, tensors, tensors, _RECEIVE, peer, channel)
 
@@ -137,11 +142,12 @@ class P2PCore:
             start = len(posts)
             tensor: Tensors | None = None
             if isinstance(request, Send):
-                moved: Sequence[torch.Tensor] = self._aliases(request.value)
+                moved: Sequence[torch.Tensor] = self._aliases(request.value, request.dtype)
             else:
                 wanted = shapes[k] if shapes else request.shapes
                 single = is_single_shape(wanted)
-                moved = [self.allocate(s, request.requires_grad) for s in ([wanted] if single else wanted)]
+                like = request.requires_grad, request.dtype
+                moved = [self.allocate(s, *like) for s in ([wanted] if single else wanted)]
                 tensor = moved[0] if single else moved
             posts += [P2PRequest(tensor is None, t, request.peer, request.channel) for t in moved]
             parts.append((start, len(posts), moved, tensor))
@@ -155,11 +161,23 @@ class P2PCore:
             torch.cuda.synchronize(self.device)
         return handles
 
+    def post_collective(self, collective: Collective, what: str) -> WaitHandle:
+        """Post a collective of all ranks, which post them in one order; ``what`` it is, in words. The handle keeps what
+        ``collective`` holds.
+        """
+        self._check_open()
+        return WaitHandle(self, (self.transport.collective(collective),), collective, None, what)
+
     def prepare(
-        self, edges: Iterable[Edge], received_bytes: float = 0, sent_bytes: float = 0, batched: bool = False
+        self,
+        edges: Iterable[Edge],
+        received_bytes: float = 0,
+        sent_bytes: float = 0,
+        batched: bool = False,
+        collectives: bool = False,
     ) -> None:
         """``Transport.prepare``, waiting for as long as ``config.p2p_timeout``."""
-        needs = Preparation(tuple(edges), batched, self.variable_shapes, received_bytes, sent_bytes)
+        needs = Preparation(tuple(edges), batched, self.variable_shapes, received_bytes, sent_bytes, collectives)
         self.transport.prepare(needs, self.patience)
 
     def wait_all(self) -> None:
@@ -172,8 +190,10 @@ class P2PCore:
         """Whether the transport was aborted after a failure, which closes all communicators on it."""
         return self.transport.aborted
 
-    def allocate(self, shape: Shape, requires_grad: bool) -> torch.Tensor:
-        """A receive buffer of ``shape`` and ``pipeline_dtype``."""
+    def allocate(self, shape: Shape, requires_grad: bool, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A receive buffer of ``shape`` and ``dtype``, by default ``pipeline_dtype``."""
+        if dtype is not None and dtype is not self.dtype:
+            return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=requires_grad)
         if self.dtype is None:
             self.require_dtype()
         like = self._templates.entries.get(shape if type(shape) is tuple else tuple(shape))
@@ -191,25 +211,25 @@ class P2PCore:
                 "as in torch.bfloat16"
             )
 
-    def _aliases(self, value: Tensors) -> tuple[torch.Tensor, ...]:
+    def _aliases(self, value: Tensors, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
         """Contiguous detached aliases of what is to be sent, checked before anything is posted."""
         self._check_open()
         tensors = value if isinstance(value, (list, tuple)) else (value,)
-        return tuple(self._alias(tensor) for tensor in tensors)
+        return tuple(self._alias(tensor, dtype) for tensor in tensors)
 
-    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._check_sendable(tensor)
+    def _alias(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        self._check_sendable(tensor, dtype)
         return tensor.detach().contiguous()
 
-    def _check_sendable(self, tensor: Any) -> None:
+    def _check_sendable(self, tensor: Any, dtype: torch.dtype | None) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise P2PTypeError(
                 f"a {type(tensor).__name__} cannot be sent between stages; it must be a tensor or a list of tensors"
             )
-        if tensor.dtype != self.dtype:
+        if tensor.dtype != (dtype or self.dtype):
+            declared = f"config.pipeline_dtype is {self.dtype}" if dtype is None else f"it is declared as {dtype}"
             raise P2PTypeError(
-                f"a tensor of {tensor.dtype} cannot be sent between stages: config.pipeline_dtype is {self.dtype}, "
-                "and the receiver expects that"
+                f"a tensor of {tensor.dtype} cannot be sent between stages: {declared}, and the receiver expects that"
             )
         if tensor.device != self.device:
             raise P2PTypeError(
@@ -241,7 +261,13 @@ class P2PCore:
         return torch.tensor(padded, dtype=torch.int64, device=self.shape_device)
 
     def decode_header(
-        self, header: torch.Tensor, peer: int, what: str, expected: Any = None, member: int = 0
+        self,
+        header: torch.Tensor,
+        peer: int,
+        what: str,
+        expected: Any = None,
+        member: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> list[int]:
         """The shape that a header holds. Raises P2PShapeError where it cannot be one; in debug mode WireMismatchError
         where the tensor is not the expected one (``expected``: its shape, None if unknown).
@@ -253,8 +279,9 @@ class P2PCore:
                 f"{what}: a shape of {dims} dimensions {sizes} came; sender and receiver are not at the same message"
             )
         if self.wire is not None:
-            assert self.dtype is not None
-            stamp = self.wire.stamp(self.dtype, member)
+            dtype = dtype or self.dtype
+            assert dtype is not None
+            stamp = self.wire.stamp(dtype, member)
             self.wire.check(peer, rest[MAX_DIMENSIONS:], sizes[:dims], stamp, expected)
         return sizes[:dims]
 
@@ -264,7 +291,7 @@ class P2PCore:
         headers: dict[int, list[torch.Tensor]] = {}
         for k, request in enumerate(requests):
             if isinstance(request, Send):
-                mine = [self._header_of(alias, k) for alias in self._aliases(request.value)]
+                mine = [self._header_of(alias, k) for alias in self._aliases(request.value, request.dtype)]
             else:
                 count = 1 if _is_one(request.shapes) else len(request.shapes)
                 mine = headers[k] = [self.empty_header() for _ in range(count)]
@@ -272,10 +299,10 @@ class P2PCore:
         WaitHandle(self, tuple(self.transport.batch(posts)), posts, None, "exchange of shapes").wait()
         shapes: dict[int, Any] = {}
         for k, received in headers.items():
-            expected, peer, *_ = requests[k]
+            expected, peer, *_, dtype = requests[k]
             single = _is_one(expected)
             decoded = [
-                self.decode_header(header, peer, f"batched receive from rank {peer}", shape, k)
+                self.decode_header(header, peer, f"batched receive from rank {peer}", shape, k, dtype)
                 for header, shape in zip(received, [expected] if single else expected, strict=True)
             ]
             shapes[k] = decoded[0] if single else decoded
@@ -288,15 +315,18 @@ class ShapedReceive(WaitHandle):
     ``shapes``: what is expected: one shape or None, or a list of them for a message of several tensors.
     """
 
-    __slots__ = ("_requires_grad", "_shapes")
+    __slots__ = ("_dtype", "_requires_grad", "_shapes")
     _core: P2PCore
 
-    def __init__(self, core: P2PCore, shapes: Any, peer: int, channel: str, requires_grad: bool) -> None:
+    def __init__(
+        self, core: P2PCore, shapes: Any, peer: int, channel: str, requires_grad: bool, dtype: torch.dtype | None
+    ) -> None:
         header = core.empty_header()
         work = core.transport.irecv(header, peer, channel)
         super().__init__(core, (work,), header, None, _RECEIVE, peer, channel)
         self._shapes = shapes
         self._requires_grad = requires_grad
+        self._dtype = dtype
 
     def wait(self) -> None:
         if self.tensor is not None or self._works is None:
@@ -309,8 +339,8 @@ class ShapedReceive(WaitHandle):
             header = self._held
             assert isinstance(header, torch.Tensor)
             super().wait()
-            shape = core.decode_header(header, self._peer, self.what, expected)
-            received.append(core.allocate(shape, self._requires_grad))
+            shape = core.decode_header(header, self._peer, self.what, expected, dtype=self._dtype)
+            received.append(core.allocate(shape, self._requires_grad, self._dtype))
             self._post(received[-1])
             super().wait()
         self.tensor = received[0] if _is_one(self._shapes) else received

@@ -17,7 +17,7 @@ from megatron_pp.plan.dataflow import message_of
 from megatron_pp.plan.instruction import FORWARD, NONE, TRANSFER_OPS, Instruction
 from megatron_pp.plan.placement import Placement
 
-STAMP_LENGTH = 5  # dtype, activation or gradient, boundary, microbatch, slice; int64 each
+STAMP_LENGTH = 6  # dtype, activation or gradient, boundary, microbatch, slice, tensor; int64 each
 
 _UNKNOWN = -1
 _ACTIVATION, _GRADIENT = 1, 2
@@ -42,6 +42,7 @@ class Stamp(NamedTuple):
     boundary: int
     mb: int
     slice: int = NONE
+    tensor: int = 0  # a code of its name; 0 where an edge has one tensor
 
 
 class WireCheck:
@@ -60,7 +61,8 @@ class WireCheck:
         message = message_of(at)
         activation = message.kind == FORWARD
         boundary = message.stage - 1 if activation else message.stage
-        return Stamp(_code(dtype), _ACTIVATION if activation else _GRADIENT, boundary, at.mb, at.slice)
+        kind = _ACTIVATION if activation else _GRADIENT
+        return Stamp(_code(dtype), kind, boundary, at.mb, at.slice, zlib.crc32(at.tensor.encode()))
 
     def check(self, peer: int, received: list[int], shape: list[int], expected: Stamp, expected_shape: Any) -> None:
         """Compare the announcement of a message from ``peer`` with what is expected here. Raises WireMismatchError."""
@@ -70,10 +72,11 @@ class WireCheck:
             ("chunk", self._chunk(expected.boundary), self._chunk(came.boundary)),
             ("microbatch", expected.mb, came.mb),
             ("slice", expected.slice, came.slice),
+            ("tensor", expected.tensor, came.tensor),
             ("dtype", _name(expected.dtype), _name(came.dtype)),
             ("shape", None if expected_shape is None else list(expected_shape), shape),
         ):
-            unknown = name in ("what it is", "chunk", "microbatch", "slice") and _UNKNOWN in (expected.kind, came.kind)
+            unknown = name not in ("dtype", "shape") and _UNKNOWN in (expected.kind, came.kind)
             if here != there and not unknown and here is not None:
                 raise WireMismatchError(
                     f"pipeline rank {self.rank} expected {self._words(expected, expected_shape)}, but rank {peer} sent "

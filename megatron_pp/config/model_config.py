@@ -20,6 +20,7 @@ from megatron_pp.config.layout_text import Layout
 from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import INTERLEAVED
+from megatron_pp.plan.skip_tensors import CACHES, SkipTensor
 
 TRACE_DIR_VARIABLE = "MEGATRON_PP_TRACE_DIR"
 TRACE_STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"
@@ -100,6 +101,16 @@ class ModelParallelConfig:
     )
     offload_slots: int = setting(
         1, "compute operations for which a copy to host memory or back is placed in the schedule"
+    )
+    skip_tensors: tuple[SkipTensor, ...] | str | None = setting(
+        None,
+        "named tensors that stages send to later ones, as in 'skip=0>3; mask=0>1,2 no_grad', or blocks: one of every "
+        "stage, to all later ones",
+    )
+    skip_cache: str = setting(
+        "received",
+        "what a rank keeps of them, so that it is not sent again: none, received, or all (what it made too)",
+        choices=CACHES,
     )
     pipeline_measured: Measured | dict[str, Any] | str | None = setting(
         None, "times and memory that auto and auto_v plan for: a Measured, a dict, or a JSON file; None: equal times"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, check_s
 from megatron_pp.plan.orders.sliced import INTERLEAVED_SEQ, SEQ_1F1B
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
+from megatron_pp.plan.skip_tensors import SkipTensor, routes_of, skip_tensors
 from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN
 
 
@@ -69,7 +70,9 @@ def check_schedule(config: Any) -> None:
     family = schedule_family(config.pipeline_schedule, config.num_chunks, config.sequence_slices)
     searched = family.search is not None
     sizes = config.pipeline_model_parallel_size, family.chunks or config.num_chunks
-    measured_of(config, Placement(family.placement, *sizes) if searched else None)
+    placement = Placement(family.placement, *sizes)
+    measured_of(config, placement if searched else None)
+    checked_skip_tensors(config.skip_tensors, config.skip_cache, placement)
     if config.pipeline_placement not in (None, family.placement):
         fitting = [name for name, other in SCHEDULES.items() if other.placement == config.pipeline_placement]
         advice = f", or choose one of {', '.join(fitting)}" if fitting else ""
@@ -209,6 +212,20 @@ def schedule_family(schedule: str | None, num_chunks: int, slices: int) -> Famil
             f"(virtual_pipeline_model_parallel_size); {num_chunks} fit {', '.join(fitting)}"
         )
     return family
+
+
+def checked_skip_tensors(
+    given: str | Iterable[SkipTensor] | None, cache: str, placement: Placement
+) -> tuple[SkipTensor, ...]:
+    """The tensors that ``config.skip_tensors`` declares. Raises ScheduleError for one that cannot be."""
+    if not given:
+        return ()
+    try:
+        found = skip_tensors(given, placement.num_stages)
+        routes_of(found, cache, placement)
+    except PlanError as error:
+        raise ScheduleError(f"skip_tensors: {error}") from error
+    return found
 
 
 def known_family(name: str) -> Family:

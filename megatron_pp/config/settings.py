@@ -13,6 +13,7 @@ from megatron_pp.config.checks import whole_number
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.skip_tensors import SkipTensor
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
 
 TE_GRAPHS = "transformer_engine"
@@ -58,6 +59,8 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     balance_sequence_slices: bool
     offload_chunks: int | None
     offload_slots: int
+    skip_tensors: tuple[SkipTensor, ...] | str | None
+    skip_cache: str
     pipeline_measured: Measured | dict[str, Any] | str | None
     p2p_channels: str
     p2p_max_ctas: int | None

@@ -17,8 +17,10 @@ In a notebook::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from megatron_pp.draw.front import Point, front_figure
 from megatron_pp.draw.html import render_html
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
 from megatron_pp.errors import MegatronPPError
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-__all__ = ["Timeline", "figure", "png", "render_html", "simulated_timeline", "svg"]
+__all__ = ["Point", "Timeline", "figure", "front", "png", "render_html", "simulated_timeline", "svg"]
 
 
 def figure(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> Figure:
@@ -48,6 +50,15 @@ def svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = Fa
 def png(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> bytes:
     """The figure as PNG, with two dots a pixel. Raises as ``figure``, and PlanError where it would be too large."""
     return _with_matplotlib().render_png(timelines, width, dark)
+
+
+def front(points: Sequence[Point], limit: float, as_png: bool = False, dark: bool = False) -> str | bytes:
+    """Steps against memory as SVG or PNG: what ``megatron-pp advise --plot`` writes. ``limit``: GB of a device. Raises
+    as ``figure``.
+    """
+    figures = _with_matplotlib()
+    drawing = partial(front_figure, points, limit, dark)
+    return figures.as_png(drawing) if as_png else figures.as_svg(drawing, "Step time against memory")
 
 
 def _with_matplotlib() -> ModuleType:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -40,11 +40,14 @@ _RC = {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "me
 
 def render_svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> str:
     """The picture, ``width`` pixels wide; by default as wide as its labels need, within limits."""
+    return as_svg(lambda: figure(timelines, width, dark), ", ".join(timeline.title for timeline in timelines))
+
+
+def as_svg(drawing: Callable[[], Figure], title: str) -> str:
+    """The figure that ``drawing`` makes, of 72 dots an inch."""
     out = io.StringIO()
-    title = ", ".join(timeline.title for timeline in timelines)
     with style.context(["default", _RC]):
-        drawn = figure(timelines, width, dark)
-        FigureCanvasSVG(drawn).print_svg(out, metadata={"Title": title, "Date": None, "Creator": None})
+        FigureCanvasSVG(drawing()).print_svg(out, metadata={"Title": title, "Date": None, "Creator": None})
     return _tidied(out.getvalue())
 
 
@@ -58,9 +61,14 @@ def _tidied(svg: str) -> str:
 
 def render_png(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> bytes:
     """The picture with two dots a pixel. Raises PlanError where it would be too large for a file."""
+    return as_png(lambda: figure(timelines, width, dark))
+
+
+def as_png(drawing: Callable[[], Figure]) -> bytes:
+    """The figure that ``drawing`` makes, with two dots a pixel. Raises PlanError where it would be too large."""
     out = io.BytesIO()
     with style.context(["default", _RC]):
-        drawn = figure(timelines, width, dark)
+        drawn = drawing()
         drawn.set_dpi(72 * _DOTS)
         across, down = (round(side) for side in drawn.get_size_inches() * drawn.dpi)
         if max(across, down) > _MOST_SIDE or across * down > _MOST_DOTS:

@@ -65,6 +65,7 @@ class Family:
     repeats        for families whose orders have a steady state: Shape -> Repeats
     sliced         whether the orders may be of slices of sequences
     offloads       Shape -> the chunks of every rank, from its first, that are offloaded unless the spec says how many
+    barriers       of ``Placement``: 0 where the output layer is the last stage's, else how it is split over all ranks
     """
 
     name: str
@@ -84,6 +85,7 @@ class Family:
     repeats: Callable[[Shape], Repeats] | None = None
     sliced: bool = False
     offloads: Callable[[Shape], int] = no_offloads
+    barriers: int = 0
 
 
 f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, product
 from typing import Any, NamedTuple
 
@@ -21,9 +21,11 @@ from megatron_pp.plan.rules import (
     W_LEFT,
     W_RAN,
     facts_at_end,
+    needs_at,
     obliged,
     words_of,
 )
+from megatron_pp.plan.skip_lifetime import NamedWalk
 from megatron_pp.plan.spec import Plan
 from megatron_pp.plan.sync_marks import check_syncs
 
@@ -37,6 +39,8 @@ class Memory(NamedTuple):
     output_grads   received (or handed) gradients kept for the backward
     input_grads    input gradients that still hold their data
     grad_buffers   posted receives of gradients that were not waited yet
+    held           named tensors that the rank made or received, and has not dropped
+    held_grads     sums of their gradients, which are not sent or used up yet
 
     Views on them, not more of them:
 
@@ -45,6 +49,7 @@ class Memory(NamedTuple):
                    keeps on the device
     on_host        those with a buffer in host memory: from OFFLOAD to WAIT_LOAD
     weight_backlog pairs between an input-gradient backward and its W
+    logits         microbatches between S and T of a split output layer: their softmax is kept, of the rank's rows
     key_values     pairs whose keys and values attention keeps for later slices: from the forward of the first slice,
                    each forward adding its own, until the backward of the first one (in evaluation, the last forward)
     """
@@ -55,19 +60,24 @@ class Memory(NamedTuple):
     output_grads: int = 0
     input_grads: int = 0
     grad_buffers: int = 0
+    held: int = 0
+    held_grads: int = 0
     pending_sends: int = 0
     in_flight: int = 0
     weight_backlog: int = 0
     key_values: int = 0
+    logits: int = 0
     on_host: int = 0
 
     @property
     def tensors(self) -> int:
         """Pipeline tensors alive together."""
-        return sum(self[:6])
+        return sum(self[:_VIEWS])
 
 
-_KEY_VALUES = Memory._fields.index("key_values")
+_KINDS = {name: kind for kind, name in enumerate(Memory._fields)}
+_KEY_VALUES = _KINDS["key_values"]
+_VIEWS = _KINDS["pending_sends"]  # the first that counts no more tensors
 _CHANGES = {
     ins.RECV_F: Memory(act_buffers=1),
     ins.WAIT_F: Memory(act_buffers=-1, inputs=1),
@@ -178,18 +188,22 @@ class _Walk:
         self.facts = dict.fromkeys(product(self.stages, range(self.microbatches), spec.shape.parts), 0)
         self.next_forward = [(0, spec.shape.parts[0])] * spec.num_chunks
         self.required = {s: facts_at_end(plan.placement, s, self.forward_only) for s in self.stages}
-        self.known: dict[tuple[str, int, int, int], _Step] = {}  # by op, stage, peer and chunk
+        self.known: dict[tuple[str, int, int, int, bool], _Step] = {}  # by op, stage, peer, chunk, and whether named
         self.gives_back = deallocate or spec.forward_only  # whether an output's data goes when it was sent or handed on
         self.peaks = [0] * len(Memory._fields)
         self.now = [0] * len(Memory._fields)
+        self.named = NamedWalk(plan, rank, self.facts, self._error) if spec.skip_tensors else None
 
     def tensors(self) -> Iterator[int]:
         """Run the program; after each instruction, the tensors alive together."""
-        now, peaks, facts, known, alive = self.now, self.peaks, self.facts, self.known, 0
+        now, peaks, facts, known, named, alive = self.now, self.peaks, self.facts, self.known, self.named, 0
         for at in self.program:
             for one in at.members or (at,):
-                op, stage, mb, peer, chunk, part, _, _ = one
-                step = known.get((op, stage, peer, chunk)) or self._step(one)
+                op, stage, mb, peer, chunk, part, tensor, _ = one
+                step = known.get((op, stage, peer, chunk, not tensor)) or self._step(one)
+                if tensor:
+                    alive += self._count(self._moved(one))
+                    continue
                 cell = stage, mb, part
                 before = facts.get(cell)
                 if before is None:
@@ -206,8 +220,26 @@ class _Walk:
                     if now[kind] > peaks[kind]:
                         peaks[kind] = now[kind]
                 alive += more
+                if named is not None and op in ins.SINGLE_COMPUTE_OPS:
+                    alive += self._count(named.computed(one))
             yield alive
         self._check_end()
+
+    def _moved(self, at: Instruction) -> Iterable[tuple[str, int]]:
+        """What a transfer or DROP of a named tensor changes. Raises PlanError."""
+        if self.named is None or (at.stage, at.mb, at.slice) not in self.facts:
+            raise self._no_such_cell(at) if self.named else self._error(at, "the plan has no named tensors")
+        return self.named.moved(at)
+
+    def _count(self, changes: Iterable[tuple[str, int]]) -> int:
+        """Add what named tensors change to the memory; returns by how many tensors."""
+        together = 0
+        for name, difference in changes:
+            kind = _KINDS[name]
+            self.now[kind] += difference
+            self.peaks[kind] = max(self.peaks[kind], self.now[kind])
+            together += difference if kind < _VIEWS else 0
+        return together
 
     def _move(self, at: Instruction, step: _Step, before: int) -> _Move:
         """What ``at`` does, for all instructions of its step that find the same facts. Raises PlanError."""
@@ -234,21 +266,26 @@ class _Walk:
                 f"it has stage {at.stage} and peer {at.peer}; on this rank and chunk they are {stage} and {peer} "
                 f"({NONE}: none)",
             )
-        if at.op in ins.SYNC_OPS:
+        if at.op in ins.SYNC_OPS or at.tensor:
             needs, adds, bars = 0, 0, 0
         elif at.op not in RULES or (at.stage, at.mb, at.slice) not in self.facts:
             raise self._no_such_cell(at)
         else:
-            needs, adds, _, bars = RULES[at.op]
+            _, adds, _, bars = RULES[at.op]
+            needs = needs_at(at.op, stage, self.placement)
             if adds & ~(self.required[stage] | self.optional):
                 raise self._error(at, f"stage {stage} has no such step in this plan")
             needs &= self.required[stage] | B_RAN | MAY_BE
-        step = self.known[(at.op, stage, peer, at.chunk)] = _Step(needs, adds, bars, self._change(at.op, stage), {})
+        step = self.known[(at.op, stage, peer, at.chunk, not at.tensor)] = _Step(
+            needs, adds, bars, self._change(at.op, stage), {}
+        )
         return step
 
     def _change(self, op: str, stage: int) -> Memory:
         """What an operation of ``stage`` adds to the memory."""
-        first, last = stage == 0, stage == self.last_stage
+        first, last = stage == 0, stage == self.last_stage and not self.placement.barriers  # without an output
+        if op in ins.OUTPUT_LAYER_OPS:
+            return self._change_of_output_layer(op, stage == self.last_stage)
         if op == ins.FORWARD:
             used = self.forward_only and not first
             return Memory(outputs=not last, inputs=-used, in_flight=not self.forward_only)
@@ -267,12 +304,30 @@ class _Walk:
             return Memory(
                 in_flight=-1,
                 inputs=-own_input,
-                outputs=-(handed_on and not self.gives_back),
+                outputs=-((handed_on or (stage == self.last_stage and not last)) and not self.gives_back),
                 output_grads=-(not last),
                 input_grads=not first,
                 weight_backlog=op == ins.INPUT_GRAD,
             )
         return _CHANGES.get(op, Memory())
+
+    def _change_of_output_layer(self, op: str, is_root: bool) -> Memory:
+        """On the last stage's rank its own output is what others get as a copy, and is given back, or used up, by T."""
+        uses = ins.OUTPUT_S if self.forward_only else ins.OUTPUT_T
+        summed = ins.WAIT_ALL_REDUCE if self.placement.barriers == 1 else ins.WAIT_REDUCE
+        trains = not self.forward_only
+        part = trains and op == (ins.OUTPUT_S if self.placement.barriers == 1 else ins.OUTPUT_T)
+        over = trains and op == summed
+        posted = (op == ins.BROADCAST) - (op == ins.WAIT_BROADCAST)
+        there = (op == ins.WAIT_BROADCAST) - (op == uses)
+        return Memory(
+            outputs=-(is_root and op == uses and self.gives_back),
+            inputs=0 if is_root else there,
+            act_buffers=0 if is_root else posted,
+            output_grads=is_root and over,
+            input_grads=part - over,
+            logits=trains * ((op == ins.OUTPUT_S) - (op == ins.OUTPUT_T)),
+        )
 
     def _no_such_cell(self, at: Instruction) -> PlanError:
         slices = f", slices 0..{self.slices - 1}" if self.slices > 1 else ", sequences whole" if at.slice >= 0 else ""
@@ -326,7 +381,8 @@ class _Walk:
             for (stage, mb, part), facts in self.facts.items()
             if facts and self._missing(stage, facts)
         }
-        return begun, [(mb - since, part) for mb, part in self.next_forward], list(self.now)
+        named = None if self.named is None else self.named.state(since)
+        return begun, [(mb - since, part) for mb, part in self.next_forward], list(self.now), named
 
     def _missing(self, stage: int, facts: int) -> int:
         """What a finished program must have made true of a cell besides."""
@@ -336,11 +392,15 @@ class _Walk:
         for (stage, mb, part), facts in self.facts.items():
             missing = self._missing(stage, facts)
             if missing:
-                where = f"chunk {self.stages.index(stage)}, microbatch {mb}" + (f", slice {part}" if part >= 0 else "")
-                raise PlanError(
-                    f"rank {self.rank}: at the end of the plan, of {where} it is not true that "
-                    + " nor that ".join(words_of(missing))
-                )
+                words = " nor that ".join(words_of(missing))
+                raise PlanError(f"{self._at_end((stage, mb, part))} it is not true that {words}")
+        if self.named is not None:
+            self.named.check_end(self._at_end)
+
+    def _at_end(self, cell: tuple[int, int, int]) -> str:
+        stage, mb, part = cell
+        where = f"chunk {self.stages.index(stage)}, microbatch {mb}" + (f", slice {part}" if part >= 0 else "")
+        return f"rank {self.rank}: at the end of the plan, of {where}"
 
     def _error(self, at: Instruction, why: str) -> PlanError:
         return PlanError(f"rank {self.rank}: {at} ({at.name}): {why}")

@@ -29,6 +29,10 @@ its round. With ``variable_shapes`` a receive is complete only once its shape ha
 boundary: a sender is never held up by a receiver that is in no hurry, and what is posted later on the channel cannot
 overtake it.
 
+The named tensors of a message follow it on its channel, where on one hardware queue each waits for the one before it.
+So all ranks post them in one order too, by round and by place in the message: at their round's boundary, behind the
+other posts, and before what waits for that round.
+
 Where compute synchronises the device (DEVICE_SYNC) no receive is posted ahead of its round: compute would wait for what
 may depend on it. With STATIC_BUFFERS a gradient is released before the operation after the next backward.
 """
@@ -48,7 +52,6 @@ from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
 from megatron_pp.plan.instruction import (
     BACKWARD_OPS,
-    FORWARD,
     FREE_F,
     NONE,
     RECV_OPS,
@@ -61,13 +64,17 @@ from megatron_pp.plan.instruction import (
     placed,
 )
 from megatron_pp.plan.offload import Copies, copies_of
-from megatron_pp.plan.order_check import check_orders
+from megatron_pp.plan.order_check import check_orders, run_of
+from megatron_pp.plan.output_layer import collectives_of, placed_collectives
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines
+from megatron_pp.plan.skip_tensors import routes_of, with_drops
 from megatron_pp.plan.spec import BATCHED, DEVICE_SYNC, ONE_WAY, OVERLAP, PLAIN, STATIC_BUFFERS, Plan, PlanSpec
 from megatron_pp.plan.sync_marks import syncs_of
 
 Order = Sequence[Instruction]
+_Turn = tuple[int, int, int]  # at one boundary: round, which of the following, place in the message
+_POSTS, _WAITS, _BEHIND_WAITS = range(3)
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 
@@ -84,6 +91,7 @@ class _Post(NamedTuple):
     finish: Instruction  # the WAIT or FREE that belongs to it
     use: int  # for a receive, the entry that consumes it; for a send, the one that produced it
     slack: int = 0  # for a send, the slots between its round and the operation that uses it
+    place: int = 0  # in its message: 0, and of the named tensors that go with it 1, 2, ...
 
     @property
     def channel(self) -> tuple[int, str]:
@@ -92,8 +100,9 @@ class _Post(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How a result goes to stage ``to``: by way of ``post`` and ``finish``, to or from rank ``peer``; ``ends``, by
-    microbatch and slice: of the operation that produces what comes, or that uses what is sent.
+    """How a result goes to stage ``to``: by way of ``post`` and ``finish``, to or from rank ``peer``, and with it the
+    tensors ``names``; ``ends``, by microbatch and slice: of the operation that produces what comes, or that uses what
+    is sent.
     """
 
     peer: int
@@ -102,6 +111,7 @@ class _Way(NamedTuple):
     post: str
     finish: str
     ends: dict[tuple[int, int], int]
+    names: tuple[str, ...]
 
 
 class _Site(NamedTuple):
@@ -122,7 +132,7 @@ def lowered(
     """
     check_orders(orders, placement, spec.num_microbatches, spec.forward_only, spec.slices)
     lines = [placement.place(rank, order) for rank, order in enumerate(orders)]
-    run = [[at for at in order if at.op == FORWARD] for order in lines] if spec.forward_only else lines
+    run = [run_of(order, spec) for order in lines] if spec.forward_only else lines
     if spec.overlap_pairs and not spec.forward_only:
         run = [pair_up(order) for order in run]
     clocked = run_clock(run, placement)
@@ -162,30 +172,37 @@ class _RankLowering:
         self.lookahead = 0 if DEVICE_SYNC in spec.device else spec.lookahead
         self.looks_ahead = spec.policy == OVERLAP and spec.channels == ONE_WAY and not spec.variable_shapes
         self.sends_within = self.looks_ahead and DEVICE_SYNC not in spec.device
+        self.routes = routes_of(spec.skip_tensors, spec.skip_cache, placement) if spec.skip_tensors else None
         self.within: dict[tuple[int, str], Instruction] = {}  # by entry of a pair and op: its sends
         self.posts: dict[int, list[_Post]] = defaultdict(list)
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
+        self.collectives: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)  # round and post of each
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
-        self.inputs: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)
+        self.inputs: dict[int, list[tuple[_Turn, Instruction]]] = defaultdict(list)
+        self.behind: dict[Instruction, list[_Post]] = {}  # receives of the named tensors that come with another one
         self._sites: dict[tuple[str, int], _Site] = {}  # by op and stage
 
     def program(self) -> list[Instruction]:
         sends, receives = self._messages()
         for send in sends:
-            if self.sends_within and self.order[send.use].members:
+            if send.place and self.looks_ahead:
+                self.inputs[send.use + 1].append(((send.round, _POSTS, send.place), send.post))
+            elif self.sends_within and self.order[send.use].members:
                 self.within[(send.use, send.post.op)] = send.post
             else:
                 self.posts[send.use + 1].append(send)
         if self.spec.policy == OVERLAP:
             self._place_releases(sends)
         if self.spec.policy == OVERLAP and not self.spec.variable_shapes:
-            for receive in receives:
-                self.inputs[receive.use].append((receive.round, receive.finish))
+            for receive in self._with_named(receives):
+                self.inputs[receive.use].append(((receive.round, _WAITS, receive.place), receive.finish))
         if self.looks_ahead:
             self._place_ahead(receives)
         else:
-            for receive in receives:
+            for receive in self._with_named(receives):
                 self.posts[self._due(receive)].append(receive)
+        if self.placement.barriers:
+            self._place_collectives()
         return self._emit()
 
     def _messages(self) -> tuple[list[_Post], list[_Post]]:
@@ -199,11 +216,16 @@ class _RankLowering:
             for at in entry.members or (entry,):
                 hand, came, went = sites.get((at.op, at.stage)) or self._site(at.op, at.stage)
                 if hand is not None:
-                    inputs[i].append((0, placed(hand, at.stage, at.mb, NONE, at.chunk, at.slice)))
+                    inputs[i].append(((0, _POSTS, 0), placed(hand, at.stage, at.mb, NONE, at.chunk, at.slice)))
                 elif came is not None:
-                    receives.append(_post(came, came.ends[(at.mb, at.slice)], at, i))
+                    due = came.ends[(at.mb, at.slice)]
+                    receives.append(_post(came, due, at, i))
+                    if came.names:
+                        self.behind[receives[-1].post] = list(_named(came, due, at, i))
                 if went is not None:
                     sends.append(_post(went, ends[i], at, i))
+                    if went.names:
+                        sends += _named(went, ends[i], at, i)
         return sorted(sends), sorted(receives)
 
     def _site(self, op: str, stage: int) -> _Site:
@@ -222,7 +244,8 @@ class _RankLowering:
     def _way(self, result: str, source: int, target: int, post: str, finish: str) -> _Way:
         other = target if post in SEND_OPS else source
         home = self.placement.homes[other]
-        return _Way(home[0], target, -TOWARDS[result], post, finish, self.result_ends[(result, other)])
+        names = () if self.routes is None else self.routes.over(result, min(source, target))
+        return _Way(home[0], target, -TOWARDS[result], post, finish, self.result_ends[(result, other)], names)
 
     def _place_releases(self, sends: list[_Post]) -> None:
         """Under ``overlap``, some entries after the send; with several chunks a rank up to P / 2 more, where the
@@ -252,9 +275,19 @@ class _RankLowering:
             elif turns and (following := bisect_right(turns, use)) < len(turns):
                 boundary = min(boundary, turns[following] + 1)
             if boundary == use + 1 < last:  # right before its backward: behind the gradient
-                self.inputs[boundary].append((self.ends[boundary], finish))
+                self.inputs[boundary].append(((self.ends[boundary], _POSTS, send.place), finish))
             else:
                 self.releases[boundary].append(finish)
+
+    def _place_collectives(self) -> None:
+        ordered = self.rank, self.order, self.result_ends, self.placement, self.spec.forward_only
+        for boundary, one in placed_collectives(collectives_of(*ordered), self.ends, self._ahead, self.spec):
+            self.collectives[boundary].append((one.round, one.post))
+            use = boundary + 1 if one.use is None else one.use
+            if use < len(self.order):
+                self.inputs[use].append(((one.round, _WAITS, 0), one.wait))
+            else:
+                self.releases[len(self.order)].append(one.wait)
 
     def _ahead(self, use: int) -> int:
         """The boundary ``lookahead`` slots before the entry ``use`` starts.
@@ -269,6 +302,10 @@ class _RankLowering:
         length = len(self.order[use].members) or 1
         return bisect_right(self.ends, self.ends[use] - length - self.lookahead)
 
+    def _with_named(self, receives: list[_Post]) -> Iterable[_Post]:
+        """The receives, each with those of the named tensors that come with it."""
+        return (one for at in receives for one in (at, *self.behind.get(at.post, ()))) if self.behind else receives
+
     def _due(self, receive: _Post) -> int:
         """The boundary of its round."""
         return bisect_right(self.ends, receive.round)
@@ -282,35 +319,43 @@ class _RankLowering:
             lines[receive.channel].append(receive)
         for line in lines.values():
             for before, receive, after in zip([None, *line], line, [*line[1:], None], strict=False):
-                due = self._due(receive)
+                boundary = due = self._due(receive)
                 wanted = min(due, self._ahead(receive.use))
                 if before is None or before.use < wanted:
                     self.posts[wanted].append(receive)
                 elif before.use <= due or (boundary := self._latest(receive, after)) == due:
-                    self.inputs[min(before.use, due)].append((before.round, receive.post))
+                    turn = before.round, _BEHIND_WAITS, 0
+                    self.inputs[min(before.use, due)].append((turn, receive.post))
                 else:
                     self.posts[boundary].append(receive)
+                for named in self.behind.get(receive.post, ()) if self.behind else ():
+                    self.inputs[boundary].append(((receive.round, _POSTS, named.place), named.post))
 
     def _latest(self, receive: _Post, after: _Post | None) -> int:
         """The last boundary at which nothing waits for the receive yet: one slot after its round, as its sender runs
         another operation before the release or the channel's next send; at its round where that operation is the next
-        send's own, or synchronises the device.
+        send's own, or synchronises the device, or where named tensors are sent behind the message.
         """
         at_once = DEVICE_SYNC in self.spec.device or (after is not None and after.round == receive.round + 1)
+        at_once = at_once or receive.post in self.behind
         return min(bisect_right(self.ends, receive.round + (0 if at_once else 1)), receive.use)
 
     def _emit(self) -> list[Instruction]:
         before, after = syncs_of(self.spec, self.rank, self.order)
         copies, loads = self._copies()
         program: list[Instruction] = []
-        posts, releases, inputs = self.posts, self.releases, self.inputs
+        posts, collectives, releases, inputs = self.posts, self.collectives, self.releases, self.inputs
         for i, entry in enumerate((*self.order, None)):
+            if i in collectives:
+                self._emit_with_collectives(i, program)
             if i in posts:
                 here = posts[i]
                 if len(here) == 1 and self.looks_ahead:
                     program.append(here[0].post)
                 else:
                     self._emit_posts(sorted(here), program)
+            if entry is None and i in inputs:
+                program += map(_SECOND, sorted(inputs[i], key=_FIRST))
             if i in releases:
                 program += releases[i]
             if i - 1 in after:
@@ -325,7 +370,9 @@ class _RankLowering:
                 if i in before:
                     program += before[i]
                 program.append(self._with_sends(i, entry) if entry.members else entry)
-        return program
+        return (
+            program if self.routes is None else with_drops(program, self.routes, self.placement, self.spec.forward_only)
+        )
 
     def _copies(self) -> tuple[Copies, Copies]:
         """At a boundary, and right before the entry behind it."""
@@ -338,13 +385,26 @@ class _RankLowering:
         found = ((at, self.within.get((i, SENT_BY[at.op]))) for at in entry.members)
         return pair(*(at for both in found for at in both if at is not None))
 
+    def _emit_with_collectives(self, i: int, program: list[Instruction]) -> None:
+        """Messages and collectives in the order of rounds: where one may have to wait, those before it are posted."""
+        posts = sorted(self.posts.pop(i, ()))
+        for due, post in self.collectives[i]:
+            before = [p for p in posts if p.round < due]
+            if before:
+                self._emit_posts(before, program)
+            program.append(post)
+            posts = posts[len(before) :]
+        if posts:
+            self._emit_posts(posts, program)
+
     def _emit_posts(self, posts: list[_Post], program: list[Instruction]) -> None:
         if self.spec.policy == BATCHED:
             for together in map(_receives_first, self._batches(posts)):
                 program.append(batch(p.post for p in together))
                 program += _waits(together) + _releases(together)
         elif self.spec.channels == ONE_WAY:
-            self._emit_one_way(posts, program)
+            emit = self._emit_named if any(p.place for p in posts) else self._emit_one_way
+            emit(posts, program)
         elif self.spec.variable_shapes:
             for p in posts:
                 program += (p.post, p.finish) if p.post.op in RECV_OPS else (p.post,)
@@ -374,12 +434,32 @@ class _RankLowering:
             for p in receives:
                 program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
 
+    def _emit_named(self, posts: list[_Post], program: list[Instruction]) -> None:
+        """The same where named tensors are among them. On one hardware queue one waits for that before it on its
+        channel, so within a round they go out by their places, which both ends and all ranks agree on.
+        """
+        first: dict[tuple[int, str], _Post] = {}
+        for p in posts:
+            first.setdefault(p.channel, p)
+        at_once = [p for p in posts if (p.post.op in SEND_OPS and not p.place) or first[p.channel] is p]
+        program += [p.post for p in _receives_first(at_once)]
+        each_by_itself = self.spec.variable_shapes  # a receive is not complete before its shape came
+        ordered = sorted(posts, key=lambda p: (p.round, p.place))
+        for _, same in groupby(ordered, key=lambda p: (p.round, p.place if each_by_itself else 0)):
+            together = list(same)
+            program += [p.post for p in together if p not in at_once]
+            program += _waits(together)
 
-def _post(way: _Way, due: int, at: Instruction, use: int) -> _Post:
-    peer, to, towards, post, finish, ends = way
+
+def _named(way: _Way, due: int, at: Instruction, use: int) -> Iterable[_Post]:
+    return (_post(way, due, at, use, name, place) for place, name in enumerate(way.names, 1))
+
+
+def _post(way: _Way, due: int, at: Instruction, use: int, name: str = "", place: int = 0) -> _Post:
+    peer, to, towards, post, finish, ends, _ = way
     _, stage, mb, _, chunk, part, _, _ = at
-    first, last = placed(post, stage, mb, peer, chunk, part), placed(finish, stage, mb, peer, chunk, part)
-    return tuple.__new__(_Post, (due, towards, to, mb, first, last, use, max(0, ends[(mb, part)] - 1 - due)))
+    first, last = placed(post, stage, mb, peer, chunk, part, name), placed(finish, stage, mb, peer, chunk, part, name)
+    return tuple.__new__(_Post, (due, towards, to, mb, first, last, use, max(0, ends[(mb, part)] - 1 - due), place))
 
 
 def _receives_first(posts: list[_Post]) -> list[_Post]:

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterator
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import BATCHED, ONE_WAY, Plan
+from megatron_pp.plan.tasks import MessageKey
 
 _POSTS = frozenset(ins.SEND_OPS) | frozenset(ins.RECV_OPS)
 _FINISHES = frozenset(ins.WAIT_OPS) | frozenset(ins.FREE_OPS)
@@ -36,7 +37,7 @@ class _Walk:
         self.gives_back = gives_back
         self.posted: Counter[Hashable] = Counter()
         self.finished: Counter[Hashable] = Counter()
-        self.stream_of: dict[tuple[str, int, int, int], Hashable] = {}  # post, stage, microbatch, slice -> its stream
+        self.stream_of: dict[MessageKey, Hashable] = {}  # what was posted -> its stream
         self.waiting: list[tuple[Hashable, int]] = []  # freed tensors: stream, and how much of it must be done
         self.uses = (ins.FORWARD,) if plan.spec.forward_only else ins.BACKWARD_OPS
 
@@ -46,17 +47,23 @@ class _Walk:
 
     def advance(self, at: Instruction) -> None:
         if at.op in _POSTS:
-            stream = self.stream_of[(at.op, at.stage, at.mb, at.slice)] = self._stream(at)
+            stream = self.stream_of[(at.op, at.stage, at.mb, at.slice, at.tensor)] = self._stream(at)
             self.posted[stream] += 1
         elif at.op in _FINISHES:
-            stream = self.stream_of[(ins.POST_OF[at.op], at.stage, at.mb, at.slice)]
+            stream = self.stream_of[(ins.POST_OF[at.op], at.stage, at.mb, at.slice, at.tensor)]
             self.finished[stream] += 1
             self.waiting = [(s, count) for s, count in self.waiting if self.finished[s] < count]
-            if at.op == ins.FREE_B or (at.op == ins.FREE_F and self.gives_back):
+            if at.op == ins.FREE_B or (at.op == ins.FREE_F and self.gives_back and not at.tensor):
                 self._free(ins.POST_OF[at.op], at)
         elif at.op == ins.FREE_OFFLOAD:  # what LOAD brings back is a tensor of its own
             self._free(ins.RECV_F, at)
+        elif at.op == ins.DROP:
+            self._free(ins.RECV_F, at)
+            self._free(ins.SEND_F, at)
         elif at.op in self.uses:
+            if self.plan.routes is not None:
+                for name in self.plan.routes.sent[at.stage]:  # whose gradients are in the sum
+                    self._free(ins.RECV_B, at._replace(tensor=name))
             self._free(ins.RECV_F, at)
             self._free(ins.RECV_B, at)
             if not self.gives_back:
@@ -64,7 +71,7 @@ class _Walk:
 
     def _free(self, post: str, at: Instruction) -> None:
         """The tensor that ``post`` moved is not used any more, if there is one."""
-        stream = self.stream_of.pop((post, at.stage, at.mb, at.slice), None)
+        stream = self.stream_of.pop((post, at.stage, at.mb, at.slice, at.tensor), None)
         if stream is not None and self.finished[stream] < self.posted[stream]:
             self.waiting.append((stream, self.posted[stream]))
 

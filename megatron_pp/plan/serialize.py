@@ -26,6 +26,7 @@ from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES
 from megatron_pp.plan.placement import PLACEMENTS, Placement
+from megatron_pp.plan.skip_tensors import SkipTensor
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.torch_csv import read_torch_csv, write_torch_csv
 from megatron_pp.plan.version_1 import parse_version_1
@@ -87,6 +88,7 @@ def _to_json(plan: Plan, certified: bool) -> str:
         "version": _VERSION,
         "spec": dict(spec_values(plan.spec)),
         "placement": plan.placement.kind,
+        **({"barriers": plan.placement.barriers} if plan.placement.barriers else {}),
         "remark": plan.remark,
     }
     if certified and plan.certificate is not None:
@@ -140,7 +142,10 @@ def _from_json(text: str) -> Plan:
     kind = content.get("placement", "(missing)")
     if kind not in PLACEMENTS:
         raise ExchangeError(unknown("placement", kind, PLACEMENTS))
-    placement = Placement(kind, spec.pipeline_size, spec.num_chunks)
+    try:
+        placement = Placement(kind, spec.pipeline_size, spec.num_chunks, content.get("barriers", 0))
+    except ValueError as error:
+        raise ExchangeError(str(error)) from error
     programs = _ranks(content, "programs", spec, placement)
     orders = _ranks(content, "orders", spec, placement) if "orders" in content else compute_of(programs)
     cells = spec.num_chunks * spec.num_microbatches * spec.slices
@@ -220,10 +225,28 @@ def _number(node: dict[str, Any], key: str, where: str) -> int:
     return value
 
 
+def _skip_tensor(value: Any) -> SkipTensor:
+    """Raises ExchangeError for what is no object of its fields."""
+    kinds = {"name": str, "source": int, "users": list, "gradient": bool, "shape": list | None, "dtype": str | None}
+    fits = isinstance(value, dict) and {"name", "source", "users"} <= set(value) <= set(kinds)
+    fits = fits and all(isinstance(given, kinds[name]) for name, given in value.items())
+    numbers = [value["source"], *value["users"], *(value.get("shape") or ())] if fits else [None]
+    if any(type(number) is not int or abs(number) >= _MOST for number in numbers):
+        raise ExchangeError(
+            f"the spec's skip_tensors hold {str(value)[:60]}; each is an object with name, source and users (stages), "
+            "and where they apply gradient, shape and dtype"
+        )
+    lists = {name: tuple(given) for name, given in value.items() if isinstance(given, list)}
+    return SkipTensor(**{**value, **lists})
+
+
 def spec_values(spec: PlanSpec) -> list[tuple[str, Any]]:
     """The fields of the spec, as JSON takes them."""
     values = [(f.name, getattr(spec, f.name)) for f in fields(PlanSpec)]
-    return [(name, asdict(value) if isinstance(value, Measured) else value) for name, value in values]
+    values = [(name, asdict(value) if isinstance(value, Measured) else value) for name, value in values]
+    if not spec.skip_tensors:
+        return [(name, value) for name, value in values if name not in ("skip_tensors", "skip_cache")]
+    return [(k, [one._asdict() for one in value] if k == "skip_tensors" else value) for k, value in values]
 
 
 def spec_from_values(values: dict[str, Any]) -> PlanSpec:
@@ -239,6 +262,8 @@ def spec_from_values(values: dict[str, Any]) -> PlanSpec:
     for name, value in values.items():
         if name == "device" and isinstance(value, list):
             value = values[name] = tuple(value)
+        if name == "skip_tensors" and isinstance(value, list):
+            value = values[name] = tuple(map(_skip_tensor, value))
         expected = _EXPECTED.get(name) or type(known[name].default)
         if type(value) is not expected and (value is not None or known[name].default is not None):
             raise ExchangeError(f"the spec's {name} is {value!r}; it must be of type {expected.__name__}")

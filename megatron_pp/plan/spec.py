@@ -14,6 +14,7 @@ from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Repeated
+from megatron_pp.plan.skip_tensors import CACHES, RECEIVED, Routes, SkipTensor, routes_of, skip_tensors
 from megatron_pp.plan.tasks import Key, Task
 
 OVERLAP = "overlap"  # posts early, waits late
@@ -77,6 +78,8 @@ class PlanSpec:
     device            which of DEVICE_RULES hold where the plan runs: it is lowered for them and verified under them
     slices            slices that every sequence is cut into; operations and messages are of one slice where there are
                       several
+    skip_tensors      named tensors that stages send to later ones, or their declaration as text (``skip_tensors.py``)
+    skip_cache        what ranks keep of them, so that it is not sent again: one of CACHES
     offload_chunks    chunks of every rank, from its first, whose forwards are offloaded; None: as many as the schedule
                       offloads
     offload_slots     compute slots for which a copy between device and host is placed (>= 1)
@@ -101,6 +104,8 @@ class PlanSpec:
     split_backward: bool = True
     device: tuple[str, ...] = ()
     slices: int = 1
+    skip_tensors: tuple[SkipTensor, ...] = ()
+    skip_cache: str = RECEIVED
     offload_chunks: int | None = None
     offload_slots: int = 1
 
@@ -124,6 +129,10 @@ class PlanSpec:
                 raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
         if self.offload_chunks is not None and self.offload_chunks > self.num_chunks:
             raise PlanError(f"{self.offload_chunks} chunks of every rank are to be offloaded; it has {self.num_chunks}")
+        _one_of("cache of skip tensors", self.skip_cache, CACHES)
+        if self.skip_tensors:
+            tensors = skip_tensors(self.skip_tensors, self.pipeline_size * self.num_chunks)
+            object.__setattr__(self, "skip_tensors", tensors)
 
     @property
     def effective_group_size(self) -> int:
@@ -139,9 +148,11 @@ class PlanSpec:
         """One line, as error messages and drawings head it."""
         kind = "forward only" if self.forward_only else "training"
         slices = f"slices={self.slices} " if self.slices > 1 else ""
+        count = len(self.skip_tensors)
+        skips = f" skip_tensors={count} cache={self.skip_cache}" if count else ""
         return (
             f"{self.schedule} P={self.pipeline_size} V={self.num_chunks} M={self.num_microbatches} "
-            f"{slices}group={self.effective_group_size} {self.policy}/{self.channels} {kind}"
+            f"{slices}group={self.effective_group_size} {self.policy}/{self.channels} {kind}{skips}"
         )
 
 
@@ -174,6 +185,12 @@ class Plan:
             made = programs.tasks(rank) if isinstance(programs, Repeated) else tuple(map(Task, programs[rank]))
             self._tasks[rank] = made
         return self._tasks[rank]
+
+    @property
+    def routes(self) -> Routes | None:
+        """Of the named tensors; None where there are none."""
+        spec = self.spec
+        return routes_of(spec.skip_tensors, spec.skip_cache, self.placement) if spec.skip_tensors else None
 
     @cached_property
     def _tasks(self) -> dict[int, tuple[Task, ...]]:

@@ -7,23 +7,24 @@ from megatron_pp.plan.instruction import Instruction, later
 
 Key = tuple[int, int, int]  # (stage, microbatch, slice)
 Part = int | tuple[int, int]  # a microbatch, or (microbatch, slice) where sequences are in slices
-MessageKey = tuple[str, int, int, int]  # (SEND or RECV, stage, microbatch, slice)
+MessageKey = tuple[str, int, int, int, str]  # (SEND or RECV, stage, microbatch, slice, tensor)
 
 
 class Task:
     """A placed instruction, that many microbatches later, with the keys of what it works on. Plain attributes are read
     in a third of the time that a tuple's named fields take.
 
-    message  of a transfer: the operation that posts it, its stage, microbatch and slice; equal for a SEND and its FREE
+    message  of a transfer: the operation that posts it, its stage, microbatch, slice and tensor; equal for a SEND and
+             its FREE
     """
 
     __slots__ = (
         *("_at", "_instruction", "_later", "chunk", "key", "mb", "members", "message", "op", "part", "peer", "slice"),
-        "stage",
+        *("stage", "tensor"),
     )
 
     def __init__(self, at: Instruction, microbatches: int = 0) -> None:
-        op, stage, mb, peer, chunk, part, _, members = at
+        op, stage, mb, peer, chunk, part, tensor, members = at
         if mb != ins.NONE:
             mb += microbatches
         self._at = at
@@ -35,9 +36,10 @@ class Task:
         self.peer = peer
         self.chunk = chunk
         self.slice = part
+        self.tensor = tensor
         self.part: Part = mb if part == ins.NONE else (mb, part)
         self.key: Key = (stage, mb, part)
-        self.message: MessageKey = (ins.POST_OF.get(op, op), stage, mb, part)
+        self.message: MessageKey = (ins.POST_OF.get(op, op), stage, mb, part, tensor)
         self.members = tuple([Task(one, microbatches) for one in members]) if members else ()
 
     @property

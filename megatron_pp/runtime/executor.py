@@ -29,8 +29,10 @@ from megatron_pp.runtime.joint_pair import JointPair, RunJointly
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.offload import Offloads, stand_in, view_of
+from megatron_pp.runtime.output_layer import OutputLayerRunner
 from megatron_pp.runtime.pairs import PairRunner
 from megatron_pp.runtime.sequence_slices import SliceRunner
+from megatron_pp.runtime.skip_tensors import SkipRunner
 from megatron_pp.weight_grad.store import WeightGradStore
 
 Handler = Callable[[Task], None]
@@ -53,6 +55,8 @@ class PlanExecutor:
     graph_in_evaluation: bool = False
     observer: Any = None
     slices: SliceRunner | None = None
+    output_layer: OutputLayerRunner | None = None
+    skips: SkipRunner | None = None
 
     def __post_init__(self) -> None:
         plan, communicator, sent = self.plan, self.communicator, self.shapes.send
@@ -67,7 +71,8 @@ class PlanExecutor:
         self.graphs = self.graph_in_evaluation or not self.forward_only  # whether stages may build autograd graphs
         self.position = 0
         self.placement = plan.placement
-        self.last_stage = plan.placement.num_stages - 1
+        # The stage that gives the loss; none where the output layer is split over all ranks.
+        self.last_stage = plan.placement.num_stages - 1 if self.output_layer is None else ins.NONE
         self.inputs: dict[Key, Activation] = {}
         self.outputs: dict[Key, Activation] = {}
         self.output_grads: dict[Key, Activation] = {}
@@ -127,6 +132,11 @@ class PlanExecutor:
             ins.GRAD_SYNC: self._grad_sync,
             ins.BATCH: self._batch,
         }
+        if self.skips is not None:
+            for op in ins.POST_OPS | ins.WAIT_OPS:
+                named = self._wait_named if op in ins.WAIT_OPS else self._post_named
+                handlers[op] = partial(_by_name, handlers[op], named)
+            handlers[ins.DROP] = self._drop
         if self.offloads is not None:
             handlers |= {
                 ins.FORWARD: partial(self.offloads.forward, self._forward),
@@ -137,6 +147,9 @@ class PlanExecutor:
             }
         if self.slices is not None:
             handlers |= {op: partial(self.slices.run, handlers[op]) for op in (ins.FORWARD, *ins.BACKWARD_OPS)}
+        if self.output_layer is not None:
+            handlers |= self.output_layer.handlers(self)
+            handlers[ins.OUTPUT_T] = partial(self._output_t, handlers[ins.OUTPUT_T])
         unobserved = handlers
         if self.observer is not None:
             handlers = {op: partial(self._observed, handler) for op, handler in handlers.items()}
@@ -157,10 +170,11 @@ class PlanExecutor:
     def _forward(self, at: Task) -> None:
         key = at.key
         given = self.inputs.pop(key, None) if self.forward_only else self.inputs.get(key)
-        if self.offloads is not None and key in self.offloads.keys:
-            output = self.steps.forward(at.chunk, at.mb, view_of(given))
+        seen = given if self.offloads is None or key not in self.offloads.keys else view_of(given)
+        if self.skips is None:
+            output = self.steps.forward(at.chunk, at.mb, seen)
         else:
-            output = self.steps.forward(at.chunk, at.mb, given)
+            output = self.skips.forward(self.steps, at, seen)
         if at.stage == self.last_stage:
             if not self.forward_only:
                 self.outputs[key] = output
@@ -177,7 +191,12 @@ class PlanExecutor:
         passes unnoticed.
         """
         tensors = output if isinstance(output, (list, tuple)) else (output,)
-        if not self.placement.crosses_ranks(at.stage) or not all(isinstance(t, torch.Tensor) for t in tensors):
+        is_last = at.stage == self.placement.num_stages - 1
+        if (
+            is_last
+            or not self.placement.crosses_ranks(at.stage)
+            or not all(isinstance(t, torch.Tensor) for t in tensors)
+        ):
             return  # nothing is sent; or it is refused when it is sent
         sent = self._shapes[at.slice].send
         expected = [sent] if is_single_shape(sent) else sent
@@ -196,11 +215,15 @@ class PlanExecutor:
         output_grad = self.output_grads.pop(key, None)
         if output_grad is None and at.stage != self.last_stage:
             output = None  # the next stage, on this rank, does not use it
+        if self.skips is not None:
+            output, output_grad = self.skips.with_roots(at, output, output_grad)
         if self.weights is None:
             grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
         else:
             with self.weights.backward(at.chunk, at.part, split=at.op == ins.INPUT_GRAD):
                 grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
+        if self.skips is not None:
+            self.skips.collect(at)
         if given is not None:
             self.input_grads[key] = grad if isinstance(grad, torch.Tensor) else self._filled(grad, given, at)
         if self._sync_open:
@@ -225,6 +248,11 @@ class PlanExecutor:
     def _weight_grad(self, at: Task) -> None:
         if self.weights is not None:  # else the backward did all of it
             self.weights.run(at.chunk, at.part)
+        if self._sync_open:
+            self._close_sync()
+
+    def _output_t(self, handler: Handler, at: Task) -> None:
+        handler(at)
         if self._sync_open:
             self._close_sync()
 
@@ -278,12 +306,34 @@ class PlanExecutor:
     def _send_b(self, at: Task) -> None:
         self.handles[at.message] = self.communicator.post_send(self.input_grads[at.key], at.peer, GRAD)
 
+    def _post_named(self, at: Task) -> None:
+        request = self._request(at)
+        post: Any = self.communicator.post_send if isinstance(request, Send) else self.communicator.post_recv
+        self.handles[at.message] = post(*request)
+
+    def _wait_named(self, at: Task) -> None:
+        assert self.skips is not None
+        handle = self.handles.pop(at.message)
+        handle.wait()
+        self.skips.received(at, handle.tensor)
+
+    def _drop(self, at: Task) -> None:
+        """Now, or behind the sends that are finished later."""
+        assert self.skips is not None
+        if self.deferred:
+            self.deferred.append((self.deferred[-1][0], at))
+        else:
+            self.skips.finish(at)
+
     def _batch(self, at: Task) -> None:
         requests = [self._request(one) for one in at.members]
         for one, handle in zip(at.members, self.communicator.post_batch(requests), strict=True):
             self.handles[one.message] = handle
 
     def _request(self, at: Task) -> Send | Receive:
+        if at.tensor:
+            assert self.skips is not None
+            return self.skips.request(at)
         if at.op == ins.SEND_F:
             return Send(self.outputs[at.key], at.peer, ACT)
         if at.op == ins.SEND_B:
@@ -305,12 +355,15 @@ class PlanExecutor:
     def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         """The one place that gives memory back after a send: once the send is done, not before (Megatron-LM#4047)."""
         handle.wait()
-        if at.op == ins.FREE_B:
+        if at.tensor:
+            assert self.skips is not None
+            self.skips.finish(at)
+        elif at.op == ins.FREE_B:
             del self.input_grads[at.key]
         else:
-            self._drop_data(at.key)
+            self.drop_data(at.key)
 
-    def _drop_data(self, key: Key) -> None:
+    def drop_data(self, key: Key) -> None:
         """Keep of an output what its backward needs."""
         if self.forward_only:
             del self.outputs[key]
@@ -329,7 +382,7 @@ class PlanExecutor:
             self.inputs[at.key] = [tensor.detach().requires_grad_(self.graphs) for tensor in output]
         else:
             self.inputs[at.key] = output.detach().requires_grad_(self.graphs)
-        self._drop_data(source)
+        self.drop_data(source)
 
     def _hand_b(self, at: Task) -> None:
         key = at.key
@@ -376,12 +429,19 @@ class PlanExecutor:
             "handles": self.handles,
             "offloaded": {} if self.offloads is None else self.offloads.kept,
             "keys and values": {} if self.slices is None else self.slices.kept,
+            "microbatches of the output layer": {} if self.output_layer is None else self.output_layer.kept,
+            "collectives": {} if self.output_layer is None else self.output_layer.handles,
+            **({} if self.skips is None else self.skips.tables),
         }
         left = {name: sorted(table) for name, table in tables.items() if table}
         if left:
             raise AssertionError(
                 f"rank {self.rank}: the plan ended with tensors or handles left: {left}; this is a fault of the engine"
             )
+
+
+def _by_name(plain: Handler, named: Handler, at: Task) -> None:
+    (named if at.tensor else plain)(at)
 
 
 def _is_any_there(grad: Activation) -> bool:

@@ -39,6 +39,7 @@ def spec_fields(
     family: Family = checked(rules.schedule_family, settings.pipeline_schedule, num_chunks, slices)
     group_size = settings.microbatch_group_size_per_vp_stage
     checked(rules.check_offload, settings.offload_chunks, num_chunks)
+    placement = Placement(family.placement, pipeline_size, num_chunks)
     fields = {
         "schedule": family.name,
         "pipeline_size": pipeline_size,
@@ -56,6 +57,8 @@ def spec_fields(
         "slices": slices,
         "offload_chunks": settings.offload_chunks if training else None,
         "offload_slots": settings.offload_slots,
+        "skip_tensors": checked(rules.checked_skip_tensors, settings.skip_tensors, settings.skip_cache, placement),
+        "skip_cache": settings.skip_cache,
         "split_backward": is_converted or inputs.forward_only or not family.splits_weight,
     }
     if training and offloaded_chunks(PlanSpec(**fields)):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.comm.communicator import P2PCore, Send
 from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.errors import SendBufferError
 from megatron_pp.plan import instruction as ins
@@ -77,6 +77,12 @@ class WatchedExecutor(PlanExecutor):
         super()._send_b(at)
         self._watch_posted(at, sends)
 
+    def _post_named(self, at: Task) -> None:
+        sends = self._noted(at) if at.op in ins.SEND_OPS else []
+        super()._post_named(at)
+        if sends:
+            self._watch_posted(at, sends)
+
     def _batch(self, at: Task) -> None:
         posts = [one for one in at.members if one.op in ins.SEND_OPS]
         noted = [self._noted(one) for one in posts]
@@ -86,7 +92,9 @@ class WatchedExecutor(PlanExecutor):
 
     def _noted(self, at: Task) -> list[_PendingSend]:
         """What ``at`` is about to send."""
-        value = (self.outputs if at.op == ins.SEND_F else self.input_grads)[at.key]
+        request = self._request(at)
+        assert isinstance(request, Send)
+        value = request.value
         tensors = value if isinstance(value, (list, tuple)) else [value]
         return [_PendingSend(tensor, at.instruction) for tensor in tensors]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.skip_tensors import SkipTensor
 from megatron_pp.runtime.sequence_slices import sequence_slice
 from megatron_pp.runtime.stage import PipelineStage
 
@@ -31,6 +32,25 @@ class ToyBlock(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.linear(x)) * self.scale + x
+
+
+class SkipBlock(ToyBlock):
+    """A stage that uses and makes named tensors, as ``tensors`` declare; in float64."""
+
+    def __init__(self, stage: int, tensors: Sequence[SkipTensor]) -> None:
+        super().__init__(stage)
+        self.uses = [one.name for one in tensors if stage in one.users]
+        self.makes = [one for one in tensors if one.source == stage]
+        self.weights = torch.nn.Parameter(torch.linspace(0.5, 1.5, max(1, len(self.uses))))
+        self.double()
+
+    def forward(self, x: torch.Tensor, **named: torch.Tensor) -> Any:
+        assert list(named) == self.uses
+        for weight, tensor in zip(self.weights, named.values(), strict=False):
+            x = x + weight * tensor
+        output = super().forward(x)
+        made = {one.name: (output * x if one.gradient else x.detach().sign()) for one in self.makes}
+        return (output, made) if made else output
 
 
 @dataclass(frozen=True)
@@ -99,8 +119,12 @@ def reference_run(
     result = ToyResult()
     with torch.set_grad_enabled(not forward_only):
         for x, target in data.iterator():
+            named: dict[str, torch.Tensor] = {}
             for stage in stages:
-                x = stage(x)
+                x = stage(x, **{name: named[name] for name in getattr(stage, "uses", ())})
+                if isinstance(x, tuple):
+                    x, made = x
+                    named |= made
             loss, report = toy_loss(target, x)
             result.losses.append(float(report["loss"]))
             if not forward_only:

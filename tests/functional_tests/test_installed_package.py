@@ -138,7 +138,8 @@ def test_the_metadata_says_what_it_is(installed: Installed) -> None:
 def test_it_works_where_it_is_installed(installed: Installed) -> None:
     # Before any other package is there: neither torch nor rich.
     shown = installed.run("python", "-c", EVERY_HELP).stdout
-    assert re.findall(r"usage: megatron-pp ?(\w*)", shown) == ["", "plan", "verify", "simulate", "draw", "report"]
+    commands = ["plan", "verify", "simulate", "advise", "draw", "report"]
+    assert re.findall(r"usage: megatron-pp ?(\w*)", shown) == ["", *commands]
     assert installed.run("megatron-pp", "--version").stdout == f"megatron-pp {megatron_pp.__version__}\n"
     missing = installed.run("megatron-pp", "verify", code=2)
     assert missing.stderr == "megatron-pp verify: No module named 'rich'; `pip install rich` gets it\n"

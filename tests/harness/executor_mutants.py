@@ -25,7 +25,7 @@ class ReleaseBeforeWait(PlanExecutor):
         if at.op == ins.FREE_B:
             super()._wait_then_free(handle, at)
         else:
-            self._drop_data(at.key)
+            self.drop_data(at.key)
             self._wait_late(handle)
 
     def _wait_late(self, handle: WaitHandle) -> None:
@@ -132,7 +132,7 @@ class DeallocatesWhatItDefers(PlanExecutor):
     def _free(self, at: Task) -> None:
         handle = self.handles[at.message]
         if self.max_deferred and not handle.is_completed() and at.op == ins.FREE_F:
-            self._drop_data(at.key)
+            self.drop_data(at.key)
         super()._free(at)
 
 

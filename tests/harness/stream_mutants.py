@@ -40,7 +40,7 @@ class FreesWhenPosted(_AfterPosting):
 
     def posted(self, at: Task) -> None:
         if at.op == ins.SEND_F:
-            self._drop_data(at.key)
+            self.drop_data(at.key)
 
 
 class WritesIntoOutput(_AfterPosting):

@@ -425,7 +425,7 @@ def test_a_plan_that_does_not_verify_is_not_simulated(command, tmp_path):
     refused(command("simulate", "--import", path), 1, "refused: rank 1: WAIT_F0.0")
 
 
-@pytest.mark.parametrize("name", ["plan", "verify", "simulate", "draw", "report"])
+@pytest.mark.parametrize("name", ["plan", "verify", "simulate", "advise", "draw", "report"])
 def test_help_has_examples_that_work(command, name):
     code, out, _ = command(name, "--help")
     assert code == 0

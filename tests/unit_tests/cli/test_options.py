@@ -26,7 +26,7 @@ VALUES = {  # a switch has none
     "--tensor-parallel": "4", "--context-parallel": "2", "--data-parallel": "2", "--recompute": "full",
     "--from-trace": "traces", "--run": "one", "--rank": "1", "--step": "0", "--compare": "1f1b",
     "--memory-limit": "0", "--weight-share": "0.3", "--style": "grid", "--width": "400",
-    "--sequence-slices": "2", "--attention-share": "0.5",
+    "--sequence-slices": "2", "--attention-share": "0.5", "--output-ms": "1.5",
     "--offload-chunks": "1", "--offload-slots": "2", "--offload-ms": "4", "--offload-bandwidth": "1",
 }  # fmt: skip
 PLANS = (
@@ -118,7 +118,7 @@ def test_a_grid_takes_no_trace(command, option):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("verify --p2p-ms 3", ["--p2p-ms is an option of simulate and draw, not of verify", "verify --help"]),
+        ("verify --p2p-ms 3", ["is an option of simulate and advise and draw, not of verify", "verify --help"]),
         ("plan --optimizer-bypass", ["--optimizer-bypass is an option of simulate, not of plan"]),
         ("verify extra", ["'extra' is one argument too many"]),
         ("draw --step 3", ["--step chooses within the traces that --from-trace names"]),

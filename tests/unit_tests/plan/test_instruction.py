@@ -24,12 +24,15 @@ from megatron_pp.plan.instruction import (
 )
 
 indices = st.integers(min_value=0, max_value=999_999_999)
-CELL_OPS = sorted(ins.SINGLE_OPS - SYNC_OPS)
+CELL_OPS = sorted(ins.SINGLE_OPS - SYNC_OPS - {ins.DROP})
 cells = st.builds(instruction, st.sampled_from(CELL_OPS), indices, indices)
 marks = st.builds(instruction, st.sampled_from(sorted(SYNC_OPS)), indices)
 batchable = st.builds(instruction, st.sampled_from(sorted(POST_OPS)), indices, indices)
 batches = st.builds(batch, st.lists(batchable, min_size=1, max_size=6))
-instructions = st.one_of(cells, marks, batches)
+names = st.from_regex(r"[A-Za-z_]\w{0,63}", fullmatch=True).filter(str.isascii)
+moves = st.sampled_from(sorted({*ins.TRANSFER_OPS, ins.DROP}))
+named = st.builds(lambda at, name: at._replace(tensor=name), st.builds(instruction, moves, indices, indices), names)
+instructions = st.one_of(cells, marks, batches, named)
 
 
 @given(instructions)

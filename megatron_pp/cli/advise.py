@@ -1,0 +1,177 @@
+"""``megatron-pp advise``: which pipeline to run, and why not another one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pp import draw
+from megatron_pp.cli import advise_input
+from megatron_pp.cli.cost_options import number
+from megatron_pp.cli.errors import OK, RefusedError, UsageError
+from megatron_pp.cli.plan_options import whole
+from megatron_pp.cli.terminal import print_line, print_table, write_output
+from megatron_pp.draw.front import Point
+from megatron_pp.draw.ticks import percent, short
+from megatron_pp.plan.advise.answer import (
+    alternatives,
+    as_json,
+    estimated,
+    estimated_why,
+    in_one_line,
+    sentences,
+    why_not,
+)
+from megatron_pp.plan.advise.evaluate import Outcome, least_memory
+from megatron_pp.plan.advise.flags import MEASURED_FILE, megatron_flags, our_flags, runs_in_megatron
+from megatron_pp.plan.advise.microbatch_order import MicrobatchOrder, best_order
+from megatron_pp.plan.advise.search import Findings, Report, search
+from megatron_pp.plan.files import write_whole
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SUMMARY = "which pipeline should I run? Schedule, chunks, layers per stage, recomputation"
+EXAMPLES = """examples:
+  megatron-pp advise -P 8 --memory-gb 80 --activation-gb 2 --forward-ms 1 --backward-ms 1 --weight-ms 1 \\
+      --p2p-ms 0.1 --global-batch 64
+  megatron-pp advise -P 8 --global-batch 128 --gpu h100 --layers 80 --hidden-size 8192 --seq-length 8192 \\
+      --attention-heads 64 --vocab-size 128256 --tensor-parallel 8 --sequence-parallel --micro-batch-size 1,2
+  megatron-pp advise -P 4 --global-batch 32 --memory-gb 80 --costs-per layer --layers 30 --forward-ms 2 \\
+      --backward-ms 4 --activation-gb 0.5 --loss-ms 3,3,3 --plot front.svg
+  megatron-pp advise --from-trace runs/x/traces --global-batch 64 --memory-gb 80 --activation-gb 2
+  megatron-pp advise --megatron-args "--num-layers 32 --hidden-size 4096 ..." --gpu a100
+
+exit codes: 0 done, 1 nothing fits into the memory, 2 wrong arguments
+"""
+_BUDGETS = ((8, 8.0), (16, 50.0))  # seconds up to so many ranks
+_LONGEST = 100.0
+_ORDER_SHARE = 0.2  # of the budget, for the order of unequal microbatches
+_JOBS = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    advise_input.add_arguments(parser)
+    budget = "seconds to search; default 8 up to 8 ranks, 50 up to 16, then 100"
+    parser.add_argument("--budget-s", type=number, metavar="S", help=budget)
+    parser.add_argument("--jobs", type=whole, metavar="N", help="processes that search; default 2, or fewer cores")
+    parser.add_argument("--plot", metavar="FILE", help="step time against memory, as .svg or .png")
+    written = "what a recommended search plans for, for --pipeline-measured of a run"
+    parser.add_argument("--measured-out", metavar="FILE", help=written)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    ending = Path(args.plot).suffix if args.plot else ".svg"
+    if ending not in (".svg", ".png"):
+        raise UsageError(f"--plot writes .svg and .png, not {ending!r}")
+    if args.jobs == 0:
+        raise UsageError("--jobs is 0; it takes at least 1 process")
+    question = advise_input.question_of(args)
+    budget = args.budget_s
+    if budget is None:
+        budget = next((seconds for ranks, seconds in _BUDGETS if question.pipeline_size <= ranks), _LONGEST)
+    with _progress() as report:
+        findings = search(question, budget, args.jobs or min(_JOBS, os.cpu_count() or 1), report)
+    best = findings.best
+    order = None if best is None else best_order(question, best, _ORDER_SHARE * budget)
+    if args.json:
+        console.file.write(json.dumps(as_json(findings, order), indent=1) + "\n")
+    if best is None:
+        raise RefusedError(_nothing_fits(findings))
+    if not args.json:
+        _show(findings, best, order, args.measured_out or MEASURED_FILE, console)
+    if args.measured_out and best.spec is not None and best.spec.measured is not None:
+        write_whole(args.measured_out, json.dumps(asdict(best.spec.measured), indent=1) + "\n")
+    if args.plot:
+        points = [_point(one, findings) for one in findings.fitting]
+        picture = draw.front(points, question.memory, as_png=ending == ".png")
+        if args.json:
+            write_whole(args.plot, picture)
+        else:
+            write_output(console, args.plot, picture)
+    return OK
+
+
+@contextmanager
+def _progress() -> Iterator[Report]:
+    """A bar on the terminal's error stream, while there is one."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    terminal = Console(stderr=True)
+    hidden = not terminal.is_terminal
+    with Progress(*columns, TextColumn("{task.description}"), console=terminal, transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
+
+
+def _nothing_fits(findings: Findings) -> str:
+    question, least = findings.question, least_memory(findings.outcomes)
+    if least is None:
+        reasons = sorted({one.refused for one in findings.outcomes if one.refused}, key=len)
+        return f"no pipeline is possible: {reasons[0] if reasons else 'none was tried'}"
+    return (
+        f"nothing fits into {question.memory:g} GB; the least that was found is {least.peak:.3g} GB, with "
+        f"{least.candidate}: give more memory, more ranks, smaller microbatches or more tensor parallelism"
+    )
+
+
+def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, measured: str, console: Console) -> None:
+    question = findings.question
+    print_line(console, f"run {in_one_line(question, best)}")
+    for sentence in sentences(question, best):
+        print_line(console, f"    {sentence}")
+    if order is not None:
+        numbers = f"{order.step:.4g} ms; {order.step_as_given:.4g} ms as given"
+        print_line(console, f"    microbatches, which are unequal, in the order {_listed(order.order)}: {numbers}")
+    certificate = best.certificate or {}
+    rules = ", ".join(certificate.get("rules", ()))
+    print_line(console, f"    verified: {rules}; {certificate.get('digest', '')}")
+    print_line(console, "")
+    runner = f"megatron-pp run {' '.join(our_flags(best, measured))} pretrain_gpt.py"
+    print_line(console, f"{runner} {' '.join(megatron_flags(question, best))} ...")
+    if best.candidate.searches and not Path(measured).exists():
+        print_line(console, f"    {measured}: --measured-out {measured} writes it")
+    if not runs_in_megatron(best):
+        print_line(console, "    Megatron without megatron_pp has no such schedule")
+    print_line(console, "")
+    names = ["pipeline", "step ms", "bubble", "GB", "over the bound"]
+    rows = [[_name(one), short(one.step), percent(one.bubble), short(one.peak), _excess(one)] for one in findings.front]
+    print_table(console, "Step time against memory: no other is better in both", names, rows)
+    rows = [
+        [_name(one), short(one.step) if one.step else "-", short(one.peak) if one.fit else "-", why_not(one, best)]
+        for one in alternatives(findings)
+    ]
+    rows += [
+        [str(one.candidate), f"~{short(one.step)}", f"~{short(one.peak)}", estimated_why(one, best)]
+        for one in estimated(findings)
+    ]
+    print_table(console, "Why not another", ["schedule", "step ms", "GB", "why"], rows)
+    if findings.not_looked_at:
+        count, seconds = len(findings.not_looked_at), short(findings.seconds)
+        print_line(console, f"after {seconds} s, {count} of the candidates were only estimated; --budget-s gives more")
+
+
+def _name(one: Outcome) -> str:
+    policy = "" if one.candidate.policy == "overlap" else f" {one.candidate.policy}"
+    return f"{one.candidate}{policy}"
+
+
+def _listed(order: Sequence[int]) -> str:
+    return ",".join(map(str, order))
+
+
+def _excess(one: Outcome) -> str:
+    return "0%" if one.excess < 5e-4 else percent(one.excess)
+
+
+def _point(one: Outcome, findings: Findings) -> Point:
+    return Point(one.peak, one.step, f"{one.candidate.schedule} V={one.candidate.num_chunks}", one in findings.front)

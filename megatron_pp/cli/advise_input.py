@@ -1,0 +1,373 @@
+"""The options of ``megatron-pp advise``, and the question that they ask."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_pp.cli import cost_options
+from megatron_pp.cli.cost_options import number, times
+from megatron_pp.cli.errors import UsageError
+from megatron_pp.cli.given import given, option, refuse
+from megatron_pp.cli.plan_options import device_rules, schedule_names, whole, whole_list
+from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
+from megatron_pp.errors import ExchangeError, PlanError
+from megatron_pp.plan.advise.megatron_args import read_megatron_args, transformer_of
+from megatron_pp.plan.advise.megatron_args import whole as whole_argument
+from megatron_pp.plan.advise.model import DECODER, EMBEDDING, LETTERS, LOSS, MTP, PART, Layer, Model, layer
+from megatron_pp.plan.advise.question import Question
+from megatron_pp.plan.advise.transformer import EFFICIENCY, GB, GPUS, Gpu, Transformer, gpu_named
+from megatron_pp.plan.costs import Link
+from megatron_pp.plan.files import read_text
+from megatron_pp.plan.measured import measured_values
+from megatron_pp.plan.sim.memory import ModelShape
+from megatron_pp.plan.spec import BATCHED, OVERLAP, POLICIES
+from megatron_pp.tracing.analysis import Findings
+
+_TIMES = ("forward_ms", "backward_ms", "weight_ms")
+_SOURCES = ("forward_ms", "costs", "gpu", "gpu_tflops", "from_trace")
+_LAYERS = ("rank", "layer")
+_ENDS = {"embedding_ms": EMBEDDING, "mtp_ms": MTP, "loss_ms": LOSS}
+_SIZES = ("hidden_size", "seq_length", "num_layers")
+_MOE = ("experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "moe_layer_freq", "expert_parallel")
+_OF_TRANSFORMER = (*_MOE, "gated", "query_groups")
+_KEYS = ("kind", "count", "forward_ms", "backward_ms", "weight_ms", "activation_gb", "static_gb")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_pipeline_options(parser)
+    cost_options.add_cost_options(parser)
+    _add_layer_options(parser)
+    cost_options.add_model_options(parser, several=True)
+    _add_transformer_options(parser)
+    add_from_trace_option(parser, "compute times and transfers as measured there")
+    arguments = "sizes from Megatron's arguments, as one text or a YAML file; what is given here goes before them"
+    parser.add_argument("--megatron-args", metavar="ARGS", help=arguments)
+
+
+def _add_pipeline_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("pipeline")
+    group.add_argument("-P", "--pipeline-size", type=whole, metavar="P", help="ranks of the pipeline")
+    group.add_argument("--global-batch", type=whole, metavar="N", help="sequences of a step, of all replicas")
+    group.add_argument("--memory-gb", type=number, metavar="GB", help="memory of a device; default the GPU's")
+    group.add_argument("--max-chunks", type=whole, metavar="V", help="V is tried up to this; default 4")
+    group.add_argument("--schedules", metavar="A,B", help="try these only; default all")
+    tried = "slices of a sequence that are tried, with commas; default 1, whole sequences"
+    group.add_argument("--sequence-slices", dest="slices", type=whole_list, metavar="N", help=tried)
+    group.add_argument("--policy", choices=POLICIES, help="of all plans; default overlap, batched for the best one too")
+    device = "rules of the device under which every plan is verified, with commas; default rendezvous"
+    group.add_argument("--device", action="extend", type=device_rules, default=[], metavar="RULE", help=device)
+    group.add_argument("--no-recompute", action="store_true", help="no layer may be recomputed")
+    group.add_argument("--no-split-backward", action="store_true", help="the model cannot put weight gradients off")
+
+
+def _add_layer_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("layers", "of one microbatch; what their times and memory are of")
+    per = "what a number of the times and of --activation-gb and --static-gb is of; a list has one for each layer or, "
+    per += "with rank, for equal stages in model order; default rank"
+    group.add_argument("--costs-per", choices=_LAYERS, help=per)
+    group.add_argument("--activation-gb", type=times, metavar="GB", help="what a forward keeps until its backward")
+    static = "parameters, gradients and optimizer states; default none, or the model's"
+    group.add_argument("--static-gb", type=times, metavar="GB", help=static)
+    group.add_argument("--embedding-ms", type=times, metavar="F,B,W", help="of the embedding, on the first stage")
+    group.add_argument("--mtp-ms", type=times, metavar="F,B,W", help="of each layer for multi-token prediction")
+    group.add_argument("--loss-ms", type=times, metavar="F,B,W", help="of the output layer and the loss")
+    group.add_argument("--mtp-layers", type=whole, metavar="N", help="layers for multi-token prediction")
+    unequal = "what each microbatch of a step costs, relative to the others: the best order to run them in is found"
+    group.add_argument("--microbatch-costs", type=times, metavar="A,B,C", help=unequal)
+    costs = "JSON with all of this: `layers`, or what `auto` reads as pipeline_measured, in ms and GB"
+    group.add_argument("--costs", metavar="FILE", help=costs)
+
+
+def _add_transformer_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("GPU", "where nothing was measured: times from sizes and rates, a first guess")
+    group.add_argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}")
+    group.add_argument("--gpu-tflops", type=number, metavar="N", help="dense 16-bit peak of another GPU")
+    group.add_argument("--gpu-bandwidth", type=number, metavar="TB/S", help="of its memory; default 2")
+    reached = f"share of the peak that matrix products reach; default {EFFICIENCY:g}"
+    group.add_argument("--gpu-efficiency", type=number, metavar="SHARE", help=reached)
+    group.add_argument("--gated", action="store_true", help="SwiGLU: three products in the feed-forward part")
+    group.add_argument("--query-groups", type=whole, metavar="N", help="heads of keys and values")
+    group.add_argument("--experts", type=whole, metavar="N", help="of MoE layers")
+    group.add_argument("--top-k", type=whole, metavar="K", help="experts that a token goes through; default 2")
+    group.add_argument("--expert-hidden-size", type=whole, metavar="F", help="default the dense layers'")
+    group.add_argument("--shared-expert-hidden-size", type=whole, metavar="F", help="default no shared expert")
+    freq = "which layers have experts, as Megatron's option: N, or ([0]*3+[1]*58); default 1, all"
+    group.add_argument("--moe-layer-freq", metavar="FREQ", help=freq)
+    group.add_argument("--expert-parallel", type=whole, metavar="N", help="ranks that share the experts; default 1")
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """Raises UsageError where options contradict each other or one is missing, PlanError for impossible values."""
+    megatron = read_megatron_args(args.megatron_args) if args.megatron_args is not None else {}
+    _check_sources(args, megatron)
+    sizes = args.micro_batch_size or [whole_argument(megatron, "micro_batch_size", 1)]
+    if not all(sizes):
+        raise UsageError(f"{option(args, 'micro_batch_size')} has a 0; a microbatch has at least 1 sequence")
+    traced = traced_findings(args)
+    ranks = args.pipeline_size or (traced.measured.plan.spec.pipeline_size if traced else None)
+    ranks = ranks or whole_argument(megatron, "pipeline_model_parallel_size", 0)
+    batch = args.global_batch or whole_argument(megatron, "global_batch_size", 0)
+    for name, value in (("pipeline_size", ranks), ("global_batch", batch)):
+        if not value:
+            raise UsageError(f"{option(args, name)} is missing, or 0")
+    gpu = _gpu(args)
+    memory = args.memory_gb if args.memory_gb is not None else gpu.memory if gpu is not None else None
+    if memory is None:
+        raise UsageError("--memory-gb is missing; it is the memory of a device")
+    models = _Models(args, megatron, ranks, gpu, traced)
+    question = Question(
+        pipeline_size=ranks,
+        global_batch=batch,
+        memory=memory,
+        models=tuple((size, models.of(size, sizes[0])) for size in dict.fromkeys(sizes)),
+        latency=args.p2p_ms or 0.0,
+        bandwidth=math.inf if args.bandwidth is None else args.bandwidth / 1e3,
+        links=tuple((pair, _in_gb(link)) for pair, link in args.link),
+        data_parallel=args.data_parallel or 1,
+        max_chunks=4 if args.max_chunks is None else args.max_chunks,
+        slices=tuple(args.slices or (1,)),
+        recompute=not args.no_recompute,
+        schedules=tuple(schedule_names(args.schedules)) if args.schedules else (),
+        policies=(args.policy,) if args.policy else (OVERLAP, BATCHED),
+        device=tuple(args.device),
+        splits_backward=not args.no_split_backward,
+        gloo=args.gloo,
+        microbatch_costs=_relative(args.microbatch_costs or ()),
+        seq_length=args.seq_length or whole_argument(megatron, "seq_length", 0) or None,
+        peak_flops=gpu.flops if gpu is not None else None,
+    )
+    return question if traced is None else _on_traced_links(question, traced)
+
+
+def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
+    """Costs come from one place."""
+    found = [option(args, name) for name in given(args, _SOURCES)]
+    if not found:
+        raise UsageError(
+            "nothing says what the model costs; give --forward-ms and --backward-ms, --costs FILE, --from-trace "
+            "FOLDER, or --gpu NAME with the model's sizes"
+        )
+    if len(found) > 1:
+        raise UsageError(f"{' and '.join(found)} each say what the model costs; give one of them")
+    sizes = [option(args, name) for name in _SIZES if not getattr(args, name) and name not in megatron]
+    if given(args, ("gpu", "gpu_tflops")):
+        if sizes:
+            raise UsageError(f"{found[0]} needs the sizes of the model: {' and '.join(sizes)} are missing")
+        refuse(args, (*_TIMES, *_ENDS, "costs_per", "activation_gb", "static_gb"), f"does not go with {found[0]}")
+    else:
+        why = "is for --gpu, which works out times from sizes"
+        refuse(args, (*_OF_TRANSFORMER, "gpu_bandwidth", "gpu_efficiency"), why)
+    if args.costs is not None:
+        refuse(args, (*_TIMES, *_ENDS, "mtp_layers", "costs_per", "activation_gb", "static_gb"), "is in --costs FILE")
+    if args.from_trace is not None:
+        refuse(args, (*_ENDS, "mtp_layers", "costs_per"), "does not go with --from-trace")
+    if args.forward_ms is not None and args.backward_ms is None:
+        raise UsageError("--forward-ms and --backward-ms go together")
+    refuse(args, ["mtp_ms"] if not args.mtp_layers else [], "is of each of --mtp-layers, which is missing")
+
+
+def _gpu(args: argparse.Namespace) -> Gpu | None:
+    if args.gpu is not None:
+        return gpu_named(args.gpu)
+    if args.gpu_tflops is None:
+        return None
+    if not args.gpu_tflops or args.memory_gb is None:
+        raise UsageError("--gpu-tflops must be above 0, and goes with --memory-gb")
+    return Gpu(1e12 * args.gpu_tflops, args.memory_gb, 1e12 * (args.gpu_bandwidth or 2.0), 0.0)
+
+
+def _relative(costs: Sequence[float]) -> tuple[float, ...]:
+    """With a mean of 1: the times are of a microbatch of the mean cost."""
+    if costs and not min(costs):
+        raise UsageError("--microbatch-costs has a 0; every microbatch costs something")
+    return tuple(cost * len(costs) / sum(costs) for cost in costs)
+
+
+def _in_gb(link: Link) -> Link:
+    return Link(link.latency, link.bandwidth / GB)
+
+
+def _on_traced_links(question: Question, traced: Findings) -> Question:
+    network = traced.network
+    links = tuple((pair, _in_gb(link)) for pair, link in network.links.items() if max(pair) < question.pipeline_size)
+    link = _in_gb(network.link)
+    return replace(question, latency=link.latency, bandwidth=link.bandwidth, links=links, gloo=network.gloo)
+
+
+class _Models:
+    """The model's costs for microbatches of any size, as the options have them."""
+
+    def __init__(
+        self, args: argparse.Namespace, megatron: dict[str, Any], ranks: int, gpu: Gpu | None, traced: Findings | None
+    ) -> None:
+        self.args = args
+        self.megatron = megatron
+        self.ranks = ranks
+        self.gpu = gpu
+        self.traced = traced
+
+    def of(self, size: int, first: int) -> Model:
+        """With ``size`` sequences in a microbatch; what was given is for ``first``. Raises UsageError, PlanError."""
+        if self.gpu is not None:
+            return self._transformer(size).model(self.gpu, self.args.gpu_efficiency or EFFICIENCY)
+        if self.traced is not None:
+            model = self._traced(self.traced)
+        elif self.args.costs is not None:
+            model = _from_file(self.args.costs)
+        else:
+            model = Model(self._layers(), self._message(), self.args.attention_share or 0.0)
+        return model.times(size / first) if size != first else model
+
+    def _message(self) -> float:
+        return (self.args.activation_mb or 0.0) / 1e3
+
+    def _transformer(self, size: int) -> Transformer:
+        args = self.args
+        megatron = {**self.megatron, **_as_megatron(args)}
+        found = transformer_of({**megatron, "micro_batch_size": size}, args.data_parallel or 1)
+        shape = found.shape
+        if args.recompute is not None:
+            shape = replace(shape, recompute=args.recompute)
+        if args.data_parallel is not None and not self.megatron:
+            shape = replace(shape, data_parallel=args.data_parallel)
+        if not self.megatron:
+            shape = replace(shape, element_bytes=ModelShape.element_bytes)
+        return replace(found, shape=shape)
+
+    def _traced(self, traced: Findings) -> Model:
+        """Memory is not in a trace: as the options say, in equal shares."""
+        costs, ranks = traced.costs, self.ranks
+        each = zip(costs.forward, costs.backward_input, costs.weight, strict=True)
+        kept, static = (_one(self.args, name) * ranks / costs.num_stages for name in ("activation_gb", "static_gb"))
+        layers = tuple(layer(PART, f, i, w, kept, static) for f, i, w in each)
+        return Model(layers, traced.network.activation_bytes / GB)
+
+    def _layers(self) -> tuple[Layer, ...]:
+        """From the times of the options."""
+        args = self.args
+        lists = {name: getattr(args, name) for name in (*_TIMES, "activation_gb", "static_gb")}
+        lists = {name: values for name, values in lists.items() if values is not None}
+        lengths = {option(args, name): len(values) for name, values in lists.items() if len(values) > 1}
+        if len(set(lengths.values())) > 1:
+            raise UsageError(f"lists must be of one length; {', '.join(f'{n} has {k}' for n, k in lengths.items())}")
+        per_layer = args.costs_per == "layer"
+        known = args.num_layers or whole_argument(self.megatron, "num_layers", 0)
+        if args.num_layers == 0:
+            raise UsageError(f"{option(args, 'num_layers')} is 0; a model has at least 1 layer")
+        count = max(lengths.values(), default=known if per_layer else self.ranks)
+        if per_layer and not count:
+            raise UsageError("--costs-per layer needs --layers, or lists with a number for each layer")
+        if per_layer and known and known != count:
+            raise UsageError(f"lists of {count} layers are given; {option(args, 'num_layers')} is {known}")
+        # One number is of a rank: lists of more or fewer stages have it in equal shares.
+        scale = 1.0 if per_layer else self.ranks / count
+        rows = [{name: v[k] if len(v) > 1 else v[0] * scale for name, v in lists.items()} for k in range(count)]
+        parts = [_layer(DECODER if per_layer else PART, row) for row in rows]
+        if not per_layer and known:
+            if lengths:
+                raise UsageError("lists are of stages, whose layers stay together; --costs-per layer takes them apart")
+            parts = [parts[0].scaled(self.ranks / known, parts[0].static * self.ranks / known)] * known
+            parts = [replace(one, kind=DECODER) for one in parts]
+        return self._with_ends(parts)
+
+    def _with_ends(self, parts: Sequence[Layer]) -> tuple[Layer, ...]:
+        args = self.args
+        ends = {kind: _end(args, name, kind) for name, kind in _ENDS.items()}
+        if all(one.kind == PART for one in parts):
+            why = "is a layer of its own, so the others must be known too: --layers N, or --costs-per layer"
+            refuse(args, (*_ENDS, "mtp_layers"), why)
+            return tuple(parts)
+        embedding, loss = (ends[kind] or Layer(kind, 0.0, 0.0, 0.0) for kind in (EMBEDDING, LOSS))
+        mtp = ends[MTP] or replace(parts[-1], kind=MTP, recomputed=None)
+        return (embedding, *parts, *[mtp] * (args.mtp_layers or 0), loss)
+
+
+def _layer(kind: str, row: dict[str, float]) -> Layer:
+    """Without a time for weight gradients, the backward is both, in equal halves."""
+    backward = row["backward_ms"]
+    halves = (backward, row["weight_ms"]) if "weight_ms" in row else (backward / 2, backward / 2)
+    return layer(kind, row["forward_ms"], *halves, row.get("activation_gb", 0.0), row.get("static_gb", 0.0))
+
+
+def _end(args: argparse.Namespace, name: str, kind: str) -> Layer | None:
+    values = getattr(args, name)
+    if values is None:
+        return None
+    if len(values) != 3:
+        raise UsageError(f"{option(args, name)} has {len(values)} numbers; it takes three, F,B,W")
+    return Layer(kind, *values)
+
+
+def _one(args: argparse.Namespace, name: str) -> float:
+    """A single number, 0 where it was not given."""
+    values = getattr(args, name) or (0.0,)
+    if len(values) > 1:
+        raise UsageError(f"{option(args, name)} has {len(values)} numbers; with --from-trace it takes one, of a rank")
+    return float(values[0])
+
+
+def _as_megatron(args: argparse.Namespace) -> dict[str, Any]:
+    """Sizes of the options by Megatron's names."""
+    names = {
+        "tensor_parallel": "tensor_model_parallel_size",
+        "context_parallel": "context_parallel_size",
+        "experts": "num_experts",
+        "top_k": "moe_router_topk",
+        "expert_hidden_size": "moe_ffn_hidden_size",
+        "shared_expert_hidden_size": "moe_shared_expert_intermediate_size",
+        "expert_parallel": "expert_model_parallel_size",
+        "gated": "swiglu",
+        "query_groups": "num_query_groups",
+        "mtp_layers": "mtp_num_layers",
+    }
+    same = ("num_layers", "hidden_size", "seq_length", "num_attention_heads", "ffn_hidden_size", "vocab_size")
+    names |= {name: name for name in (*same, "sequence_parallel", "moe_layer_freq")}
+    return {names[name]: value for name, value in given(args, names).items()}
+
+
+def _from_file(path: str) -> Model:
+    """Raises ExchangeError naming the file."""
+    try:
+        content = json.loads(read_text(path))
+        if not isinstance(content, dict):
+            raise PlanError("it holds no object")
+        return _from_layers(content) if "layers" in content else _from_measured(content)
+    except (ValueError, RecursionError, TypeError) as error:  # PlanError is a ValueError
+        if isinstance(error, ExchangeError):
+            raise
+        raise ExchangeError(f"{path}: {error}") from error
+
+
+def _from_layers(content: dict[str, Any]) -> Model:
+    layers: list[Layer] = []
+    for row in content["layers"]:
+        unknown = sorted(set(row) - set(_KEYS))
+        if unknown or "forward_ms" not in row or "backward_ms" not in row:
+            problem = f"{unknown[0]!r} is not known" if unknown else "forward_ms and backward_ms are needed"
+            raise PlanError(f"a layer: {problem}; its keys are {', '.join(_KEYS)}")
+        kind = row.get("kind", DECODER)
+        if kind not in (*LETTERS, PART):
+            raise PlanError(f"a layer is of kind {kind!r}; it may be {', '.join((*LETTERS, PART))}")
+        layers += [_layer(kind, row)] * int(row.get("count", 1))
+    message = float(content.get("message_mb", 0.0)) / 1e3
+    return Model(tuple(layers), message, float(content.get("attention_share", 0.0)))
+
+
+def _from_measured(content: dict[str, Any]) -> Model:
+    """What the search reads; lists are of stages in model order."""
+    measured = measured_values(content)
+    assert measured is not None
+    values = (measured.forward, measured.backward_input, measured.weight, measured.activation)
+    lengths = {len(value) for value in values if isinstance(value, tuple)}
+    if len(lengths) > 1:
+        raise PlanError("its lists are of different lengths")
+    count = max(lengths, default=1)
+    if not lengths:
+        raise PlanError("it has no list with a number for each stage, so the number of stages is not known")
+    columns = [value if isinstance(value, tuple) else (value,) * count for value in values]
+    return Model(tuple(layer(PART, *row) for row in zip(*columns, strict=True)))

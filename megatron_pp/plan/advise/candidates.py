@@ -1,0 +1,175 @@
+"""What is tried: every schedule with every number of chunks and microbatches that the question allows, and a first
+estimate of each, which decides what is looked at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.advise.fit import Fitted, Room, States, best_counts, fitted
+from megatron_pp.plan.advise.layout import stages_of
+from megatron_pp.plan.advise.model import Model
+from megatron_pp.plan.advise.question import Question
+from megatron_pp.plan.advise.timing import Kept, kept_states, order_time
+from megatron_pp.plan.family import Family, Order
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.plan.sim.bound import lower_bound
+from megatron_pp.plan.spec import Shape
+
+_PILOTS = (2, 4)  # an estimate is of so many P microbatches; the steady state goes on
+_TENSORS = 4  # pipeline tensors of a rank besides its stages' inputs, before a plan says how many
+_SEEDS = {LOOP: ("1f1b", "interleaved_1f1b"), "v": ("v_half", "v_half")}  # of one chunk, of several
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A pipeline that may be recommended.
+
+    schedule     a family
+    micro_batch  sequences in a microbatch
+    group_size   0: the family's own
+    memory_share of the device that a search may fill
+    """
+
+    schedule: str
+    num_chunks: int
+    micro_batch: int
+    num_microbatches: int
+    policy: str
+    group_size: int = 0
+    slices: int = 1
+    memory_share: float = 1.0
+
+    @property
+    def family(self) -> Family:
+        return SCHEDULES[self.schedule]
+
+    @property
+    def searches(self) -> bool:
+        return self.family.search is not None
+
+    def placement(self, pipeline_size: int) -> Placement:
+        return Placement(self.family.placement, pipeline_size, self.num_chunks)
+
+    def shape(self, pipeline_size: int, most: int | None = None) -> Shape:
+        """With at most so many microbatches."""
+        count = min(self.num_microbatches, most or self.num_microbatches)
+        group = min(self.group_size or -(-pipeline_size // self.slices), count)
+        return Shape(pipeline_size, self.num_chunks, count, group, self.slices)
+
+    def __str__(self) -> str:
+        slices = f" slices={self.slices}" if self.slices > 1 else ""
+        group = f" group={self.group_size}" if self.group_size else ""
+        memory = f" memory={self.memory_share:.0%}" if self.memory_share < 1 else ""
+        return f"{self.schedule} V={self.num_chunks} M={self.num_microbatches}{slices}{group}{memory}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """``step`` in milliseconds with free buffers and no queues, ``peak`` GB of the fullest rank; ``bound``: no plan on
+    this placement with these costs takes less. ``cut``: the model on its stages. ``refused``: why it cannot be had.
+    """
+
+    candidate: Candidate
+    cut: Fitted | None = None
+    step: float = 0.0
+    peak: float = 0.0
+    bound: float = 0.0
+    refused: str = ""
+
+
+def candidates(question: Question) -> Iterator[Candidate]:
+    """All that the question allows."""
+    for name in question.tried:
+        family = SCHEDULES[name]
+        if family.splits_weight and not question.splits_backward:
+            continue
+        for size, count in question.microbatches():
+            for chunks in _chunks(family, question.max_chunks):
+                for slices in question.slices if family.sliced else (1,):
+                    if (slices > 1) == family.sliced:
+                        yield Candidate(name, chunks, size, count, question.policies[0], slices=slices)
+
+
+def _chunks(family: Family, most: int) -> list[int]:
+    if family.chunks is not None:
+        return [family.chunks] if family.chunks <= most else []
+    # With one chunk, families for several are others of the list.
+    return list(range(1 if family.search is not None else 2, most + 1))
+
+
+def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] | None = None) -> Estimate:
+    """A first look. A search is estimated by its bound. ``bounds`` are those that are known, and get this one."""
+    model = question.model(candidate.micro_batch)
+    try:
+        cut = cut_model(question, candidate, model)
+        placement = candidate.placement(question.pipeline_size)
+        known = {} if bounds is None else bounds
+        key = placement, candidate.num_microbatches, candidate.slices, cut.costs
+        if key not in known:
+            conditions = candidate.num_microbatches, cut.costs, question.network(model)
+            split, slices = question.splits_backward, candidate.slices
+            known[key] = lower_bound(placement, *conditions, split=split, slices=slices).step
+        bound = known[key]
+        peak = max(cut.peaks)
+        if candidate.searches:
+            return Estimate(candidate, cut, bound, peak, bound)
+        step = _order_time(question, candidate, cut, question.transfer(model))
+    except PlanError as error:
+        return Estimate(candidate, refused=str(error))
+    return Estimate(candidate, cut, max(step, bound), peak, bound)
+
+
+def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer: float) -> float:
+    """Of two pilots, the longer one and as many of the microbatches between them as are left."""
+    size, placement = question.pipeline_size, candidate.placement(question.pipeline_size)
+    shapes = [candidate.shape(size, pilot * size) for pilot in _PILOTS]
+    orders = (_orders(candidate.schedule, shape) for shape in shapes)
+    short, long = (order_time(each, placement, cut.costs, transfer, candidate.slices) for each in orders)
+    few, many = (shape.num_microbatches for shape in shapes)
+    if few == many:
+        return long
+    return long + (long - short) / (many - few) * (candidate.num_microbatches - many)
+
+
+def cut_model(question: Question, candidate: Candidate, model: Model, tensors: tuple[int, ...] | None = None) -> Fitted:
+    """The model on the candidate's stages, with what has to be recomputed there. ``tensors``: pipeline tensors of each
+    rank besides its stages' inputs. Raises PlanError where the layers do not fill the stages.
+    """
+    size = question.pipeline_size
+    placement = candidate.placement(size)
+    each = tensors or (_TENSORS * candidate.num_chunks,) * size
+    fixed = tuple(count * model.message / candidate.slices for count in each)
+    room = Room(placement, states_of(candidate, size), candidate.slices, question.memory, fixed)
+    units = model.units(placement.num_stages)
+    try:
+        counts = best_counts(units, room, question.recompute)
+    except PlanError:
+        units = model.units(placement.num_stages, mtp_with_loss=True)
+        counts = best_counts(units, room, question.recompute)
+    return fitted(stages_of(units, counts), room, model.attention, question.recompute)
+
+
+def states_of(candidate: Candidate, pipeline_size: int) -> States:
+    """What each rank keeps at most; of a search, what a family of the same placement with little memory keeps."""
+    name = candidate.schedule
+    if candidate.searches:
+        name = _SEEDS[candidate.family.placement][candidate.num_chunks > 1]
+    shapes = [candidate.shape(pipeline_size, pilot * pipeline_size) for pilot in _PILOTS]
+    few, many = (_states(name, shape) for shape in shapes)
+    return many if few == many else _states(name, candidate.shape(pipeline_size))  # it grows with the microbatches
+
+
+@lru_cache(maxsize=256)
+def _states(schedule: str, shape: Shape) -> tuple[tuple[Kept, ...], ...]:
+    return tuple(kept_states(order, shape.num_chunks) for order in _orders(schedule, shape))
+
+
+@lru_cache(maxsize=128)
+def _orders(schedule: str, shape: Shape) -> list[Order]:
+    return SCHEDULES[schedule].orders(shape)

@@ -1,0 +1,57 @@
+"""The flags that ask for a recommended pipeline: ours, for ``megatron-pp run``, and Megatron's."""
+
+from __future__ import annotations
+
+from megatron_pp.plan.advise.evaluate import Outcome
+from megatron_pp.plan.advise.layout import layout_text
+from megatron_pp.plan.advise.model import PART
+from megatron_pp.plan.advise.question import Question
+from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
+from megatron_pp.plan.spec import BATCHED, OVERLAP
+
+MEASURED_FILE = "advised.json"
+
+
+def our_flags(outcome: Outcome, measured: str = MEASURED_FILE) -> list[str]:
+    """Settings of ``megatron-pp run``, also keywords of ``install``. ``measured``: where a search reads its costs."""
+    chosen = outcome.candidate
+    flags = ["--pipeline-schedule", chosen.schedule]
+    if chosen.searches:
+        flags += ["--pipeline-measured", measured]
+    if chosen.policy in (OVERLAP, BATCHED):
+        flags.append("--overlap-p2p-comm" if chosen.policy == OVERLAP else "--batch-p2p-comm")
+    if chosen.group_size:
+        flags += ["--microbatch-group-size-per-vp-stage", str(chosen.group_size)]
+    if chosen.slices > 1:
+        flags += ["--sequence-slices", str(chosen.slices)]
+    return flags
+
+
+def megatron_flags(question: Question, outcome: Outcome) -> list[str]:
+    """Arguments of Megatron's scripts. Its one number for recomputed layers, the same on all stages, is the largest."""
+    chosen, fit = outcome.candidate, outcome.fit
+    flags = ["--pipeline-model-parallel-size", str(question.pipeline_size)]
+    layout = layout_of(outcome)
+    if layout:
+        flags += ["--pipeline-model-parallel-layout", f"'{layout}'"]
+    elif chosen.num_chunks > 1:
+        flags += ["--num-virtual-stages-per-pipeline-rank", str(chosen.num_chunks)]
+    flags += ["--micro-batch-size", str(chosen.micro_batch), "--global-batch-size", str(question.global_batch)]
+    if chosen.group_size:
+        flags += ["--microbatch-group-size-per-virtual-pipeline-stage", str(chosen.group_size)]
+    if fit is not None and any(fit.recomputed) and layout:
+        most = str(max(fit.recomputed))
+        flags += ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", most]
+    return flags
+
+
+def runs_in_megatron(outcome: Outcome) -> bool:
+    """Whether Megatron's own schedules can run it."""
+    return outcome.candidate.schedule in (ONE_F_ONE_B, INTERLEAVED)
+
+
+def layout_of(outcome: Outcome) -> str:
+    """Megatron's ``pipeline_model_parallel_layout``; empty where the layers are not known."""
+    if outcome.fit is None or any(one.kind == PART for layers in outcome.fit.stages for one in layers):
+        return ""
+    return layout_text(outcome.fit.stages)

@@ -1,0 +1,110 @@
+"""What is asked of the advisor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.advise.model import Model
+from megatron_pp.plan.costs import Link, Network
+from megatron_pp.plan.names import unknown
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.spec import BATCHED, OVERLAP, checked_device
+
+_LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b without Megatron's all-to-all overlap, which costs do not show
+
+
+@dataclass(frozen=True)
+class Question:
+    """Times in milliseconds, memory in GB.
+
+    pipeline_size     P
+    global_batch      sequences of a step, of all replicas
+    memory            GB of a device
+    models            (sequences in a microbatch, the model's costs for such microbatches)
+    latency           of a transfer
+    bandwidth         of each directed link, GB per millisecond
+    links             directed links with other numbers, (source, target) and Link
+    data_parallel     replicas
+    max_chunks        V is tried up to this
+    slices            numbers of slices of a sequence that are tried, 1 for whole sequences
+    recompute         whether layers may be recomputed
+    schedules         names of families that are tried; empty for all
+    policies          lowering policies that are tried, the first for all, the others for the best plan
+    device            rules of the device, under which every plan is verified
+    splits_backward   whether the model can put weight gradients off
+    gloo              transfers are gloo's (``costs.Network``)
+    microbatch_costs  what each microbatch of a step costs of the times, in the order given; empty: all cost the same
+    seq_length        tokens of a sequence; None where not known
+    peak_flops        of a device, per second; None where not known
+    """
+
+    pipeline_size: int
+    global_batch: int
+    memory: float
+    models: tuple[tuple[int, Model], ...]
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    links: tuple[tuple[tuple[int, int], Link], ...] = ()
+    data_parallel: int = 1
+    max_chunks: int = 4
+    slices: tuple[int, ...] = (1,)
+    recompute: bool = True
+    schedules: tuple[str, ...] = ()
+    policies: tuple[str, ...] = (OVERLAP, BATCHED)
+    device: tuple[str, ...] = ()
+    splits_backward: bool = True
+    gloo: bool = False
+    microbatch_costs: tuple[float, ...] = ()
+    seq_length: int | None = None
+    peak_flops: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline_size", "global_batch", "data_parallel", "max_chunks"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not (math.isfinite(self.memory) and self.memory > 0):
+            raise PlanError(f"the memory of a device is {self.memory:g} GB; it must be above 0")
+        for name in self.schedules:
+            if name not in SCHEDULES:
+                raise PlanError(unknown("schedule", name, SCHEDULES))
+        object.__setattr__(self, "device", checked_device(self.device))
+        counts = [count for _, count in self.microbatches()]
+        if self.microbatch_costs and counts and len(self.microbatch_costs) not in counts:
+            of_step = " or ".join(map(str, counts))
+            raise PlanError(f"costs of {len(self.microbatch_costs)} microbatches are given; a step has {of_step}")
+        if not list(self.microbatches()):
+            raise PlanError(self._no_microbatches())
+
+    def microbatches(self) -> Iterator[tuple[int, int]]:
+        """(sequences in a microbatch, microbatches of a step) that make up the global batch."""
+        for size, _ in self.models:
+            if size > 0 and self.global_batch % (size * self.data_parallel) == 0:
+                yield size, self.global_batch // (size * self.data_parallel)
+
+    def _no_microbatches(self) -> str:
+        sizes = ", ".join(str(size) for size, _ in self.models)
+        least = self.models[0][0] * self.data_parallel
+        near = max(1, self.global_batch // least) * least
+        return (
+            f"a global batch of {self.global_batch} cannot be made of microbatches of {sizes} on {self.data_parallel} "
+            f"replica(s); the nearest that can is {near}"
+        )
+
+    def model(self, micro_batch: int) -> Model:
+        return dict(self.models)[micro_batch]
+
+    def network(self, model: Model) -> Network:
+        """Messages in GB."""
+        return Network(model.message, link=Link(self.latency, self.bandwidth), links=dict(self.links), gloo=self.gloo)
+
+    def transfer(self, model: Model) -> float:
+        """Milliseconds of one message on the slowest link."""
+        links = [Link(self.latency, self.bandwidth), *(link for _, link in self.links)]
+        return max(link.latency + link.wire_time(model.message) for link in links)
+
+    @property
+    def tried(self) -> tuple[str, ...]:
+        return self.schedules or tuple(name for name in SCHEDULES if name not in _LIKE_OTHERS)

@@ -1,0 +1,191 @@
+"""Named tensors that stages give to later ones: the rank's copies of them, and the sums of their gradients.
+
+A stage that uses some is given, by ``set_input_tensor``, its input and behind it a dict of them by name. A stage that
+makes some returns (output, dict). The plan says which (``plan/skip_tensors.py``), moves them, and drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pp.comm.communicator import Receive, Send
+from megatron_pp.comm.transport import ACT, GRAD
+from megatron_pp.config.settings import TE_GRAPHS, StepSettings
+from megatron_pp.errors import P2PShapeError, ScheduleInputError
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.skip_tensors import Held, SkipTensor
+from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.tasks import Task
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.compute import Activation, Steps
+from megatron_pp.runtime.deallocate import Root, backward_root
+
+Key = tuple[int, int, int, str]  # stage where the rank holds it, microbatch, slice, name
+
+
+def check_skip_tensors(inputs: StepInputs, settings: StepSettings) -> None:
+    """Raises ScheduleInputError for what does not go with named tensors."""
+    for given, name, why in (
+        (inputs.adjust_tensor_shapes_fn is not None, "adjust_tensor_shapes_fn", "that gives edges other tensors"),
+        (settings.cuda_graph_impl == TE_GRAPHS, "cuda_graph_impl", "graphs reuse the memory of gradients"),
+    ):
+        if given:
+            raise ScheduleInputError(f"config.skip_tensors does not go with {name}: {why}")
+
+
+class SkipRunner:
+    """``shapes``: of the activations between stages, by slice; None where they are not known before they come.
+    ``dtype``: that of the activations. ``graphs``: whether stages build autograd graphs.
+    """
+
+    def __init__(self, plan: Plan, shapes: Sequence[Any], dtype: torch.dtype | None, graphs: bool) -> None:
+        assert plan.routes is not None
+        self.routes, self.plan, self.dtype = plan.routes, plan, dtype
+        self.graphs = graphs
+        self.sums_gradients = graphs and not plan.spec.forward_only
+        self.held: dict[Key, Tensor] = {}  # leaves where stages of this rank use them
+        self.roots: dict[Key, Root] = {}  # of those made here
+        self.sums: dict[Key, Tensor] = {}
+        self.tables: dict[str, dict[Any, Any]] = {
+            "named tensors": self.held,
+            "their graphs": self.roots,
+            "sums of their gradients": self.sums,
+        }
+        self._shapes = {one: self._shapes_of(one, shapes) for one in plan.spec.skip_tensors}
+
+    def _shapes_of(self, tensor: SkipTensor, shapes: Sequence[Any]) -> list[Any]:
+        """By slice, the shape of ``tensor``, whose first dimension is cut as that of the activations."""
+        if tensor.shape is None or len(shapes) == 1:
+            return [tensor.shape or shape for shape in shapes]
+        whole = sum(shape[0] for shape in shapes)
+        return [(tensor.shape[0] * shape[0] // whole, *tensor.shape[1:]) for shape in shapes]
+
+    def forward(self, steps: Steps, at: Task, given: Activation) -> Activation:
+        """Run the chunk; returns its output without the named tensors, which are held. Raises ScheduleInputError where
+        it gives others than are declared, P2PShapeError where one has another shape or dtype.
+        """
+        used, made = self.routes.used[at.stage], self.routes.made[at.stage]
+        if used:
+            named = {name: self.held[_key(held, at)] for name, held in used.items()}
+            given = [*(given if isinstance(given, list) else [given]), named]
+        output = steps.forward(at.chunk, at.mb, given)
+        if not made:
+            return output
+        several = isinstance(output, (tuple, list)) and len(output) == 2 and isinstance(output[1], Mapping)
+        if not several or set(output[1]) != set(made):
+            got = f"(output, dict of {', '.join(output[1])})" if several else f"a {type(output).__name__}"
+            raise ScheduleInputError(
+                f"stage {at.stage} gave {got}; config.skip_tensors says that it gives (output, dict of "
+                f"{', '.join(made)})"
+            )
+        for name, held in made.items():
+            self._hold(held, at, output[1][name])
+        return output[0]
+
+    def _hold(self, held: Held, at: Task, tensor: Any) -> None:
+        if not isinstance(tensor, Tensor):
+            raise ScheduleInputError(f"stage {at.stage} gave a {type(tensor).__name__} as {held.name}, not a tensor")
+        expected = self._shapes[held.tensor][at.slice]
+        dtype = self.dtype_of(held.tensor) or tensor.dtype
+        fits = expected is None or self.plan.spec.variable_shapes or tuple(expected) == tuple(tensor.shape)
+        if not fits or tensor.dtype != dtype:
+            raise P2PShapeError(
+                f"tensor {held.name} of stage {at.stage} for microbatch {at.mb} has shape {list(tensor.shape)} and is "
+                f"of {tensor.dtype}, but later stages expect {list(expected or tensor.shape)} of {dtype}: declare its "
+                "shape and dtype in config.skip_tensors, or set variable_seq_lengths where shapes vary"
+            )
+        key = _key(held, at)
+        self.held[key] = tensor.detach().requires_grad_(self._is_leaf(held))
+        root = backward_root(tensor) if self.sums_gradients and held.tensor.gradient else None
+        if root is not None:
+            self.roots[key] = root
+
+    def _is_leaf(self, held: Held) -> bool:
+        """Whether stages of this rank make gradients of it."""
+        return self.graphs and held.tensor.gradient and bool(held.users)
+
+    def dtype_of(self, tensor: SkipTensor) -> torch.dtype | None:
+        """Raises ScheduleInputError for a name that is no dtype."""
+        if tensor.dtype is None:
+            return self.dtype
+        dtype = getattr(torch, tensor.dtype, None)
+        if not isinstance(dtype, torch.dtype) or (tensor.gradient and not dtype.is_floating_point):
+            raise ScheduleInputError(
+                f"config.skip_tensors: {tensor.name} has dtype {tensor.dtype!r}; it must be the name of one in torch, "
+                "as in 'float32', and one of floating point unless it has no gradient"
+            )
+        return dtype
+
+    def with_roots(self, at: Task, output: Any, output_grad: Activation) -> tuple[Any, Activation]:
+        """What the backward of ``at`` starts from, and with which gradients: the output, and what the stage made."""
+        named = []
+        for held in self.routes.made[at.stage].values():
+            root, total = self.roots.pop(_key(held, at), None), self.sums.pop(_key(held, at), None)
+            if root is not None and total is not None:
+                named.append((root, total))
+        if not named:
+            return output, output_grad
+        own = [] if output is None else [(output, output_grad)]
+        roots, grads = zip(*own, *named, strict=True)
+        return list(roots), list(grads)
+
+    def collect(self, at: Task) -> None:
+        """Behind a backward: add the gradients of what the stage used to the rank's sums. Where it made none, a rank
+        that waits for the sum gets zeros.
+        """
+        for held in self.routes.used[at.stage].values():
+            key = _key(held, at)
+            leaf = self.held[key]
+            grad, leaf.grad = leaf.grad, None
+            if grad is not None:
+                self._add(key, grad)
+            elif held.tensor.gradient and not held.is_made_here and key not in self.sums:
+                self.sums[key] = torch.zeros_like(leaf, requires_grad=False)
+
+    def _add(self, key: Key, grad: Tensor) -> None:
+        """In the order of the calls; the first is the sum's own memory, which nothing else holds."""
+        total = self.sums.get(key)
+        if total is None:
+            self.sums[key] = grad
+        else:
+            with torch.no_grad():
+                total.add_(grad)
+
+    def request(self, at: Task) -> Send | Receive:
+        """What a send or receive posts."""
+        held = self._of(at)
+        channel = ACT if at.op in (ins.SEND_F, ins.RECV_F) else GRAD
+        dtype = self.dtype_of(held.tensor)
+        if at.op in ins.RECV_OPS:
+            shape, leaf = self._shapes[held.tensor][at.slice], at.op == ins.RECV_F and self._is_leaf(held)
+            return Receive(shape, at.peer, channel, leaf, dtype)
+        table = self.held if at.op == ins.SEND_F else self.sums
+        return Send(table[_key(held, at)], at.peer, channel, dtype)
+
+    def received(self, at: Task, tensor: Any) -> None:
+        """A receive is over."""
+        key = _key(self._of(at), at)
+        if at.op == ins.WAIT_F:
+            self.held[key] = tensor
+        else:
+            self._add(key, tensor)
+
+    def finish(self, at: Task) -> None:
+        """A send is over, or the plan drops the tensor: release what that ends the use of."""
+        if at.op == ins.FREE_B:
+            del self.sums[_key(self._of(at), at)]
+        elif at.op == ins.DROP:
+            del self.held[_key(self._of(at), at)]
+
+    def _of(self, at: Task) -> Held:
+        held = self.routes.of(at.instruction)
+        assert held is not None, "the plan was verified"
+        return held
+
+
+def _key(held: Held, at: Task) -> Key:
+    return held.stage, at.mb, at.slice, held.name

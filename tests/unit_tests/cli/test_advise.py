@@ -1,0 +1,172 @@
+"""``megatron-pp advise``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_pp.plan.measured import measured_values
+from megatron_pp.tracing import files
+from tests.unit_tests.cli.conftest import refused
+
+SMALL = ("advise", "-P", 4, "--global-batch", 8, "--memory-gb", 80, "--jobs", 1)
+COSTS = ("--forward-ms", 1, "--backward-ms", 1, "--weight-ms", 1, "--activation-gb", 2, "--p2p-ms", 0.1)
+FEW = ("--max-chunks", 2, "--schedules", "1f1b,zb_h1,zb_v,interleaved_1f1b")
+
+
+def test_the_answer_comes_first(command, tmp_path):
+    picture = tmp_path / "front.svg"
+    code, out, err = command(*SMALL, *COSTS, *FEW, "--plot", picture)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("run zb_v: V=2 (v placement), M=8 microbatches of 1, overlap, layers in equal shares")
+    assert "step 26.8 ms" in lines[1]
+    assert "of the bound" in lines[1]
+    assert lines[2].strip().startswith("memory of each rank 8, ")
+    assert "verified: complete, lifetime, rendezvous, order" in lines[4]
+    flags = "--pipeline-schedule zb_v --overlap-p2p-comm pretrain_gpt.py --pipeline-model-parallel-size 4"
+    assert f"megatron-pp run {flags} --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1" in out
+    assert "Step time against memory" in out
+    assert "Why not another" in out
+    assert "slower" in out
+    assert picture.read_text().startswith("<?xml")
+    assert "zb_v V=2" in picture.read_text()
+
+
+@pytest.mark.slow
+def test_examples_in_help_run(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = command("advise", "--help")[1].split("examples:")[1].split("exit codes")[0].replace("\\\n", " ")
+    lines = [line.split() for line in text.splitlines() if "megatron-pp" in line]
+    assert len(lines) == 5
+    for words in lines:
+        if not {"--from-trace", "--megatron-args"} & set(words):
+            code, out, _ = command(*words[1:], "--budget-s", 0, "--jobs", 1)
+            assert (code, out[:4]) == (0, "run "), words
+
+
+def test_json_has_the_same(command):
+    answer = json.loads(command(*SMALL, *COSTS, *FEW, "--json", "--device", "one_queue")[1])
+    best = answer["recommended"]
+    assert (best["schedule"], best["num_chunks"], best["num_microbatches"]) == ("zb_v", 2, 8)
+    assert best["certificate"]["device"] == ["one_queue"]
+    assert best["bound_ms"] <= best["step_ms"] == answer["pareto"][0]["step_ms"]
+    assert len(best["memory_gb"]) == 4
+    assert {one["schedule"] for one in answer["alternatives"]} == {"1f1b", "zb_h1", "interleaved_1f1b", "zb_v"}
+    assert all(one["why_not"] for one in answer["alternatives"])
+
+
+def test_costs_of_layers(command):
+    words = ("--costs-per", "layer", "--layers", 14, "--loss-ms", "2,2,2", "--max-chunks", 1, "--schedules", "zb_h1")
+    code, out, _ = command(*SMALL, *COSTS, *words)
+    assert code == 0
+    assert "layers 4,4,4,2" in out
+    assert "--pipeline-model-parallel-layout 'Et*4|(t*4|)*2t*2L'" in out
+
+
+def test_costs_of_stages(command):
+    code, out, _ = command(*SMALL, "--forward-ms", "1,1,1,2", "--backward-ms", "2,2,2,4", *FEW)
+    assert code == 0
+    assert "layers as given" in out
+
+
+def test_a_search_writes_what_it_plans_for(command, tmp_path):
+    path = tmp_path / "advised.json"
+    words = ("--schedules", "auto", "--max-chunks", 1, "--measured-out", path)
+    code, out, _ = command(*SMALL[:3], "--global-batch", 4, *SMALL[5:], *COSTS, *words)
+    assert code == 0
+    assert f"--pipeline-measured {path}" in out
+    measured = measured_values(str(path))
+    assert measured.forward == (1.0,) * 4
+    assert measured.transfer == 0.1
+    again = command("advise", "-P", 4, "--global-batch", 4, "--memory-gb", 80, "--costs", path, *FEW, "--jobs", 1)
+    assert again[0] == 0
+
+
+def test_sizes_and_rates(command):
+    sizes = "--num-layers 14 --hidden-size 1024 --seq-length 2048 --num-attention-heads 16 --vocab-size 32000 --bf16 "
+    sizes += "--global-batch-size 8 --pipeline-model-parallel-size 2"
+    words = ("--gpu", "h100", "--max-chunks", 1, "--schedules", "1f1b", "--jobs", 1)
+    code, out, _ = command("advise", "--megatron-args", sizes, *words)
+    assert code == 0
+    assert "tokens/s" in out
+    assert "MFU" in out
+    assert "GB, of 80" in out
+    given = ("-P", 2, "--global-batch", 8, "--layers", 14, "--hidden-size", 1024, "--seq-length", 2048)
+    given += ("--attention-heads", 16, "--vocab-size", 32000)
+    assert command("advise", *given, *words)[1] == out
+
+
+def test_a_file_of_layers(command, tmp_path):
+    path = tmp_path / "layers.json"
+    decoder = {"count": 6, "forward_ms": 1, "backward_ms": 2, "activation_gb": 1, "static_gb": 2}
+    loss = {"kind": "loss", "forward_ms": 2, "backward_ms": 2, "weight_ms": 2}
+    embedding = {"kind": "embedding", "forward_ms": 0, "backward_ms": 0}
+    path.write_text(json.dumps({"layers": [embedding, decoder, loss], "message_mb": 10}))
+    words = ("--bandwidth", 10, "--max-chunks", 1, "--schedules", "1f1b", "--json", "--jobs", 1)
+    code, out, _ = command("advise", "-P", 2, "--global-batch", 4, "--memory-gb", 80, "--costs", path, *words)
+    assert code == 0
+    best = json.loads(out)["recommended"]
+    assert best["layout"] == "Et*4|t*2L"
+    # 4 layers with 2 GB of parameters and 1 of activations for each of 2 microbatches, and pipeline tensors.
+    assert best["memory_gb"][0] == pytest.approx(4 * 2 + 2 * 4, abs=0.05)
+    path.write_text(json.dumps({"layers": [{"forward": 1}]}))
+    refused(command(*SMALL, "--costs", path), 2, str(path), "'forward' is not known")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ((), "nothing says what the model costs"),
+        ((*COSTS, "--gpu", "h100", "--layers", 8, "--hidden-size", 8, "--seq-length", 8), "give one of them"),
+        (("--gpu", "h100"), "needs the sizes of the model"),
+        (("--gpu", "h1000", "--layers", 8, "--hidden-size", 8, "--seq-length", 8), "did you mean h100"),
+        ((*COSTS, "--layers", 0), "--layers is 0"),
+        ((*COSTS, "--loss-ms", "1,1,1"), "so the others must be known too"),
+        ((*COSTS, "--layers", 8, "--loss-ms", "1,1"), "it takes three, F,B,W"),
+        (("--forward-ms", "1,2", "--backward-ms", "1,2,3"), "lists must be of one length"),
+        (("--forward-ms", 1), "go together"),
+        ((*COSTS, "--mtp-ms", "1,1,1"), "--mtp-layers, which is missing"),
+        ((*COSTS, "--gated"), "is for --gpu"),
+        ((*COSTS, "--micro-batch-size", 3), "cannot be made of microbatches of 3"),
+        ((*COSTS, "--micro-batch-size", 0), "has a 0"),
+        ((*COSTS, "--plot", "x.gif"), "writes .svg and .png, not '.gif'"),
+        ((*COSTS, "--costs-per", "layer"), "needs --layers"),
+        ((*COSTS, "--run", "x"), "--from-trace"),
+    ],
+)
+def test_what_is_wrong_is_said(command, words, problem):
+    refused(command(*SMALL, *words), 2, problem)
+
+
+def test_memory_that_is_too_small_says_what_would_do(command):
+    words = ("--memory-gb", 0.1, "--no-recompute", *FEW)
+    code, out, err = command(*SMALL[:5], *SMALL[7:], *COSTS, *words)
+    assert (code, out) == (1, "")
+    assert "nothing fits into 0.1 GB; the least that was found is 8 GB" in err
+
+
+def test_the_costs_of_a_run(command, tmp_path):
+    """Two ranks' traces of one step of 1F1B, written as a run writes them."""
+    from megatron_pp.plan.builder import build_plan
+    from megatron_pp.plan.costs import StageCosts
+    from megatron_pp.plan.sim.simulate import simulate
+    from megatron_pp.plan.spec import PlanSpec
+
+    plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
+    result = simulate(plan, StageCosts.per_stage([2, 3], [2, 3], [2, 3]))
+    for rank in range(2):
+        header = files.RunHeader("6441d5e8b2a68", rank, (0, 1), "cpu", "host")
+        nano = [[round(t * 1e6) for t in times[rank]] for times in (result.starts, result.ends)]
+        lines = [files.header_line(header), files.plan_line(plan, rank, 8e6)]
+        lines += [files.sync_line(0, 0), files.step_line(files.StepRecord(2, 0, 0, *nano))]
+        (tmp_path / header.file_name).write_text("".join(lines))
+    words = ("--global-batch", 4, "--memory-gb", 80, "--activation-gb", 2, "--max-chunks", 1, "--schedules", "1f1b")
+    code, out, _ = command("advise", "--from-trace", tmp_path, *words, "--jobs", 1, "--json")
+    assert code == 0
+    best = json.loads(out)["recommended"]
+    assert best["step_ms"] == pytest.approx(result.makespan, rel=0.01)
+    refused(
+        command("advise", "--from-trace", tmp_path, *words, "--forward-ms", 1, "--backward-ms", 1), 2, "--from-trace"
+    )

@@ -1,0 +1,158 @@
+"""The search: what it finds, and that what it recommends is what its numbers are of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.advise.answer import alternatives, as_json, in_one_line, throughput, why_not
+from megatron_pp.plan.advise.candidates import candidates, estimate
+from megatron_pp.plan.advise.evaluate import evaluate
+from megatron_pp.plan.advise.flags import layout_of, megatron_flags, our_flags
+from megatron_pp.plan.advise.model import DECODER, EMBEDDING, LOSS, PART, Layer, Model, layer
+from megatron_pp.plan.advise.question import Question
+from megatron_pp.plan.advise.search import search
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.costs import Link, Network
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.verifier import verify
+
+FLUID = Model((layer(PART, 4.0, 4.0, 4.0, 8.0),))
+NAMED = ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_min", "interleaved_1f1b", "interleaved_zb")
+
+
+def question(**options):
+    values = {"pipeline_size": 4, "global_batch": 8, "memory": 80.0, "models": ((1, FLUID),), "max_chunks": 2}
+    return Question(**{**values, "latency": 0.1, "schedules": NAMED, **options})
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search(question(), budget=30.0)
+
+
+def test_the_recommended_step_is_that_of_its_plan(found):
+    best = found.best
+    plan = build_plan(best.spec)
+    verify(plan)
+    assert simulate(plan, best.fit.costs, Network(link=Link(0.1))).makespan == best.step
+    assert best.certificate["digest"] == plan.certificate.digest
+    assert best.step == min(one.step for one in found.outcomes if not one.refused)
+    assert best.bound.step <= best.step
+    assert not found.not_looked_at
+
+
+def test_estimates_are_close(found):
+    steps = {one.candidate: one.step for one in found.outcomes}
+    for one in found.estimates:
+        assert one.step == pytest.approx(steps[one.candidate], rel=0.02)
+
+
+def test_the_front_falls_in_memory_as_it_rises_in_time(found):
+    front = found.front
+    assert len(front) >= 3
+    assert all(a.step < b.step and a.peak > b.peak for a, b in pairwise(front))
+    assert {one.candidate.schedule for one in alternatives(found)} | {found.best.candidate.schedule} == set(NAMED)
+    assert all("slower" in why_not(one, found.best) for one in found.fitting if one.step > 1.01 * found.best.step)
+
+
+def test_no_answer_needs_more_memory_than_there_is():
+    whole = search(question(recompute=False), budget=30.0)
+    tight = search(question(recompute=False, memory=6.0), budget=30.0)
+    assert max(tight.best.fit.peaks) <= 6.0 < max(whole.best.fit.peaks)
+    assert tight.best.step > whole.best.step
+    assert all(one.peak > 6.0 for one in tight.outcomes if one.refused.startswith("needs"))
+
+
+def test_recomputation_where_nothing_else_fits():
+    tight = question(memory=3.2)
+    assert search(replace(tight, recompute=False), budget=30.0).best is None
+    best = search(tight, budget=30.0).best
+    assert any(best.fit.recomputed)
+    assert best.again > 0
+    assert max(best.fit.peaks) <= 3.2
+
+
+def test_a_search_for_these_costs_is_at_least_as_good():
+    named = search(question(pipeline_size=2, global_batch=4, schedules=("1f1b", "zb_h1")), budget=30.0).best
+    asked = question(pipeline_size=2, global_batch=4, schedules=("1f1b", "zb_h1", "auto"), max_chunks=1, memory=10.0)
+    outcome = next(evaluate(asked, one) for one in candidates(asked) if one.schedule == "auto")
+    assert outcome.step <= named.step
+    assert outcome.spec.measured.memory_limit == (10.0, 10.0)
+    assert our_flags(outcome, "m.json")[:4] == ["--pipeline-schedule", "auto", "--pipeline-measured", "m.json"]
+
+
+def test_plans_are_for_the_device():
+    rules = ("one_queue", "device_sync")
+    best = search(question(device=rules, schedules=("interleaved_1f1b", "zb_v")), budget=30.0).best
+    assert best.certificate["device"] == list(rules)
+    assert best.spec.device == rules
+
+
+def test_layers_go_where_they_cost_least_and_come_out_as_megatrons_text():
+    model = Model((Layer(EMBEDDING, 0, 0, 0), *[layer(DECODER, 1, 1, 1, 0.1)] * 14, Layer(LOSS, 2, 2, 2)))
+    asked = question(models=((1, model),), schedules=("1f1b", "zb_h1"), max_chunks=1)
+    best = search(asked, budget=30.0).best
+    assert layout_of(best) == "Et*4|(t*4|)*2t*2L"
+    assert "'Et*4|(t*4|)*2t*2L'" in megatron_flags(asked, best)
+    assert "layers 4,4,4,2" in in_one_line(asked, best)
+    even = evaluate(replace(asked, models=((1, Model((layer(PART, 16, 16, 16),))),)), best.candidate)
+    assert best.step <= even.step * (1 + 1e-9)
+
+
+def test_microbatches_of_several_sizes():
+    """With costs in proportion, smaller ones leave a smaller bubble."""
+    asked = question(
+        global_batch=16, models=((1, FLUID), (2, FLUID.times(2)), (3, FLUID.times(3))), schedules=("1f1b",)
+    )
+    assert sorted(asked.microbatches()) == [(1, 16), (2, 8)]
+    assert search(asked, budget=30.0).best.candidate.micro_batch == 1
+    slow = replace(asked, models=((1, FLUID.times(2)), (2, FLUID.times(2))))  # twice as many take no longer
+    assert search(slow, budget=30.0).best.candidate.micro_batch == 2
+
+
+def test_a_budget_that_is_spent_says_what_is_left():
+    found = search(question(), budget=0.0)
+    assert found.best is not None
+    assert found.not_looked_at
+    assert as_json(found)["not_looked_at"]
+
+
+def test_processes_find_the_same():
+    asked = question(schedules=("1f1b", "zb_h1"), max_chunks=1)
+    alone, together = (search(asked, 30.0, jobs) for jobs in (1, 2))
+    assert as_json(alone)["recommended"] == as_json(together)["recommended"]
+
+
+def test_throughput():
+    model = replace(FLUID, flops=1e12)
+    asked = question(models=((1, model),), schedules=("1f1b",), seq_length=1000, peak_flops=1e15, data_parallel=2)
+    best = search(asked, 30.0).best
+    rates = throughput(asked, best)
+    assert rates["tokens_per_second"] == pytest.approx(8 * 1000 / best.step * 1e3)
+    assert rates["mfu"] == pytest.approx(4 * 1e12 / 4 / (best.step / 1e3) / 1e15)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pipeline_size": 0}, "pipeline_size is 0"),
+        ({"memory": 0.0}, "must be above 0"),
+        ({"global_batch": 7, "models": ((2, FLUID),)}, "the nearest that can is 6"),
+        ({"schedules": ("zbv",)}, "did you mean zb_v"),
+        ({"device": ("queue",)}, "device rule 'queue' is not known"),
+    ],
+)
+def test_impossible_questions(options, words):
+    with pytest.raises(PlanError) as error:
+        question(**options)
+    assert words in str(error.value)
+
+
+def test_an_estimate_says_why_there_is_none():
+    asked = question(models=((1, Model((layer(DECODER, 1, 1, 1),) * 5)),), schedules=("zb_v",))
+    (one,) = (estimate(asked, candidate) for candidate in candidates(asked))
+    assert "cannot fill 8 stages" in one.refused
