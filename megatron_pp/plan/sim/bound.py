@@ -97,9 +97,11 @@ def lower_bound(
 
 def bound_of(plan: Plan, costs: StageCosts, network: Network = FREE, memory: MemoryModel | None = None) -> Bound:
     """The bound of all plans in the place of ``plan``: its placement and microbatches, backwards split where the model
-    can split them. Raises PlanError as ``lower_bound`` does.
+    can split them; without the memory terms where it offloads. Raises PlanError as ``lower_bound`` does.
     """
     spec = plan.spec
+    if plan.offloads:
+        memory = None
     return lower_bound(
         plan.placement,
         spec.num_microbatches,
