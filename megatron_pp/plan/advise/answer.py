@@ -127,8 +127,9 @@ def alternatives(findings: Findings) -> list[Outcome]:
 
 def estimated(findings: Findings) -> list[Estimate]:
     """The best first estimates of schedules of which nothing was built, fastest first."""
-    built = {one.candidate.schedule for one in findings.outcomes}
-    left = (one for one in findings.estimates if one.candidate in findings.not_looked_at)
+    built = {one.candidate.schedule for one in findings.outcomes if one.fit is not None}
+    unseen = {*findings.not_looked_at, *findings.needless}
+    left = (one for one in findings.estimates if one.candidate in unseen)
     found: dict[str, Estimate] = {}
     for one in sorted(left, key=lambda one: one.step):
         if one.candidate.schedule not in built:
@@ -153,6 +154,7 @@ def as_json(findings: Findings, order: MicrobatchOrder | None = None) -> dict[st
             {**_facts(question, one), "why_not": one.refused if best is None else why_not(one, best)}
             for one in alternatives(findings)
         ],
+        "cannot_be_faster": [_named(one) for one in findings.needless],
         "not_looked_at": [_named(one) for one in findings.not_looked_at],
         "least_memory_gb": min((one.peak for one in findings.outcomes if one.fit is not None), default=None),
         "seconds": findings.seconds,

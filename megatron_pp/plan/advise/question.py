@@ -13,7 +13,7 @@ from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import BATCHED, OVERLAP, checked_device
 
-_LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b without Megatron's all-to-all overlap, which costs do not show
+_LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b but for Megatron's all-to-all overlap, which costs do not show
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Question:
         for name in self.schedules:
             if name not in SCHEDULES:
                 raise PlanError(unknown("schedule", name, SCHEDULES))
+            if SCHEDULES[name].barriers:
+                raise PlanError(f"schedule {name} splits the output layer over all ranks, which is not advised on")
         object.__setattr__(self, "device", checked_device(self.device))
         counts = [count for _, count in self.microbatches()]
         if self.microbatch_costs and counts and len(self.microbatch_costs) not in counts:
@@ -107,4 +109,6 @@ class Question:
 
     @property
     def tried(self) -> tuple[str, ...]:
-        return self.schedules or tuple(name for name in SCHEDULES if name not in _LIKE_OTHERS)
+        """Without those that split the output layer over all ranks, whose costs a model in layers does not have."""
+        names = self.schedules or tuple(name for name in SCHEDULES if name not in _LIKE_OTHERS)
+        return tuple(name for name in names if not SCHEDULES[name].barriers)

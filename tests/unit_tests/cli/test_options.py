@@ -28,12 +28,14 @@ VALUES = {  # a switch has none
     "--memory-limit": "0", "--weight-share": "0.3", "--style": "grid", "--width": "400",
     "--skip-tensors": "a=0>1", "--skip-cache": "all",
     "--sequence-slices": "2", "--attention-share": "0.5", "--output-ms": "1.5",
+    "--offload-chunks": "1", "--offload-slots": "2", "--offload-ms": "4", "--offload-bandwidth": "1",
 }  # fmt: skip
 PLANS = (
     "plan -s 1f1b -P 2 -V 1 -M 4",
     "plan -s interleaved_1f1b -P 2 -V 2 -M 6",
     "plan -s 1f1b -P 2 -M 4 --policy plain",
     "plan -s seq_1f1b -P 2 -M 4",
+    "plan -s interleaved_1f1b -P 2 -V 2 -M 6 --offload-chunks 2",
     "plan -s compute.csv",
     "plan --import compute.csv --format json",
     "plan --import comms.csv --format json",
@@ -46,6 +48,7 @@ SIMULATIONS = (
     f"simulate -s seq_1f1b -P 2 -M 4 --sequence-slices 2 {TIMES} {SIZES} --json",
     f"simulate -s interleaved_1f1b -P 2 -V 2 -M 8 {TIMES} {SIZES} --json",
     f"simulate -s zb_h1 -P 2 -M 4 {TIMES} {SIZES} --json",
+    f"simulate -s pipe_offload -P 2 -V 2 -M 4 {TIMES} {SIZES} --json",
     f"simulate --compare interleaved_1f1b,zb_h1 -P 2 -V 2 -M 8 {TIMES} {SIZES} --json",
 )
 
