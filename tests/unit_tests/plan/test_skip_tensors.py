@@ -140,7 +140,7 @@ def shapes() -> list[PlanSpec]:
                 channels=channels,
                 forward_only=turn % 4 == 0,
                 variable_shapes=turn % 5 == 0,
-                overlap_pairs=turn % 2 == 0,
+                overlap_pairs=turn % 2 == 0 and "offload" not in name,
                 device=(ONE_QUEUE, DEVICE_SYNC)[: turn % 3 + 1] if one_way else (),
                 slices=2 if family.sliced else 1,
                 skip_tensors="blocks" if turn % 2 else f"a=0>{stages - 1}; m=0>1 no_grad",
