@@ -26,6 +26,7 @@ class Question:
     models            (sequences in a microbatch, the model's costs for such microbatches)
     latency           of a transfer
     bandwidth         of each directed link, GB per millisecond
+    host_bandwidth    GB per millisecond of a copy between device and host memory; None: nothing is offloaded
     links             directed links with other numbers, (source, target) and Link
     data_parallel     replicas
     max_chunks        V is tried up to this
@@ -48,6 +49,7 @@ class Question:
     latency: float = 0.0
     bandwidth: float = math.inf
     links: tuple[tuple[tuple[int, int], Link], ...] = ()
+    host_bandwidth: float | None = None
     data_parallel: int = 1
     max_chunks: int = 4
     slices: tuple[int, ...] = (1,)
@@ -101,6 +103,13 @@ class Question:
     def network(self, model: Model) -> Network:
         """Messages in GB."""
         return Network(model.message, link=Link(self.latency, self.bandwidth), links=dict(self.links), gloo=self.gloo)
+
+    def offload_slots(self, model: Model) -> int:
+        """Compute operations for which a copy of what a stage's forward keeps lasts."""
+        if self.host_bandwidth is None:
+            return 1
+        copy = sum(one.activation for one in model.layers) / self.host_bandwidth
+        return max(1, math.ceil(3 * copy / sum(one.work for one in model.layers)))
 
     def transfer(self, model: Model) -> float:
         """Milliseconds of one message on the slowest link."""

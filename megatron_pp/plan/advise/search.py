@@ -165,9 +165,10 @@ class _Queue:
         return [*self.unfinished, *(one.candidate for one in self.waiting)]
 
 
-def _sizes(candidate: Candidate) -> tuple[str, int, int, int]:
+def _sizes(candidate: Candidate) -> tuple[Any, ...]:
     """What candidates have in common whose model is cut the same way."""
-    return candidate.schedule, candidate.num_chunks, candidate.micro_batch, candidate.slices
+    sizes = candidate.num_chunks, candidate.micro_batch, candidate.slices
+    return candidate.schedule, *sizes, candidate.offload_chunks
 
 
 def _front(estimates: Sequence[Estimate]) -> list[Estimate]:
