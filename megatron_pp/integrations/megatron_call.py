@@ -103,6 +103,11 @@ class MegatronCall(StepCall):
                 "whole sequences; leave it out, or train a model that calls megatron_pp.sequence_slice() without "
                 "install()"
             )
+        if settings.skip_tensors:
+            raise ScheduleInputError(
+                "config.skip_tensors names tensors that skip stages, and Megatron's models give a stage one tensor; "
+                "leave it out, or train stages that take and give named tensors without install()"
+            )
         schedule = settings.pipeline_schedule
         if schedule is not None and find_family(schedule).barriers:
             raise ScheduleInputError(

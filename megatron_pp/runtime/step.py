@@ -81,7 +81,7 @@ class StepCall:
         self.check_output_layer(fields["schedule"])
         self.shapes = shapes_of_slices(self.messages.shapes, self.slices)
         if fields["skip_tensors"]:
-            check_skip_tensors(inputs, settings)
+            check_skip_tensors(fields["skip_tensors"], inputs, settings)
         if settings.cuda_graph_impl == TE_GRAPHS:
             check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.

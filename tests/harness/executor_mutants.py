@@ -151,15 +151,15 @@ class OwnsNothing(P2PCore):
     owned the bytes. Shapes that travel ahead stay.
     """
 
-    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        super()._alias(tensor)
+    def _alias(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        super()._alias(tensor, dtype)
         return tensor
 
-    def post_send(self, value: Tensors, peer: int, channel: str) -> WaitHandle:
+    def post_send(self, value: Tensors, peer: int, channel: str, dtype: torch.dtype | None = None) -> WaitHandle:
         if isinstance(value, torch.Tensor) and not self.variable_shapes:
             work = self.transport.isend(value, peer, channel)
             return WaitHandle(self, (work,), None, None, "send", peer, channel)
-        return _disown(super().post_send(value, peer, channel))
+        return _disown(super().post_send(value, peer, channel, dtype))
 
     def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
         handles = super().post_batch(requests)
