@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,13 +13,18 @@ import torch
 import torch.nn.functional as F
 
 from megatron_pp import PipelineStage, SplitOutputLayer
-from megatron_pp.errors import MegatronPPError, ScheduleInputError
+from megatron_pp.errors import MegatronPPError, PlanError, ScheduleInputError
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.instruction import OUTPUT_LAYER_OPS
+from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.verifier import verify
 from megatron_pp.runtime.output_layer import rows_of_rank
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import HIDDEN, ToyBlock
+from tests.harness.plan_mutants import mutants
 from tests.harness.step_runs import P2PCommunicator, ThreadGroup, toy_config
 
 SEQ, BATCH = 3, 2
@@ -169,6 +175,30 @@ def test_hooks_of_the_rows_fire_once_a_microbatch() -> None:
 
     step(case, block=hooked)
     assert sorted(fired) == [0] * 3 + [1] * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_verify_accepts_of_mutants_gives_the_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On hostile networks; `test_output_layer.py` of the plans counts what it refuses."""
+    case, rng = Case(name, 2, 4), random.Random(3)
+    plan = build_plan(PlanSpec(name, case.size, 1, case.microbatches))
+    accepted = [mutant for what, mutant in mutants(plan, rng, 4) if is_of_output_layer(what) and is_accepted(mutant)]
+    assert len(accepted) >= 5
+    for turn, mutant in enumerate(accepted[:12]):
+        monkeypatch.setattr("megatron_pp.runtime.step.build_plan", lambda *_, mutant=mutant: mutant)
+        check(case, *step(case, HOSTILE_NETWORKS[turn % 3](case.size, seed=turn), overlap_p2p_comm=True))
+
+
+def is_of_output_layer(what: str) -> bool:
+    return any(f" {op}0" in what for op in OUTPUT_LAYER_OPS)
+
+
+def is_accepted(plan: Plan) -> bool:
+    try:
+        verify(plan)
+    except PlanError:
+        return False
+    return True
 
 
 def test_rows_are_padded_on_the_last_ranks() -> None:
