@@ -24,15 +24,19 @@ class FileCosts:
 
     ranks  of the pipeline on which it was measured; None where the file does not say
     link   what every link is like, and ``links`` what each is like on that many ranks; None: not in the file
+    host_bandwidth  of copies between a device and host memory; None: not in the file, or measured on a CPU
     """
 
     model: Model
     ranks: int | None = None
     link: Link | None = None
     links: tuple[tuple[tuple[int, int], Link], ...] = ()
+    host_bandwidth: float | None = None
 
     def on_its_links(self, question: Question) -> Question:
-        """What the options say of links goes before the file."""
+        """What the options say of links and copies goes before the file."""
+        if question.host_bandwidth is None:
+            question = replace(question, host_bandwidth=self.host_bandwidth)
         if self.link is None or question.latency or math.isfinite(question.bandwidth) or question.links:
             return question
         links = self.links if question.pipeline_size == self.ranks else ()
@@ -79,6 +83,10 @@ def _from_measured(content: dict[str, Any]) -> FileCosts:
     file = MeasuredFile.from_dict(content)
     measured, units, network = file.values, file.units or Units(), file.network
     time, memory = MS[units.time], GB[units.memory]
+    if file.units is not None and "activation" not in content:
+        raise PlanError(
+            f"memory was not measured; add activation, {units.memory} that each stage keeps of a microbatch"
+        )
     values = (measured.forward, measured.backward_input, measured.weight, measured.activation)
     lengths = {len(value) for value in values if isinstance(value, tuple)}
     if len(lengths) > 1:
@@ -93,11 +101,14 @@ def _from_measured(content: dict[str, Any]) -> FileCosts:
         for f, i, w, kept, late in zip(*columns, waiting, strict=True)
     ]
     ranks = file.run.pipeline_size or None if file.run else None
+    host, copies = None, file.copies
+    if copies is not None and file.run is not None and file.run.device != "cpu":
+        host = min(copies.to_host, copies.to_device) * memory / time or None
     if network is None:
-        return FileCosts(Model(tuple(layers)), ranks)
+        return FileCosts(Model(tuple(layers)), ranks, host_bandwidth=host)
 
     def scaled(link: Link) -> Link:
         return Link(time * link.latency, link.bandwidth * memory / time)
 
     links = tuple((pair, scaled(link)) for pair, link in network.each_link.items())
-    return FileCosts(Model(tuple(layers), memory * network.message), ranks, scaled(network.link), links)
+    return FileCosts(Model(tuple(layers), memory * network.message), ranks, scaled(network.link), links, host)

@@ -73,6 +73,8 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mtp-ms", type=times, metavar="F,B,W", help="of each layer for multi-token prediction")
     group.add_argument("--loss-ms", type=times, metavar="F,B,W", help="of the output layer and the loss")
     group.add_argument("--mtp-layers", type=whole, metavar="N", help="layers for multi-token prediction")
+    spread = "these and their losses (--loss-ms is of one) may lie on different stages: NVIDIA/Megatron-LM#5318, #5329"
+    group.add_argument("--spread-mtp", action="store_true", help=spread)
     unequal = "what each microbatch of a step costs, relative to the others: the best order to run them in is found"
     group.add_argument("--microbatch-costs", type=times, metavar="A,B,C", help=unequal)
     costs = "JSON with all of this: `layers`, or what `auto` reads as pipeline_measured, in ms and GB"
@@ -125,6 +127,7 @@ def question_of(args: argparse.Namespace) -> Question:
         latency=args.p2p_ms or 0.0,
         bandwidth=math.inf if args.bandwidth is None else args.bandwidth / 1e3,
         links=tuple((pair, _in_gb(link)) for pair, link in args.link),
+        host_bandwidth=_host_bandwidth(args),
         data_parallel=args.data_parallel or 1,
         max_chunks=4 if args.max_chunks is None else args.max_chunks,
         slices=tuple(args.slices or (1,)),
@@ -161,13 +164,16 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
     else:
         why = "is for --gpu, which works out times from sizes"
         refuse(args, (*_OF_TRANSFORMER, "gpu_bandwidth", "gpu_efficiency"), why)
+    refuse(args, ["output_ms"], "is not for advise; --loss-ms is the output layer with the loss")
     if args.costs is not None:
-        refuse(args, (*_TIMES, *_ENDS, "mtp_layers", "costs_per", "activation_gb", "static_gb"), "is in --costs FILE")
+        in_file = (*_TIMES, *_ENDS, "mtp_layers", "spread_mtp", "costs_per", "activation_gb", "static_gb")
+        refuse(args, in_file, "is in --costs FILE")
     if args.from_trace is not None:
         refuse(args, (*_ENDS, "mtp_layers", "costs_per"), "does not go with --from-trace")
     if args.forward_ms is not None and args.backward_ms is None:
         raise UsageError("--forward-ms and --backward-ms go together")
-    refuse(args, ["mtp_ms"] if not args.mtp_layers else [], "is of each of --mtp-layers, which is missing")
+    if not args.mtp_layers and "mtp_num_layers" not in megatron:
+        refuse(args, ["mtp_ms", "spread_mtp"], "is of --mtp-layers, which is missing")
 
 
 def _gpu(args: argparse.Namespace) -> Gpu | None:
@@ -178,6 +184,21 @@ def _gpu(args: argparse.Namespace) -> Gpu | None:
     if not args.gpu_tflops or args.memory_gb is None:
         raise UsageError("--gpu-tflops must be above 0, and goes with --memory-gb")
     return Gpu(1e12 * args.gpu_tflops, args.memory_gb, 1e12 * (args.gpu_bandwidth or 2.0), 0.0)
+
+
+def _host_bandwidth(args: argparse.Namespace) -> float | None:
+    """GB per millisecond of a copy to host memory, from its bandwidth or from the time of a rank's activations."""
+    if args.offload_bandwidth is not None:
+        refuse(args, ["offload_ms"], "and --offload-bandwidth both say how long a copy takes; give one of them")
+        if not args.offload_bandwidth:
+            raise UsageError("--offload-bandwidth must be above 0")
+        return float(args.offload_bandwidth) / 1e3
+    if args.offload_ms is None:
+        return None
+    copies, kept = list(args.offload_ms), list(args.activation_gb or ())
+    if len(copies) != 1 or len(kept) != 1 or not copies[0] or not kept[0]:
+        raise UsageError("--offload-ms takes one number above 0, of one --activation-gb; or give --offload-bandwidth")
+    return float(kept[0] / copies[0])
 
 
 def _relative(costs: Sequence[float]) -> tuple[float, ...]:
@@ -243,7 +264,7 @@ class _Models:
             shape = replace(shape, data_parallel=args.data_parallel)
         if not self.megatron:
             shape = replace(shape, element_bytes=ModelShape.element_bytes)
-        return replace(found, shape=shape)
+        return replace(found, shape=shape, spread_mtp=args.spread_mtp)
 
     def _traced(self, traced: Findings) -> Model:
         """Memory is not in a trace: as the options say, in equal shares."""
@@ -290,7 +311,8 @@ class _Models:
             return tuple(parts)
         embedding, loss = (ends[kind] or Layer(kind, 0.0, 0.0, 0.0) for kind in (EMBEDDING, LOSS))
         mtp = ends[MTP] or replace(parts[-1], kind=MTP, recomputed=None)
-        return (embedding, *parts, *[mtp] * (args.mtp_layers or 0), loss)
+        count = args.mtp_layers or 0
+        return (embedding, *parts, *[mtp] * count, *[loss] * (1 + count if args.spread_mtp else 1))
 
 
 def _end(args: argparse.Namespace, name: str, kind: str) -> Layer | None:

@@ -12,13 +12,14 @@ from megatron_pp.cli.errors import UsageError, refusing
 from megatron_pp.cli.given import given, option, refuse
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import lowered_plan
-from megatron_pp.plan.family import Family
+from megatron_pp.plan.family import Family, no_offloads
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES, ONE_F_ONE_B, SCHEDULES
 from megatron_pp.plan.orders.sliced import SEQ_1F1B
 from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
 from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.sim.naive import NAIVE, NAIVE_FAMILY, naive_plan
+from megatron_pp.plan.skip_tensors import BLOCKS, CACHES, skip_tensors
 from megatron_pp.plan.spec import (
     CHANNELS,
     DEVICE_RULES,
@@ -37,9 +38,9 @@ from megatron_pp.plan.verifier import verify
 _DEFAULT_SCHEDULE = ONE_F_ONE_B
 _DEFAULT_OF_SLICES = SEQ_1F1B
 _DEFAULT_RANKS = 4
-NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches", "group_size", "slices")
+NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches", "group_size", "slices", "offload_chunks")
 _LOWERING = ("policy", "channels", "forward_only", "variable_shapes", "release_after", "lookahead", "grad_sync")
-LOWERING = (*_LOWERING, "param_sync", "device")
+LOWERING = (*_LOWERING, "param_sync", "device", "offload_slots", "skip_tensors", "skip_cache")
 PLAN_OPTIONS = (*NAMING, *LOWERING, "source")
 
 
@@ -56,6 +57,11 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--group-size", type=whole, metavar="G", help="microbatches a chunk; default P")
     slices = "slices that every sequence is cut into, for the schedules of slices; default 1"
     group.add_argument("--sequence-slices", dest="slices", type=whole, metavar="N", help=slices)
+    chunks = "chunks of every rank, from its first, whose activations are in host memory between forward and backward; "
+    chunks += "default half of them with pipe_offload, else none"
+    group.add_argument("--offload-chunks", type=whole, metavar="N", help=chunks)
+    slots = "slots for which a copy to host memory or back is placed; default 1"
+    group.add_argument("--offload-slots", type=whole, metavar="N", help=slots)
     group.add_argument("--policy", choices=POLICIES, help="how transfers go out; default overlap")
     group.add_argument("--channels", choices=CHANNELS, help="default one_way")
     group.add_argument("--forward-only", action="store_true", help="evaluation: forwards alone")
@@ -73,6 +79,9 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     )
     group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), help="default hooks")
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
+    named = f"named tensors that stages send to later ones, as in 'skip=0>3; mask=0>1,2 no_grad', or {BLOCKS}: one of "
+    group.add_argument("--skip-tensors", metavar="TEXT", help=f"{named}every stage, to all later ones")
+    group.add_argument("--skip-cache", choices=CACHES, help="what ranks keep of them; default received")
     imported = "a plan in our JSON or PyTorch's CSV (where it is compute-only, lowered as --policy and --channels say)"
     group.add_argument("--import", dest="source", metavar="FILE", help=imported)
 
@@ -171,7 +180,7 @@ def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[Pla
     size, counts = pipeline_size(args, names), args.num_microbatches
     if counts is None:
         counts = next(([family.shape.num_microbatches] for family in families if family.shape), [2 * size])
-    options = given(args, ("group_size", *LOWERING))
+    options = given(args, ("group_size", "offload_chunks", *LOWERING))
     for family in families:
         slices = family.shape.slices if family.shape else _slices(args) if family.sliced else 1
         for chunks in _chunks(args, family):
@@ -221,10 +230,16 @@ def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> Non
     if not any(family.sliced for family in families):
         sliced = ", ".join(name for name, family in SCHEDULES.items() if family.sliced)
         refuse(args, ["slices"], f"is for schedules of slices ({sliced}), not {families[0].name}")
+    if args.forward_only:
+        refuse(args, ["offload_chunks"], "does not go with --forward-only, which keeps nothing for a backward")
+    if not args.offload_chunks and not any(map(_offloads, families)):
+        refuse(args, ["offload_slots"], f"is for schedules that offload; {families[0].name} does with --offload-chunks")
     if args.policy not in (None, OVERLAP):
         refuse(args, ["release_after", "lookahead"], f"is for --policy overlap, not {args.policy}")
     if args.channels not in (None, ONE_WAY):
         refuse(args, ["lookahead"], f"is for --channels one_way, not {args.channels}")
+    if args.skip_tensors is None:
+        refuse(args, ["skip_cache"], "says what ranks keep of --skip-tensors, and there are none")
     if args.variable_shapes:
         refuse(args, ["lookahead"], "does not go with --variable-shapes, where receives are waited for at once")
     if args.forward_only:
@@ -233,6 +248,11 @@ def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> Non
         refuse(args, ["lookahead"], f"does not go with --device {DEVICE_SYNC}, where no receive is posted ahead")
     if all(_chunks(args, family) == [1] for family in families):
         refuse(args, ["param_sync"], "marks the parameters of several model chunks a rank; here there is one")
+
+
+def _offloads(family: Family) -> bool:
+    """Whether it does so by itself."""
+    return family.offloads is not no_offloads and (family.shape is None or family.offloads(family.shape) > 0)
 
 
 def _chunks(args: argparse.Namespace, family: Family) -> list[int]:
@@ -253,6 +273,8 @@ def _imported(args: argparse.Namespace) -> Plan:
         plan = load_plan(args.source, **lowering)
     for name, value in lowering.items():
         mine = getattr(plan.spec, name)
+        if name == "skip_tensors":
+            value = skip_tensors(value, plan.placement.num_stages)
         if name != "device" and mine != value:
             raise UsageError(f"{option(args, name)} is {value}; the plan in {args.source} was lowered with {mine}")
     return plan

@@ -10,13 +10,32 @@ from megatron_pp.draw.merged import thinned
 from megatron_pp.draw.palette import block_colour, ink_on
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, FREE_B, FREE_F, INPUT_GRAD, WAIT_B, WAIT_F, WEIGHT_GRAD
+from megatron_pp.plan.instruction import (
+    BACKWARD,
+    FORWARD,
+    FREE_B,
+    FREE_F,
+    FREE_OFFLOAD,
+    INPUT_GRAD,
+    LOAD,
+    OFFLOAD,
+    OUTPUT_S,
+    OUTPUT_T,
+    WAIT_ALL_REDUCE,
+    WAIT_B,
+    WAIT_BROADCAST,
+    WAIT_F,
+    WAIT_LOAD,
+    WAIT_REDUCE,
+    WEIGHT_GRAD,
+)
 from megatron_pp.plan.sim.simulation import Event, Transfer
 
 _TICKS = 2**31
-_COMPUTE = {FORWARD: 0, BACKWARD: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3}
-_WAITS = {WAIT_F: 0, WAIT_B: 1, FREE_F: 2, FREE_B: 3}
-_MOST_CHUNKS, _MOST_MICROBATCHES = 2**10, 2**20
+_COMPUTE = {FORWARD: 0, BACKWARD: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3, OUTPUT_S: 4, OUTPUT_T: 5}
+_WAITS = {WAIT_F: 0, WAIT_B: 1, FREE_F: 2, FREE_B: 3, WAIT_BROADCAST: 4, WAIT_ALL_REDUCE: 5, WAIT_REDUCE: 6}
+_COPY_WAITS = {FREE_OFFLOAD: 0, WAIT_LOAD: 1}
+_MOST_CHUNKS, _MOST_MICROBATCHES = 2**9, 2**20
 _Scale = tuple[float, int]  # length of a tick, and slices of a sequence
 _MOST_MEMORY_STEPS = 4000, 48_000  # per lane, and of all lanes; more are thinned, peaks kept
 
@@ -38,7 +57,7 @@ class ColumnStore:
 def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
     """The page's description of ``timeline``; adds its columns to ``store``.
 
-    Raises PlanError beyond 1024 chunks or a million microbatches.
+    Raises PlanError beyond 512 chunks or a million microbatches.
     """
     if timeline.num_chunks > _MOST_CHUNKS or timeline.num_microbatches * timeline.slices > _MOST_MICROBATCHES:
         raise PlanError(
@@ -65,6 +84,7 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
         "shortBlock": timeline.short_block,
         "lanes": lanes,
         "hasTransfers": timeline.has_transfers,
+        "hasCopies": timeline.has_copies,
         "inBytes": timeline.memory_in_bytes,
         "shades": [[c.hex for c in row] for row in shades],
         "inks": [[ink_on(c).hex for c in row] for row in shades],
@@ -78,7 +98,10 @@ def _lane(
     return {
         "name": lane.name,
         "compute": _events(lane.compute, _COMPUTE, scale, store),
-        "waits": _events(lane.waits, _WAITS, scale, store),
+        "waits": _events([e for e in lane.waits if e.instruction.op in _WAITS], _WAITS, scale, store),
+        "copyWaits": _events([e for e in lane.waits if e.instruction.op in _COPY_WAITS], _COPY_WAITS, scale, store),
+        "offloads": _events(lane.copied(OFFLOAD), {OFFLOAD: 0}, scale, store),
+        "loads": _events(lane.copied(LOAD), {LOAD: 1}, scale, store),
         "activations": _transfers(sent[0], scale, store),
         "gradients": _transfers(sent[1], scale, store),
         "memory": {
@@ -92,7 +115,7 @@ def _lane(
 def _events(events: Sequence[Event], ops: dict[str, int], scale: _Scale, store: ColumnStore) -> dict[str, list[int]]:
     tick, slices = scale
     instructions = (e.instruction for e in events)
-    codes = [ops[at.op] << 30 | at.chunk << 20 | _part(at.mb, at.slice, slices) for at in instructions]
+    codes = [ops[at.op] << 29 | at.chunk << 20 | _part(at.mb, at.slice, slices) for at in instructions]
     return _spans(events, codes, tick, store)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, OUTPUT_S, OUTPUT_T, WEIGHT_GRAD, Instruction
 
 
 class Colour(NamedTuple):
@@ -45,18 +45,24 @@ OPERATIONS = {
     BACKWARD: Colour(230, 159, 0),  # orange
     INPUT_GRAD: Colour(240, 250, 70),  # their yellow, greener: theirs is close to the orange for deuteranopes
     WEIGHT_GRAD: Colour(40, 196, 150),  # their bluish green, lighter: theirs is close to the blue for tritanopes
+    OUTPUT_S: Colour(144, 0, 240),  # violet
+    OUTPUT_T: Colour(192, 48, 48),  # red
 }
 NAMES = {
     FORWARD: "forward",
     BACKWARD: "backward",
     INPUT_GRAD: "input gradients",
     WEIGHT_GRAD: "weight gradients",
+    OUTPUT_S: "output layer, logits",
+    OUTPUT_T: "output layer, weight gradient",
 }
 _IN_16_COLOURS = {
     FORWARD: "white on blue",
     BACKWARD: "white on red",  # their orange and yellow are one colour there
     INPUT_GRAD: "black on yellow",
     WEIGHT_GRAD: "black on green",
+    OUTPUT_S: "black on magenta",
+    OUTPUT_T: "black on cyan",
 }
 _LIGHTEST_CHUNK = 0.55
 
@@ -68,6 +74,7 @@ class Theme(NamedTuple):
     idle                    a rank that does nothing
     wait                    a rank in a WAIT or FREE
     activation, gradient    transfers
+    offload, load           copies to host memory and back
     memory                  the curve; where all ranks share a chart, from ``memory`` to ``memory_last``
     """
 
@@ -79,6 +86,8 @@ class Theme(NamedTuple):
     wait: Colour
     activation: Colour
     gradient: Colour
+    offload: Colour
+    load: Colour
     memory: Colour
     memory_last: Colour
 
@@ -92,6 +101,8 @@ LIGHT = Theme(
     wait=Colour(160, 165, 173),
     activation=Colour(42, 143, 196),  # their sky blue, darker
     gradient=Colour(213, 94, 0),  # vermillion
+    offload=Colour(0, 90, 70),  # their bluish green, darker
+    load=Colour(0, 158, 115),
     memory=Colour(80, 15, 70),  # their reddish purple, darker and lighter
     memory_last=Colour(236, 150, 200),
 )
@@ -104,6 +115,8 @@ DARK = Theme(
     wait=Colour(110, 117, 126),
     activation=Colour(86, 180, 233),  # sky blue
     gradient=Colour(255, 138, 61),
+    offload=Colour(0, 158, 115),
+    load=Colour(110, 225, 190),
     memory=Colour(250, 215, 235),
     memory_last=Colour(165, 60, 125),
 )

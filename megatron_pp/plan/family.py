@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
 from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.repeated import Line
-from megatron_pp.plan.spec import PlanSpec, Shape
+from megatron_pp.plan.spec import Plan, PlanSpec, Shape
 
 Order = list[Instruction]
 Announce = Callable[[str], None]  # takes a sentence for the log
@@ -20,6 +20,10 @@ Announce = Callable[[str], None]  # takes a sentence for the log
 
 def no_remark(shape: Shape) -> str:
     return ""
+
+
+def no_offloads(shape: Shape) -> int:
+    return 0
 
 
 class Repeats(NamedTuple):
@@ -50,7 +54,7 @@ class Family:
     splits_weight  whether the orders have I and W (backward split into input and weight gradients)
     source         where the rule comes from
     summary        one line for people who choose
-    search         for families that search: PlanSpec -> orders, for its measured times and memory, announced where it
+    search         for families that search: PlanSpec -> its plan, for its measured times and memory, announced where it
                    takes long; ``orders`` is then the search with default values
     remark         Shape -> a sentence where the orders are not the family's own but a substitute; empty otherwise
     programs       for families from files: PlanSpec -> the file's whole programs, None where they are lowered otherwise
@@ -60,6 +64,8 @@ class Family:
     small_groups   whether groups of fewer microbatches than ranks are of use
     repeats        for families whose orders have a steady state: Shape -> Repeats
     sliced         whether the orders may be of slices of sequences
+    offloads       Shape -> the chunks of every rank, from its first, that are offloaded unless the spec says how many
+    barriers       of ``Placement``: 0 where the output layer is the last stage's, else how it is split over all ranks
     """
 
     name: str
@@ -69,7 +75,7 @@ class Family:
     placement: str = LOOP
     chunks: int | None = None
     splits_weight: bool = False
-    search: Callable[[PlanSpec, Announce | None], list[Order]] | None = None
+    search: Callable[[PlanSpec, Announce | None], Plan] | None = None
     remark: Callable[[Shape], str] = no_remark
     programs: Callable[[PlanSpec], Sequence[Line] | None] | None = None
     digest: str = ""
@@ -78,6 +84,8 @@ class Family:
     small_groups: bool = False
     repeats: Callable[[Shape], Repeats] | None = None
     sliced: bool = False
+    offloads: Callable[[Shape], int] = no_offloads
+    barriers: int = 0
 
 
 f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))

@@ -1,8 +1,9 @@
 """Lowering: from a compute order to a full plan with communication.
 
 Between two entries of a rank's order lies a *boundary*; boundary i is before entry i. At a boundary stand, in this
-order: posts (sends and receives), releases, gradient syncs, waits and hand-offs for the entry that follows (in order of
-rounds), other syncs. Each message has a *round*, the logical slot at whose end it is produced (``clock.py``).
+order: posts (sends and receives), releases, gradient syncs, copies to host memory and back (``offload.py``), waits and
+hand-offs for the entry that follows (in order of rounds), other syncs. Each message has a *round*, the logical slot at
+whose end it is produced (``clock.py``).
 
 ``overlap``  A send is posted right after its operation and released ``release_after`` entries later. A receive is
              posted when its message is due, or ``lookahead`` slots ahead of its use if that is earlier, and waited
@@ -45,12 +46,12 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.clock import Clocked, run_clock
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
 from megatron_pp.plan.instruction import (
     BACKWARD_OPS,
-    FORWARD,
     FREE_F,
     NONE,
     RECV_OPS,
@@ -62,7 +63,10 @@ from megatron_pp.plan.instruction import (
     pair_up,
     placed,
 )
-from megatron_pp.plan.order_check import check_orders
+from megatron_pp.plan.message_ends import Post, Way, named_posts, post_of, receives_first, releases_of, waits_of
+from megatron_pp.plan.offload import Copies, copies_of
+from megatron_pp.plan.order_check import check_orders, run_of
+from megatron_pp.plan.output_layer import collectives_of, placed_collectives
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines
 from megatron_pp.plan.skip_tensors import routes_of, with_drops
@@ -75,84 +79,56 @@ _POSTS, _WAITS, _BEHIND_WAITS = range(3)
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 
-class _Post(NamedTuple):
-    """One end of one message. Sorted, posts stand in the order in which both ends agree: round, activations first,
-    receiving stage, microbatch.
-    """
-
-    round: int
-    towards: int  # -1 for an activation, so that it comes first
-    stage: int
-    mb: int
-    post: Instruction
-    finish: Instruction  # the WAIT or FREE that belongs to it
-    use: int  # for a receive, the entry that consumes it; for a send, the one that produced it
-    slack: int = 0  # for a send, the slots between its round and the operation that uses it
-    place: int = 0  # in its message: 0, and of the named tensors that go with it 1, 2, ...
-
-    @property
-    def channel(self) -> tuple[int, str]:
-        """Among the one-way channels of its rank."""
-        return self.post.peer, self.post.op
-
-
-class _Way(NamedTuple):
-    """How a result goes to stage ``to``: by way of ``post`` and ``finish``, to or from rank ``peer``, and with it the
-    tensors ``names``; ``ends``, by microbatch and slice: of the operation that produces what comes, or that uses what
-    is sent.
-    """
-
-    peer: int
-    to: int
-    towards: int
-    post: str
-    finish: str
-    ends: dict[tuple[int, int], int]
-    names: tuple[str, ...]
-
-
 class _Site(NamedTuple):
     """How the input of an operation comes, handed on this rank or received, and where its result is sent."""
 
     hand: str | None
-    came: _Way | None
-    went: _Way | None
+    came: Way | None
+    went: Way | None
 
 
-def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str = "") -> Plan:
+def lowered(
+    spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str = "", offloaded: int | None = None
+) -> Plan:
     """The plan of ``orders``, which need not be placed; each rank's program is laid out when it is asked for. Not
-    verified.
+    verified. ``offloaded``: how many chunks of every rank are; by default as many as ``spec`` says.
 
     Raises PlanError where the orders are not complete or cannot run.
     """
     check_orders(orders, placement, spec.num_microbatches, spec.forward_only, spec.slices)
     lines = [placement.place(rank, order) for rank, order in enumerate(orders)]
-    run = [[at for at in order if at.op == FORWARD] for order in lines] if spec.forward_only else lines
+    run = [run_of(order, spec) for order in lines] if spec.forward_only else lines
     if spec.overlap_pairs and not spec.forward_only:
         run = [pair_up(order) for order in run]
     clocked = run_clock(run, placement)
-    return Plan(spec, placement, _Programs(spec, placement, clocked), tuple(lines), remark)
+    offloaded = spec.offload_chunks or 0 if offloaded is None else offloaded
+    if offloaded and spec.overlap_pairs:
+        raise PlanError("pairs (overlap_pairs) do not go with offloading: what both halves save is not told apart")
+    programs = _Programs(spec, placement, clocked, 0 if spec.forward_only else offloaded)
+    return Plan(spec, placement, programs, tuple(lines), remark)
 
 
 class _Programs(Lines):
     """Each rank's program, laid out when it is asked for."""
 
-    def __init__(self, spec: PlanSpec, placement: Placement, clocked: Clocked) -> None:
+    def __init__(self, spec: PlanSpec, placement: Placement, clocked: Clocked, offloaded: int) -> None:
         super().__init__(spec.pipeline_size)
         self.spec = spec
         self.placement = placement
         self.clocked = clocked
+        self.offloaded = offloaded
 
     @collector_paused()
     def _make(self, rank: int) -> Line:
-        return tuple(_RankLowering(self.spec, self.placement, rank, self.clocked).program())
+        return tuple(_RankLowering(self.spec, self.placement, rank, self.clocked, self.offloaded).program())
 
 
 class _RankLowering:
     """Lays out one rank's program on its boundaries."""
 
-    def __init__(self, spec: PlanSpec, placement: Placement, rank: int, clocked: Clocked) -> None:
+    def __init__(self, spec: PlanSpec, placement: Placement, rank: int, clocked: Clocked, offloaded: int) -> None:
         self.spec = spec
+        self.offloaded = offloaded
         self.placement = placement
         self.rank = rank
         self.order = clocked.orders[rank]
@@ -163,11 +139,12 @@ class _RankLowering:
         self.sends_within = self.looks_ahead and DEVICE_SYNC not in spec.device
         self.routes = routes_of(spec.skip_tensors, spec.skip_cache, placement) if spec.skip_tensors else None
         self.within: dict[tuple[int, str], Instruction] = {}  # by entry of a pair and op: its sends
-        self.posts: dict[int, list[_Post]] = defaultdict(list)
+        self.posts: dict[int, list[Post]] = defaultdict(list)
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
+        self.collectives: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)  # round and post of each
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
         self.inputs: dict[int, list[tuple[_Turn, Instruction]]] = defaultdict(list)
-        self.behind: dict[Instruction, list[_Post]] = {}  # receives of the named tensors that come with another one
+        self.behind: dict[Instruction, list[Post]] = {}  # receives of the named tensors that come with another one
         self._sites: dict[tuple[str, int], _Site] = {}  # by op and stage
 
     def program(self) -> list[Instruction]:
@@ -189,14 +166,16 @@ class _RankLowering:
         else:
             for receive in self._with_named(receives):
                 self.posts[self._due(receive)].append(receive)
+        if self.placement.barriers:
+            self._place_collectives()
         return self._emit()
 
-    def _messages(self) -> tuple[list[_Post], list[_Post]]:
+    def _messages(self) -> tuple[list[Post], list[Post]]:
         """This rank's ends of all messages, sends and receives, in the order of rounds; hand-offs within the rank go to
         their place at once.
         """
-        sends: list[_Post] = []
-        receives: list[_Post] = []
+        sends: list[Post] = []
+        receives: list[Post] = []
         sites, ends, inputs = self._sites, self.ends, self.inputs
         for i, entry in enumerate(self.order):
             for at in entry.members or (entry,):
@@ -205,13 +184,13 @@ class _RankLowering:
                     inputs[i].append(((0, _POSTS, 0), placed(hand, at.stage, at.mb, NONE, at.chunk, at.slice)))
                 elif came is not None:
                     due = came.ends[(at.mb, at.slice)]
-                    receives.append(_post(came, due, at, i))
+                    receives.append(post_of(came, due, at, i))
                     if came.names:
-                        self.behind[receives[-1].post] = list(_named(came, due, at, i))
+                        self.behind[receives[-1].post] = list(named_posts(came, due, at, i))
                 if went is not None:
-                    sends.append(_post(went, ends[i], at, i))
+                    sends.append(post_of(went, ends[i], at, i))
                     if went.names:
-                        sends += _named(went, ends[i], at, i)
+                        sends += named_posts(went, ends[i], at, i)
         return sorted(sends), sorted(receives)
 
     def _site(self, op: str, stage: int) -> _Site:
@@ -227,13 +206,13 @@ class _RankLowering:
         site = self._sites[(op, stage)] = _Site(hand, came, went if went and went.peer != self.rank else None)
         return site
 
-    def _way(self, result: str, source: int, target: int, post: str, finish: str) -> _Way:
+    def _way(self, result: str, source: int, target: int, post: str, finish: str) -> Way:
         other = target if post in SEND_OPS else source
         home = self.placement.homes[other]
         names = () if self.routes is None else self.routes.over(result, min(source, target))
-        return _Way(home[0], target, -TOWARDS[result], post, finish, self.result_ends[(result, other)], names)
+        return Way(home[0], target, -TOWARDS[result], post, finish, self.result_ends[(result, other)], names)
 
-    def _place_releases(self, sends: list[_Post]) -> None:
+    def _place_releases(self, sends: list[Post]) -> None:
         """Under ``overlap``, some entries after the send; with several chunks a rank up to P / 2 more, where the
         message is there too early.
 
@@ -265,6 +244,16 @@ class _RankLowering:
             else:
                 self.releases[boundary].append(finish)
 
+    def _place_collectives(self) -> None:
+        ordered = self.rank, self.order, self.result_ends, self.placement, self.spec.forward_only
+        for boundary, one in placed_collectives(collectives_of(*ordered), self.ends, self._ahead, self.spec):
+            self.collectives[boundary].append((one.round, one.post))
+            use = boundary + 1 if one.use is None else one.use
+            if use < len(self.order):
+                self.inputs[use].append(((one.round, _WAITS, 0), one.wait))
+            else:
+                self.releases[len(self.order)].append(one.wait)
+
     def _ahead(self, use: int) -> int:
         """The boundary ``lookahead`` slots before the entry ``use`` starts.
 
@@ -278,19 +267,19 @@ class _RankLowering:
         length = len(self.order[use].members) or 1
         return bisect_right(self.ends, self.ends[use] - length - self.lookahead)
 
-    def _with_named(self, receives: list[_Post]) -> Iterable[_Post]:
+    def _with_named(self, receives: list[Post]) -> Iterable[Post]:
         """The receives, each with those of the named tensors that come with it."""
         return (one for at in receives for one in (at, *self.behind.get(at.post, ()))) if self.behind else receives
 
-    def _due(self, receive: _Post) -> int:
+    def _due(self, receive: Post) -> int:
         """The boundary of its round."""
         return bisect_right(self.ends, receive.round)
 
-    def _place_ahead(self, receives: list[_Post]) -> None:
+    def _place_ahead(self, receives: list[Post]) -> None:
         """Post each receive when it is due, or by look-ahead earlier, but behind the wait of the one before it on its
         channel; where that comes too late, when it is due or as late as the sender does not have to wait for it.
         """
-        lines: dict[tuple[int, str], list[_Post]] = defaultdict(list)
+        lines: dict[tuple[int, str], list[Post]] = defaultdict(list)
         for receive in receives:
             lines[receive.channel].append(receive)
         for line in lines.values():
@@ -307,7 +296,7 @@ class _RankLowering:
                 for named in self.behind.get(receive.post, ()) if self.behind else ():
                     self.inputs[boundary].append(((receive.round, _POSTS, named.place), named.post))
 
-    def _latest(self, receive: _Post, after: _Post | None) -> int:
+    def _latest(self, receive: Post, after: Post | None) -> int:
         """The last boundary at which nothing waits for the receive yet: one slot after its round, as its sender runs
         another operation before the release or the channel's next send; at its round where that operation is the next
         send's own, or synchronises the device, or where named tensors are sent behind the message.
@@ -318,9 +307,12 @@ class _RankLowering:
 
     def _emit(self) -> list[Instruction]:
         before, after = syncs_of(self.spec, self.rank, self.order)
+        copies, loads = self._copies()
         program: list[Instruction] = []
-        posts, releases, inputs = self.posts, self.releases, self.inputs
+        posts, collectives, releases, inputs = self.posts, self.collectives, self.releases, self.inputs
         for i, entry in enumerate((*self.order, None)):
+            if i in collectives:
+                self._emit_with_collectives(i, program)
             if i in posts:
                 here = posts[i]
                 if len(here) == 1 and self.looks_ahead:
@@ -333,9 +325,13 @@ class _RankLowering:
                 program += releases[i]
             if i - 1 in after:
                 program += after[i - 1]
+            if i in copies:
+                program += copies[i]
             if entry is not None:
                 if i in inputs:
                     program += map(_SECOND, sorted(inputs[i], key=_FIRST))
+                if i in loads:
+                    program += loads[i]
                 if i in before:
                     program += before[i]
                 program.append(self._with_sends(i, entry) if entry.members else entry)
@@ -343,16 +339,34 @@ class _RankLowering:
             program if self.routes is None else with_drops(program, self.routes, self.placement, self.spec.forward_only)
         )
 
+    def _copies(self) -> tuple[Copies, Copies]:
+        """At a boundary, and right before the entry behind it."""
+        if not self.offloaded:
+            return {}, {}
+        return copies_of(self.order, self.ends, self.offloaded, self.spec.offload_slots)
+
     def _with_sends(self, i: int, entry: Instruction) -> Instruction:
         """The pair with those of its sends that go out within it."""
         found = ((at, self.within.get((i, SENT_BY[at.op]))) for at in entry.members)
         return pair(*(at for both in found for at in both if at is not None))
 
-    def _emit_posts(self, posts: list[_Post], program: list[Instruction]) -> None:
+    def _emit_with_collectives(self, i: int, program: list[Instruction]) -> None:
+        """Messages and collectives in the order of rounds: where one may have to wait, those before it are posted."""
+        posts = sorted(self.posts.pop(i, ()))
+        for due, post in self.collectives[i]:
+            before = [p for p in posts if p.round < due]
+            if before:
+                self._emit_posts(before, program)
+            program.append(post)
+            posts = posts[len(before) :]
+        if posts:
+            self._emit_posts(posts, program)
+
+    def _emit_posts(self, posts: list[Post], program: list[Instruction]) -> None:
         if self.spec.policy == BATCHED:
-            for together in map(_receives_first, self._batches(posts)):
+            for together in map(receives_first, self._batches(posts)):
                 program.append(batch(p.post for p in together))
-                program += _waits(together) + _releases(together)
+                program += waits_of(together) + releases_of(together)
         elif self.spec.channels == ONE_WAY:
             emit = self._emit_named if any(p.place for p in posts) else self._emit_one_way
             emit(posts, program)
@@ -361,11 +375,11 @@ class _RankLowering:
                 program += (p.post, p.finish) if p.post.op in RECV_OPS else (p.post,)
         else:
             program += [p.post for p in posts]
-            program += [] if self.spec.policy == OVERLAP else _waits(posts)
+            program += [] if self.spec.policy == OVERLAP else waits_of(posts)
         if self.spec.policy == PLAIN:
-            program += _releases(posts)
+            program += releases_of(posts)
 
-    def _batches(self, posts: list[_Post]) -> Iterable[list[_Post]]:
+    def _batches(self, posts: list[Post]) -> Iterable[list[Post]]:
         """All messages of a boundary in one batch; where shapes travel ahead as a batch of their own, a batch per
         round, which the peers' batches match one to one.
         """
@@ -373,10 +387,10 @@ class _RankLowering:
             return [posts]
         return [list(same) for _, same in groupby(posts, key=lambda p: p.round)]
 
-    def _emit_one_way(self, posts: list[_Post], program: list[Instruction]) -> None:
+    def _emit_one_way(self, posts: list[Post], program: list[Instruction]) -> None:
         """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel."""
         receives = [p for p in posts if p.post.op in RECV_OPS]
-        first: dict[tuple[int, str], _Post] = {}
+        first: dict[tuple[int, str], Post] = {}
         for p in receives:
             first.setdefault(p.channel, p)
         program += [p.post for p in first.values()]
@@ -385,42 +399,18 @@ class _RankLowering:
             for p in receives:
                 program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
 
-    def _emit_named(self, posts: list[_Post], program: list[Instruction]) -> None:
+    def _emit_named(self, posts: list[Post], program: list[Instruction]) -> None:
         """The same where named tensors are among them. On one hardware queue one waits for that before it on its
         channel, so within a round they go out by their places, which both ends and all ranks agree on.
         """
-        first: dict[tuple[int, str], _Post] = {}
+        first: dict[tuple[int, str], Post] = {}
         for p in posts:
             first.setdefault(p.channel, p)
         at_once = [p for p in posts if (p.post.op in SEND_OPS and not p.place) or first[p.channel] is p]
-        program += [p.post for p in _receives_first(at_once)]
+        program += [p.post for p in receives_first(at_once)]
         each_by_itself = self.spec.variable_shapes  # a receive is not complete before its shape came
         ordered = sorted(posts, key=lambda p: (p.round, p.place))
         for _, same in groupby(ordered, key=lambda p: (p.round, p.place if each_by_itself else 0)):
             together = list(same)
             program += [p.post for p in together if p not in at_once]
-            program += _waits(together)
-
-
-def _named(way: _Way, due: int, at: Instruction, use: int) -> Iterable[_Post]:
-    return (_post(way, due, at, use, name, place) for place, name in enumerate(way.names, 1))
-
-
-def _post(way: _Way, due: int, at: Instruction, use: int, name: str = "", place: int = 0) -> _Post:
-    peer, to, towards, post, finish, ends, _ = way
-    _, stage, mb, _, chunk, part, _, _ = at
-    first, last = placed(post, stage, mb, peer, chunk, part, name), placed(finish, stage, mb, peer, chunk, part, name)
-    return tuple.__new__(_Post, (due, towards, to, mb, first, last, use, max(0, ends[(mb, part)] - 1 - due), place))
-
-
-def _receives_first(posts: list[_Post]) -> list[_Post]:
-    """Sends stay in their order, and receives in theirs."""
-    return sorted(posts, key=lambda p: p.post.op in SEND_OPS)
-
-
-def _waits(posts: list[_Post]) -> list[Instruction]:
-    return [p.finish for p in posts if p.post.op in RECV_OPS]
-
-
-def _releases(posts: list[_Post]) -> list[Instruction]:
-    return [p.finish for p in posts if p.post.op in SEND_OPS]
+            program += waits_of(together)

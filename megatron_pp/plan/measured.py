@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -34,6 +34,7 @@ class Measured:
     weight_activation  what a split backward keeps of it until its weight gradient; where not given, the share that a
                        transformer layer has (``costs.WEIGHT_SHARE``). ``measure_footprint`` measures
                        both
+    offload            copy of what a forward keeps, one way between device and host; without it nothing is offloaded
 
     Raises PlanError for negative or non-finite times, and lists of a wrong length where they meet a pipeline.
     """
@@ -46,6 +47,7 @@ class Measured:
     memory_limit: float | tuple[float, ...] | None = None
     activation: float | tuple[float, ...] = 1.0
     weight_activation: float | tuple[float, ...] | None = None
+    offload: float | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -68,7 +70,8 @@ class Measured:
         forward, backward_input, weight = (
             self._each(name, num_stages) for name in ("forward", "backward_input", "weight")
         )
-        return StageCosts.per_stage(forward, backward_input, weight, backward)
+        costs = StageCosts.per_stage(forward, backward_input, weight, backward)
+        return costs if self.offload is None else replace(costs, offload=self._each("offload", num_stages))
 
     def network(self) -> Network:
         """Every link takes ``transfer``, and any number of transfers at a time."""
@@ -198,11 +201,8 @@ class MeasuredFile:
         """For a JSON file. What was not measured is left out."""
         sections = {name: asdict(part) for name in _SECTIONS if (part := getattr(self, name)) is not None}
         units = {"units": sections.pop("units")} if self.units else {}
-        return {
-            **units,
-            **{name: value for name, value in asdict(self.values).items() if value is not None},
-            **sections,
-        }
+        values = ((field, getattr(self.values, field.name)) for field in fields(Measured))
+        return {**units, **{field.name: value for field, value in values if value != field.default}, **sections}
 
 
 _SECTIONS: dict[str, type] = {"units": Units, "network": TransferTimes, "copies": CopyRates, "run": MeasuredStep}

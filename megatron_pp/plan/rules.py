@@ -2,8 +2,8 @@
 what is true afterwards.
 
 A cell is one (stage, microbatch) on its rank, or a named tensor of it; its facts are bits. An instruction needs facts,
-must not find its own fact there already, and adds it. ``facts_at_end`` are what a finished program leaves of each cell:
-that every handle is waited exactly once and that nothing stays alive come to just that.
+must not find its own fact there already, nor one that bars it, and adds it. ``facts_at_end`` are what a finished
+program leaves of each cell: that every handle is waited exactly once and that nothing stays alive come to just that.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ F_POSTED, F_HERE, F_RAN, F_SENT, F_FREED = 1, 2, 4, 8, 16
 B_POSTED, B_HERE, B_RAN, B_SENT, B_FREED = 32, 64, 128, 256, 512
 W_LEFT, W_RAN = 1024, 2048
 DROPPED = 4096
+X_POSTED, X_HERE, S_RAN, R_POSTED, R_HERE, T_RAN, G_POSTED, G_HERE = (1 << k for k in range(13, 21))
+OFFLOADED, OFFLOAD_FREED, LOADED, LOAD_HERE = (1 << k for k in range(21, 25))
+MAY_BE = W_LEFT | W_RAN | OFFLOADED | OFFLOAD_FREED | LOADED | LOAD_HERE
+"""Facts of some cells of a plan that trains, and not of others."""
 
 _WORDS = {
     F_POSTED: "the receive of its input was posted",
@@ -32,16 +36,29 @@ _WORDS = {
     B_FREED: "its input gradient was released",
     W_LEFT: "its backward left the weight gradients",
     W_RAN: "its weight gradients ran",
+    X_POSTED: "the broadcast of the last stage's output was posted",
+    X_HERE: "the broadcast of the last stage's output is over",
+    S_RAN: "its pass S ran",
+    R_POSTED: "the all-reduce of its softmax statistics was posted",
+    R_HERE: "its softmax statistics are there",
+    T_RAN: "its pass T ran",
+    G_POSTED: "the reduction of the last output's gradient was posted",
+    G_HERE: "the reduction of the last output's gradient is over",
     DROPPED: "it was dropped",
+    OFFLOADED: "its offload was posted",
+    OFFLOAD_FREED: "its offload was waited for",
+    LOADED: "its load was posted",
+    LOAD_HERE: "what was offloaded is back",
 }
 
 
 class Rule(NamedTuple):
-    """The facts that an instruction needs, those it adds, and what it is for, in a sentence."""
+    """The facts that an instruction needs, those it adds, what it is for, in a sentence, and the facts that bar it."""
 
     needs: int
     adds: int
     sentence: str
+    bars: int = 0
 
 
 RULES = {
@@ -59,8 +76,38 @@ RULES = {
     ins.WEIGHT_GRAD: Rule(W_LEFT, W_RAN, "Once per I, after it."),
     ins.SEND_B: Rule(B_RAN, B_SENT, "Once per input gradient for another rank, after the backward."),
     ins.FREE_B: Rule(B_SENT, B_FREED, "Once per sent input gradient: waits for the send, then drops it."),
+    ins.BROADCAST: Rule(F_RAN, X_POSTED, "Once, after the rank's forward; on the last stage that makes it."),
+    ins.WAIT_BROADCAST: Rule(X_POSTED, X_HERE, "Once per broadcast; before S, on the last stage's rank at any time."),
+    ins.OUTPUT_S: Rule(X_HERE, S_RAN, "Once, after the last stage's output is there."),
+    ins.ALL_REDUCE: Rule(S_RAN, R_POSTED, "Once, after S."),
+    ins.WAIT_ALL_REDUCE: Rule(R_POSTED, R_HERE, "Once per all-reduce, before T."),
+    ins.OUTPUT_T: Rule(X_HERE | R_HERE, T_RAN, "Once, after the statistics of all ranks are there."),
+    ins.REDUCE: Rule(T_RAN, G_POSTED, "Once with two barriers, after T."),
+    ins.WAIT_REDUCE: Rule(G_POSTED, G_HERE, "Once per reduction, on the last stage's rank before its backward."),
     ins.DROP: Rule(0, DROPPED, "Once per named tensor on a rank, when no stage there uses it any more, nor a send."),
+    ins.OFFLOAD: Rule(F_RAN, OFFLOADED, "Once at most, between the forward and its backward.", bars=B_RAN),
+    ins.FREE_OFFLOAD: Rule(OFFLOADED, OFFLOAD_FREED, "Once per OFFLOAD: waits for the copy, then frees the memory."),
+    ins.LOAD: Rule(OFFLOAD_FREED, LOADED, "Once per OFFLOAD, after its release."),
+    ins.WAIT_LOAD: Rule(LOADED, LOAD_HERE, "Once per LOAD, before the backward."),
 }
+
+
+def obliged(op: str, facts: int) -> int:
+    """What an instruction needs besides because of its cell: a backward, that what was offloaded is back."""
+    return LOAD_HERE if op in ins.BACKWARD_OPS and facts & OFFLOADED else 0
+
+
+def needs_at(op: str, stage: int, placement: Placement) -> int:
+    """The facts that an instruction of ``stage`` needs: those of its rule, but for the split output layer's last stage.
+    It has its own output, and its backward the gradient that collectives bring.
+    """
+    needs = RULES[op].needs
+    if placement.barriers and stage == placement.num_stages - 1:
+        if op == ins.OUTPUT_S:
+            return X_POSTED
+        if op in ins.BACKWARD_OPS:
+            return needs | (R_HERE if placement.barriers == 1 else G_HERE)
+    return needs
 
 
 def facts_at_end(placement: Placement, stage: int, forward_only: bool) -> int:
@@ -76,6 +123,10 @@ def facts_at_end(placement: Placement, stage: int, forward_only: bool) -> int:
         facts |= (F_SENT | F_FREED) if remote else 0
         if not forward_only:
             facts |= B_HERE | (B_POSTED if remote else 0)
+    if stage in placement.output_stages:
+        facts |= X_POSTED | X_HERE | S_RAN | R_POSTED | R_HERE
+        if not forward_only:
+            facts |= T_RAN | (G_POSTED | G_HERE if placement.barriers == 2 else 0)
     return facts if forward_only else facts | B_RAN
 
 

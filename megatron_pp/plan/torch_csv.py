@@ -65,9 +65,12 @@ def write_torch_csv(plan: Plan, comms: bool = False) -> str:
     """The plan as PyTorch writes it. ``comms``: with sends and receives; without, the compute order, an empty cell for
     each idle slot of the logical clock. Raises PlanError for an order that cannot run, ExchangeError for slices
     and for messages of named tensors.
+    Copies to host memory are left out: PyTorch runs the same order with all activations on the device.
     """
     if plan.spec.slices > 1:
         raise ExchangeError(f"PyTorch's CSV has no slices of a sequence; this plan has {plan.spec.slices}: write json")
+    if plan.placement.barriers:
+        raise ExchangeError("PyTorch's CSV has no passes of a split output layer, as this plan has: write json")
     if comms and plan.spec.skip_tensors:
         raise ExchangeError("PyTorch's CSV has no named tensors, and this plan sends some: write json")
     check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)

@@ -23,11 +23,13 @@ from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
 from megatron_pp.plan.tasks import Key, MessageKey, Task
-from megatron_pp.runtime.compute import Activation, Steps
+from megatron_pp.runtime.compute import Activation, Steps, detached, is_any_there
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.joint_pair import JointPair, RunJointly
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes
+from megatron_pp.runtime.offload import Offloads, stand_in, view_of
+from megatron_pp.runtime.output_layer import OutputLayerRunner
 from megatron_pp.runtime.pairs import PairRunner
 from megatron_pp.runtime.sequence_slices import SliceRunner
 from megatron_pp.runtime.skip_tensors import SkipRunner
@@ -53,6 +55,7 @@ class PlanExecutor:
     graph_in_evaluation: bool = False
     observer: Any = None
     slices: SliceRunner | None = None
+    output_layer: OutputLayerRunner | None = None
     skips: SkipRunner | None = None
 
     def __post_init__(self) -> None:
@@ -68,7 +71,8 @@ class PlanExecutor:
         self.graphs = self.graph_in_evaluation or not self.forward_only  # whether stages may build autograd graphs
         self.position = 0
         self.placement = plan.placement
-        self.last_stage = plan.placement.num_stages - 1
+        # The stage that gives the loss; none where the output layer is split over all ranks.
+        self.last_stage = plan.placement.num_stages - 1 if self.output_layer is None else ins.NONE
         self.inputs: dict[Key, Activation] = {}
         self.outputs: dict[Key, Activation] = {}
         self.output_grads: dict[Key, Activation] = {}
@@ -76,6 +80,8 @@ class PlanExecutor:
         self.handles: dict[MessageKey, WaitHandle] = {}  # of what is posted and not waited for
         self.deferred: deque[tuple[WaitHandle, Task]] = deque()
         self.max_deferred = self.max_pending_sends if communicator.transport.pollable else 0
+        offloaded = plan.offloaded(self.rank)
+        self.offloads = Offloads(communicator.host_copies, offloaded, self.hooks.chunks) if offloaded else None
         self._finished_in_place = ins.FREE_B if STATIC_BUFFERS in plan.spec.device else None
         self._sync_open = False
         self._sending: Instruction | None = None  # within a pair
@@ -131,8 +137,19 @@ class PlanExecutor:
                 named = self._wait_named if op in ins.WAIT_OPS else self._post_named
                 handlers[op] = partial(_by_name, handlers[op], named)
             handlers[ins.DROP] = self._drop
+        if self.offloads is not None:
+            handlers |= {
+                ins.FORWARD: partial(self.offloads.forward, self._forward),
+                ins.OFFLOAD: self._offload,
+                ins.FREE_OFFLOAD: self._free_offload,
+                ins.LOAD: self.offloads.load,
+                ins.WAIT_LOAD: self.offloads.wait_load,
+            }
         if self.slices is not None:
             handlers |= {op: partial(self.slices.run, handlers[op]) for op in (ins.FORWARD, *ins.BACKWARD_OPS)}
+        if self.output_layer is not None:
+            handlers |= self.output_layer.handlers(self)
+            handlers[ins.OUTPUT_T] = partial(self._output_t, handlers[ins.OUTPUT_T])
         unobserved = handlers
         if self.observer is not None:
             handlers = {op: partial(self._observed, handler) for op, handler in handlers.items()}
@@ -153,10 +170,11 @@ class PlanExecutor:
     def _forward(self, at: Task) -> None:
         key = at.key
         given = self.inputs.pop(key, None) if self.forward_only else self.inputs.get(key)
+        seen = given if self.offloads is None or key not in self.offloads.keys else view_of(given)
         if self.skips is None:
-            output = self.steps.forward(at.chunk, at.mb, given)
+            output = self.steps.forward(at.chunk, at.mb, seen)
         else:
-            output = self.skips.forward(self.steps, at, given)
+            output = self.skips.forward(self.steps, at, seen)
         if at.stage == self.last_stage:
             if not self.forward_only:
                 self.outputs[key] = output
@@ -165,7 +183,7 @@ class PlanExecutor:
         if self._checks_shapes and not (isinstance(output, torch.Tensor) and output.shape == expected):
             self._check_shapes(at, output)
         if self.forward_only and self.graphs:
-            output = _detached(output)  # the graph ends with the forward, not with the send
+            output = detached(output)  # the graph ends with the forward, not with the send
         self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
 
     def _check_shapes(self, at: Task, output: Activation) -> None:
@@ -173,7 +191,12 @@ class PlanExecutor:
         passes unnoticed.
         """
         tensors = output if isinstance(output, (list, tuple)) else (output,)
-        if not self.placement.crosses_ranks(at.stage) or not all(isinstance(t, torch.Tensor) for t in tensors):
+        is_last = at.stage == self.placement.num_stages - 1
+        if (
+            is_last
+            or not self.placement.crosses_ranks(at.stage)
+            or not all(isinstance(t, torch.Tensor) for t in tensors)
+        ):
             return  # nothing is sent; or it is refused when it is sent
         sent = self._shapes[at.slice].send
         expected = [sent] if is_single_shape(sent) else sent
@@ -212,7 +235,7 @@ class PlanExecutor:
         """
         if not self.placement.crosses_ranks(at.stage - 1):
             return grad
-        if not _is_any_there(grad):
+        if not is_any_there(grad):
             warn_once(
                 f"stage {at.stage} makes no use of its input: the rank of the stage before gets gradients of zero, "
                 "where one process would leave them None, so that its optimizer may still decay weights or move by "
@@ -225,6 +248,11 @@ class PlanExecutor:
     def _weight_grad(self, at: Task) -> None:
         if self.weights is not None:  # else the backward did all of it
             self.weights.run(at.chunk, at.part)
+        if self._sync_open:
+            self._close_sync()
+
+    def _output_t(self, handler: Handler, at: Task) -> None:
+        handler(at)
         if self._sync_open:
             self._close_sync()
 
@@ -333,9 +361,9 @@ class PlanExecutor:
         elif at.op == ins.FREE_B:
             del self.input_grads[at.key]
         else:
-            self._drop_data(at.key)
+            self.drop_data(at.key)
 
-    def _drop_data(self, key: Key) -> None:
+    def drop_data(self, key: Key) -> None:
         """Keep of an output what its backward needs."""
         if self.forward_only:
             del self.outputs[key]
@@ -354,18 +382,28 @@ class PlanExecutor:
             self.inputs[at.key] = [tensor.detach().requires_grad_(self.graphs) for tensor in output]
         else:
             self.inputs[at.key] = output.detach().requires_grad_(self.graphs)
-        self._drop_data(source)
+        self.drop_data(source)
 
     def _hand_b(self, at: Task) -> None:
         key = at.key
         grads = self.input_grads.pop((at.stage + 1, at.mb, at.slice))
         if not isinstance(grads, list):
             self.output_grads[key] = grads
-        elif _is_any_there(grads):
+        elif is_any_there(grads):
             used = [(output, grad) for output, grad in zip(self.outputs[key], grads, strict=True) if grad is not None]
             self.outputs[key], self.output_grads[key] = map(list, zip(*used, strict=True))
         else:
             self.output_grads[key] = None
+
+    def _offload(self, at: Task) -> None:
+        assert self.offloads is not None
+        self.offloads.offload(at, () if self.slices is None else self.slices.shared(at))
+
+    def _free_offload(self, at: Task) -> None:
+        """Of a stage's input, only its gradient is of use to the engine from here on."""
+        assert self.offloads is not None
+        self.offloads.free(at)
+        stand_in(self.inputs.get(at.key))
 
     def _param_sync(self, at: Task) -> None:
         self.hooks.param_sync(at.chunk)
@@ -389,7 +427,10 @@ class PlanExecutor:
             "output gradients": self.output_grads,
             "input gradients": self.input_grads,
             "handles": self.handles,
+            "offloaded": {} if self.offloads is None else self.offloads.kept,
             "keys and values": {} if self.slices is None else self.slices.kept,
+            "microbatches of the output layer": {} if self.output_layer is None else self.output_layer.kept,
+            "collectives": {} if self.output_layer is None else self.output_layer.handles,
             **({} if self.skips is None else self.skips.tables),
         }
         left = {name: sorted(table) for name, table in tables.items() if table}
@@ -401,17 +442,6 @@ class PlanExecutor:
 
 def _by_name(plain: Handler, named: Handler, at: Task) -> None:
     (named if at.tensor else plain)(at)
-
-
-def _is_any_there(grad: Activation) -> bool:
-    return any(g is not None for g in grad) if isinstance(grad, list) else grad is not None
-
-
-def _detached(output: Activation) -> Activation:
-    """The tensors of an output without their graph; what is no tensor is left for the send to refuse."""
-    if isinstance(output, (list, tuple)):
-        return [_detached(item) for item in output]
-    return output.detach() if isinstance(output, torch.Tensor) else output
 
 
 def _shown(shapes: list[list[int]]) -> str:

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, Instruction
+from megatron_pp.plan.spec import Plan
 from megatron_pp.runtime.footprint import own_tensors
 from megatron_pp.weight_grad.store import WeightGradStore
 
@@ -34,7 +35,7 @@ class Engine(Protocol):
 
 
 class KeptBytes:
-    """An observer of one step of ``program``, a rank's instructions. By stage, afterwards:
+    """An observer of one step of ``plan`` on ``rank``. By stage, afterwards, without stages that offload all forwards:
 
     forward   bytes kept from a forward to its backward: what it saved, its input, and its output where the engine keeps
               the data; parameters, buffers and gradients not
@@ -44,14 +45,14 @@ class KeptBytes:
     ``engine`` is set before the step, and left alone after it.
     """
 
-    def __init__(self, program: Sequence[Instruction], chunks: Sequence[Any], weights: WeightGradStore | None) -> None:
+    def __init__(self, plan: Plan, rank: int, chunks: Sequence[Any], weights: WeightGradStore | None) -> None:
         self.engine: Engine | None = None
         self.forward: dict[int, int] = {}
         self.weight: dict[int, int] = {}
         self.received: dict[int, int] = {}
         self._weights = weights
         self._chunks = chunks
-        self._first, self._counted = _two_microbatches(program)
+        self._first, self._counted = _two_microbatches(plan, rank)
         self._saved: defaultdict[Cell, dict[StorageWeakRef, int]] = defaultdict(dict)
         self._hooks: saved_tensors_hooks | None = None
 
@@ -98,15 +99,16 @@ class KeptBytes:
         return sum(size for ref, size in storages.items() if ref.cdata not in own)
 
 
-def _two_microbatches(program: Sequence[Instruction]) -> tuple[dict[int, int], dict[int, int]]:
-    """By stage: the first microbatch, and the one that is counted, the second if there is one; of forwards that are
-    halves of pairs only where there are no others.
+def _two_microbatches(plan: Plan, rank: int) -> tuple[dict[int, int], dict[int, int]]:
+    """By stage: the first microbatch, and the one that is counted, the second if there is one. Of those whose forward
+    is not offloaded, within hooks of its own; those in pairs only where there are no others.
     """
+    offloaded = {(stage, mb) for stage, mb, _ in plan.offloaded(rank)}
     alone: defaultdict[int, list[int]] = defaultdict(list)
     paired: defaultdict[int, list[int]] = defaultdict(list)
-    for entry in program:
+    for entry in plan.programs[rank]:
         for at in entry.members or (entry,):
-            if at.op == FORWARD:
+            if at.op == FORWARD and (at.stage, at.mb) not in offloaded:
                 of_stage = (paired if entry.members else alone)[at.stage]
                 of_stage += [at.mb] if at.mb not in of_stage else []
     chosen = {stage: mbs[:2] for stage, mbs in (paired | alone).items()}

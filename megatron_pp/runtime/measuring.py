@@ -28,7 +28,7 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ExchangeError, ScheduleInputError
 from megatron_pp.plan.costs import Link, StageCosts
 from megatron_pp.plan.files import write_whole
-from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.instruction import WEIGHT_GRAD, Instruction
 from megatron_pp.plan.measured import (
     CopyRates,
     Measured,
@@ -114,7 +114,9 @@ class TimeKeeper(Keeper):
             for op, time in zip(TIMED, row, strict=True)
             if not math.isnan(time)
         }
-        return stage_costs(known, placement.num_stages), all(not math.isnan(row[-1]) for row in rows)
+        return stage_costs(known, placement.num_stages), all(
+            (WEIGHT_GRAD, stage) in known for stage in range(placement.num_stages)
+        )
 
 
 def gather_by_stage(
@@ -199,7 +201,7 @@ class Measuring:
         recording = self.keeper.recording(plan, self.progress.measured + 1)
         if self.counted is not None:
             return ObservedStep(recording, None)
-        self.counted = self.keeper.counting = KeptBytes(plan.programs[transport.rank], chunks, weights)
+        self.counted = self.keeper.counting = KeptBytes(plan, transport.rank, chunks, weights)
         return ObservedStep(recording, self.counted)
 
     def after_step(self, plan: Plan, run: MeasuredStep) -> None:
@@ -235,6 +237,9 @@ class Measuring:
                 **_if_known("activation", kept),
                 **_if_known("weight_activation", left),
             )
+            if transport.device.type == "cuda" and isinstance(values.activation, tuple):
+                slower = min(copies.to_host, copies.to_device)
+                values = replace(values, offload=tuple(size / slower for size in values.activation))
             run = replace(run, steps=self.progress.steps, device=transport.device.type, split_backward=split)
             self._write(MeasuredFile(values, Units("s", "bytes"), network, copies, run))
 
@@ -244,11 +249,12 @@ class Measuring:
         except ExchangeError as error:
             logger.warning("what config.measure has found is lost: %s", error)
             return
-        left_out = "" if isinstance(file.values.activation, tuple) else " (memory could not be counted on every stage)"
+        counted = isinstance(file.values.activation, tuple)
+        memory = "memory" if counted else "no memory, as stages that offload all forwards were not counted"
         logger.warning(
-            "measured over %d steps, for %d stages: times, memory%s, transfers and copies are in %s; give it as "
+            "measured over %d steps: times of %d stages, transfers, copies, and %s, are in %s; give it as "
             "pipeline_measured with pipeline_schedule auto, or to megatron-pp advise --costs",
-            *(self.progress.steps, len(file.values.forward), left_out, self.path),  # type: ignore[arg-type]
+            *(self.progress.steps, len(file.values.forward), memory, self.path),  # type: ignore[arg-type]
         )
 
 

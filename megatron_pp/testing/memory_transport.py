@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_pp.comm.transport import P2PRequest, Transport
+from megatron_pp.comm.collectives import Collective, InThread
+from megatron_pp.comm.transport import P2PRequest, Transport, Work
 
 Queue = tuple[object, ...]
 
@@ -64,6 +65,7 @@ class MemoryNetwork:
         self.failure: str | None = None
         self._queues: defaultdict[Queue, deque[MemoryWork]] = defaultdict(deque)
         self._open: dict[tuple[bool, tuple[int, int, str]], deque[End]] = defaultdict(deque)
+        self._collectives: list[deque[tuple[MemoryWork, Collective]]] = [deque() for _ in range(size)]
 
     def transport(self, rank: int) -> MemoryTransport:
         return MemoryTransport(self, rank)
@@ -99,6 +101,28 @@ class MemoryNetwork:
         """Fail every wait, now and later."""
         with self.changed:
             self.failure = why
+            self.changed.notify_all()
+
+    def post_collective(self, rank: int, collective: Collective) -> MemoryWork:
+        """It runs on all ranks when all of them have posted it."""
+        with self.changed:
+            work = MemoryWork(self, rank, (rank, "collectives"), [])
+            work.left = 1
+            self._collectives[rank].append((work, collective))
+            if all(self._collectives):
+                self.meet_collective([posted.popleft() for posted in self._collectives])
+        return work
+
+    def meet_collective(self, posted: Sequence[tuple[MemoryWork, Collective]]) -> None:
+        """All ranks have posted a collective."""
+        try:
+            run_together([collective for _, collective in posted])
+        except RuntimeError as error:
+            self.abort(str(error))
+            return
+        with self.changed:
+            for work, _ in posted:
+                work.left = 0
             self.changed.notify_all()
 
     def transfer(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -145,6 +169,52 @@ class MemoryNetwork:
             self._activate(queue[0])
 
 
+class MemoryCollectives:
+    """Of one rank, in a collective that all ranks run together, each in a thread."""
+
+    def __init__(self, rank: int, gathered: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self.gathered = gathered
+        self.barrier = barrier
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        source = self.all_gather(tensor)[root]
+        if self.rank != root:
+            tensor.copy_(source)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.gathered[self.rank] = tensor.clone()
+        self.barrier.wait()
+        stacked = torch.stack(self.gathered)
+        self.barrier.wait()
+        return stacked
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        stacked = self.all_gather(tensor)
+        tensor.copy_(stacked.sum(0) if self.rank == root else torch.full_like(tensor, torch.nan))
+
+
+def run_together(collectives: Sequence[Collective]) -> None:
+    """Run ``collectives``, one of each rank, as one. Raises RuntimeError where one of them fails."""
+    size = len(collectives)
+    gathered, barrier, failures = [torch.empty(0)] * size, threading.Barrier(size), list[BaseException]()
+
+    def run(rank: int) -> None:
+        try:
+            InThread(collectives[rank], MemoryCollectives(rank, gathered, barrier)).wait()
+        except BaseException as error:  # raised below
+            failures.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise RuntimeError(f"a collective failed: {failures[0]!r}")
+
+
 class MemoryTransport(Transport):
     """One rank's side of a MemoryNetwork. ``aborted`` stays False: the network holds the failure."""
 
@@ -155,6 +225,9 @@ class MemoryTransport(Transport):
         self.rank = rank
         self.size = network.size
         self.device = torch.device("cpu")
+
+    def collective(self, collective: Collective) -> Work:
+        return self.network.post_collective(self.rank, collective)
 
     @property
     def store(self) -> Any:

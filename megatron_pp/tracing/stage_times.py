@@ -10,9 +10,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_pp.plan.costs import StageCosts
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
+from megatron_pp.plan.instruction import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    OUTPUT_S,
+    OUTPUT_T,
+    WEIGHT_GRAD,
+    Instruction,
+)
 
-TIMED = (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD)
+TIMED = (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, OUTPUT_S, OUTPUT_T)
 Operation = tuple[str, int]
 """One of TIMED, and a stage."""
 
@@ -58,4 +66,5 @@ def stage_costs(medians: Mapping[Operation, float], num_stages: int, slices: int
             halves[s] = weight[s] = both / 2
         elif both == 0:
             whole[s] = one + other
-    return StageCosts(tuple(of(FORWARD)), tuple(whole), tuple(halves), tuple(weight))
+    passes = statistics.mean(of(OUTPUT_S)), statistics.mean(of(OUTPUT_T))
+    return StageCosts(tuple(of(FORWARD)), tuple(whole), tuple(halves), tuple(weight), passes=passes)

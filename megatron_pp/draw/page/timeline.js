@@ -2,8 +2,10 @@
 // Draws timelines on canvases from compact columns: no element per block, so half a million blocks are fine.
 // All timelines of a page share one visible stretch of time.
 
-const OPS = ["F", "B", "I", "W"];
-const WAITS = ["wait for an activation", "wait for a gradient", "release an output (own send)", "release a gradient (own send)"];
+const OPS = ["F", "B", "I", "W", "S", "T"];
+const WAITS = ["wait for an activation", "wait for a gradient", "release an output (own send)", "release a gradient (own send)",
+  "wait for the broadcast", "wait for the all-reduce", "wait for the reduction"];
+const COPY_WAITS = ["release what was offloaded (its copy)", "wait for what is loaded"];
 const ROW = { block: 22, strip: 3, gap: 5 };
 const CURVES = 70; // height of the chart of memory
 const AXIS = 22;
@@ -29,8 +31,13 @@ function column(buffer, at, Kind) {
 // ---- geometry
 
 function laneHeight(chart) {
-  const strips = chart.hasTransfers ? 2 * ROW.strip + 3 : 0;
-  return ROW.block + strips + ROW.gap;
+  return ROW.block + stripsOf(chart).length * (ROW.strip + 1) + 1 + ROW.gap;
+}
+
+// What is drawn below a lane's blocks: (columns of the lane, colour) each.
+function stripsOf(chart) {
+  const sent = chart.hasTransfers ? [["activations", "activation"], ["gradients", "gradient"]] : [];
+  return chart.hasCopies ? [...sent, ["offloads", "offload"], ["loads", "load"]] : sent;
 }
 
 function lanesEnd(chart) {
@@ -53,7 +60,7 @@ function timeAt(chart, px) {
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["paper", "ink", "soft", "rule", "idle", "wait", "memory", "memory_last", "activation", "gradient"]) {
+  for (const name of ["paper", "ink", "soft", "rule", "idle", "wait", "memory", "memory_last", "activation", "gradient", "offload", "load"]) {
     colours[name] = style.getPropertyValue("--" + name).trim();
   }
 }
@@ -127,12 +134,11 @@ function drawLane(chart, pen, lane, y) {
   pen.clip();
   pen.fillStyle = colours.idle;
   pen.fillRect(x(chart, 0), y, x(chart, chart.end) - x(chart, 0), ROW.block);
-  drawStrip(chart, pen, lane.waits, y + ROW.block / 2 - 2, 4, () => colours.wait);
+  for (const waits of [lane.waits, lane.copyWaits]) drawStrip(chart, pen, waits, y + ROW.block / 2 - 2, 4, () => colours.wait);
   drawBlocks(chart, pen, lane, y);
-  if (chart.hasTransfers) {
-    drawStrip(chart, pen, lane.activations, y + ROW.block + 2, ROW.strip, () => colours.activation);
-    drawStrip(chart, pen, lane.gradients, y + ROW.block + 3 + ROW.strip, ROW.strip, () => colours.gradient);
-  }
+  stripsOf(chart).forEach(([columns, colour], k) => {
+    drawStrip(chart, pen, lane[columns], y + ROW.block + 2 + k * (ROW.strip + 1), ROW.strip, () => colours[colour]);
+  });
   pen.restore();
 }
 
@@ -152,7 +158,7 @@ function sliceName(chart, code, before) {
 
 function blockName(chart, code, chunks) {
   const name = `${microbatch(chart, code)}${sliceName(chart, code, "s")}`;
-  return chunks > 1 ? `${OPS[code >>> 30]}${(code >>> 20) & 1023}.${name}` : `${OPS[code >>> 30]}${name}`;
+  return chunks > 1 ? `${OPS[code >>> 29]}${(code >>> 20) & 511}.${name}` : `${OPS[code >>> 29]}${name}`;
 }
 
 function setFont(pen, size) {
@@ -167,7 +173,7 @@ function chooseLabels(chart, pen) {
   let form = {};
   setFont(pen, 100);
   for (const [chunks, stacked] of forms) {
-    const lines = chart.ops.flatMap((op) => labelLines(chart, (op << 30) | last, chunks, stacked));
+    const lines = chart.ops.flatMap((op) => labelLines(chart, (op << 29) | last, chunks, stacked));
     const size = (100 * room) / Math.max(...lines.map((line) => pen.measureText(line).width));
     form = { chunks, stacked, size: Math.min(stacked ? LABEL.stacked : LABEL.largest, Math.max(LABEL.smallest, size)) };
     if (size >= LABEL.good) break;
@@ -185,7 +191,7 @@ function drawLabel(chart, pen, code, form, from, to, y) {
   const lines = labelLines(chart, code, form.chunks, form.stacked);
   const width = Math.max(...lines.map((line) => pen.measureText(line).width));
   if (to - from < width + 1) return;
-  pen.fillStyle = chart.inks[code >>> 30][(code >>> 20) & 1023];
+  pen.fillStyle = chart.inks[code >>> 29][(code >>> 20) & 511];
   const middle = (from + to) / 2, first = y + ROW.block / 2 - ((lines.length - 1) * form.size) / 2;
   lines.forEach((line, k) => pen.fillText(line, middle, first + k * form.size + 0.5));
   chart.labels.push({ name: lines.join(""), left: middle - width / 2, right: middle + width / 2, y, size: form.size });
@@ -210,13 +216,13 @@ function drawBlocks(chart, pen, lane, y) {
   };
   for (let i = first; i < starts.length && starts[i] <= last; i++) {
     const a = x(chart, starts[i] * chart.tick), b = x(chart, (starts[i] + lengths[i]) * chart.tick);
-    const op = codes[i] >>> 30;
+    const op = codes[i] >>> 29;
     if (b - a < 1) {
       if (Math.floor(a) !== pixel) { flush(); pixel = Math.floor(a); }
       filled[op] += b - a;
       continue;
     }
-    const chunk = (codes[i] >>> 20) & 1023;
+    const chunk = (codes[i] >>> 20) & 511;
     const faded = view.picked >= 0 && view.picked !== microbatch(chart, codes[i]);
     pen.globalAlpha = faded ? 0.25 : 1;
     pen.fillStyle = chart.shades[op][chunk];
@@ -315,6 +321,11 @@ function span(chart, columns, i) {
   return `${n(start)} to ${n(start + length)} ${chart.unit} (${n(length)})`;
 }
 
+function ofChunk(chart, columns, i) {
+  const code = columns.codes[i];
+  return `chunk ${(code >>> 20) & 1023}, microbatch ${microbatch(chart, code)}${sliceName(chart, code, ", slice ")}\n${span(chart, columns, i)}`;
+}
+
 function describe(chart, px, py) {
   const k = Math.floor((py - AXIS) / laneHeight(chart));
   const lane = chart.lanes[k], tick = timeAt(chart, px) / chart.tick;
@@ -325,21 +336,22 @@ function describe(chart, px, py) {
   if (y <= ROW.block) {
     const i = at(lane.compute, tick);
     if (i >= 0) {
-      const code = lane.compute.codes[i], op = OPS[code >>> 30], chunk = (code >>> 20) & 1023, mb = microbatch(chart, code);
+      const code = lane.compute.codes[i], op = OPS[code >>> 29], chunk = (code >>> 20) & 511, mb = microbatch(chart, code);
       return { mb, text: `${blockName(chart, code, chart.chunks)}  ${lane.name}\n${names[op]} of chunk ${chunk}, microbatch ${mb}${sliceName(chart, code, ", slice ")} (stage ${lane.stages[chunk]})\n${span(chart, lane.compute, i)}` };
     }
-    const w = at(lane.waits, tick);
-    if (w >= 0) {
-      const code = lane.waits.codes[w], mb = microbatch(chart, code);
-      return { mb, text: `${lane.name}: ${WAITS[code >>> 30]}\nchunk ${(code >>> 20) & 1023}, microbatch ${mb}${sliceName(chart, code, ", slice ")}\n${span(chart, lane.waits, w)}` };
+    for (const [waits, what] of [[lane.waits, WAITS], [lane.copyWaits, COPY_WAITS]]) {
+      const w = at(waits, tick);
+      if (w >= 0) return { mb: microbatch(chart, waits.codes[w]), text: `${lane.name}: ${what[waits.codes[w] >>> 29]}\n${ofChunk(chart, waits, w)}` };
     }
     return { mb: -1, text: `${lane.name}: idle` };
   }
-  if (chart.hasTransfers && y <= ROW.block + 2 * ROW.strip + 4) {
-    const [kind, columns] = y <= ROW.block + 2.5 + ROW.strip ? ["activation", lane.activations] : ["gradient", lane.gradients];
+  const strip = stripsOf(chart)[Math.floor((y - ROW.block - 1.5) / (ROW.strip + 1))];
+  if (strip) {
+    const columns = lane[strip[0]], kind = strip[1];
     let i = at(columns, tick);
     if (i < 0) i = at(columns, tick + slack);
     if (i < 0) return null;
+    if (!columns.where) return { mb: microbatch(chart, columns.codes[i]), text: `${lane.name}: copy ${kind === "load" ? "back from" : "to"} host memory\n${ofChunk(chart, columns, i)}` };
     const where = columns.where[i], code = columns.codes[i], mb = microbatch(chart, code);
     return { mb, text: `${kind} of microbatch ${mb}${sliceName(chart, code, ", slice ")}, ${lane.name} to rank ${where >>> 20} (for stage ${where & 0xfffff})\n${span(chart, columns, i)}` };
   }
@@ -460,9 +472,7 @@ function laneOf(buffer, lane) {
     name: lane.name,
     stages: lane.stages,
     compute: columnsOf(buffer, lane.compute),
-    waits: columnsOf(buffer, lane.waits),
-    activations: columnsOf(buffer, lane.activations),
-    gradients: columnsOf(buffer, lane.gradients),
+    ...Object.fromEntries(["waits", "copyWaits", "activations", "gradients", "offloads", "loads"].map((name) => [name, columnsOf(buffer, lane[name])])),
     memory: { times: column(buffer, lane.memory.times, Uint32Array), values, peak: lane.memory.peak },
   };
 }

@@ -109,7 +109,7 @@ def test_times_of_stages_are_those_that_they_take_and_auto_and_advise_read_them(
         assert isinstance(took, tuple)
         for seconds, least in zip(took, slept, strict=True):
             assert least <= seconds < 4 * least
-    assert [r.message for r in caplog.records if "measured over 2 steps, for 2 stages" in r.message]
+    assert [r.message for r in caplog.records if "measured over 2 steps: times of 2 stages" in r.message]
     assert file.run is not None
     assert (file.run.steps, file.run.schedule, file.run.num_microbatches) == (2, "1f1b", 5)
 
@@ -139,6 +139,16 @@ def test_bytes_are_what_a_microbatch_keeps() -> None:
 
     by_hand = measure_footprint(store, chunks, 0, forward)
     assert (by_hand.forward, by_hand.weight) == (3 * ACTIVATION + 4, 2 * ACTIVATION)
+
+
+def test_stages_that_offload_all_forwards_are_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    fields: dict[str, Any] = {"pipeline_schedule": "pipe_offload", "split": True}
+    assert train(2, 2, measure=2, **fields).difference(train(2, 2, **fields)) == 0
+    content = json.loads(Path("megatron_pp_measured.json").read_text())
+    assert "activation" not in content
+    options = ["--costs", "megatron_pp_measured.json", "--memory-gb", "1", "--global-batch", "8"]
+    assert main(["advise", *options]) == 2
+    assert "memory was not measured" in capsys.readouterr().err
 
 
 def test_what_all_microbatches_share_is_the_models() -> None:
