@@ -36,8 +36,8 @@ from megatron_pp.plan.spec import Plan
 Shares = float | Sequence[float]  # one for all stages, or one per stage in model order
 
 # By op: forwards with memory on the device, split backwards whose memory waits for W, forwards with memory on the host.
-_KEPT = {FORWARD: 1, BACKWARD: -1, INPUT_GRAD: -1, FREE_OFFLOAD: -1, LOAD: 1}
-_WAITING = {INPUT_GRAD: 1, WEIGHT_GRAD: -1}
+KEPT = {FORWARD: 1, BACKWARD: -1, INPUT_GRAD: -1, FREE_OFFLOAD: -1, LOAD: 1}
+WAITING = {INPUT_GRAD: 1, WEIGHT_GRAD: -1}
 _ON_HOST = {OFFLOAD: 1, WAIT_LOAD: -1}
 
 
@@ -52,10 +52,10 @@ def kept_timeline(
     in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
     kept, now = [0.0] * len(stages), 0.0  # of each chunk, and of all
     for at in without_pairs(order):
-        if at.op in _KEPT or at.op in _WAITING:
+        if at.op in KEPT or at.op in WAITING:
             chunk, stage = at.chunk, stages[at.chunk]
-            in_flight[chunk] += _KEPT.get(at.op, 0)
-            waiting[chunk] += _WAITING.get(at.op, 0)
+            in_flight[chunk] += KEPT.get(at.op, 0)
+            waiting[chunk] += WAITING.get(at.op, 0)
             kept[chunk] = forward[stage] * in_flight[chunk] + weight[stage] * waiting[chunk]
             now = sum(kept)
         yield now
