@@ -106,11 +106,13 @@ class ModelParallelConfig:
         None,
         "named tensors that stages send to later ones, as in 'skip=0>3; mask=0>1,2 no_grad', or blocks: one of every "
         "stage, to all later ones",
+        cli=False,
     )
     skip_cache: str = setting(
         "received",
         "what a rank keeps of them, so that it is not sent again: none, received, or all (what it made too)",
         choices=CACHES,
+        cli=False,
     )
     pipeline_measured: Measured | dict[str, Any] | str | None = setting(
         None, "times and memory that auto and auto_v plan for: a Measured, a dict, or a JSON file; None: equal times"

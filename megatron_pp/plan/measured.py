@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -29,6 +29,7 @@ class Measured:
     weight_activation  what a split backward keeps of it until its weight gradient; where not given, the share that a
                        transformer layer has (``costs.WEIGHT_SHARE``). ``measure_footprint`` measures
                        both
+    offload            copy of what a forward keeps, one way between device and host; without it nothing is offloaded
 
     Raises PlanError for negative or non-finite times, and lists of a wrong length where they meet a pipeline.
     """
@@ -41,6 +42,7 @@ class Measured:
     memory_limit: float | tuple[float, ...] | None = None
     activation: float | tuple[float, ...] = 1.0
     weight_activation: float | tuple[float, ...] | None = None
+    offload: float | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -66,7 +68,8 @@ class Measured:
         forward, backward_input, weight = (
             self._each(name, num_stages) for name in ("forward", "backward_input", "weight")
         )
-        return StageCosts.per_stage(forward, backward_input, weight, backward)
+        costs = StageCosts.per_stage(forward, backward_input, weight, backward)
+        return costs if self.offload is None else replace(costs, offload=self._each("offload", num_stages))
 
     def network(self) -> Network:
         """Every link takes ``transfer``, and any number of transfers at a time."""
