@@ -15,11 +15,11 @@ def copy_rates(device: torch.device) -> tuple[str, float, float]:
     """What is copied, in words, and bytes per second to the host and back; on a CPU, of a copy in memory. Waits for the
     device.
     """
-    on_device, host = torch.empty(_BYTES, dtype=torch.uint8, device=device), torch.empty(_BYTES, dtype=torch.uint8)
+    on_device = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
     if device.type == "cuda":
-        host = host.pin_memory()
+        host = torch.zeros(_BYTES, dtype=torch.uint8, pin_memory=True)
         return "device and pinned host memory", _rate(host, on_device), _rate(on_device, host)
-    rate = _rate(host, on_device)
+    rate = _rate(torch.zeros_like(on_device), on_device)
     return "two places in the memory of the CPU", rate, rate
 
 

@@ -252,8 +252,8 @@ class Measuring:
         counted = isinstance(file.values.activation, tuple)
         memory = "memory" if counted else "no memory, as stages that offload all forwards were not counted"
         logger.warning(
-            "measured over %d steps: times of %d stages, transfers, copies, and %s, are in %s; give it as "
-            "pipeline_measured with pipeline_schedule auto, or to megatron-pp advise --costs",
+            "measured over %d steps: times of %d stages, transfers, copies, and %s, are in %s; give it to "
+            "megatron-pp advise --costs, or, with a memory_limit added, as pipeline_measured to pipeline_schedule auto",
             *(self.progress.steps, len(file.values.forward), memory, self.path),  # type: ignore[arg-type]
         )
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import logging
 import os
 import pickle
 import sys
+import tempfile
 import types
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -328,6 +331,23 @@ def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
             ours = _taken_gradients(run)
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs), overrides
     return policies
+
+
+def what_its_stages_cost_is_measured(case: Case) -> dict[str, Any]:
+    """The file that two ranks' steps leave under `install(measure=2)`; gradients are equal to the last bit."""
+    run = megatron_lab.Run(case)
+    with megatron_core.installed(strict=True):
+        _call(run, forward_only=False)
+    unmeasured = _taken_gradients(run)
+    with tempfile.TemporaryDirectory() as folder:  # each rank's own: the first one writes
+        path = os.path.join(folder, "measured.json")
+        with megatron_core.installed(strict=True, measure=2, measure_out=path):
+            for _ in range(3):
+                _call(run, forward_only=False)
+                measured = _taken_gradients(run)
+                assert all(torch.equal(measured[name], unmeasured[name]) for name in unmeasured)
+        content: dict[str, Any] = json.loads(Path(path).read_text()) if os.path.exists(path) else {}
+    return content
 
 
 def _taken_gradients(run: megatron_lab.Run) -> dict[str, torch.Tensor]:

@@ -195,7 +195,7 @@ def the_training_program(folder: Path) -> None:
     flags += ["--max-data-bytes", "100000"]
     network = StreamNetwork(1, seed=None)
     with virtual_machine((training, "plot_metrics", lambda *_: None)), network.running(0):
-        train_here([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2"])
+        train_here([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2", "--measure", "1"])
         trainer = train_here([*flags, "--resume", str(folder / "run"), "--train-steps", "3"])
     assert trainer.steps_done == 3
     assert not network.devices[0].races, list(network.devices[0].races.values())

@@ -17,7 +17,9 @@ from megatron_pp.comm.link_times import measure_links
 from megatron_pp.errors import ConfigError, PlanError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.instruction import parse_program
 from megatron_pp.plan.measured import MeasuredFile, fitted_link, measured_values
+from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.footprint import measure_footprint
 from megatron_pp.runtime.measuring import Measuring
@@ -36,6 +38,7 @@ from megatron_pp.testing.toy import (
     toy_forward_step,
     toy_loss,
 )
+from megatron_pp.tracing.stage_times import StageTimes
 from megatron_pp.weight_grad import split_weight_grad
 
 FORWARD, BACKWARD = (0.004, 0.008), (0.008, 0.016)  # seconds by stage
@@ -122,6 +125,21 @@ def test_times_of_stages_are_those_that_they_take_and_auto_and_advise_read_them(
     busiest = 1e3 * max(sum(pair) for pair in zip(file.values.forward, file.values.backward, strict=True))  # type: ignore[arg-type]
     step = answer["recommended"]["step_ms"]
     assert 8 * busiest * 0.5 < step < 8 * busiest * 2
+
+
+def test_slices_of_a_sequence_add_up() -> None:
+    train(2, steps=2, measure=1, block=SleepingBlock, sequence_slices=3, pipeline_schedule="seq_1f1b")
+    assert isinstance(found().values.forward, tuple)
+    for seconds, least in zip(found().values.forward, FORWARD, strict=True):
+        assert 3 * least <= seconds < 9 * least
+    assert found().values.activation == (2 * ACTIVATION, 3 * ACTIVATION + 3 * 4)
+
+
+def test_disturbed_operations_count_where_there_are_no_others() -> None:
+    program, times = parse_program("F0.0 F0.1 B0.0"), StageTimes()
+    placed = Placement("loop", 1, 1).place(0, program)
+    times.add(placed, [0, 10, 20], [9, 12, 25], disturbed=lambda at: at.mb == 0)
+    assert times.medians() == {("F", 0): 2, ("B", 0): 5}
 
 
 def test_bytes_are_what_a_microbatch_keeps() -> None:
