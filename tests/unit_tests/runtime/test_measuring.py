@@ -19,10 +19,10 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.instruction import parse_program
 from megatron_pp.plan.measured import MeasuredFile, fitted_link, measured_values
-from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.footprint import measure_footprint
-from megatron_pp.runtime.measuring import Measuring
+from megatron_pp.runtime.measuring import Measuring, gather_by_stage
 from megatron_pp.runtime.pairs import in_turn
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import placement_of, toy_step
@@ -68,10 +68,18 @@ class SleepingBlock(ToyBlock):
 
 
 def train(
-    size: int, num_chunks: int = 1, *, steps: int = 4, split: bool = False, block: Any = ToyBlock, **fields: Any
+    size: int,
+    num_chunks: int = 1,
+    *,
+    steps: int = 4,
+    microbatches: int = 5,
+    split: bool = False,
+    block: Any = ToyBlock,
+    **fields: Any,
 ) -> ToyResult:
     """``steps`` training steps of the toy model, ranks as threads; gradients add up."""
-    network, data = MemoryNetwork(size), ToyData(5, variable=fields.get("variable_seq_lengths", False))
+    network = MemoryNetwork(size)
+    data = ToyData(microbatches, variable=fields.get("variable_seq_lengths", False))
     fields = {"virtual_pipeline_model_parallel_size": num_chunks if num_chunks > 1 else None, **fields}
 
     def rank_main(rank: int) -> ToyResult:
@@ -169,6 +177,22 @@ def test_stages_that_offload_all_forwards_are_not_counted(capsys: pytest.Capture
     assert "memory was not measured" in capsys.readouterr().err
 
 
+def test_parameters_do_not_count_with_a_single_microbatch() -> None:
+    train(1, measure=1, microbatches=1)
+    assert found().values.activation == (3 * ACTIVATION + 4,)
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_numbers_of_all_stages_are_on_all_ranks(kind: str) -> None:
+    network, placement = MemoryNetwork(3), Placement(kind, 3, 2)
+
+    def rank_main(rank: int) -> list[list[float]]:
+        mine = {stage: [stage, 0.5 * stage] for stage in placement.stages[rank]}
+        return gather_by_stage(network.transport(rank), placement, mine)
+
+    assert run_ranks(3, rank_main, network.abort) == [[[stage, 0.5 * stage] for stage in range(6)]] * 3
+
+
 def test_what_all_microbatches_share_is_the_models() -> None:
     class WithTable(ToyBlock):
         def __init__(self, stage: int) -> None:
@@ -249,11 +273,11 @@ def test_it_is_measured_once_and_evaluation_is_left_out() -> None:
     communicator = P2PCommunicator(ThreadGroup(0, 1), config, MemoryNetwork(1).transport(0))
     chunks = toy_chunks(placement_of(config, 1, 1), 0, config, lambda stage: model)
     written = []
-    for forward_only in (False, True, True, False, False):
+    for forward_only in (False, True, True, False, False, False, False):
         toy_step(chunks, data, communicator, forward_only=forward_only)
         written.append(os.path.exists("megatron_pp_measured.json"))
         Path("megatron_pp_measured.json").unlink(missing_ok=True)
-    assert written == [False, False, False, True, False]
+    assert written == [False, False, False, True, False, False, False]
 
 
 def test_nothing_is_measured_unless_asked_for() -> None:
