@@ -24,12 +24,11 @@ from megatron_pp.comm.solo_transport import SoloTransport
 from megatron_pp.comm.transport import P2PRequest, Preparation, ProcessGroupTransport
 from megatron_pp.errors import P2PTransferError
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.pairs import on_two_streams
 from megatron_pp.testing.streams import StreamNetwork
 from megatron_pp.testing.streams.cuda import replaced
-from megatron_pp.testing.toy import ToyData
+from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData
 from megatron_pp.tracing.recorder import Tracer, chosen_steps
 from megatron_pp.weight_grad.fused import add_weight_grad, fused_kernels
 from tests.functional_tests import race_cases
@@ -156,11 +155,11 @@ def kernels(folder: Path) -> None:
 
 def the_gpu_check(folder: Path) -> None:
     """scripts/gpu_check.py with all its sections, and the engines of benchmarks/gpu.py."""
-    few = {"1f1b": SCHEDULES["1f1b"]}
+    few = {"1f1b": TOY_SCHEDULES["1f1b"]}
     places = [
         *((module, "run_processes", run_on_virtual_devices) for module in (gpu_check, processes)),
         *((module, "LATE", 0.05) for module in (gpu_ranks, race_cases)),
-        (gpu_ranks, "SCHEDULES", few),
+        (gpu_ranks, "TOY_SCHEDULES", few),
         (gpu_check, "STARTING", 60.0),
     ]
     out = folder / "results.md"
