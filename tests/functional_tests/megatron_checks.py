@@ -212,6 +212,7 @@ def impossible_arguments_are_errors(case: Case) -> list[str]:
             ({"pipeline_schedule": "zb_v"}, {}, "zb_v"),
             ({"pipeline_schedule": "zigzag"}, {}, "zigzag"),
             ({"sequence_slices": 2}, {}, "attention keeps no keys and values from slice to slice"),
+            ({"skip_tensors": "a=0>1"}, {}, "Megatron's models give a stage one tensor"),
         ):
             with _fields(run.config, fields):
                 messages.append(_raises(ScheduleInputError, words, lambda a=arguments: _call(run, **a)))
