@@ -45,6 +45,8 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "trace_dir": ("traces", '"traces"', "traces"),
     "trace_steps": ("3,10-12", '"3,10-12"', "3,10-12"),
     "trace_first_step": ("101", "101", 101),
+    "measure": ("5", "5", 5),
+    "measure_out": ("out.json", '"out.json"', "out.json"),
     "strict": ("1", "true", True),
     "any_microbatch_count": ("yes", "true", True),
     "split_weight_grad": ("no", "false", False),
