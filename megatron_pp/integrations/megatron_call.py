@@ -12,7 +12,7 @@ import torch
 
 from megatron_pp.config import rules
 from megatron_pp.config.microbatch_counts import explain_microbatch_count
-from megatron_pp.config.settings import StepSettings, checked
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
 from megatron_pp.integrations import v_step
 from megatron_pp.integrations.combined import CombinedSteps, is_combined
