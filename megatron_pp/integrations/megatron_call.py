@@ -20,7 +20,7 @@ from megatron_pp.integrations.freed_outputs import take_freed_outputs
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps, StepsInV
 from megatron_pp.integrations.settings import InstallSettings
-from megatron_pp.plan.orders import COMBINED, INTERLEAVED
+from megatron_pp.plan.orders import COMBINED, INTERLEAVED, SCHEDULES
 from megatron_pp.plan.placement import V_SHAPE
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
