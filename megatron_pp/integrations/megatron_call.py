@@ -12,7 +12,7 @@ import torch
 
 from megatron_pp.config import rules
 from megatron_pp.config.microbatch_counts import explain_microbatch_count
-from megatron_pp.config.settings import StepSettings
+from megatron_pp.config.settings import StepSettings, checked
 from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
 from megatron_pp.integrations import v_step
 from megatron_pp.integrations.combined import CombinedSteps, is_combined
@@ -20,7 +20,7 @@ from megatron_pp.integrations.freed_outputs import take_freed_outputs
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps, StepsInV
 from megatron_pp.integrations.settings import InstallSettings
-from megatron_pp.plan.orders import COMBINED, INTERLEAVED, SCHEDULES
+from megatron_pp.plan.orders import COMBINED, INTERLEAVED
 from megatron_pp.plan.placement import V_SHAPE
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan
