@@ -94,7 +94,7 @@ def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[s
 
 def test_settings_decide_how_transfers_go_out(outcomes: dict[str, Outcome]) -> None:
     for policies in outcomes["settings_reach_the_engine_and_not_the_config"].facts:
-        assert policies == ["batched", "overlap", "overlap", "plain", *["overlap"] * 3] * 2
+        assert policies == ["batched", "overlap", "overlap", "plain", *["overlap"] * 4] * 2
 
 
 def test_wrong_settings_are_errors_on_every_rank(outcomes: dict[str, Outcome]) -> None:
