@@ -31,6 +31,10 @@ _LAYERS = ("rank", "layer")
 _ENDS = {"embedding_ms": EMBEDDING, "mtp_ms": MTP, "loss_ms": LOSS}
 _SIZES = ("hidden_size", "seq_length", "num_layers")
 _MOE = ("experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "moe_layer_freq", "expert_parallel")
+_OF_SHAPE = (
+    *("hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size"),
+    *("tensor_parallel", "context_parallel", "sequence_parallel", "recompute"),
+)
 _OF_TRANSFORMER = (*_MOE, "gated", "query_groups")
 
 
@@ -163,7 +167,7 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
         refuse(args, (*_TIMES, *_ENDS, "costs_per", "activation_gb", "static_gb"), f"does not go with {found[0]}")
     else:
         why = "is for --gpu, which works out times from sizes"
-        refuse(args, (*_OF_TRANSFORMER, "gpu_bandwidth", "gpu_efficiency"), why)
+        refuse(args, (*_OF_TRANSFORMER, *_OF_SHAPE, "gpu_bandwidth", "gpu_efficiency"), why)
     refuse(args, ["output_ms"], "is not for advise; --loss-ms is the output layer with the loss")
     if args.costs is not None:
         in_file = (*_TIMES, *_ENDS, "mtp_layers", "spread_mtp", "costs_per", "activation_gb", "static_gb")
