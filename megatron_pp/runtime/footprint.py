@@ -116,7 +116,7 @@ def own_tensors(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
     """What is the model's, not a microbatch's."""
     for chunk in chunks:
         yield from chunk.parameters()
-        yield from chunk.buffers()
+        yield from nn.Module.buffers(chunk)  # Megatron's DistributedDataParallel has a list of this name
     yield from _gradients(chunks)
 
 
