@@ -24,6 +24,7 @@ from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.footprint import measure_footprint
 from megatron_pp.runtime.measuring import Measuring, gather_by_stage
 from megatron_pp.runtime.pairs import in_turn
+from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork, ShuffledNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
@@ -75,10 +76,11 @@ def train(
     microbatches: int = 5,
     split: bool = False,
     block: Any = ToyBlock,
+    kind: type[MemoryNetwork] = MemoryNetwork,
     **fields: Any,
 ) -> ToyResult:
     """``steps`` training steps of the toy model, ranks as threads; gradients add up."""
-    network = MemoryNetwork(size)
+    network = kind(size)
     data = ToyData(microbatches, variable=fields.get("variable_seq_lengths", False))
     fields = {"virtual_pipeline_model_parallel_size": num_chunks if num_chunks > 1 else None, **fields}
 
@@ -90,8 +92,9 @@ def train(
         if split:
             split_weight_grad(chunks)
         losses: list[float] = []
-        for _ in range(steps):
-            losses += [float(report["loss"]) for report in toy_step(chunks, data, communicator)]
+        with network.running(rank):
+            for _ in range(steps):
+                losses += [float(report["loss"]) for report in toy_step(chunks, data, communicator)]
         return ToyResult(losses, gradients_of(dict(zip(placement.stages[rank], chunks, strict=True))))
 
     return merged(run_ranks(size, rank_main, network.abort))
@@ -266,6 +269,12 @@ def test_numbers_are_equal_to_the_bit(num_chunks: int, split: bool, fields: dict
         == 0
     )
     assert isinstance(found().values.activation, tuple)
+
+
+@pytest.mark.parametrize("kind", [LastMomentNetwork, PoisoningNetwork, ShuffledNetwork])
+def test_on_hostile_networks_too(kind: type[MemoryNetwork]) -> None:
+    assert train(3, measure=1, kind=kind).difference(train(3)) == 0
+    assert found().values.transfer > 0
 
 
 def test_it_is_measured_once_and_evaluation_is_left_out() -> None:
