@@ -241,9 +241,9 @@ class Measuring:
                 slower = min(copies.to_host, copies.to_device)
                 values = replace(values, offload=tuple(size / slower for size in values.activation))
             run = replace(run, steps=self.progress.steps, device=transport.device.type, split_backward=split)
-            self._write(MeasuredFile(values, Units("s", "bytes"), network, copies, run))
+            self._write(MeasuredFile(values, Units("s", "bytes"), network, copies, run), placement.num_stages)
 
-    def _write(self, file: MeasuredFile) -> None:
+    def _write(self, file: MeasuredFile, stages: int) -> None:
         try:
             write_whole(self.path, json.dumps(file.to_dict(), indent=1) + "\n")
         except ExchangeError as error:
@@ -252,9 +252,9 @@ class Measuring:
         counted = isinstance(file.values.activation, tuple)
         memory = "memory" if counted else "no memory, as stages that offload all forwards were not counted"
         logger.warning(
-            "measured over %d steps: times of %d stages, transfers, copies, and %s, are in %s; give it to "
+            "measured over %s: times of %s, transfers, copies, and %s, are in %s; give it to "
             "megatron-pp advise --costs, or, with a memory_limit added, as pipeline_measured to pipeline_schedule auto",
-            *(self.progress.steps, len(file.values.forward), memory, self.path),  # type: ignore[arg-type]
+            *(_counted(self.progress.steps, "step"), _counted(stages, "stage"), memory, self.path),
         )
 
 
@@ -288,6 +288,10 @@ def _copies(transport: Transport) -> CopyRates:
 
 def _if_known(name: str, values: Sequence[float]) -> dict[str, Any]:
     return {} if any(map(math.isnan, values)) else {name: tuple(map(int, values))}
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _writes(transport: Transport) -> bool:
