@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_pp.plan.verifier import verify
     from megatron_pp.runtime.deallocate import deallocate_output_tensor
     from megatron_pp.runtime.footprint import measure_footprint
+    from megatron_pp.runtime.output_layer import SplitOutputLayer
     from megatron_pp.runtime.sequence_slices import sequence_slice
     from megatron_pp.runtime.stage import PipelineStage
     from megatron_pp.schedules import get_forward_backward_func
@@ -36,6 +37,7 @@ _EXPORTS = {
     "ModelParallelConfig": "config.model_config",
     "P2PCommunicator": "p2p_communication",
     "PipelineStage": "runtime.stage",
+    "SplitOutputLayer": "runtime.output_layer",
     "TransformerConfig": "config.model_config",
     "build_plan": "plan.builder",
     "deallocate_output_tensor": "runtime.deallocate",
@@ -48,9 +50,9 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "ModelParallelConfig", "P2PCommunicator", "PipelineStage", "TransformerConfig", "__version__", "build_plan",
-    "deallocate_output_tensor", "get_forward_backward_func", "measure_footprint", "plan", "sequence_slice",
-    "simulate", "split_weight_grad", "verify",
+    "ModelParallelConfig", "P2PCommunicator", "PipelineStage", "SplitOutputLayer", "TransformerConfig",
+    "__version__", "build_plan", "deallocate_output_tensor", "get_forward_backward_func", "measure_footprint",
+    "plan", "sequence_slice", "simulate", "split_weight_grad", "verify",
 ]  # fmt: skip
 __all__ += errors.__all__
 

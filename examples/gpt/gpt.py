@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pp import sequence_slice
+from megatron_pp import SplitOutputLayer, sequence_slice
 from megatron_pp.errors import ConfigError
 from megatron_pp.runtime.sequence_slices import SequenceSlice
 
-EMBEDDING, OUTPUT = "embedding.weight", "output.weight"
+EMBEDDING, OUTPUT, OUTPUT_ROWS = "embedding.weight", "output.weight", "output_rows."
 ROTARY_BASE = 10000.0
 
 
@@ -179,6 +179,8 @@ class GPTStage(nn.Module):
     it, even where both lie in one process: ``optimizer.sum_tied_gradients`` then adds the two gradients in the same
     order however the model is cut.
 
+    With ``output_split`` every stage has its rows of the output projection, and the last one no more than that.
+
     Args:
         config: sizes, ``init_method_std``, dropout and ``pipeline_dtype``, under Megatron's field names.
         layers: numbers (0-based, in the whole model) of this stage's layers, ascending.
@@ -186,6 +188,7 @@ class GPTStage(nn.Module):
         vp_stage: number of this chunk on its rank, ``None`` without virtual pipelining.
         seed: of the weights and of dropout, whose numbers follow from the seed, the microbatch and the layer alone:
             they do not depend on how the model is cut or where a run was continued, and no state of theirs is saved.
+        output_split: the pipeline rank and size, where the schedule splits the output layer over all ranks.
     """
 
     def __init__(
@@ -201,6 +204,7 @@ class GPTStage(nn.Module):
         vp_stage: int | None = None,
         seed: int = 0,
         parts: LayerParts | None = None,
+        output_split: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         check_model_config(config)
@@ -220,8 +224,17 @@ class GPTStage(nn.Module):
             _initialize(block, std, seed, f"layers.{layer}", config.num_layers)
         if post_process:
             self.final_norm = self.parts.norm(hidden, eps=config.layernorm_epsilon)
-            self.output = nn.Linear(hidden, vocab_size, bias=False)
-            _initialize(self.output, std, seed, "embedding" if share_embeddings_and_output_weights else "output")
+        self.output_rows = nn.ModuleDict()
+        if post_process or output_split is not None:
+            output = nn.Linear(hidden, vocab_size, bias=False)
+            _initialize(output, std, seed, "embedding" if share_embeddings_and_output_weights else "output")
+            if output_split is None:
+                self.output = output
+            else:
+                rows = SplitOutputLayer(hidden, vocab_size, *output_split)
+                with torch.no_grad():
+                    rows.weight.copy_(output.weight[rows.rows.start : rows.rows.stop])
+                self.output_rows[str(output_split[0])] = rows
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Take the previous stage's activation ``[s, b, h]``, or a list of it; ``[None]`` on the first stage."""
@@ -244,13 +257,14 @@ class GPTStage(nn.Module):
 
         Args:
             tokens: int64 ``[b, s]``; read by the first stage only.
-            labels: int64 ``[b, s]``, the token after each of ``tokens``; read by the last stage only.
+            labels: int64 ``[b, s]``, the token after each of ``tokens``; read by the last stage only, or by all where
+                the output layer is split.
             microbatch: its number in the run, from which dropout's numbers follow.
             checkpoint_activations: keep only each layer's input and compute the rest again in backward.
 
         Returns:
             An activation ``[s, b, h]``, of the slice's tokens; on the last stage the loss of each token, fp32 or wider
-            ``[b, s]``, or logits ``[b, s, vocab]`` when there are no labels.
+            ``[b, s]``, or logits ``[b, s, vocab]`` when there are no labels; an activation where the output is split.
         """
         part = sequence_slice()
         of_slice = () if part is None else (part,)
@@ -265,6 +279,9 @@ class GPTStage(nn.Module):
                     torch.manual_seed(seed_of(self.seed, "dropout", microbatch, layer, *which))
                 inputs = hidden, self.rotary, *of_slice
                 hidden = self.parts.checkpointed(block, *inputs) if checkpoint_activations else block(*inputs)
+        for rows in self.output_rows.values():  # this rank's, where the output layer is split
+            assert labels is not None, "a split output layer gives losses, no logits"
+            return rows(self.final_norm(hidden).to(self.stream_dtype) if self.post_process else hidden, labels.t())
         if not self.post_process:
             return hidden
         logits = self.output(self.final_norm(hidden))  # [s, b, vocab]

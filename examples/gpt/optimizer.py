@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from examples.gpt.gpt import EMBEDDING, OUTPUT, GPTStage
+from examples.gpt.gpt import EMBEDDING, OUTPUT, OUTPUT_ROWS, GPTStage
 from megatron_pp import parallel_state
 
 
@@ -38,6 +38,9 @@ def finalize_gradients(
             gradient.copy_(reduced.view_as(gradient))
     if gradients and (num_tokens is not None or replicas > 1):
         torch._foreach_div_(gradients, divisor)
+    if chunks[0].output_rows:
+        sum_tied_rows(chunks[0], parallel_state.get_pipeline_model_parallel_group())
+        return
     holds_an_end = parallel_state.is_rank_in_embedding_group()
     sum_tied_gradients(chunks, parallel_state.get_embedding_group() if holds_an_end else None)
 
@@ -56,6 +59,22 @@ def sum_tied_gradients(chunks: Sequence[GPTStage], group: Any) -> None:
         dist.all_reduce(copies[0].grad, group=group)
 
 
+def sum_tied_rows(stage: GPTStage, group: Any) -> None:
+    """The same where every rank of ``group``, the pipeline, holds some rows of the output projection."""
+    if not stage.share_embeddings_and_output_weights:
+        return
+    layer: Any = next(iter(stage.output_rows.values()))
+    grad, rows = layer.weight.grad, slice(layer.rows.start, layer.rows.stop)
+    total = grad.new_zeros(layer.vocab_size, grad.shape[1])
+    total[rows] = grad
+    if stage.pre_process:
+        total += stage.embedding.weight.grad
+    dist.all_reduce(total, group=group)
+    grad.copy_(total[rows])
+    if stage.pre_process:
+        stage.embedding.weight.grad = total
+
+
 class GradientClipper:
     """Clips by the norm of the whole model's gradient, over all stages; a tied embedding counts once.
 
@@ -69,8 +88,8 @@ class GradientClipper:
         self.parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         own = {}
         for chunk in chunks:
-            tied = OUTPUT if chunk.share_embeddings_and_output_weights else None
-            own.update({name: parameter for name, parameter in chunk.named_parameters() if name != tied})
+            tied = (OUTPUT, OUTPUT_ROWS) if chunk.share_embeddings_and_output_weights else ()
+            own.update({name: parameter for name, parameter in chunk.named_parameters() if not name.startswith(tied)})
         everyone: list[Any] = [None] * dist.get_world_size(pipeline_group)
         dist.all_gather_object(everyone, {name: p.numel() for name, p in own.items()}, group=pipeline_group)
         sizes = {name: size for rank in everyone for name, size in rank.items()}

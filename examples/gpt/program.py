@@ -149,6 +149,8 @@ def _layout(settings: Settings, config: TransformerConfig) -> dict[str, Any]:
     layout = {name: getattr(config, name) for name in of_config.split()}
     layout |= {name: getattr(settings, name) for name in of_run.split()}
     microbatches = settings.num_microbatches * (config.data_parallel_size or 1)
+    if find_family(config.schedule_name).barriers:  # its rows are tensors of their own
+        layout["ranks that share the output layer"] = config.pipeline_model_parallel_size
     return {**layout, "num_microbatches times data_parallel_size": microbatches, "vocab_size": VOCAB_SIZE}
 
 
@@ -166,9 +168,10 @@ def _build_model(
     if config.data_parallel_size != 1:
         libraries.parts.replicas = parallel_state.get_data_parallel_group()
     placement = Placement(config.placement_name, config.pipeline_model_parallel_size, config.num_chunks)
+    rank, family = parallel_state.get_pipeline_model_parallel_rank(), find_family(config.schedule_name)
     chunks = build_gpt_chunks(
         config,
-        stages=placement.stages[parallel_state.get_pipeline_model_parallel_rank()],
+        stages=placement.stages[rank],
         layers_of_stage=config.layers_of_stages(),
         vocab_size=VOCAB_SIZE,
         max_sequence_length=settings.seq_length,
@@ -176,8 +179,9 @@ def _build_model(
         seed=settings.seed,
         device=device,
         parts=libraries.parts,
+        output_split=(rank, placement.pipeline_size) if family.barriers else None,
     )
-    if not find_family(config.schedule_name).splits_weight:
+    if not family.splits_weight:
         return chunks, f"backward: whole, as {config.schedule_name} has no weight-gradient operations"
     return chunks, f"backward: split; of rank {dist.get_rank()}, {split_weight_grad(chunks).report}"
 

@@ -222,7 +222,7 @@ class Trainer:
         iterators: list[Any] = []
         for chunk in self.chunks:
             chunk.train(not forward_only)
-            is_middle = not (chunk.pre_process or chunk.post_process)
+            is_middle = not (chunk.pre_process or chunk.post_process or chunk.output_rows)
             data_rank = parallel_state.get_data_parallel_rank()
             iterators.append(samples.step_iterator(step, data_rank, self.device, numbers_only=is_middle))
         several = len(self.chunks) > 1

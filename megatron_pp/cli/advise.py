@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +30,7 @@ from megatron_pp.plan.advise.answer import (
 )
 from megatron_pp.plan.advise.evaluate import Outcome, least_memory
 from megatron_pp.plan.advise.flags import MEASURED_FILE, megatron_flags, our_flags, runs_in_megatron
+from megatron_pp.plan.advise.microbatch_order import MicrobatchOrder, best_order
 from megatron_pp.plan.advise.search import Findings, Report, search
 from megatron_pp.plan.files import write_whole
 
@@ -51,6 +52,7 @@ exit codes: 0 done, 1 nothing fits into the memory, 2 wrong arguments
 """
 _BUDGETS = ((8, 8.0), (16, 50.0))  # seconds up to so many ranks
 _LONGEST = 100.0
+_ORDER_SHARE = 0.2  # of the budget, for the order of unequal microbatches
 _JOBS = 2
 
 
@@ -78,12 +80,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with _progress() as report:
         findings = search(question, budget, args.jobs or min(_JOBS, os.cpu_count() or 1), report)
     best = findings.best
+    order = None if best is None else best_order(question, best, _ORDER_SHARE * budget)
     if args.json:
-        console.file.write(json.dumps(as_json(findings), indent=1) + "\n")
+        console.file.write(json.dumps(as_json(findings, order), indent=1) + "\n")
     if best is None:
         raise RefusedError(_nothing_fits(findings))
     if not args.json:
-        _show(findings, best, args.measured_out or MEASURED_FILE, console)
+        _show(findings, best, order, args.measured_out or MEASURED_FILE, console)
     if args.measured_out and best.spec is not None and best.spec.measured is not None:
         write_whole(args.measured_out, json.dumps(asdict(best.spec.measured), indent=1) + "\n")
     if args.plot:
@@ -121,11 +124,14 @@ def _nothing_fits(findings: Findings) -> str:
     )
 
 
-def _show(findings: Findings, best: Outcome, measured: str, console: Console) -> None:
+def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, measured: str, console: Console) -> None:
     question = findings.question
     print_line(console, f"run {in_one_line(question, best)}")
     for sentence in sentences(question, best):
         print_line(console, f"    {sentence}")
+    if order is not None:
+        numbers = f"{order.step:.4g} ms; {order.step_as_given:.4g} ms as given"
+        print_line(console, f"    microbatches, which are unequal, in the order {_listed(order.order)}: {numbers}")
     certificate = best.certificate or {}
     rules = ", ".join(certificate.get("rules", ()))
     print_line(console, f"    verified: {rules}; {certificate.get('digest', '')}")
@@ -157,6 +163,10 @@ def _show(findings: Findings, best: Outcome, measured: str, console: Console) ->
 def _name(one: Outcome) -> str:
     policy = "" if one.candidate.policy == "overlap" else f" {one.candidate.policy}"
     return f"{one.candidate}{policy}"
+
+
+def _listed(order: Sequence[int]) -> str:
+    return ",".join(map(str, order))
 
 
 def _excess(one: Outcome) -> str:

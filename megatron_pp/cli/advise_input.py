@@ -77,6 +77,10 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mtp-ms", type=times, metavar="F,B,W", help="of each layer for multi-token prediction")
     group.add_argument("--loss-ms", type=times, metavar="F,B,W", help="of the output layer and the loss")
     group.add_argument("--mtp-layers", type=whole, metavar="N", help="layers for multi-token prediction")
+    spread = "these and their losses (--loss-ms is of one) may lie on different stages: NVIDIA/Megatron-LM#5318, #5329"
+    group.add_argument("--spread-mtp", action="store_true", help=spread)
+    unequal = "what each microbatch of a step costs, relative to the others: the best order to run them in is found"
+    group.add_argument("--microbatch-costs", type=times, metavar="A,B,C", help=unequal)
     costs = "JSON with all of this: `layers`, or what `auto` reads as pipeline_measured, in ms and GB"
     group.add_argument("--costs", metavar="FILE", help=costs)
 
@@ -135,6 +139,7 @@ def question_of(args: argparse.Namespace) -> Question:
         device=tuple(args.device),
         splits_backward=not args.no_split_backward,
         gloo=args.gloo,
+        microbatch_costs=_relative(args.microbatch_costs or ()),
         seq_length=args.seq_length or whole_argument(megatron, "seq_length", 0) or None,
         peak_flops=gpu.flops if gpu is not None else None,
     )
@@ -160,12 +165,14 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
         why = "is for --gpu, which works out times from sizes"
         refuse(args, (*_OF_TRANSFORMER, "gpu_bandwidth", "gpu_efficiency"), why)
     if args.costs is not None:
-        refuse(args, (*_TIMES, *_ENDS, "mtp_layers", "costs_per", "activation_gb", "static_gb"), "is in --costs FILE")
+        in_file = (*_TIMES, *_ENDS, "mtp_layers", "spread_mtp", "costs_per", "activation_gb", "static_gb")
+        refuse(args, in_file, "is in --costs FILE")
     if args.from_trace is not None:
         refuse(args, (*_ENDS, "mtp_layers", "costs_per"), "does not go with --from-trace")
     if args.forward_ms is not None and args.backward_ms is None:
         raise UsageError("--forward-ms and --backward-ms go together")
-    refuse(args, ["mtp_ms"] if not args.mtp_layers else [], "is of each of --mtp-layers, which is missing")
+    if not args.mtp_layers and "mtp_num_layers" not in megatron:
+        refuse(args, ["mtp_ms", "spread_mtp"], "is of --mtp-layers, which is missing")
 
 
 def _gpu(args: argparse.Namespace) -> Gpu | None:
@@ -176,6 +183,13 @@ def _gpu(args: argparse.Namespace) -> Gpu | None:
     if not args.gpu_tflops or args.memory_gb is None:
         raise UsageError("--gpu-tflops must be above 0, and goes with --memory-gb")
     return Gpu(1e12 * args.gpu_tflops, args.memory_gb, 1e12 * (args.gpu_bandwidth or 2.0), 0.0)
+
+
+def _relative(costs: Sequence[float]) -> tuple[float, ...]:
+    """With a mean of 1: the times are of a microbatch of the mean cost."""
+    if costs and not min(costs):
+        raise UsageError("--microbatch-costs has a 0; every microbatch costs something")
+    return tuple(cost * len(costs) / sum(costs) for cost in costs)
 
 
 def _in_gb(link: Link) -> Link:
@@ -227,7 +241,7 @@ class _Models:
             shape = replace(shape, data_parallel=args.data_parallel)
         if not self.megatron:
             shape = replace(shape, element_bytes=ModelShape.element_bytes)
-        return replace(found, shape=shape)
+        return replace(found, shape=shape, spread_mtp=args.spread_mtp)
 
     def _traced(self, traced: Findings) -> Model:
         """Memory is not in a trace: as the options say, in equal shares."""
@@ -274,7 +288,8 @@ class _Models:
             return tuple(parts)
         embedding, loss = (ends[kind] or Layer(kind, 0.0, 0.0, 0.0) for kind in (EMBEDDING, LOSS))
         mtp = ends[MTP] or replace(parts[-1], kind=MTP, recomputed=None)
-        return (embedding, *parts, *[mtp] * (args.mtp_layers or 0), loss)
+        count = args.mtp_layers or 0
+        return (embedding, *parts, *[mtp] * count, *[loss] * (1 + count if args.spread_mtp else 1))
 
 
 def _layer(kind: str, row: dict[str, float]) -> Layer:

@@ -15,7 +15,7 @@ from megatron_pp.plan.sim.memory import RECOMPUTE, ModelShape
 
 _GB = 1e9
 _TIMES = ("forward_ms", "backward_ms", "weight_ms")
-COSTS = (*_TIMES, "attention_share", "p2p_ms", "bandwidth", "activation_mb", "gloo", "link")
+COSTS = (*_TIMES, "output_ms", "attention_share", "p2p_ms", "bandwidth", "activation_mb", "gloo", "link")
 MODEL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.name != "element_bytes")
 _NEEDED = ("num_layers", "hidden_size", "seq_length")
 MILLISECONDS = "ms"
@@ -32,6 +32,9 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--forward-ms", type=times, metavar="MS", help="forward")
     group.add_argument("--backward-ms", type=times, metavar="MS", help=whole_backward)
     group.add_argument("--weight-ms", type=times, metavar="MS", help="weight gradients; an unsplit backward adds them")
+    output = "the whole output layer and its loss, forward, on one rank; its input and weight gradients take as long "
+    output += "each. On the last stage, or split over all ranks; default 0"
+    group.add_argument("--output-ms", type=number, metavar="MS", help=output)
     attention = "share of causal attention in these times: slices of equal length cost more the later they are; "
     attention += "default 0, slices of equal cost"
     group.add_argument("--attention-share", type=number, metavar="A", help=attention)
@@ -91,7 +94,7 @@ def link(text: str) -> tuple[tuple[int, int], Link]:
 
 def cost_unit(args: argparse.Namespace) -> str:
     """What times are in: milliseconds, or slots where no cost was given."""
-    times_given = given(args, ("forward_ms", "backward_ms", "weight_ms", "p2p_ms", "bandwidth", "link"))
+    times_given = given(args, (*_TIMES, "output_ms", "p2p_ms", "bandwidth", "link"))
     return MILLISECONDS if any(times_given.values()) else SLOTS
 
 
@@ -101,7 +104,9 @@ def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int, 
     """
     if slices == 1:
         refuse(args, ["attention_share"], "weighs the slices of a sequence; --sequence-slices says how many")
-    return replace(_times_along(args, pipeline_size, num_chunks), attention=args.attention_share or 0.0)
+    output = (args.output_ms or 0.0,) * 3
+    times = _times_along(args, pipeline_size, num_chunks)
+    return replace(times, attention=args.attention_share or 0.0, output_layer=output)
 
 
 def _times_along(args: argparse.Namespace, pipeline_size: int, num_chunks: int) -> StageCosts:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_pp.cli.errors import OK, refusing
 from megatron_pp.cli.given import refuse
 from megatron_pp.cli.plan_options import PLAN_OPTIONS, add_plan_options, single_plan
+from megatron_pp.cli.skip_counts import skip_sentences
 from megatron_pp.cli.terminal import print_line
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.files import write_whole
@@ -71,7 +72,7 @@ def _formatted(plan: Plan, args: argparse.Namespace, form: str) -> str:
 
 
 def _as_text(plan: Plan, compute_only: bool) -> str:
-    lines = [f"# {plan.spec.describe()}"]
+    lines = [f"# {line}" for line in (plan.spec.describe(), *skip_sentences(plan))]
     for rank, program in enumerate(plan.programs):
         shown = [i for i in program if not compute_only or i.op in COMPUTE_OPS]
         lines.append(f"rank {rank}: {format_program(shown)}")

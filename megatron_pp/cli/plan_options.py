@@ -19,6 +19,7 @@ from megatron_pp.plan.orders.sliced import SEQ_1F1B
 from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
 from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.sim.naive import NAIVE, NAIVE_FAMILY, naive_plan
+from megatron_pp.plan.skip_tensors import BLOCKS, CACHES, skip_tensors
 from megatron_pp.plan.spec import (
     CHANNELS,
     DEVICE_RULES,
@@ -39,7 +40,7 @@ _DEFAULT_OF_SLICES = SEQ_1F1B
 _DEFAULT_RANKS = 4
 NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches", "group_size", "slices")
 _LOWERING = ("policy", "channels", "forward_only", "variable_shapes", "release_after", "lookahead", "grad_sync")
-LOWERING = (*_LOWERING, "param_sync", "device")
+LOWERING = (*_LOWERING, "param_sync", "device", "skip_tensors", "skip_cache")
 PLAN_OPTIONS = (*NAMING, *LOWERING, "source")
 
 
@@ -73,6 +74,9 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     )
     group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), help="default hooks")
     group.add_argument("--param-sync", action="store_true", help="with PARAM_SYNC marks")
+    named = f"named tensors that stages send to later ones, as in 'skip=0>3; mask=0>1,2 no_grad', or {BLOCKS}: one of "
+    group.add_argument("--skip-tensors", metavar="TEXT", help=f"{named}every stage, to all later ones")
+    group.add_argument("--skip-cache", choices=CACHES, help="what ranks keep of them; default received")
     imported = "a plan in our JSON or PyTorch's CSV (where it is compute-only, lowered as --policy and --channels say)"
     group.add_argument("--import", dest="source", metavar="FILE", help=imported)
 
@@ -225,6 +229,8 @@ def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> Non
         refuse(args, ["release_after", "lookahead"], f"is for --policy overlap, not {args.policy}")
     if args.channels not in (None, ONE_WAY):
         refuse(args, ["lookahead"], f"is for --channels one_way, not {args.channels}")
+    if args.skip_tensors is None:
+        refuse(args, ["skip_cache"], "says what ranks keep of --skip-tensors, and there are none")
     if args.variable_shapes:
         refuse(args, ["lookahead"], "does not go with --variable-shapes, where receives are waited for at once")
     if args.forward_only:
@@ -253,6 +259,8 @@ def _imported(args: argparse.Namespace) -> Plan:
         plan = load_plan(args.source, **lowering)
     for name, value in lowering.items():
         mine = getattr(plan.spec, name)
+        if name == "skip_tensors":
+            value = skip_tensors(value, plan.placement.num_stages)
         if name != "device" and mine != value:
             raise UsageError(f"{option(args, name)} is {value}; the plan in {args.source} was lowered with {mine}")
     return plan

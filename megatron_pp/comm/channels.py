@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -83,6 +83,7 @@ class ChannelGroups:
     max_ctas: int | None = None
     aborted: bool = field(default=False, init=False)
     channels: dict[Key, Channel] = field(default_factory=dict, init=False)
+    collective: dist.ProcessGroup | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.timeout: timedelta = self.options._timeout
@@ -108,59 +109,73 @@ class ChannelGroups:
         """The backend of channels for this kind of message."""
         return "gloo" if kind == SHAPES else self.backend
 
+    def make_group(self, patience: timedelta) -> dist.ProcessGroup:
+        """A group of all ranks of the pipeline, for collectives. All of them call it, and wait as in ``make``."""
+        kind = "collectives"
+        self.collective = self._group(range(len(self.members)), kind, f"the group of {kind}", patience)
+        return self.collective
+
     def _make(self, key: Key, patience: timedelta) -> Channel:
         source, target, kind = key
-        end = 0 if self.rank == source else 1
-        where = f"megatron_pp/channels/{self.name}/{source}-{target}-{kind}"
+        group = self._group((source, target), kind, f"channel {key}", patience)
+        return Channel(group, 1 if self.rank == source else 0)
+
+    def _group(self, ends: Sequence[int], kind: str, what: str, patience: timedelta) -> dist.ProcessGroup:
+        """A group of ``ends``, ranks of the pipeline."""
+        end, size = ends.index(self.rank), len(ends)
+        between = "-".join(map(str, ends)) if size == 2 else "all"
+        where = f"megatron_pp/channels/{self.name}/{between}-{kind}"
         # The nth time at this end meets the nth time at the other: keys of an earlier time are not read.
         nth = self.store.add(f"{where}/made by {end}", 1)
         store = dist.PrefixStore(f"{where}/{nth}", self.store)
-        self._meet_other_end(store, end, key, patience)
-        name, ranks = f"{where}/{nth}", [self.members[source], self.members[target]]
+        for other in range(size):
+            if other != end:
+                self._meet_other_end(store, end, other, what, patience)
+        name, ranks = f"{where}/{nth}", [self.members[one] for one in ends]
         try:
             if self._carrier(kind) == "nccl":
                 options = channel_options(self.options, self.max_ctas)
                 options._timeout, options.global_ranks_in_group, options.group_name = self.timeout, ranks, name
-                group = _nccl(store, end, options)
+                group = _nccl(store, end, options, size)
             else:
-                group = _gloo(store, end, patience)
+                group = _gloo(store, end, patience, size)
         except RuntimeError as error:
             raise P2PTransferError(
-                f"pipeline rank {self.rank}: channel {key} was not made within {patience.total_seconds():g} s "
+                f"pipeline rank {self.rank}: {what} was not made within {patience.total_seconds():g} s "
                 f"(config.p2p_timeout), though its other end had begun to make it: {error}"
             ) from error
         group._set_group_name(name)  # type: ignore[arg-type]
-        group._set_group_desc(f"megatron_pp {kind} {source} to {target}")
+        group._set_group_desc(f"megatron_pp {kind} {between.replace('-', ' to ')}")
         dist.distributed_c10d._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
-        return Channel(group, 1 - end)
+        return group
 
-    def _meet_other_end(self, store: dist.Store, end: int, key: Key, patience: timedelta) -> None:
+    def _meet_other_end(self, store: dist.Store, end: int, other: int, what: str, patience: timedelta) -> None:
         """gloo and NCCL wait for the other end without a way to be woken, so it must be there before they begin. It
         answers as well: it may have left while it waited."""
         until = time.monotonic() + patience.total_seconds()
         for word in ("came", "answered"):
-            store.set(f"end {end} {word}", "1")
-            while not _is_set(store, f"end {1 - end} {word}"):
+            store.set(f"end {end} {word} to {other}", "1")
+            while not _is_set(store, f"end {other} {word} to {end}"):
                 if self.aborted:
-                    raise CommunicatorClosedError(
-                        f"pipeline rank {self.rank}: closed while channel {key} was being made"
-                    )
+                    raise CommunicatorClosedError(f"pipeline rank {self.rank}: closed while {what} was being made")
                 if time.monotonic() > until:
                     missing = "has not begun to make it" if word == "came" else "began to make it and then left"
                     raise P2PTimeoutError(
-                        f"pipeline rank {self.rank}: the other end of channel {key} {missing}, after "
+                        f"pipeline rank {self.rank}: the other end of {what} {missing}, after "
                         f"{patience.total_seconds():g} s (config.p2p_timeout)"
                     )
 
     def close(self) -> None:
         """Shut the groups down, unless they were aborted."""
-        channels = list(self.channels.values())
+        groups = [channel.group for channel in self.channels.values()]
+        groups += [] if self.collective is None else [self.collective]
         self.channels.clear()
-        for channel in channels:
-            dist.distributed_c10d._world.pg_group_ranks.pop(channel.group, None)
+        self.collective = None
+        for group in groups:
+            dist.distributed_c10d._world.pg_group_ranks.pop(group, None)
             if self.backend == "nccl" and not self.aborted:
                 try:
-                    channel.group.shutdown()
+                    group.shutdown()
                 except RuntimeError as error:  # the program goes on, or ends, without it
                     logger.warning("closing an NCCL communicator: %s", error)
 
@@ -187,20 +202,20 @@ def pipeline_name(group: dist.ProcessGroup, backend: str, device: torch.device) 
     return f"{'-'.join(map(str, dist.get_process_group_ranks(group)))} in group {names[0]}"
 
 
-def _gloo(store: dist.Store, rank: int, timeout: timedelta) -> dist.ProcessGroup:
-    backend = dist.ProcessGroupGloo(store, rank, 2, timeout)
-    return _group_of(backend, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, store, rank)
+def _gloo(store: dist.Store, rank: int, timeout: timedelta, size: int = 2) -> dist.ProcessGroup:
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    return _group_of(backend, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, store)
 
 
-def _nccl(store: dist.Store, rank: int, options: Any) -> dist.ProcessGroup:
-    backend = dist.ProcessGroupNCCL(store, rank, 2, options)
+def _nccl(store: dist.Store, rank: int, options: Any, size: int = 2) -> dist.ProcessGroup:
+    backend = dist.ProcessGroupNCCL(store, rank, size, options)
     device = torch.device("cuda", torch.cuda.current_device())
-    return _group_of(backend, device, dist.ProcessGroup.BackendType.NCCL, store, rank)
+    return _group_of(backend, device, dist.ProcessGroup.BackendType.NCCL, store)
 
 
-def _group_of(backend: Any, device: torch.device, kind: Any, store: dist.Store, rank: int) -> dist.ProcessGroup:
+def _group_of(backend: Any, device: torch.device, kind: Any, store: dist.Store) -> dist.ProcessGroup:
     """A group around ``backend``, whose own methods would hold Python's interpreter lock while they work."""
-    group = dist.ProcessGroup(store, rank, 2)
+    group = dist.ProcessGroup(store, backend.rank(), backend.size())
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
     return group

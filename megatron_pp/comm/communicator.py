@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_pp.comm.collectives import Collective
 from megatron_pp.comm.transport import Edge, P2PRequest, Preparation, Transport
 from megatron_pp.comm.wait_handle import Tensors, WaitHandle
 from megatron_pp.comm.wire_check import STAMP_LENGTH, WireCheck
@@ -153,11 +154,23 @@ class P2PCore:
             torch.cuda.synchronize(self.device)
         return handles
 
+    def post_collective(self, collective: Collective, what: str) -> WaitHandle:
+        """Post a collective of all ranks, which post them in one order; ``what`` it is, in words. The handle keeps what
+        ``collective`` holds.
+        """
+        self._check_open()
+        return WaitHandle(self, (self.transport.collective(collective),), collective, None, what)
+
     def prepare(
-        self, edges: Iterable[Edge], received_bytes: float = 0, sent_bytes: float = 0, batched: bool = False
+        self,
+        edges: Iterable[Edge],
+        received_bytes: float = 0,
+        sent_bytes: float = 0,
+        batched: bool = False,
+        collectives: bool = False,
     ) -> None:
         """``Transport.prepare``, waiting for as long as ``config.p2p_timeout``."""
-        needs = Preparation(tuple(edges), batched, self.variable_shapes, received_bytes, sent_bytes)
+        needs = Preparation(tuple(edges), batched, self.variable_shapes, received_bytes, sent_bytes, collectives)
         self.transport.prepare(needs, self.patience)
 
     def wait_all(self) -> None:

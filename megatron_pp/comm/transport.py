@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_pp.comm.abort import abort_groups
 from megatron_pp.comm.at_exit import call_at_exit
 from megatron_pp.comm.channels import SHAPES, Channel, ChannelGroups, Key, in_rounds, pipeline_name
+from megatron_pp.comm.collectives import Collective, GroupCollectives, InThread, OnStream
 from megatron_pp.comm.gloo import LARGE_BYTES, ChannelThreads
 from megatron_pp.errors import P2PError, P2PTransferError
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
@@ -77,6 +78,7 @@ class Preparation(NamedTuple):
     batched         whether all messages go out as batches
     with_shapes     whether shapes travel ahead of tensors
     received_bytes, sent_bytes  sizes of the activations that this rank receives and sends, 0 if unknown
+    collectives     whether there are collectives of all ranks
     """
 
     edges: tuple[Edge, ...]
@@ -84,6 +86,7 @@ class Preparation(NamedTuple):
     with_shapes: bool = False
     received_bytes: float = 0
     sent_bytes: float = 0
+    collectives: bool = False
 
 
 class Transport(Protocol):
@@ -130,6 +133,10 @@ class Transport(Protocol):
     def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
         """Post all requests as one grouped call; one work per request, or one for all."""
         ...
+
+    def collective(self, collective: Collective) -> Work:
+        """Post a collective of all ranks; they run on all ranks in the order in which they are posted."""
+        raise P2PError(f"{type(self).__name__} has no collectives")
 
     def prepare(self, needs: Preparation, timeout: timedelta) -> None:
         """Make what ``needs`` says, where it is missing. Collective. ``timeout``: for each channel."""
@@ -191,6 +198,8 @@ class ProcessGroupTransport(Transport):
         self._agreement = 0
         self._groups: ChannelGroups | None = None
         self._channels: dict[Key, Channel] = {}
+        self._collectives: GroupCollectives | None = None
+        self._collective_stream: Any = None
         self._threads: ChannelThreads | None = None
         self._large = False  # whether any message was: small ones may get stuck behind it
         if self.backend != "nccl":
@@ -267,10 +276,12 @@ class ProcessGroupTransport(Transport):
             needs = needs._replace(received_bytes=0, sent_bytes=0)
         else:  # only which of the messages are large makes a difference
             received, sent = map(self._size_if_large, (needs.received_bytes, needs.sent_bytes))
-            needs = Preparation(needs.edges, received_bytes=received, sent_bytes=sent)
+            needs = Preparation(needs.edges, False, False, received, sent, needs.collectives)
         if needs in self._prepared:
             return
         made = self._make_channels(self._channels_for(needs), timeout)
+        if needs.collectives and self._collectives is None:
+            self._make_collectives(timeout)
         # The first batch makes the group's communicator, which takes all ranks; they cannot wait for shapes then.
         if self.backend == "nccl" and (self.warm_up or (needs.batched and needs.with_shapes)):
             self._warm_up(needs, made)
@@ -304,8 +315,9 @@ class ProcessGroupTransport(Transport):
 
     def _make_channels(self, keys: list[Key], timeout: timedelta) -> list[Key]:
         """Those of ``keys`` that were missing."""
-        if not keys:
-            return []
+        return self._made_groups().make(keys, timeout) if keys else []
+
+    def _made_groups(self) -> ChannelGroups:
         if self._groups is None:
             members = dist.get_process_group_ranks(self.group)
             self._groups = ChannelGroups(
@@ -316,7 +328,23 @@ class ProcessGroupTransport(Transport):
             self._channels = self._groups.channels
             # torch does not end these groups: they are closed with the transport, or when the program ends.
             self._close_groups = weakref.finalize(self, self._groups.close)
-        return self._groups.make(keys, timeout)
+        return self._groups
+
+    def _make_collectives(self, timeout: timedelta) -> None:
+        """The communicator of collectives of all ranks, warmed up. Collective."""
+        groups = self._made_groups()
+        group = groups.make_group(timeout)
+        self._collectives = GroupCollectives(group, lambda: groups.timeout)
+        if self.backend == "nccl":
+            self._collective_stream = torch.cuda.Stream(self.device, priority=-1)
+        token = torch.zeros(1, device=self.device)
+        self._collectives.broadcast(token, 0)
+
+    def collective(self, collective: Collective) -> Work:
+        assert self._collectives is not None, "prepare() makes the communicator"
+        if self._threads is None:
+            return OnStream(collective, self._collectives, self._collective_stream)
+        return self._threads.post("collectives", partial(InThread, collective, self._collectives))
 
     @property
     def _options(self) -> Any:
@@ -359,7 +387,8 @@ class ProcessGroupTransport(Transport):
         self.aborted = True
         if self._groups is not None:
             self._groups.aborted = True
-        abort_groups((self.group, *(channel.group for channel in self._channels.values())))
+        collective = () if self._collectives is None else (self._collectives.group,)
+        abort_groups((self.group, *(channel.group for channel in self._channels.values()), *collective))
         if self._threads is not None:
             self._threads.interrupt("a rank of the pipeline has failed")
 
@@ -407,24 +436,3 @@ def backend_of(group: dist.ProcessGroup) -> str:
 def device_of(backend: str) -> torch.device:
     """Where tensors that ``backend`` carries lie."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-
-
-class SoloTransport(Transport):
-    """A pipeline of one rank: no transfers, no process group."""
-
-    rank = 0
-    size = 1
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
-        raise P2PError(f"a pipeline of one rank cannot exchange tensors with rank {peer}")
-
-    irecv = isend
-
-    def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
-        return [self.isend(*request[1:]) for request in requests]
-
-    def global_rank(self, rank: int) -> int:
-        return dist.get_rank() if dist.is_initialized() else 0

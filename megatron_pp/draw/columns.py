@@ -10,13 +10,27 @@ from megatron_pp.draw.merged import thinned
 from megatron_pp.draw.palette import block_colour, ink_on
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, FREE_B, FREE_F, INPUT_GRAD, WAIT_B, WAIT_F, WEIGHT_GRAD
+from megatron_pp.plan.instruction import (
+    BACKWARD,
+    FORWARD,
+    FREE_B,
+    FREE_F,
+    INPUT_GRAD,
+    OUTPUT_S,
+    OUTPUT_T,
+    WAIT_ALL_REDUCE,
+    WAIT_B,
+    WAIT_BROADCAST,
+    WAIT_F,
+    WAIT_REDUCE,
+    WEIGHT_GRAD,
+)
 from megatron_pp.plan.sim.simulation import Event, Transfer
 
 _TICKS = 2**31
-_COMPUTE = {FORWARD: 0, BACKWARD: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3}
-_WAITS = {WAIT_F: 0, WAIT_B: 1, FREE_F: 2, FREE_B: 3}
-_MOST_CHUNKS, _MOST_MICROBATCHES = 2**10, 2**20
+_COMPUTE = {FORWARD: 0, BACKWARD: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3, OUTPUT_S: 4, OUTPUT_T: 5}
+_WAITS = {WAIT_F: 0, WAIT_B: 1, FREE_F: 2, FREE_B: 3, WAIT_BROADCAST: 4, WAIT_ALL_REDUCE: 5, WAIT_REDUCE: 6}
+_MOST_CHUNKS, _MOST_MICROBATCHES = 2**9, 2**20
 _Scale = tuple[float, int]  # length of a tick, and slices of a sequence
 _MOST_MEMORY_STEPS = 4000, 48_000  # per lane, and of all lanes; more are thinned, peaks kept
 
@@ -38,7 +52,7 @@ class ColumnStore:
 def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
     """The page's description of ``timeline``; adds its columns to ``store``.
 
-    Raises PlanError beyond 1024 chunks or a million microbatches.
+    Raises PlanError beyond 512 chunks or a million microbatches.
     """
     if timeline.num_chunks > _MOST_CHUNKS or timeline.num_microbatches * timeline.slices > _MOST_MICROBATCHES:
         raise PlanError(
@@ -92,7 +106,7 @@ def _lane(
 def _events(events: Sequence[Event], ops: dict[str, int], scale: _Scale, store: ColumnStore) -> dict[str, list[int]]:
     tick, slices = scale
     instructions = (e.instruction for e in events)
-    codes = [ops[at.op] << 30 | at.chunk << 20 | _part(at.mb, at.slice, slices) for at in instructions]
+    codes = [ops[at.op] << 29 | at.chunk << 20 | _part(at.mb, at.slice, slices) for at in instructions]
     return _spans(events, codes, tick, store)
 
 

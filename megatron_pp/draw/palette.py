@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, OUTPUT_S, OUTPUT_T, WEIGHT_GRAD, Instruction
 
 
 class Colour(NamedTuple):
@@ -45,18 +45,24 @@ OPERATIONS = {
     BACKWARD: Colour(230, 159, 0),  # orange
     INPUT_GRAD: Colour(240, 250, 70),  # their yellow, greener: theirs is close to the orange for deuteranopes
     WEIGHT_GRAD: Colour(40, 196, 150),  # their bluish green, lighter: theirs is close to the blue for tritanopes
+    OUTPUT_S: Colour(144, 0, 240),  # violet
+    OUTPUT_T: Colour(192, 48, 48),  # red
 }
 NAMES = {
     FORWARD: "forward",
     BACKWARD: "backward",
     INPUT_GRAD: "input gradients",
     WEIGHT_GRAD: "weight gradients",
+    OUTPUT_S: "output layer, logits",
+    OUTPUT_T: "output layer, weight gradient",
 }
 _IN_16_COLOURS = {
     FORWARD: "white on blue",
     BACKWARD: "white on red",  # their orange and yellow are one colour there
     INPUT_GRAD: "black on yellow",
     WEIGHT_GRAD: "black on green",
+    OUTPUT_S: "black on magenta",
+    OUTPUT_T: "black on cyan",
 }
 _LIGHTEST_CHUNK = 0.55
 

@@ -1,7 +1,8 @@
 """A timeline in the terminal: a row per rank, a column per stretch of time, in panels where the screen is too narrow.
 
 Readable without colour: a block begins with its name (``F3``: forward of microbatch 3; ``F1.3`` with several chunks)
-and goes on with ``-`` (forward), ``=`` (backward), ``+`` (input gradients) or ``~`` (weight gradients); ``.`` is idle.
+and goes on with ``-`` (forward), ``=`` (backward), ``+`` (input gradients) or ``~`` (weight gradients), ``:`` and
+``;`` (S and T of a split output layer); ``.`` is idle.
 Rows between ranks show transfers: ``v`` towards the higher rank, ``^`` towards the lower one, ``x`` both.
 """
 
@@ -20,10 +21,10 @@ from megatron_pp.draw.facts import legend_keys, summary
 from megatron_pp.draw.palette import NAMES, OPERATIONS, block_name, block_style, colour_style
 from megatron_pp.draw.ticks import tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, OUTPUT_S, OUTPUT_T, WEIGHT_GRAD
 from megatron_pp.plan.sim.simulation import Event
 
-_FILL = {FORWARD: "-", BACKWARD: "=", INPUT_GRAD: "+", WEIGHT_GRAD: "~"}
+_FILL = {FORWARD: "-", BACKWARD: "=", INPUT_GRAD: "+", WEIGHT_GRAD: "~", OUTPUT_S: ":", OUTPUT_T: ";"}
 _IDLE = "."
 _MARKS = {(True, False): "v", (False, True): "^", (True, True): "x"}
 _MAX_PANELS = 6

@@ -103,7 +103,19 @@ class MegatronCall(StepCall):
                 "whole sequences; leave it out, or train a model that calls megatron_pp.sequence_slice() without "
                 "install()"
             )
-        if self.joins_pairs and settings.pipeline_schedule is None:
+        if settings.skip_tensors:
+            raise ScheduleInputError(
+                "config.skip_tensors names tensors that skip stages, and Megatron's models give a stage one tensor; "
+                "leave it out, or train stages that take and give named tensors without install()"
+            )
+        schedule = settings.pipeline_schedule
+        if schedule is not None and find_family(schedule).barriers:
+            raise ScheduleInputError(
+                f"config.pipeline_schedule is {schedule!r}, which splits the output layer over all ranks; Megatron's "
+                "GPTModel has it, its loss and its copy of the word embeddings on the last stage alone. Choose another "
+                "schedule, or train a model with a megatron_pp.SplitOutputLayer without install()"
+            )
+        if self.joins_pairs and schedule is None:
             return settings._replace(pipeline_schedule=COMBINED)
         return settings
 

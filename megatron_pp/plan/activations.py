@@ -20,6 +20,7 @@ from megatron_pp.plan.instruction import (
     COMPUTE_OPS,
     FORWARD,
     INPUT_GRAD,
+    OUTPUT_OPS,
     SINGLE_COMPUTE_OPS,
     WEIGHT_GRAD,
     Instruction,
@@ -41,7 +42,7 @@ def kept_timeline(
     in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
     kept, now = [0.0] * len(stages), 0.0  # of each chunk, and of all
     for at in without_pairs(order):
-        if at.op in SINGLE_COMPUTE_OPS:
+        if at.op in SINGLE_COMPUTE_OPS and at.op not in OUTPUT_OPS:
             chunk = at.chunk
             if at.op == WEIGHT_GRAD:
                 waiting[chunk] -= 1

@@ -5,8 +5,9 @@ order, each posted by itself. Then the k-th operations of both are over as soon 
 k-th has posted those before it, and nothing else can be met. So what a rank waits for is that its peer has come to one
 place of its program, and a run compares positions alone.
 
-Plans with batches or variable shapes, and all that does not run to its end here, are left to the queue machine, which
-names what is wrong. That each message has one sender and is posted once, one rank's rules say (``lifetime.py``).
+Plans with batches, collectives or variable shapes, and all that does not run to its end here, are left to the queue
+machine, which names what is wrong. That each message has one sender and is posted once, one rank's rules say
+(``lifetime.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def runs_aligned(plan: Plan, device: Collection[str], block: Block | None = None
     """Whether all queues are aligned and every rank comes to its end, under rendezvous and ``device``; with ``block``,
     whether besides ranks that run to its ends come to a standstill as ranks that run to its starts do.
     """
-    if plan.spec.variable_shapes:
+    if plan.spec.variable_shapes or plan.placement.barriers:
         return False
     ranks = []
     for rank in range(len(plan.programs)):

@@ -160,7 +160,7 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     if not spec.split_backward:
         return with_whole_backwards(lowered_plan(replace(spec, split_backward=True), announce))
     family = family_of(spec)
-    placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks)
+    placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks, family.barriers)
     orders = family.orders(spec.shape) if family.search is None else family.search(spec, announce)
     remark = family.remark(spec.shape)
     programs = family.programs(spec) if family.programs is not None else None

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.dataflow import RESULT_OF, Result, source_of
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, Instruction
+from megatron_pp.plan.dataflow import RESULT_OF, Result, collected_inputs, source_of
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, OUTPUT_OPS, Instruction
 from megatron_pp.plan.placement import Placement
 
 Ends = dict[Result, dict[tuple[int, int], int]]  # result -> (microbatch, slice) -> slot
@@ -23,7 +23,7 @@ Ends = dict[Result, dict[tuple[int, int], int]]  # result -> (microbatch, slice)
 class Clocked(NamedTuple):
     """Orders on the clock. ``ends[rank][i]``: the slot in which ``orders[rank][i]`` ends (the first slot ends at 1).
 
-    ``result_ends``: when an output or input gradient is there.
+    ``result_ends``: when an output or input gradient is there, and when a pass of a split output layer has run.
     """
 
     orders: list[list[Instruction]]
@@ -49,10 +49,11 @@ class _Clock:
         self.num_stages = placement.num_stages
         self.ends: list[list[int]] = [[] for _ in orders]
         self.result_ends: Ends = {(op, s): {} for op in (FORWARD, BACKWARD) for s in range(self.num_stages)}
-        # By result: the microbatch and slice that a rank waits for -> that rank.
-        self.waiters: dict[Result, dict[tuple[int, int], int]] = {result: {} for result in self.result_ends}
-        # By op and stage: the results that it needs of another stage, and leaves.
-        self.sites: dict[tuple[str, int], tuple[Result | None, Result | None]] = {}
+        self.result_ends |= {(op, s): {} for op in OUTPUT_OPS for s in placement.output_stages}
+        # By result: the microbatch and slice that ranks wait for -> those ranks.
+        self.waiters: dict[Result, dict[tuple[int, int], list[int]]] = {result: {} for result in self.result_ends}
+        # By op and stage: the results that it needs of other operations of other stages, and leaves.
+        self.sites: dict[tuple[str, int], tuple[tuple[Result, ...], Result | None]] = {}
 
     def run(self) -> Clocked:
         ready = list(range(len(self.orders)))
@@ -75,10 +76,10 @@ class _Clock:
             together = entry.members or (entry,)
             for at in together:
                 needed, _ = sites.get((at.op, at.stage)) or self._site(at)
-                if needed is not None:
-                    end = result_ends[needed].get((at.mb, at.slice))
+                for result in needed:
+                    end = result_ends[result].get((at.mb, at.slice))
                     if end is None:
-                        waiters[needed][(at.mb, at.slice)] = rank
+                        waiters[result].setdefault((at.mb, at.slice), []).append(rank)
                         return
                     if end > now:
                         now = end
@@ -90,22 +91,22 @@ class _Clock:
                     part = at.mb, at.slice
                     result_ends[left][part] = now
                     if waiters[left] and part in waiters[left]:
-                        ready.append(waiters[left].pop(part))
+                        ready += waiters[left].pop(part)
 
-    def _site(self, at: Instruction) -> tuple[Result | None, Result | None]:
-        left = (RESULT_OF[at.op], at.stage) if at.op in RESULT_OF else None
-        site = self.sites[(at.op, at.stage)] = self._needed(at), left
+    def _site(self, at: Instruction) -> tuple[tuple[Result, ...], Result | None]:
+        left = (RESULT_OF.get(at.op, at.op), at.stage)
+        site = self.sites[(at.op, at.stage)] = self._needed(at), left if left in self.result_ends else None
         return site
 
-    def _needed(self, at: Instruction) -> Result | None:
-        """The result of another stage that ``at`` needs."""
+    def _needed(self, at: Instruction) -> tuple[Result, ...]:
+        """The results of other stages that ``at`` needs, by a message or a collective."""
         source = source_of(at.op, at.stage, self.num_stages)
-        return None if source is None else (RESULT_OF[at.op], source)
+        sent = () if source is None else ((RESULT_OF[at.op], source),)
+        return (*sent, *collected_inputs(at.op, at.stage, self.placement))
 
     def _lacks(self, at: Instruction) -> Result | None:
-        """The same, where it is not there yet."""
-        needed = self._needed(at)
-        return None if needed is None or (at.mb, at.slice) in self.result_ends[needed] else needed
+        """The first of them that is not there yet."""
+        return next((one for one in self._needed(at) if (at.mb, at.slice) not in self.result_ends[one]), None)
 
     def _take_apart_pairs(self) -> list[int]:
         """All ranks wait or are done: take apart the pairs whose forward could run by itself; returns their ranks."""

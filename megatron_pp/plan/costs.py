@@ -11,12 +11,24 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from megatron_pp.plan.instruction import (
+    ALL_REDUCE,
+    BACKWARD,
+    BROADCAST,
+    FORWARD,
+    INPUT_GRAD,
+    OUTPUT_S,
+    OUTPUT_T,
+    WEIGHT_GRAD,
+)
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.slice_costs import slice_shares
 
 WEIGHT_SHARE = 32 / 34
 """Of a forward's memory, what a split backward keeps until its weight gradients; see ``activations.py``."""
+
+
+_TIMES = ("forward", "backward", "backward_input", "weight")
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,10 @@ class StageCosts:
                     gradient are there, where they are sent within it; (1, 1): when it is over
     attention       share of causal attention in all of them, where sequences are cut into slices of equal length
                     (``slice_costs.py``); at 0 all slices cost the same
+    output_layer    forward, input gradient and weight gradient of the whole output layer with its loss, which no
+                    stage's times contain: on the last stage, or split evenly over the ranks (``placed``)
+    passes          S and T of each rank, where the output layer is split: what ``placed`` makes of it, or as measured
+    microbatches    what each microbatch costs of these times, in the order in which they run; empty: all cost the same
 
     Raises PlanError for lists of different lengths, and for times that are negative or not finite.
     """
@@ -41,15 +57,23 @@ class StageCosts:
     weight: tuple[float, ...]
     pair_sends: tuple[float, float] = (1.0, 1.0)
     attention: float = 0.0
+    output_layer: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    passes: tuple[float, float] = (0.0, 0.0)
+    microbatches: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if not all(math.isfinite(time) and time >= 0 for time in (*self.output_layer, *self.passes)):
+            raise PlanError(f"an output layer's times are {self.output_layer}, {self.passes}; they must be at least 0")
         if len(self.pair_sends) != 2 or not all(0 <= share <= 1 for share in self.pair_sends):
             raise PlanError(f"pair_sends is {self.pair_sends!r}; it must be two shares of a pair's time, from 0 to 1")
         for name in ("backward", "backward_input", "weight"):
             if len(getattr(self, name)) != len(self.forward):
                 given = len(getattr(self, name))
                 raise PlanError(f"costs of {name} are given for {given} stages, of forward for {len(self.forward)}")
-        for name in ("forward", "backward", "backward_input", "weight"):
+        for mb, value in enumerate(self.microbatches):
+            if not (math.isfinite(value) and value > 0):
+                raise PlanError(f"microbatch {mb} costs {value} of the times; it must be finite and above 0")
+        for name in _TIMES:
             for stage, value in enumerate(getattr(self, name)):
                 if not (math.isfinite(value) and value >= 0):
                     raise PlanError(f"the {name} time of stage {stage} is {value}; it must be finite and at least 0")
@@ -98,6 +122,27 @@ class StageCosts:
         forward, backward, backward_input, weight = (_regrouped(times, count) for times in lists)
         return replace(self, forward=forward, backward=backward, backward_input=backward_input, weight=weight)
 
+    def placed(self, placement: Placement) -> StageCosts:
+        """The costs where the output layer is as in ``placement``: added to the last stage's, or as passes S and T.
+
+        With one barrier S has the forward and the input gradient and T the weight gradient; with two S has the forward.
+        """
+        forward, backward_input, weight = self.output_layer
+        none = (0.0, 0.0, 0.0)
+        if self.output_layer == none:
+            return self
+        if placement.barriers:
+            early = backward_input if placement.barriers == 1 else 0.0
+            times = forward + early, backward_input - early + weight
+            s, t = (time / placement.pipeline_size for time in times)
+            return replace(self, output_layer=none, passes=(s, t))
+        added = forward, backward_input + weight, backward_input, weight
+        lists = (self.forward, self.backward, self.backward_input, self.weight)
+        grown = [(*times[:-1], times[-1] + more) for times, more in zip(lists, added, strict=True)]
+        return replace(
+            self, forward=grown[0], backward=grown[1], backward_input=grown[2], weight=grown[3], output_layer=none
+        )
+
     def of(self, op: str, stage: int) -> float:
         """Time of a single compute operation of ``stage``, of a whole sequence."""
         return self._by_op[op][stage]
@@ -106,6 +151,14 @@ class StageCosts:
         """The shares of the slices in these times, where sequences are cut into so many. Raises PlanError."""
         return slice_shares((1,) * slices, self.attention)
 
+    def of_microbatches(self, count: int) -> tuple[float, ...]:
+        """What each of ``count`` microbatches costs of these times. Raises PlanError where others are given."""
+        if not self.microbatches:
+            return (1.0,) * count
+        if len(self.microbatches) != count:
+            raise PlanError(f"costs are given for {len(self.microbatches)} microbatches; the plan has {count}")
+        return self.microbatches
+
     @cached_property
     def _by_op(self) -> dict[str, tuple[float, ...]]:
         return {
@@ -113,6 +166,8 @@ class StageCosts:
             BACKWARD: self.backward,
             INPUT_GRAD: self.backward_input,
             WEIGHT_GRAD: self.weight,
+            OUTPUT_S: self.passes[:1] * self.num_stages,
+            OUTPUT_T: self.passes[1:] * self.num_stages,
         }
 
 
@@ -202,6 +257,15 @@ class Network:
         if kind == BACKWARD and self.gradient_bytes is not None:
             return self.gradient_bytes
         return self.activation_bytes
+
+    def collective_time(self, op: str, barriers: int, ranks: int) -> float:
+        """Time of a collective of so many ranks: along a tree of ``link``, in pieces that follow each other. The
+        softmax statistics are taken to have no size.
+        """
+        hops = math.ceil(math.log2(ranks)) if ranks > 1 else 0
+        kind = FORWARD if op == BROADCAST else BACKWARD
+        size = 0.0 if op == ALL_REDUCE and barriers == 2 else self.message_bytes(kind)
+        return hops * self.link.latency + (self.link.wire_time(size) if hops else 0.0)
 
     def between(self, source: int, target: int) -> Link:
         return self.links.get((source, target), self.link)

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction
 
-Result = tuple[str, int]  # what an operation leaves, FORWARD (an output) or BACKWARD (an input gradient), and its stage
+Result = tuple[str, int]
+"""What an operation leaves, and its stage: FORWARD (an output), BACKWARD (an input gradient), OUTPUT_S or OUTPUT_T."""
 
 RESULT_OF = {FORWARD: FORWARD, BACKWARD: BACKWARD, INPUT_GRAD: BACKWARD}
 """What an operation leaves for other stages; a weight gradient leaves nothing."""
@@ -54,9 +55,44 @@ def inputs_of(op: str, stage: int, num_stages: int) -> tuple[Result, ...]:
     return (*own, (result, source)) if 0 <= source < num_stages else own
 
 
+class OutputLayer(Protocol):
+    """Where the output layer is: the part of ``Placement`` that dataflow reads."""
+
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def barriers(self) -> int: ...
+    @property
+    def output_stages(self) -> tuple[int, ...]: ...
+
+
+def collected_inputs(op: str, stage: int, layer: OutputLayer) -> tuple[Result, ...]:
+    """What an operation needs that collectives bring, where the output layer is split over all ranks.
+
+    S needs the last stage's output (a broadcast), T the statistics of every rank's S (an all-reduce); the last stage's
+    backward, with one barrier, the gradient parts of every rank's S, and with two those of every rank's T.
+    """
+    last = layer.num_stages - 1
+    if op == ins.OUTPUT_S:
+        return ((FORWARD, last),)
+    if op == ins.OUTPUT_T:
+        return tuple((ins.OUTPUT_S, other) for other in layer.output_stages)
+    if layer.barriers and stage == last and RESULT_OF.get(op) == BACKWARD:
+        return tuple((ins.OUTPUT_S if layer.barriers == 1 else ins.OUTPUT_T, other) for other in layer.output_stages)
+    return ()
+
+
+def needs_of(op: str, stage: int, layer: OutputLayer) -> tuple[Result, ...]:
+    """All results that a compute operation of ``stage`` needs before it runs."""
+    own = () if op in ins.OUTPUT_OPS else inputs_of(op, stage, layer.num_stages)
+    return (*own, *collected_inputs(op, stage, layer))
+
+
 @lru_cache(maxsize=1 << 16)
 def source_of(op: str, stage: int, num_stages: int) -> int | None:
     """The other stage whose result a compute operation of ``stage`` needs; None where there is none."""
+    if op in ins.OUTPUT_OPS:
+        return None
     return next((source for _, source in inputs_of(op, stage, num_stages) if source != stage), None)
 
 
@@ -92,8 +128,8 @@ def slice_before(op: str, part: int, slices: int) -> int | None:
 class Message(NamedTuple):
     """One tensor between two stages.
 
-    kind   FORWARD for an activation, BACKWARD for a gradient
-    stage  the stage that receives it
+    kind   FORWARD for an activation, BACKWARD for a gradient; of a collective, what posts it
+    stage  the stage that receives it; NONE where every rank does
     """
 
     kind: str
@@ -112,8 +148,10 @@ class Channel(NamedTuple):
 
 
 def message_of(at: Instruction) -> Message:
-    """The message that a send, receive, WAIT, FREE or hand-off is about."""
+    """The message that a send, receive, WAIT, FREE or hand-off is about, or the collective."""
     op = at.op
+    if op in ins.COLLECTIVE_OPS:  # one of all ranks
+        return Message(ins.POST_OF.get(op, op), ins.NONE, at.mb, at.slice, at.tensor)
     fields = (KIND_OF[op], at.stage + _TO_RECEIVER[op], at.mb, at.slice, at.tensor)
     return tuple.__new__(Message, fields)  # in a third of the time of Message(...), and it is asked for all the time
 

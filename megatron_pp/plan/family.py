@@ -60,6 +60,7 @@ class Family:
     small_groups   whether groups of fewer microbatches than ranks are of use
     repeats        for families whose orders have a steady state: Shape -> Repeats
     sliced         whether the orders may be of slices of sequences
+    barriers       of ``Placement``: 0 where the output layer is the last stage's, else how it is split over all ranks
     """
 
     name: str
@@ -78,6 +79,7 @@ class Family:
     small_groups: bool = False
     repeats: Callable[[Shape], Repeats] | None = None
     sliced: bool = False
+    barriers: int = 0
 
 
 f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))

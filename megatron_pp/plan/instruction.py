@@ -25,6 +25,11 @@ BACKWARD = "B"  # input and weight gradients
 INPUT_GRAD = "I"  # input gradients only; the weight gradients are left for W
 WEIGHT_GRAD = "W"  # the weight gradients that I left
 PAIR = "PAIR"  # a forward and a full backward that run as one, each with its send behind it where that goes out within
+# The output layer and its loss, split over all ranks (arXiv 2411.05288): of one microbatch, on every rank.
+OUTPUT_S = (
+    "S"  # logits of the rank's rows, and their softmax statistics; with one barrier also the input gradient's part
+)
+OUTPUT_T = "T"  # weight gradient of the rank's rows; with two barriers also the input gradient's part
 # Activations, from a stage to the one after it.
 RECV_F = "RECV_F"  # allocate the buffer and post the receive of the stage's input; never blocks
 WAIT_F = "WAIT_F"  # wait for that receive
@@ -37,6 +42,13 @@ WAIT_B = "WAIT_B"
 SEND_B = "SEND_B"
 FREE_B = "FREE_B"  # wait for that send, then drop the input gradient
 HAND_B = "HAND_B"
+# Collectives of all ranks, for the split output layer; each is posted on every rank, and waited for there.
+BROADCAST = "BROADCAST"  # the last stage's output, to every rank
+ALL_REDUCE = "ALL_REDUCE"  # the softmax statistics; with one barrier also the parts of the output's gradient
+REDUCE = "REDUCE"  # with two barriers: the parts of the output's gradient, to the last stage's rank
+WAIT_BROADCAST = "WAIT_BROADCAST"
+WAIT_ALL_REDUCE = "WAIT_ALL_REDUCE"
+WAIT_REDUCE = "WAIT_REDUCE"
 # The places where Megatron's hooks are called. They have a chunk, no microbatch.
 PARAM_SYNC = "PARAM_SYNC"  # config.param_sync_func[chunk]
 ENABLE_GRAD_SYNC = "ENABLE_GRAD_SYNC"  # leave no_sync for the next B, I or W of the chunk: DDP hooks fire in it
@@ -48,21 +60,34 @@ DROP = "DROP"  # nothing on the rank uses it any more, nor is it being sent: rel
 
 BACKWARD_OPS = frozenset({BACKWARD, INPUT_GRAD})  # what makes an input gradient
 GRADIENT_OPS = frozenset({BACKWARD, WEIGHT_GRAD})  # what completes weight gradients
-SINGLE_COMPUTE_OPS = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD})
+OUTPUT_OPS = frozenset({OUTPUT_S, OUTPUT_T})
+SINGLE_COMPUTE_OPS = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD}) | OUTPUT_OPS
 COMPUTE_OPS = SINGLE_COMPUTE_OPS | {PAIR}
 SEND_OPS = frozenset({SEND_F, SEND_B})
 RECV_OPS = frozenset({RECV_F, RECV_B})
 WAIT_OPS = frozenset({WAIT_F, WAIT_B})
 FREE_OPS = frozenset({FREE_F, FREE_B})
 HAND_OPS = frozenset({HAND_F, HAND_B})
+COLLECTIVE_POSTS = frozenset({BROADCAST, ALL_REDUCE, REDUCE})
+COLLECTIVE_WAITS = frozenset({WAIT_BROADCAST, WAIT_ALL_REDUCE, WAIT_REDUCE})
+COLLECTIVE_OPS = COLLECTIVE_POSTS | COLLECTIVE_WAITS
+OUTPUT_LAYER_OPS = OUTPUT_OPS | COLLECTIVE_OPS
 SYNC_OPS = frozenset({PARAM_SYNC, ENABLE_GRAD_SYNC, GRAD_SYNC})
 POST_OPS = SEND_OPS | RECV_OPS
 TRANSFER_OPS = POST_OPS | WAIT_OPS | FREE_OPS
 GROUP_OPS = frozenset({PAIR, BATCH})
-SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | SYNC_OPS | {DROP}
+SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | COLLECTIVE_OPS | SYNC_OPS | {DROP}
 ALL_OPS = SINGLE_OPS | GROUP_OPS
 
-POST_OF = {WAIT_F: RECV_F, WAIT_B: RECV_B, FREE_F: SEND_F, FREE_B: SEND_B}
+POST_OF = {
+    WAIT_F: RECV_F,
+    WAIT_B: RECV_B,
+    FREE_F: SEND_F,
+    FREE_B: SEND_B,
+    WAIT_BROADCAST: BROADCAST,
+    WAIT_ALL_REDUCE: ALL_REDUCE,
+    WAIT_REDUCE: REDUCE,
+}
 """What a WAIT or FREE waits for."""
 
 SENT_BY = {FORWARD: SEND_F, BACKWARD: SEND_B}
@@ -135,6 +160,14 @@ OP_NAMES = {
     INPUT_GRAD: "input gradient",
     WEIGHT_GRAD: "weight gradient",
     PAIR: "overlapped pair",
+    OUTPUT_S: "output layer's logits",
+    OUTPUT_T: "output layer's weight gradient",
+    BROADCAST: "broadcast of the last stage's output",
+    ALL_REDUCE: "all-reduce of the softmax statistics",
+    REDUCE: "reduction of the output's gradient",
+    WAIT_BROADCAST: "wait for the broadcast of the last stage's output",
+    WAIT_ALL_REDUCE: "wait for the all-reduce of the softmax statistics",
+    WAIT_REDUCE: "wait for the reduction of the output's gradient",
     **{
         f"{verb}_{kind}": f"{words} the {what}"
         for kind, what in (("F", "activation"), ("B", "gradient"))
@@ -194,7 +227,7 @@ def pair(*members: Instruction) -> Instruction:
 
 def _may_follow(at: Instruction, before: Instruction) -> bool:
     """Whether ``at`` may stand right behind ``before`` in a pair: a send behind what has made the tensor."""
-    return at.op not in TRANSFER_OPS | SYNC_OPS | HAND_OPS | {DROP} or (
+    return at.op not in TRANSFER_OPS | SYNC_OPS | HAND_OPS | COLLECTIVE_OPS | {DROP} or (
         at.op == SENT_BY.get(before.op) and (at.stage, at.chunk, at.mb) == (before.stage, before.chunk, before.mb)
     )
 
@@ -254,7 +287,8 @@ def parse_instruction(text: str) -> Instruction:
         raise InstructionError(f"{text!r}: {op} takes a tensor (as in DROP0.3:skip)")
     if part is None and tensor is None:
         return instruction(op, int(chunk), NONE if mb is None else int(mb))
-    if op in SYNC_OPS or (tensor is not None and op in SINGLE_COMPUTE_OPS):
+    whole = op in SYNC_OPS | OUTPUT_LAYER_OPS
+    if whole or (tensor is not None and op in SINGLE_COMPUTE_OPS):
         raise InstructionError(f"{text!r}: {op} takes no {'tensor' if tensor else 'slice'}")
     return Instruction(op, mb=int(mb), chunk=int(chunk), slice=NONE if part is None else int(part), tensor=tensor or "")
 

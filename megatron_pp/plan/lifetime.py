@@ -12,7 +12,7 @@ from megatron_pp.plan.activations import key_values_change
 from megatron_pp.plan.dataflow import CAUSAL, neighbour_of, slice_before
 from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.repeated import Block, RepetitionError
-from megatron_pp.plan.rules import B_RAN, F_FREED, F_RAN, RULES, W_LEFT, W_RAN, facts_at_end, words_of
+from megatron_pp.plan.rules import B_RAN, F_FREED, F_RAN, RULES, W_LEFT, W_RAN, facts_at_end, needs_at, words_of
 from megatron_pp.plan.skip_lifetime import NamedWalk
 from megatron_pp.plan.spec import Plan
 from megatron_pp.plan.sync_marks import check_syncs
@@ -36,6 +36,7 @@ class Memory(NamedTuple):
     in_flight      (chunk, microbatch) pairs, or slices of them, between their forward and their backward: what autograd
                    keeps
     weight_backlog pairs between an input-gradient backward and its W
+    logits         microbatches between S and T of a split output layer: their softmax is kept, of the rank's rows
     key_values     pairs whose keys and values attention keeps for later slices: from the forward of the first slice,
                    each forward adding its own, until the backward of the first one (in evaluation, the last forward)
     """
@@ -52,6 +53,7 @@ class Memory(NamedTuple):
     in_flight: int = 0
     weight_backlog: int = 0
     key_values: int = 0
+    logits: int = 0
 
     @property
     def tensors(self) -> int:
@@ -250,7 +252,7 @@ class _Walk:
         elif at.op not in RULES or (at.stage, at.mb, at.slice) not in self.facts:
             raise self._no_such_cell(at)
         else:
-            needs, adds, _ = RULES[at.op]
+            needs, adds = needs_at(at.op, stage, self.placement), RULES[at.op].adds
             if adds & ~(self.required[stage] | self.optional):
                 raise self._error(at, f"stage {stage} has no such step in this plan")
             needs &= self.required[stage] | B_RAN | W_LEFT
@@ -261,7 +263,9 @@ class _Walk:
 
     def _change(self, op: str, stage: int) -> Memory:
         """What an operation of ``stage`` adds to the memory."""
-        first, last = stage == 0, stage == self.last_stage
+        first, last = stage == 0, stage == self.last_stage and not self.placement.barriers  # without an output
+        if op in ins.OUTPUT_LAYER_OPS:
+            return self._change_of_output_layer(op, stage == self.last_stage)
         if op == ins.FORWARD:
             used = self.forward_only and not first
             return Memory(outputs=not last, inputs=-used, in_flight=not self.forward_only)
@@ -275,12 +279,30 @@ class _Walk:
             return Memory(
                 in_flight=-1,
                 inputs=-(not first and (self.gives_back or not handed_in)),
-                outputs=-(handed_on and not self.gives_back),
+                outputs=-((handed_on or (stage == self.last_stage and not last)) and not self.gives_back),
                 output_grads=-(not last),
                 input_grads=not first,
                 weight_backlog=op == ins.INPUT_GRAD,
             )
         return _CHANGES.get(op, Memory())
+
+    def _change_of_output_layer(self, op: str, is_root: bool) -> Memory:
+        """On the last stage's rank its own output is what others get as a copy, and is given back, or used up, by T."""
+        uses = ins.OUTPUT_S if self.forward_only else ins.OUTPUT_T
+        summed = ins.WAIT_ALL_REDUCE if self.placement.barriers == 1 else ins.WAIT_REDUCE
+        trains = not self.forward_only
+        part = trains and op == (ins.OUTPUT_S if self.placement.barriers == 1 else ins.OUTPUT_T)
+        over = trains and op == summed
+        posted = (op == ins.BROADCAST) - (op == ins.WAIT_BROADCAST)
+        there = (op == ins.WAIT_BROADCAST) - (op == uses)
+        return Memory(
+            outputs=-(is_root and op == uses and self.gives_back),
+            inputs=0 if is_root else there,
+            act_buffers=0 if is_root else posted,
+            output_grads=is_root and over,
+            input_grads=part - over,
+            logits=trains * ((op == ins.OUTPUT_S) - (op == ins.OUTPUT_T)),
+        )
 
     def _no_such_cell(self, at: Instruction) -> PlanError:
         slices = f", slices 0..{self.slices - 1}" if self.slices > 1 else ", sequences whole" if at.slice >= 0 else ""

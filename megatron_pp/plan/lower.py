@@ -50,7 +50,6 @@ from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
 from megatron_pp.plan.instruction import (
     BACKWARD_OPS,
-    FORWARD,
     FREE_F,
     NONE,
     RECV_OPS,
@@ -62,7 +61,8 @@ from megatron_pp.plan.instruction import (
     pair_up,
     placed,
 )
-from megatron_pp.plan.order_check import check_orders
+from megatron_pp.plan.order_check import check_orders, run_of
+from megatron_pp.plan.output_layer import collectives_of, placed_collectives
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines
 from megatron_pp.plan.skip_tensors import routes_of, with_drops
@@ -127,7 +127,7 @@ def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remar
     """
     check_orders(orders, placement, spec.num_microbatches, spec.forward_only, spec.slices)
     lines = [placement.place(rank, order) for rank, order in enumerate(orders)]
-    run = [[at for at in order if at.op == FORWARD] for order in lines] if spec.forward_only else lines
+    run = [run_of(order, spec) for order in lines] if spec.forward_only else lines
     if spec.overlap_pairs and not spec.forward_only:
         run = [pair_up(order) for order in run]
     clocked = run_clock(run, placement)
@@ -165,6 +165,7 @@ class _RankLowering:
         self.within: dict[tuple[int, str], Instruction] = {}  # by entry of a pair and op: its sends
         self.posts: dict[int, list[_Post]] = defaultdict(list)
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
+        self.collectives: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)  # round and post of each
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
         self.inputs: dict[int, list[tuple[_Turn, Instruction]]] = defaultdict(list)
         self.behind: dict[Instruction, list[_Post]] = {}  # receives of the named tensors that come with another one
@@ -189,6 +190,8 @@ class _RankLowering:
         else:
             for receive in self._with_named(receives):
                 self.posts[self._due(receive)].append(receive)
+        if self.placement.barriers:
+            self._place_collectives()
         return self._emit()
 
     def _messages(self) -> tuple[list[_Post], list[_Post]]:
@@ -265,6 +268,16 @@ class _RankLowering:
             else:
                 self.releases[boundary].append(finish)
 
+    def _place_collectives(self) -> None:
+        ordered = self.rank, self.order, self.result_ends, self.placement, self.spec.forward_only
+        for boundary, one in placed_collectives(collectives_of(*ordered), self.ends, self._ahead, self.spec):
+            self.collectives[boundary].append((one.round, one.post))
+            use = boundary + 1 if one.use is None else one.use
+            if use < len(self.order):
+                self.inputs[use].append(((one.round, _WAITS, 0), one.wait))
+            else:
+                self.releases[len(self.order)].append(one.wait)
+
     def _ahead(self, use: int) -> int:
         """The boundary ``lookahead`` slots before the entry ``use`` starts.
 
@@ -319,8 +332,10 @@ class _RankLowering:
     def _emit(self) -> list[Instruction]:
         before, after = syncs_of(self.spec, self.rank, self.order)
         program: list[Instruction] = []
-        posts, releases, inputs = self.posts, self.releases, self.inputs
+        posts, collectives, releases, inputs = self.posts, self.collectives, self.releases, self.inputs
         for i, entry in enumerate((*self.order, None)):
+            if i in collectives:
+                self._emit_with_collectives(i, program)
             if i in posts:
                 here = posts[i]
                 if len(here) == 1 and self.looks_ahead:
@@ -347,6 +362,18 @@ class _RankLowering:
         """The pair with those of its sends that go out within it."""
         found = ((at, self.within.get((i, SENT_BY[at.op]))) for at in entry.members)
         return pair(*(at for both in found for at in both if at is not None))
+
+    def _emit_with_collectives(self, i: int, program: list[Instruction]) -> None:
+        """Messages and collectives in the order of rounds: where one may have to wait, those before it are posted."""
+        posts = sorted(self.posts.pop(i, ()))
+        for due, post in self.collectives[i]:
+            before = [p for p in posts if p.round < due]
+            if before:
+                self._emit_posts(before, program)
+            program.append(post)
+            posts = posts[len(before) :]
+        if posts:
+            self._emit_posts(posts, program)
 
     def _emit_posts(self, posts: list[_Post], program: list[Instruction]) -> None:
         if self.spec.policy == BATCHED:

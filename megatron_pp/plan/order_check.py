@@ -13,6 +13,9 @@ from megatron_pp.plan.instruction import (
     FORWARD,
     INPUT_GRAD,
     NONE,
+    OUTPUT_OPS,
+    OUTPUT_S,
+    OUTPUT_T,
     WEIGHT_GRAD,
     Instruction,
     instruction,
@@ -23,7 +26,8 @@ from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Block, RepetitionError
 from megatron_pp.plan.spec import Plan, PlanSpec
 
-_AFTER = {BACKWARD: FORWARD, INPUT_GRAD: FORWARD, WEIGHT_GRAD: INPUT_GRAD}
+_AFTER = {BACKWARD: FORWARD, INPUT_GRAD: FORWARD, WEIGHT_GRAD: INPUT_GRAD, OUTPUT_S: FORWARD, OUTPUT_T: OUTPUT_S}
+_OF_EVALUATION = frozenset({FORWARD, OUTPUT_S})
 
 
 def check_orders(
@@ -34,24 +38,30 @@ def check_orders(
     slices: int = 1,
 ) -> None:
     """Every rank runs F of each (chunk, microbatch), or of each slice of it, once and after it B, or I and then W;
-    where ``forward_only``, forwards alone will do. Slices run in causal order (``slice_before``). Raises PlanError with
+    where ``forward_only``, forwards alone will do. With a split output layer, it runs S and T of each microbatch
+    besides (S alone where forwards alone). Slices run in causal order (``slice_before``). Raises PlanError with
     the rank, the operation, and what would be right.
     """
     if len(orders) != placement.pipeline_size:
         raise PlanError(f"there are orders of {len(orders)} ranks; the pipeline has {placement.pipeline_size}")
-    trains = not forward_only or any(at.op != FORWARD for order in orders for at in order)
+    trains = not forward_only or any(at.op not in _OF_EVALUATION for order in orders for at in order)
+    passes = "" if not placement.barriers else OUTPUT_S + OUTPUT_T if trains else OUTPUT_S
     sizes = placement.num_chunks, num_microbatches, slices
     for rank, order in enumerate(orders):
-        _check_order(rank, order, sizes, trains)
+        _check_order(rank, order, sizes, trains, passes)
 
 
-def _check_order(rank: int, order: Sequence[Instruction], sizes: tuple[int, int, int], trains: bool) -> None:
+def _check_order(
+    rank: int, order: Sequence[Instruction], sizes: tuple[int, int, int], trains: bool, passes: str
+) -> None:
     chunks, microbatches, slices = sizes
     parts = range(slices) if slices > 1 else (NONE,)
     ran = dict.fromkeys(product(range(chunks), range(microbatches), parts), "")  # the ops of each, in order
     for at in without_pairs(order):
         if at.op not in ins.SINGLE_COMPUTE_OPS:
-            raise _error(rank, at, "an order holds compute alone: F, B, I and W")
+            raise _error(rank, at, "an order holds compute alone: F, B, I and W, and S and T of a split output layer")
+        if at.op in OUTPUT_OPS and (at.chunk or at.op not in passes):
+            raise _error(rank, at, "S and T are passes of chunk 0, in a schedule that splits the output layer")
         cell = (at.chunk, at.mb, at.slice)
         ops = ran.get(cell)
         if ops is None:
@@ -67,7 +77,10 @@ def _check_order(rank: int, order: Sequence[Instruction], sizes: tuple[int, int,
             raise _error(rank, at, f"{at._replace(slice=part)} has to come before it: {CAUSAL[RESULT_OF[at.op]]}")
         ran[cell] = ops + at.op
     for cell, ops in ran.items():
-        if ops not in (("FB", "FIW") if trains else ("F",)):
+        lacking = next((op for op in passes if op not in ops and not cell[0]), None)
+        if lacking is not None:
+            raise _error(rank, instruction(lacking, *cell), "the order lacks it")
+        if "".join(op for op in ops if op not in OUTPUT_OPS) not in (("FB", "FIW") if trains else ("F",)):
             raise _incomplete(rank, ops, cell, trains)
 
 
@@ -104,7 +117,7 @@ def check_repetition(runs: Iterable[list[Instruction]], block: Block, longer: It
 
 def run_of(order: Iterable[Instruction], spec: PlanSpec) -> list[Instruction]:
     """What a plan runs of ``order``."""
-    return [at for at in without_pairs(order) if at.op == FORWARD or not spec.forward_only]
+    return [at for at in without_pairs(order) if at.op in _OF_EVALUATION or not spec.forward_only]
 
 
 def _compute_of(program: Iterable[Instruction]) -> list[Instruction]:

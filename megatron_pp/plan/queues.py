@@ -5,6 +5,9 @@ A rank posts *entries*, one end of a message or a batch of ends, on its queues. 
 active. Active ends meet in the order of their channel; when the transfer of a pair that met is over, both entries lose
 an end. An entry without ends left leaves its queue, and the next one becomes active.
 
+The ends of a collective, one of each rank, meet when it stands at the head of every rank's queue: all ranks post their
+collectives on one communicator, and so in one order.
+
 One-way channels are a queue each; with shared channels everything between two ranks is one queue; batches go over the
 pipeline group's one communicator, whatever is in them.
 """
@@ -23,6 +26,7 @@ from megatron_pp.plan.spec import ONE_WAY, Plan
 DATA = "data"
 SHAPE = "shape"  # where shapes vary, a message's shape goes ahead of it on the same channel
 _GROUP = "group"
+_COLLECTIVES = (NONE, NONE, "collectives")
 
 Direction = tuple[int, int, str]  # source rank, target rank, and what orders messages between them
 
@@ -67,6 +71,10 @@ class End:
         self.done = False
 
     @property
+    def is_collective(self) -> bool:
+        return self.at.op in ins.COLLECTIVE_POSTS
+
+    @property
     def peer(self) -> int:
         return self.direction[1] if self.is_send else self.direction[0]
 
@@ -76,6 +84,10 @@ class Meeting(NamedTuple):
 
     send: End
     receive: End
+
+
+Gathering = tuple[End, ...]
+"""Every rank's end of one collective, all posted and at the head of their queues."""
 
 
 class QueueMachine:
@@ -88,7 +100,9 @@ class QueueMachine:
     def __init__(self, plan: Plan, ordered: bool = True) -> None:
         self.one_way = plan.spec.channels == ONE_WAY
         self.ordered = ordered
-        self.met: list[Meeting] = []
+        self.met: list[Meeting | Gathering] = []
+        self.gathered: dict[int, End] = {}  # by rank, of the collective that some ranks have come to
+        self._size = len(plan.programs)
         self.queues: dict[tuple[Any, ...], deque[Entry]] = {}
         self._sites: dict[tuple[int, str, int, bool], tuple[Direction, deque[Entry]]] = {}
         self._open_sends: dict[Direction, deque[End]] = {}
@@ -130,7 +144,7 @@ class QueueMachine:
             {way: [(later(end.at, -since), end.part) for end in ends] for way, ends in by_direction.items() if ends}
             for by_direction in (self._open_sends, self._open_receives)
         ]
-        return queues, waiting
+        return queues, waiting, {rank: later(end.at, -since) for rank, end in sorted(self.gathered.items())}
 
     def activate(self, entry: Entry, now: float) -> None:
         """The entry has come to the head of its queue: its ends meet their partners, or wait for them."""
@@ -141,6 +155,9 @@ class QueueMachine:
         """``end`` is active: it meets the first partner on its channel, or waits for one. Raises PlanError where that
         is another message's.
         """
+        if end.is_collective:
+            self._gather(end)
+            return
         mine, theirs = self._open_sends, self._open_receives
         if not end.is_send:
             mine, theirs = theirs, mine
@@ -158,8 +175,29 @@ class QueueMachine:
             )
         self.met.append(Meeting(send, receive))
 
+    def _gather(self, end: End) -> None:
+        """A rank has come to a collective; with the last of them it is met."""
+        first = next(iter(self.gathered.values()), end)
+        if first.message != end.message:
+            raise PlanError(
+                f"rank {end.entry.rank}: {end.at} ({end.at.name}) would be one collective with {first.at} of rank "
+                f"{first.entry.rank}: all ranks post their collectives in one order"
+            )
+        self.gathered[end.entry.rank] = end
+        if len(self.gathered) == self._size:
+            self.met.append(tuple(self.gathered.values()))
+            self.gathered = {}
+
+    def missing_peer(self, end: End) -> int:
+        """The rank that ``end`` waits for, the first of several."""
+        if not end.is_collective:
+            return end.peer
+        return next(rank for rank in range(self._size) if rank not in self.gathered)
+
     def _site(self, rank: int, at: Instruction, grouped: bool) -> tuple[Direction, deque[Entry]]:
         """The direction of the message of ``at``, and the queue of ``rank`` on which it is posted."""
+        if at.op in ins.COLLECTIVE_POSTS:
+            return _COLLECTIVES, self.queues.setdefault((rank, *_COLLECTIVES), deque())
         if at.peer == NONE:
             raise PlanError(f"rank {rank}: {at} ({at.name}): stage {at.stage} has no neighbour on that side")
         source, target, kind = channel_of(at, rank)

@@ -3,7 +3,8 @@
 ``rendezvous``   A send completes only when the matching receive is posted, and the other way round. Operations on one
                  queue run strictly in the order in which they were posted; a batch is one entry of its queue and leaves
                  it as a whole (``queues.py``). A wait holds back all that follows on its rank, while what was posted
-                 goes on. NCCL is so with large messages, gloo always.
+                 goes on. A collective is over when every rank has posted it, in one order. NCCL is so with large
+                 messages, gloo always.
 ``one_queue``    Besides, what is posted behind an unfinished operation of its own queue holds back all that follows on
                  its rank, compute included: with CUDA_DEVICE_MAX_CONNECTIONS=1 everything goes through one hardware
                  queue, whose head waits for the stream that it belongs to.
@@ -97,8 +98,8 @@ class _Run:
         if unfinished is not None:
             end = next(e for e in unfinished.ends if not e.done)
             raise PlanError(
-                f"rank {unfinished.rank}: {end.at} ({end.at.name}) has no partner: rank {end.peer} never posts the "
-                "other end"
+                f"rank {unfinished.rank}: {end.at} ({end.at.name}) has no partner: rank "
+                f"{self.machine.missing_peer(end)} never posts the other end"
             )
 
     def _advance(self, rank: int) -> None:
@@ -117,6 +118,8 @@ class _Run:
             return self._await(rank, at)
         if at.op in ins.COMPUTE_OPS:
             return self._compute(rank, at)
+        if at.op in ins.COLLECTIVE_POSTS:
+            return self._in_front_of(self._once(rank, at, DATA))
         if at.op not in ins.POST_OPS and at.op != ins.BATCH:
             return None
         if self.shapes_first:
@@ -149,7 +152,7 @@ class _Run:
         if not data.is_done:
             return data
         del self.posted[rank][(post, of, DATA)]  # nothing asks for it again
-        if self.shapes_first:
+        if self.shapes_first and at.op not in ins.COLLECTIVE_WAITS:
             del self.posted[rank][(post, of, SHAPE)]
         return None
 
@@ -198,12 +201,13 @@ class _Run:
                 lines.append(f"rank {current} is at its end")
                 break
             head = _head_in_front_of(entry)
-            other = "receive" if head.is_send else "send"
+            other = "collective" if head.is_collective else "receive" if head.is_send else "send"
+            peer = self.machine.missing_peer(head)
             lines.append(
-                f"rank {current} waits at {self._held_at(current)} for rank {head.peer} to post the {other} that "
+                f"rank {current} waits at {self._held_at(current)} for rank {peer} to post the {other} that "
                 f"matches {head.at}{self._queued(current, entry, head)}"
             )
-            current = head.peer
+            current = peer
         start = seen.index(current) if current in seen else 0
         return f"deadlock under {' and '.join(self.rules or [RENDEZVOUS])}: {'; '.join(lines[start:])}"
 

@@ -18,6 +18,7 @@ F_POSTED, F_HERE, F_RAN, F_SENT, F_FREED = 1, 2, 4, 8, 16
 B_POSTED, B_HERE, B_RAN, B_SENT, B_FREED = 32, 64, 128, 256, 512
 W_LEFT, W_RAN = 1024, 2048
 DROPPED = 4096
+X_POSTED, X_HERE, S_RAN, R_POSTED, R_HERE, T_RAN, G_POSTED, G_HERE = (1 << k for k in range(13, 21))
 
 _WORDS = {
     F_POSTED: "the receive of its input was posted",
@@ -32,6 +33,14 @@ _WORDS = {
     B_FREED: "its input gradient was released",
     W_LEFT: "its backward left the weight gradients",
     W_RAN: "its weight gradients ran",
+    X_POSTED: "the broadcast of the last stage's output was posted",
+    X_HERE: "the broadcast of the last stage's output is over",
+    S_RAN: "its pass S ran",
+    R_POSTED: "the all-reduce of its softmax statistics was posted",
+    R_HERE: "its softmax statistics are there",
+    T_RAN: "its pass T ran",
+    G_POSTED: "the reduction of the last output's gradient was posted",
+    G_HERE: "the reduction of the last output's gradient is over",
     DROPPED: "it was dropped",
 }
 
@@ -59,8 +68,29 @@ RULES = {
     ins.WEIGHT_GRAD: Rule(W_LEFT, W_RAN, "Once per I, after it."),
     ins.SEND_B: Rule(B_RAN, B_SENT, "Once per input gradient for another rank, after the backward."),
     ins.FREE_B: Rule(B_SENT, B_FREED, "Once per sent input gradient: waits for the send, then drops it."),
+    ins.BROADCAST: Rule(F_RAN, X_POSTED, "Once, after the rank's forward; on the last stage that makes it."),
+    ins.WAIT_BROADCAST: Rule(X_POSTED, X_HERE, "Once per broadcast; before S, on the last stage's rank at any time."),
+    ins.OUTPUT_S: Rule(X_HERE, S_RAN, "Once, after the last stage's output is there."),
+    ins.ALL_REDUCE: Rule(S_RAN, R_POSTED, "Once, after S."),
+    ins.WAIT_ALL_REDUCE: Rule(R_POSTED, R_HERE, "Once per all-reduce, before T."),
+    ins.OUTPUT_T: Rule(X_HERE | R_HERE, T_RAN, "Once, after the statistics of all ranks are there."),
+    ins.REDUCE: Rule(T_RAN, G_POSTED, "Once with two barriers, after T."),
+    ins.WAIT_REDUCE: Rule(G_POSTED, G_HERE, "Once per reduction, on the last stage's rank before its backward."),
     ins.DROP: Rule(0, DROPPED, "Once per named tensor on a rank, when no stage there uses it any more, nor a send."),
 }
+
+
+def needs_at(op: str, stage: int, placement: Placement) -> int:
+    """The facts that an instruction of ``stage`` needs: those of its rule, but for the split output layer's last stage.
+    It has its own output, and its backward the gradient that collectives bring.
+    """
+    needs = RULES[op].needs
+    if placement.barriers and stage == placement.num_stages - 1:
+        if op == ins.OUTPUT_S:
+            return X_POSTED
+        if op in ins.BACKWARD_OPS:
+            return needs | (R_HERE if placement.barriers == 1 else G_HERE)
+    return needs
 
 
 def facts_at_end(placement: Placement, stage: int, forward_only: bool) -> int:
@@ -76,6 +106,10 @@ def facts_at_end(placement: Placement, stage: int, forward_only: bool) -> int:
         facts |= (F_SENT | F_FREED) if remote else 0
         if not forward_only:
             facts |= B_HERE | (B_POSTED if remote else 0)
+    if stage in placement.output_stages:
+        facts |= X_POSTED | X_HERE | S_RAN | R_POSTED | R_HERE
+        if not forward_only:
+            facts |= T_RAN | (G_POSTED | G_HERE if placement.barriers == 2 else 0)
     return facts if forward_only else facts | B_RAN
 
 

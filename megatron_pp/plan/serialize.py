@@ -88,6 +88,7 @@ def _to_json(plan: Plan, certified: bool) -> str:
         "version": _VERSION,
         "spec": dict(spec_values(plan.spec)),
         "placement": plan.placement.kind,
+        **({"barriers": plan.placement.barriers} if plan.placement.barriers else {}),
         "remark": plan.remark,
     }
     if certified and plan.certificate is not None:
@@ -141,7 +142,10 @@ def _from_json(text: str) -> Plan:
     kind = content.get("placement", "(missing)")
     if kind not in PLACEMENTS:
         raise ExchangeError(unknown("placement", kind, PLACEMENTS))
-    placement = Placement(kind, spec.pipeline_size, spec.num_chunks)
+    try:
+        placement = Placement(kind, spec.pipeline_size, spec.num_chunks, content.get("barriers", 0))
+    except ValueError as error:
+        raise ExchangeError(str(error)) from error
     programs = _ranks(content, "programs", spec, placement)
     orders = _ranks(content, "orders", spec, placement) if "orders" in content else compute_of(programs)
     cells = spec.num_chunks * spec.num_microbatches * spec.slices

@@ -12,7 +12,17 @@ from collections.abc import Iterator, Sequence
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, GRADIENT_OPS, NONE, SYNC_OPS, WEIGHT_GRAD, Instruction
+from megatron_pp.plan.instruction import (
+    BACKWARD_OPS,
+    FORWARD,
+    GRADIENT_OPS,
+    NONE,
+    OUTPUT_S,
+    OUTPUT_T,
+    SYNC_OPS,
+    WEIGHT_GRAD,
+    Instruction,
+)
 from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 
 _NOTED = ins.COMPUTE_OPS | SYNC_OPS
@@ -59,9 +69,11 @@ def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before:
     # sync in.
     if spec.grad_sync == HOOKS or (spec.num_chunks == 1 and rank == 0):
         # Layers that do not split their backward complete their gradients in the last I or B, the others in the last W.
+        # A split output layer's are complete in the last T.
         last_backward = {at.chunk: i for i, at in singles if at.op in BACKWARD_OPS}
+        last_pass = {at.chunk: i for i, at in singles if at.op == OUTPUT_T}
         for chunk, k in last.items():
-            for entry in sorted({completing[k][0], last_backward[chunk]}):
+            for entry in sorted({completing[k][0], last_backward[chunk], last_pass.get(chunk, completing[k][0])}):
                 before[_enable_at(spec, order, entry)].append(_sync(ins.ENABLE_GRAD_SYNC, chunk, stages))
         return
     for chunk, k in sorted(last.items()):
@@ -113,6 +125,7 @@ class _Check:
         self.program = plan.programs[rank]
         self.last: dict[int, int] = {}  # chunk -> index of the compute operation after which its gradients are complete
         self.last_backward: dict[int, int] = {}  # chunk -> the same for layers that do all of their backward in B
+        self.last_pass: dict[int, int] = {}  # chunk -> the same for a split output layer
         self.first: dict[int, int] = {}  # chunk -> index of its first forward
         self.backwards: list[int] = []
         self.syncs: list[tuple[int, Instruction]] = []
@@ -127,21 +140,31 @@ class _Check:
         if at.op == FORWARD:
             self.first.setdefault(at.chunk, k)
             return
-        self.last[at.chunk] = k
+        if at.op == OUTPUT_S:
+            return
         self.backwards.append(k)
+        if at.op == OUTPUT_T:
+            self.last_pass[at.chunk] = k
+            return
+        self.last[at.chunk] = k
         if at.op in BACKWARD_OPS:
             self.last_backward[at.chunk] = k
 
     def run(self) -> None:
         seen: dict[str, set[int]] = {op: set() for op in SYNC_OPS}
         early: set[int] = set()  # chunks whose sync is enabled for their last backward too, before their last WEIGHT
+        passes: set[int] = set()  # chunks whose sync is enabled for the last T
         for k, at in self.syncs:
-            done = early if self._is_early(k, at) else seen[at.op]
+            done = passes if self._is_for_pass(k, at) else early if self._is_early(k, at) else seen[at.op]
             if at.chunk in done or not 0 <= at.chunk < self.spec.num_chunks:
                 raise self._error(at, "it stands twice, or names no chunk of this rank")
             done.add(at.chunk)
             self._check_place(k, at)
-        self._check_kinds(seen[ins.ENABLE_GRAD_SYNC], seen[ins.GRAD_SYNC], early)
+        self._check_kinds(seen[ins.ENABLE_GRAD_SYNC] | passes, seen[ins.GRAD_SYNC], early)
+        for chunk in sorted(set() if seen[ins.GRAD_SYNC] else self.last_pass.keys() - passes):
+            last = self.program[self.last_pass[chunk]]
+            why = f"no ENABLE_GRAD_SYNC{chunk} stands before it: it completes the output layer's gradient"
+            raise self._error(last, why)
         if not self.spec.forward_only:
             self._check_all("gradients", seen[ins.ENABLE_GRAD_SYNC] | seen[ins.GRAD_SYNC])
         if self.spec.param_sync and self.spec.num_chunks > 1:
@@ -176,6 +199,10 @@ class _Check:
         backward = self.last_backward.get(at.chunk)
         return at.op == ins.ENABLE_GRAD_SYNC and backward != self.last.get(at.chunk) and self._following(k) == backward
 
+    def _is_for_pass(self, k: int, at: Instruction) -> bool:
+        """Whether ``at`` enables the sync for the last T."""
+        return at.op == ins.ENABLE_GRAD_SYNC and self._following(k) == self.last_pass.get(at.chunk, NONE)
+
     def _check_place(self, k: int, at: Instruction) -> None:
         if at.op == ins.PARAM_SYNC:
             if k > self.first.get(at.chunk, k):
@@ -185,12 +212,12 @@ class _Check:
             raise self._error(at, "a forward-only plan has no gradients")
         done = self.last.get(at.chunk, len(self.program))
         if at.op == ins.GRAD_SYNC:
-            if self.spec.grad_sync != EXPLICIT or k < done:
+            if self.spec.grad_sync != EXPLICIT or k < max(done, self.last_pass.get(at.chunk, done)):
                 raise self._error(
                     at, "it comes before the chunk's last gradient, or this plan has no explicit gradient sync"
                 )
             return
-        if self._following(k) != done and not self._is_early(k, at):
+        if self._following(k) != done and not self._is_early(k, at) and not self._is_for_pass(k, at):
             raise self._error(at, "the backward that follows is not the one that completes the chunk's gradients")
 
     def _error(self, at: Instruction, why: str) -> PlanError:

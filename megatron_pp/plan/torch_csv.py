@@ -68,6 +68,8 @@ def write_torch_csv(plan: Plan, comms: bool = False) -> str:
     """
     if plan.spec.slices > 1:
         raise ExchangeError(f"PyTorch's CSV has no slices of a sequence; this plan has {plan.spec.slices}: write json")
+    if plan.placement.barriers:
+        raise ExchangeError("PyTorch's CSV has no passes of a split output layer, as this plan has: write json")
     if comms and plan.spec.skip_tensors:
         raise ExchangeError("PyTorch's CSV has no named tensors, and this plan sends some: write json")
     check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)

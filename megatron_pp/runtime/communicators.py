@@ -16,7 +16,8 @@ import torch
 
 from megatron_pp.comm import process_groups
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.comm.transport import SoloTransport, Transport
+from megatron_pp.comm.solo_transport import SoloTransport
+from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import CommunicatorClosedError, ScheduleInputError
 from megatron_pp.faults.attach import close_guard

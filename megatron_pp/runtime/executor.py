@@ -28,6 +28,7 @@ from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.joint_pair import JointPair, RunJointly
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes
+from megatron_pp.runtime.output_layer import OutputLayerRunner
 from megatron_pp.runtime.pairs import PairRunner
 from megatron_pp.runtime.sequence_slices import SliceRunner
 from megatron_pp.runtime.skip_tensors import SkipRunner
@@ -53,6 +54,7 @@ class PlanExecutor:
     graph_in_evaluation: bool = False
     observer: Any = None
     slices: SliceRunner | None = None
+    output_layer: OutputLayerRunner | None = None
     skips: SkipRunner | None = None
 
     def __post_init__(self) -> None:
@@ -68,7 +70,8 @@ class PlanExecutor:
         self.graphs = self.graph_in_evaluation or not self.forward_only  # whether stages may build autograd graphs
         self.position = 0
         self.placement = plan.placement
-        self.last_stage = plan.placement.num_stages - 1
+        # The stage that gives the loss; none where the output layer is split over all ranks.
+        self.last_stage = plan.placement.num_stages - 1 if self.output_layer is None else ins.NONE
         self.inputs: dict[Key, Activation] = {}
         self.outputs: dict[Key, Activation] = {}
         self.output_grads: dict[Key, Activation] = {}
@@ -133,6 +136,9 @@ class PlanExecutor:
             handlers[ins.DROP] = self._drop
         if self.slices is not None:
             handlers |= {op: partial(self.slices.run, handlers[op]) for op in (ins.FORWARD, *ins.BACKWARD_OPS)}
+        if self.output_layer is not None:
+            handlers |= self.output_layer.handlers(self)
+            handlers[ins.OUTPUT_T] = partial(self._output_t, handlers[ins.OUTPUT_T])
         unobserved = handlers
         if self.observer is not None:
             handlers = {op: partial(self._observed, handler) for op, handler in handlers.items()}
@@ -173,7 +179,12 @@ class PlanExecutor:
         passes unnoticed.
         """
         tensors = output if isinstance(output, (list, tuple)) else (output,)
-        if not self.placement.crosses_ranks(at.stage) or not all(isinstance(t, torch.Tensor) for t in tensors):
+        is_last = at.stage == self.placement.num_stages - 1
+        if (
+            is_last
+            or not self.placement.crosses_ranks(at.stage)
+            or not all(isinstance(t, torch.Tensor) for t in tensors)
+        ):
             return  # nothing is sent; or it is refused when it is sent
         sent = self._shapes[at.slice].send
         expected = [sent] if is_single_shape(sent) else sent
@@ -225,6 +236,11 @@ class PlanExecutor:
     def _weight_grad(self, at: Task) -> None:
         if self.weights is not None:  # else the backward did all of it
             self.weights.run(at.chunk, at.part)
+        if self._sync_open:
+            self._close_sync()
+
+    def _output_t(self, handler: Handler, at: Task) -> None:
+        handler(at)
         if self._sync_open:
             self._close_sync()
 
@@ -333,9 +349,9 @@ class PlanExecutor:
         elif at.op == ins.FREE_B:
             del self.input_grads[at.key]
         else:
-            self._drop_data(at.key)
+            self.drop_data(at.key)
 
-    def _drop_data(self, key: Key) -> None:
+    def drop_data(self, key: Key) -> None:
         """Keep of an output what its backward needs."""
         if self.forward_only:
             del self.outputs[key]
@@ -354,7 +370,7 @@ class PlanExecutor:
             self.inputs[at.key] = [tensor.detach().requires_grad_(self.graphs) for tensor in output]
         else:
             self.inputs[at.key] = output.detach().requires_grad_(self.graphs)
-        self._drop_data(source)
+        self.drop_data(source)
 
     def _hand_b(self, at: Task) -> None:
         key = at.key
@@ -390,6 +406,8 @@ class PlanExecutor:
             "input gradients": self.input_grads,
             "handles": self.handles,
             "keys and values": {} if self.slices is None else self.slices.kept,
+            "microbatches of the output layer": {} if self.output_layer is None else self.output_layer.kept,
+            "collectives": {} if self.output_layer is None else self.output_layer.handles,
             **({} if self.skips is None else self.skips.tables),
         }
         left = {name: sorted(table) for name, table in tables.items() if table}

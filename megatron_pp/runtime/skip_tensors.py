@@ -6,7 +6,7 @@ makes some returns (output, dict). The plan says which (``plan/skip_tensors.py``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,28 @@ from megatron_pp.runtime.deallocate import Root, backward_root
 Key = tuple[int, int, int, str]  # stage where the rank holds it, microbatch, slice, name
 
 
-def check_skip_tensors(inputs: StepInputs, settings: StepSettings) -> None:
-    """Raises ScheduleInputError for what does not go with named tensors."""
+def check_skip_tensors(tensors: Iterable[SkipTensor], inputs: StepInputs, settings: StepSettings) -> None:
+    """Raises ScheduleInputError for what does not go with named tensors, and for a dtype that there is not."""
+    for tensor in tensors:
+        _dtype_of(tensor, settings.pipeline_dtype)
     for given, name, why in (
         (inputs.adjust_tensor_shapes_fn is not None, "adjust_tensor_shapes_fn", "that gives edges other tensors"),
         (settings.cuda_graph_impl == TE_GRAPHS, "cuda_graph_impl", "graphs reuse the memory of gradients"),
     ):
         if given:
             raise ScheduleInputError(f"config.skip_tensors does not go with {name}: {why}")
+
+
+def _dtype_of(tensor: SkipTensor, default: torch.dtype | None) -> torch.dtype | None:
+    if tensor.dtype is None:
+        return default
+    dtype = getattr(torch, tensor.dtype, None)
+    if not isinstance(dtype, torch.dtype) or (tensor.gradient and not dtype.is_floating_point):
+        raise ScheduleInputError(
+            f"config.skip_tensors: {tensor.name} has dtype {tensor.dtype!r}; it must be the name of one in torch, "
+            "as in 'float32', and one of floating point unless it has no gradient"
+        )
+    return dtype
 
 
 class SkipRunner:
@@ -44,7 +58,7 @@ class SkipRunner:
 
     def __init__(self, plan: Plan, shapes: Sequence[Any], dtype: torch.dtype | None, graphs: bool) -> None:
         assert plan.routes is not None
-        self.routes, self.plan, self.dtype = plan.routes, plan, dtype
+        self.routes, self.plan = plan.routes, plan
         self.graphs = graphs
         self.sums_gradients = graphs and not plan.spec.forward_only
         self.held: dict[Key, Tensor] = {}  # leaves where stages of this rank use them
@@ -55,6 +69,7 @@ class SkipRunner:
             "their graphs": self.roots,
             "sums of their gradients": self.sums,
         }
+        self._dtypes = {one: _dtype_of(one, dtype) for one in plan.spec.skip_tensors}
         self._shapes = {one: self._shapes_of(one, shapes) for one in plan.spec.skip_tensors}
 
     def _shapes_of(self, tensor: SkipTensor, shapes: Sequence[Any]) -> list[Any]:
@@ -90,7 +105,7 @@ class SkipRunner:
         if not isinstance(tensor, Tensor):
             raise ScheduleInputError(f"stage {at.stage} gave a {type(tensor).__name__} as {held.name}, not a tensor")
         expected = self._shapes[held.tensor][at.slice]
-        dtype = self.dtype_of(held.tensor) or tensor.dtype
+        dtype = self._dtypes[held.tensor] or tensor.dtype
         fits = expected is None or self.plan.spec.variable_shapes or tuple(expected) == tuple(tensor.shape)
         if not fits or tensor.dtype != dtype:
             raise P2PShapeError(
@@ -107,18 +122,6 @@ class SkipRunner:
     def _is_leaf(self, held: Held) -> bool:
         """Whether stages of this rank make gradients of it."""
         return self.graphs and held.tensor.gradient and bool(held.users)
-
-    def dtype_of(self, tensor: SkipTensor) -> torch.dtype | None:
-        """Raises ScheduleInputError for a name that is no dtype."""
-        if tensor.dtype is None:
-            return self.dtype
-        dtype = getattr(torch, tensor.dtype, None)
-        if not isinstance(dtype, torch.dtype) or (tensor.gradient and not dtype.is_floating_point):
-            raise ScheduleInputError(
-                f"config.skip_tensors: {tensor.name} has dtype {tensor.dtype!r}; it must be the name of one in torch, "
-                "as in 'float32', and one of floating point unless it has no gradient"
-            )
-        return dtype
 
     def with_roots(self, at: Task, output: Any, output_grad: Activation) -> tuple[Any, Activation]:
         """What the backward of ``at`` starts from, and with which gradients: the output, and what the stage made."""
@@ -159,7 +162,7 @@ class SkipRunner:
         """What a send or receive posts."""
         held = self._of(at)
         channel = ACT if at.op in (ins.SEND_F, ins.RECV_F) else GRAD
-        dtype = self.dtype_of(held.tensor)
+        dtype = self._dtypes[held.tensor]
         if at.op in ins.RECV_OPS:
             shape, leaf = self._shapes[held.tensor][at.slice], at.op == ins.RECV_F and self._is_leaf(held)
             return Receive(shape, at.peer, channel, leaf, dtype)

@@ -9,6 +9,7 @@ from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded, instruction_marks
 from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import BATCHED, Plan, PlanSpec
 from megatron_pp.plan.sync_marks import prepares_in_forward
 from megatron_pp.runtime.arguments import StepInputs
@@ -20,6 +21,7 @@ from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
 from megatron_pp.runtime.graph_order import check_graph_order
 from megatron_pp.runtime.log_once import certify_once, warn_once
 from megatron_pp.runtime.message_shapes import group_sizes, messages, shapes_of_slices, slices_of, tensor_shapes
+from megatron_pp.runtime.output_layer import OutputLayerRunner, OutputLayerSteps, check_split_layer
 from megatron_pp.runtime.pairs import PairRunner
 from megatron_pp.runtime.plan_choice import (
     advice_on_queues,
@@ -76,9 +78,10 @@ class StepCall:
         fields = spec_fields(inputs, settings, size, self.weights is not None, self.joins_pairs)
         self.slices = slices_of(inputs, settings, self.tp_size, self.cp_size)
         self.messages = messages(inputs, settings, size, self.tensor_shapes)
+        self.check_output_layer(fields["schedule"])
         self.shapes = shapes_of_slices(self.messages.shapes, self.slices)
         if fields["skip_tensors"]:
-            check_skip_tensors(inputs, settings)
+            check_skip_tensors(fields["skip_tensors"], inputs, settings)
         if settings.cuda_graph_impl == TE_GRAPHS:
             check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
@@ -109,7 +112,8 @@ class StepCall:
         agreed = (self.spec, self.shapes, traced_steps(self.settings), communicator.dtype, wired)
         step = executor, agreed, self.describe, self.number, self.followed_by
         with guarded(communicator, self.settings, *step) as guard:
-            communicator.prepare(plan.placement.rank_edges, received, sent, self.spec.policy == BATCHED)
+            collectives = plan.placement.barriers > 0
+            communicator.prepare(plan.placement.rank_edges, received, sent, self.spec.policy == BATCHED, collectives)
             if recording is not None:
                 recording.start()
             executor.run()
@@ -132,6 +136,10 @@ class StepCall:
     def read_settings(self) -> StepSettings:
         """The config, as the engine takes it."""
         return StepSettings.from_config(self.config)
+
+    def check_output_layer(self, schedule: str) -> None:
+        """Raises ScheduleInputError where model and schedule do not agree on whether the output layer is split."""
+        check_split_layer(self.inputs, schedule, find_family(schedule).barriers, self.messages)
 
     def weight_store(self) -> WeightGradStore | None:
         """The store of this rank's chunks, None where they are not converted."""
@@ -162,7 +170,7 @@ class StepCall:
     def make_steps(self, plan: Plan) -> Any:
         """What runs a microbatch through a chunk: a ``Steps`` with the ``record`` of a ModelSteps."""
         inputs, options = self.inputs, self.step_options(plan)
-        kind = SlicedSteps if self.slices else ModelSteps
+        kind = OutputLayerSteps if plan.placement.barriers else SlicedSteps if self.slices else ModelSteps
         return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, self.settings, options)
 
     def finish(self, steps: Any) -> None:
@@ -221,12 +229,21 @@ class StepCall:
             pair_runner=None if pairs is None else PairRunner(pairs, chunks),
             graph_in_evaluation=self.graph_in_evaluation,
             slices=SliceRunner(plan, self.slices, self.shapes) if self.slices else None,
+            output_layer=self._output_layer(plan, steps),
             skips=self._skips(plan),
             observer=observers(instruction_marks(self.communicator, settings), recording, ranges_if_profiling()),
         )
         if self.communicator.wire is not None:
             self.communicator.wire.source = executor
         return executor
+
+    def _output_layer(self, plan: Plan, steps: Any) -> OutputLayerRunner | None:
+        placement = plan.placement
+        return (
+            OutputLayerRunner(placement, self.communicator, steps, plan.spec.forward_only)
+            if placement.barriers
+            else None
+        )
 
     def _skips(self, plan: Plan) -> SkipRunner | None:
         if not plan.spec.skip_tensors:

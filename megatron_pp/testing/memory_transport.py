@@ -8,16 +8,21 @@ for batches; a batch leaves its queue as a whole. What passes here passes on NCC
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 
-from megatron_pp.comm.transport import P2PRequest, Transport
+from megatron_pp.comm.collectives import Collective, InThread
+from megatron_pp.comm.gloo import ChannelThreads
+from megatron_pp.comm.transport import P2PRequest, Transport, Work
 
 Queue = tuple[object, ...]
 
@@ -64,6 +69,7 @@ class MemoryNetwork:
         self.failure: str | None = None
         self._queues: defaultdict[Queue, deque[MemoryWork]] = defaultdict(deque)
         self._open: dict[tuple[bool, tuple[int, int, str]], deque[End]] = defaultdict(deque)
+        self._gathered: defaultdict[int, dict[int, torch.Tensor]] = defaultdict(dict)  # by number of the exchange
 
     def transport(self, rank: int) -> MemoryTransport:
         return MemoryTransport(self, rank)
@@ -100,6 +106,18 @@ class MemoryNetwork:
         with self.changed:
             self.failure = why
             self.changed.notify_all()
+
+    def exchange(self, rank: int, number: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that all ranks give to their exchange of that number. Waits for all."""
+        with self.changed:
+            gathered = self._gathered[number]
+            gathered[rank] = tensor.clone()
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: len(gathered) == self.size or self.failure is not None)
+            if len(gathered) < self.size:
+                raise RuntimeError(f"aborted: {self.failure}")
+            self._gathered.pop(number - 1, None)  # all have read what they came here after
+            return [gathered[one] for one in range(self.size)]
 
     def transfer(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the bytes."""
@@ -145,6 +163,27 @@ class MemoryNetwork:
             self._activate(queue[0])
 
 
+class MemoryCollectives:
+    """Collectives of a MemoryNetwork, on one rank."""
+
+    def __init__(self, network: MemoryNetwork, rank: int) -> None:
+        self.network = network
+        self.rank = rank
+        self.number = count()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        gathered = self.all_gather(tensor)
+        if self.rank != root:
+            tensor.copy_(gathered[root])
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.network.exchange(self.rank, next(self.number), tensor))
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        gathered = self.all_gather(tensor)
+        tensor.copy_(gathered.sum(0) if self.rank == root else torch.full_like(tensor, torch.nan))
+
+
 class MemoryTransport(Transport):
     """One rank's side of a MemoryNetwork. ``aborted`` stays False: the network holds the failure."""
 
@@ -155,6 +194,15 @@ class MemoryTransport(Transport):
         self.rank = rank
         self.size = network.size
         self.device = torch.device("cpu")
+        self._collectives = MemoryCollectives(network, rank)
+        self._threads: ChannelThreads | None = None
+
+    def collective(self, collective: Collective) -> Work:
+        """A thread runs them, in posting order."""
+        if self._threads is None:
+            self._threads = ChannelThreads()
+            weakref.finalize(self, self._threads.interrupt, "the transport is gone")
+        return self._threads.post("collectives", partial(InThread, collective, self._collectives))
 
     @property
     def store(self) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_pp.errors import ExchangeError
 from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, FORWARD, INPUT_GRAD, OUTPUT_S, OUTPUT_T, WEIGHT_GRAD
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.tracing.run import TracedRun
@@ -86,7 +86,8 @@ def _measured_costs(steps: Sequence[Simulation]) -> StageCosts:
             halves[s] = weight[s] = both / 2
         elif both == 0:
             whole[s] = one + other
-    return StageCosts(tuple(median(FORWARD)), tuple(whole), tuple(halves), tuple(weight))
+    passes = statistics.mean(median(OUTPUT_S)), statistics.mean(median(OUTPUT_T))
+    return StageCosts(tuple(median(FORWARD)), tuple(whole), tuple(halves), tuple(weight), passes=passes)
 
 
 def _measured_network(steps: Sequence[Simulation], on_cpu: bool) -> Network:

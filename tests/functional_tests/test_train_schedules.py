@@ -21,6 +21,7 @@ RANKS, STEPS, MICROBATCHES = 2, 2, 5
 SIZES = [*SHORT, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(STEPS), "--eval-interval", "0"]
 
 SLICED = [name for name, family in SCHEDULES.items() if family.sliced]
+SPLIT_OUTPUT = [name for name, family in SCHEDULES.items() if family.barriers]
 FILES = {"own.json": "json", "pytorch.csv": "torch-csv"}
 
 
@@ -42,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [*(name for name in SCHEDULES if name not in ("1f1b", *SLICED)), *FILES])
+@pytest.mark.parametrize(
+    "name", [*(name for name in SCHEDULES if name not in ("1f1b", *SLICED, *SPLIT_OUTPUT)), *FILES]
+)
 def test_every_schedule_takes_the_steps_of_1f1b(name: str, folder: Path) -> None:
     """Losses, gradient norms and validation losses, to the last bit."""
     expected = numbers(folder / "runs" / "1f1b")
@@ -55,6 +58,14 @@ def test_slices_take_the_steps_of_1f1b_but_for_rounding(folder: Path) -> None:
     runs = [numbers(folder / "runs" / name) for name in SLICED]
     assert runs == [runs[0]] * len(SLICED)
     assert losses(folder / "runs" / SLICED[0]) == pytest.approx(losses(folder / "runs" / "1f1b"), rel=1e-5)
+
+
+def test_a_split_output_layer_takes_the_steps_of_1f1b_but_for_rounding(folder: Path) -> None:
+    """Tied to the embedding, as it is unless asked otherwise."""
+    expected = numbers(folder / "runs" / "1f1b")
+    for name in SPLIT_OUTPUT:
+        assert losses(folder / "runs" / name) == pytest.approx(losses(folder / "runs" / "1f1b"), rel=1e-5)
+        assert len(numbers(folder / "runs" / name)) == len(expected)
 
 
 def test_the_script_brings_the_chunks_that_a_schedule_needs_and_says_what_is_split(

@@ -25,7 +25,7 @@ class ReleaseBeforeWait(PlanExecutor):
         if at.op == ins.FREE_B:
             super()._wait_then_free(handle, at)
         else:
-            self._drop_data(at.key)
+            self.drop_data(at.key)
             self._wait_late(handle)
 
     def _wait_late(self, handle: WaitHandle) -> None:
@@ -132,7 +132,7 @@ class DeallocatesWhatItDefers(PlanExecutor):
     def _free(self, at: Task) -> None:
         handle = self.handles[at.message]
         if self.max_deferred and not handle.is_completed() and at.op == ins.FREE_F:
-            self._drop_data(at.key)
+            self.drop_data(at.key)
         super()._free(at)
 
 
@@ -151,15 +151,15 @@ class OwnsNothing(P2PCore):
     owned the bytes. Shapes that travel ahead stay.
     """
 
-    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        super()._alias(tensor)
+    def _alias(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        super()._alias(tensor, dtype)
         return tensor
 
-    def post_send(self, value: Tensors, peer: int, channel: str) -> WaitHandle:
+    def post_send(self, value: Tensors, peer: int, channel: str, dtype: torch.dtype | None = None) -> WaitHandle:
         if isinstance(value, torch.Tensor) and not self.variable_shapes:
             work = self.transport.isend(value, peer, channel)
             return WaitHandle(self, (work,), None, None, "send", peer, channel)
-        return _disown(super().post_send(value, peer, channel))
+        return _disown(super().post_send(value, peer, channel, dtype))
 
     def post_batch(self, requests: Sequence[Send | Receive]) -> list[WaitHandle]:
         handles = super().post_batch(requests)

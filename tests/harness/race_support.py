@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,13 @@ import torch
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
+from megatron_pp.plan.skip_tensors import SkipTensor
 from megatron_pp.plan.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.sequence_slices import SliceRunner, sequence_slice
+from megatron_pp.runtime.skip_tensors import SkipRunner
 from megatron_pp.runtime.sliced_steps import SlicedSteps
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
@@ -109,7 +112,26 @@ class ExactCausalBlock(ExactBlock):
         return super().forward(seen.cumsum(0)[part.start :])
 
 
-def exact_block(spec: PlanSpec) -> type[ExactBlock]:
+class ExactSkipBlock(ExactBlock):
+    """The same of the input and the named tensors that the stage uses; those that it makes are whole numbers too."""
+
+    def __init__(self, stage: int, tensors: tuple[SkipTensor, ...]) -> None:
+        super().__init__(stage)
+        self.uses = [one.name for one in tensors if stage in one.users]
+        self.makes = [one for one in tensors if one.source == stage]
+
+    def forward(self, x: torch.Tensor, **named: torch.Tensor) -> Any:
+        assert list(named) == self.uses
+        for count, tensor in enumerate(named.values(), 1):
+            x = x + tensor * count
+        output = super().forward(x)
+        made = {one.name: (output - x if one.gradient else x.detach() + 1) for one in self.makes}
+        return (output, made) if made else output
+
+
+def exact_block(spec: PlanSpec) -> Callable[[int], ExactBlock]:
+    if spec.skip_tensors:
+        return partial(ExactSkipBlock, tensors=spec.skip_tensors)
     return ExactBlock if spec.slices == 1 else ExactCausalBlock
 
 
@@ -192,6 +214,9 @@ class _RankRun:
         if slices > 1:
             lengths, shapes = [data.seq_length // slices] * slices, [Shapes(shape, shape)] * slices
             more["slices"] = SliceRunner(self.plan, lengths, shapes)
+        if self.plan.spec.skip_tensors:
+            graphs, dtype = not self.plan.spec.forward_only, core.dtype
+            more["skips"] = SkipRunner(self.plan, [shape] * slices, dtype, graphs)
         weights = DeferredWeights()
         for chunk in self.chunks:
             chunk.inner.weights = weights

@@ -40,7 +40,7 @@ class FreesWhenPosted(_AfterPosting):
 
     def posted(self, at: Task) -> None:
         if at.op == ins.SEND_F:
-            self._drop_data(at.key)
+            self.drop_data(at.key)
 
 
 class WritesIntoOutput(_AfterPosting):
@@ -57,6 +57,17 @@ class WritesIntoGradient(_AfterPosting):
     def posted(self, at: Task) -> None:
         if at.op == ins.SEND_B:
             self.input_grads[at.key].mul_(2.0)
+
+
+class DropsNamedWhenPosted(PlanExecutor):
+    """The memory of a named tensor is given back as soon as its send is posted; what uses it later has a copy."""
+
+    def _post_named(self, at: Task) -> None:
+        super()._post_named(at)
+        if at.op == ins.SEND_F and self.skips is not None:
+            sent, held = self.skips.request(at)[0], self.skips.held
+            (key,) = (key for key, tensor in held.items() if tensor is sent)
+            held[key] = sent.detach().clone().requires_grad_(sent.requires_grad)
 
 
 class FreesPostedReceive(_AfterPosting):

@@ -2,8 +2,9 @@
 // Draws timelines on canvases from compact columns: no element per block, so half a million blocks are fine.
 // All timelines of a page share one visible stretch of time.
 
-const OPS = ["F", "B", "I", "W"];
-const WAITS = ["wait for an activation", "wait for a gradient", "release an output (own send)", "release a gradient (own send)"];
+const OPS = ["F", "B", "I", "W", "S", "T"];
+const WAITS = ["wait for an activation", "wait for a gradient", "release an output (own send)", "release a gradient (own send)",
+  "wait for the broadcast", "wait for the all-reduce", "wait for the reduction"];
 const ROW = { block: 22, strip: 3, gap: 5 };
 const CURVES = 70; // height of the chart of memory
 const AXIS = 22;
@@ -152,7 +153,7 @@ function sliceName(chart, code, before) {
 
 function blockName(chart, code, chunks) {
   const name = `${microbatch(chart, code)}${sliceName(chart, code, "s")}`;
-  return chunks > 1 ? `${OPS[code >>> 30]}${(code >>> 20) & 1023}.${name}` : `${OPS[code >>> 30]}${name}`;
+  return chunks > 1 ? `${OPS[code >>> 29]}${(code >>> 20) & 511}.${name}` : `${OPS[code >>> 29]}${name}`;
 }
 
 function setFont(pen, size) {
@@ -167,7 +168,7 @@ function chooseLabels(chart, pen) {
   let form = {};
   setFont(pen, 100);
   for (const [chunks, stacked] of forms) {
-    const lines = chart.ops.flatMap((op) => labelLines(chart, (op << 30) | last, chunks, stacked));
+    const lines = chart.ops.flatMap((op) => labelLines(chart, (op << 29) | last, chunks, stacked));
     const size = (100 * room) / Math.max(...lines.map((line) => pen.measureText(line).width));
     form = { chunks, stacked, size: Math.min(stacked ? LABEL.stacked : LABEL.largest, Math.max(LABEL.smallest, size)) };
     if (size >= LABEL.good) break;
@@ -185,7 +186,7 @@ function drawLabel(chart, pen, code, form, from, to, y) {
   const lines = labelLines(chart, code, form.chunks, form.stacked);
   const width = Math.max(...lines.map((line) => pen.measureText(line).width));
   if (to - from < width + 1) return;
-  pen.fillStyle = chart.inks[code >>> 30][(code >>> 20) & 1023];
+  pen.fillStyle = chart.inks[code >>> 29][(code >>> 20) & 511];
   const middle = (from + to) / 2, first = y + ROW.block / 2 - ((lines.length - 1) * form.size) / 2;
   lines.forEach((line, k) => pen.fillText(line, middle, first + k * form.size + 0.5));
   chart.labels.push({ name: lines.join(""), left: middle - width / 2, right: middle + width / 2, y, size: form.size });
@@ -210,13 +211,13 @@ function drawBlocks(chart, pen, lane, y) {
   };
   for (let i = first; i < starts.length && starts[i] <= last; i++) {
     const a = x(chart, starts[i] * chart.tick), b = x(chart, (starts[i] + lengths[i]) * chart.tick);
-    const op = codes[i] >>> 30;
+    const op = codes[i] >>> 29;
     if (b - a < 1) {
       if (Math.floor(a) !== pixel) { flush(); pixel = Math.floor(a); }
       filled[op] += b - a;
       continue;
     }
-    const chunk = (codes[i] >>> 20) & 1023;
+    const chunk = (codes[i] >>> 20) & 511;
     const faded = view.picked >= 0 && view.picked !== microbatch(chart, codes[i]);
     pen.globalAlpha = faded ? 0.25 : 1;
     pen.fillStyle = chart.shades[op][chunk];
@@ -325,13 +326,13 @@ function describe(chart, px, py) {
   if (y <= ROW.block) {
     const i = at(lane.compute, tick);
     if (i >= 0) {
-      const code = lane.compute.codes[i], op = OPS[code >>> 30], chunk = (code >>> 20) & 1023, mb = microbatch(chart, code);
+      const code = lane.compute.codes[i], op = OPS[code >>> 29], chunk = (code >>> 20) & 511, mb = microbatch(chart, code);
       return { mb, text: `${blockName(chart, code, chart.chunks)}  ${lane.name}\n${names[op]} of chunk ${chunk}, microbatch ${mb}${sliceName(chart, code, ", slice ")} (stage ${lane.stages[chunk]})\n${span(chart, lane.compute, i)}` };
     }
     const w = at(lane.waits, tick);
     if (w >= 0) {
       const code = lane.waits.codes[w], mb = microbatch(chart, code);
-      return { mb, text: `${lane.name}: ${WAITS[code >>> 30]}\nchunk ${(code >>> 20) & 1023}, microbatch ${mb}${sliceName(chart, code, ", slice ")}\n${span(chart, lane.waits, w)}` };
+      return { mb, text: `${lane.name}: ${WAITS[code >>> 29]}\nchunk ${(code >>> 20) & 511}, microbatch ${mb}${sliceName(chart, code, ", slice ")}\n${span(chart, lane.waits, w)}` };
     }
     return { mb: -1, text: `${lane.name}: idle` };
   }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from megatron_pp.plan.advise.candidates import Candidate, Estimate
 from megatron_pp.plan.advise.evaluate import Outcome
 from megatron_pp.plan.advise.flags import layout_of, megatron_flags, our_flags
+from megatron_pp.plan.advise.microbatch_order import MicrobatchOrder
 from megatron_pp.plan.advise.model import PART, STEPS
 from megatron_pp.plan.advise.question import Question
 from megatron_pp.plan.advise.search import Findings
@@ -140,10 +142,12 @@ def estimated_why(one: Estimate, best: Outcome) -> str:
     return f"not built; by a first estimate {one.step / best.step - 1:+.1%}"
 
 
-def as_json(findings: Findings) -> dict[str, Any]:
+def as_json(findings: Findings, order: MicrobatchOrder | None = None) -> dict[str, Any]:
+    """``order``: that of unequal microbatches."""
     question, best = findings.question, findings.best
     return {
         "recommended": None if best is None else _facts(question, best),
+        "microbatch_order": None if order is None else asdict(order),
         "pareto": [_facts(question, one) for one in findings.front],
         "alternatives": [
             {**_facts(question, one), "why_not": one.refused if best is None else why_not(one, best)}

@@ -23,6 +23,7 @@ from megatron_pp.plan.spec import Shape
 
 _PILOTS = (2, 4)  # an estimate is of so many P microbatches; the steady state goes on
 _TENSORS = 4  # pipeline tensors of a rank besides its stages' inputs, before a plan says how many
+_ROOM = 1.5  # P microbatches: a search rarely finds a shorter step with more memory than for so many
 _SEEDS = {LOOP: ("1f1b", "interleaved_1f1b"), "v": ("v_half", "v_half")}  # of one chunk, of several
 
 
@@ -93,7 +94,19 @@ def candidates(question: Question) -> Iterator[Candidate]:
             for chunks in _chunks(family, question.max_chunks):
                 for slices in question.slices if family.sliced else (1,):
                     if (slices > 1) == family.sliced:
-                        yield Candidate(name, chunks, size, count, question.policies[0], slices=slices)
+                        share = _memory_share(question, question.model(size)) if family.search is not None else 1.0
+                        yield Candidate(
+                            name, chunks, size, count, question.policies[0], slices=slices, memory_share=share
+                        )
+
+
+def _memory_share(question: Question, model: Model) -> float:
+    """Of the device, for a search."""
+    ranks = question.pipeline_size
+    activation = sum(one.activation for one in model.layers) / ranks
+    static = 2 * sum(one.static for one in model.layers) / ranks  # of an unequal rank
+    needed = static + _ROOM * ranks * activation + 8 * question.max_chunks * model.message
+    return min(1.0, needed / question.memory) if activation else 1.0
 
 
 def _chunks(family: Family, most: int) -> list[int]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 
-from megatron_pp.plan.advise.model import LETTERS, MTP, Layer
+from megatron_pp.plan.advise.model import LETTERS, MTP, Layer, spreads_mtp
 from megatron_pp.plan.placement import LOOP, Placement
 
 Units = Sequence[tuple[Layer, ...]]
@@ -69,6 +69,8 @@ def stages_of(units: Units, counts: Counts) -> list[tuple[Layer, ...]]:
 
 def is_buildable(stages: Sequence[Sequence[Layer]], placement: Placement) -> bool:
     """Whether Megatron builds these: MTP layers in the last chunk of a rank but the first, and on a V with the loss."""
+    if spreads_mtp(one for layers in stages for one in layers):
+        return True
     allowed = {row[-1] for row in placement.stages[1:]} if placement.kind == LOOP else set()
     allowed.add(placement.num_stages - 1)
     return all(stage in allowed or all(one.kind != MTP for one in layers) for stage, layers in enumerate(stages))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from megatron_pp.errors import PlanError
@@ -107,15 +107,17 @@ class Model:
 
     def units(self, num_stages: int, mtp_with_loss: bool = False) -> tuple[tuple[Layer, ...], ...]:
         """What cannot be cut apart, in model order: each layer, all MTP layers together (Megatron builds them on one
-        stage; ``mtp_with_loss``: on the last), and of a fluid model its equal stages. Raises PlanError where parts of
-        unequal cost cannot be regrouped so, and where there are fewer layers than stages.
+        stage; ``mtp_with_loss``: on the last), unless there are several losses to spread too, and of a fluid model its
+        equal stages. Raises PlanError where parts of unequal cost cannot be regrouped so, and where there are fewer
+        layers than stages.
         """
         if self.is_fluid:
             parts = _regrouped(self.layers, num_stages)
             return tuple((part.share(STEPS),) * STEPS for part in parts)
         units: list[tuple[Layer, ...]] = []
+        spread = spreads_mtp(self.layers)
         for one in self.layers:
-            if units and units[-1][0].kind == MTP and (one.kind == MTP or mtp_with_loss):
+            if not spread and units and units[-1][0].kind == MTP and (one.kind == MTP or mtp_with_loss):
                 units[-1] = (*units[-1], one)
             else:
                 units.append((one,))
@@ -134,6 +136,13 @@ def _regrouped(parts: Sequence[Layer], count: int) -> list[Layer]:
         raise PlanError(f"costs of {len(parts)} parts cannot be joined to {count} stages; a divisor of it can")
     size = len(parts) // count
     return [total(parts[i : i + size]) for i in range(0, len(parts), size)]
+
+
+def spreads_mtp(layers: Iterable[Layer]) -> bool:
+    """Whether MTP layers and their losses may lie on different stages, as NVIDIA/Megatron-LM#5318 and #5329 build them:
+    where every loss is a layer of its own.
+    """
+    return sum(one.kind == LOSS for one in layers) > 1
 
 
 def total(layers: Sequence[Layer]) -> Layer:

@@ -36,6 +36,7 @@ class Question:
     device            rules of the device, under which every plan is verified
     splits_backward   whether the model can put weight gradients off
     gloo              transfers are gloo's (``costs.Network``)
+    microbatch_costs  what each microbatch of a step costs of the times, in the order given; empty: all cost the same
     seq_length        tokens of a sequence; None where not known
     peak_flops        of a device, per second; None where not known
     """
@@ -56,6 +57,7 @@ class Question:
     device: tuple[str, ...] = ()
     splits_backward: bool = True
     gloo: bool = False
+    microbatch_costs: tuple[float, ...] = ()
     seq_length: int | None = None
     peak_flops: float | None = None
 
@@ -69,6 +71,10 @@ class Question:
             if name not in SCHEDULES:
                 raise PlanError(unknown("schedule", name, SCHEDULES))
         object.__setattr__(self, "device", checked_device(self.device))
+        counts = [count for _, count in self.microbatches()]
+        if self.microbatch_costs and counts and len(self.microbatch_costs) not in counts:
+            of_step = " or ".join(map(str, counts))
+            raise PlanError(f"costs of {len(self.microbatch_costs)} microbatches are given; a step has {of_step}")
         if not list(self.microbatches()):
             raise PlanError(self._no_microbatches())
 

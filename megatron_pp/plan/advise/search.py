@@ -20,7 +20,6 @@ Report = Callable[[int, int, str], None]
 """Takes how many candidates are done, of how many, and what is looked at."""
 
 _GAIN = 0.002  # a search whose bound is not this much below the best step is not worth its time
-_SHARES = (0.5, 0.25)  # of the memory, that a search which was the best is repeated with
 _AS_FAST = 1e-3  # steps that differ by less are told apart by their memory
 _EXTRA = 1.0  # of the budget, where nothing that fits was found within it
 _POLL = 0.02  # seconds
@@ -96,7 +95,7 @@ class _Queue:
         searches.sort(key=lambda one: (one.candidate.num_chunks * one.candidate.num_microbatches, one.step))
         rest = sorted((one for one in named if one not in front), key=lambda one: one.step if fits else one.peak)
         self.waiting = [*front[:2], *_alternately(searches, [*front[2:], *rest])]
-        self.cuts = {one.candidate: one.cut for one in possible}
+        self.cuts = {_sizes(one.candidate): one.cut for one in possible}
         self.variants_of: set[Candidate] = set()
         self.unfinished: list[Candidate] = []
 
@@ -126,7 +125,7 @@ class _Queue:
         found = [replace(best, group_size=group) for group in groups if size < group <= best.num_microbatches]
         found += [replace(best, policy=policy) for policy in self.question.policies[1:]]
         if best.searches:
-            found = [replace(best, memory_share=share) for share in _SHARES]
+            found = [replace(best, memory_share=share) for share in (best.memory_share / 2, 1.0)]
         for one in found:
             if one not in self.variants_of and one != best:
                 self.variants_of.add(one)
@@ -134,8 +133,7 @@ class _Queue:
 
     def cut_of(self, candidate: Candidate) -> Fitted | None:
         """The model on its stages, as it was estimated."""
-        whole = replace(candidate, policy=self.question.policies[0], memory_share=1.0, group_size=0)
-        return self.cuts.get(whole)
+        return self.cuts.get(_sizes(candidate))
 
     def is_over(self, beyond: float) -> bool:
         """Whether to stop, so many seconds after the end of the budget; later where nothing fits so far."""
@@ -147,6 +145,11 @@ class _Queue:
 
     def left(self) -> list[Candidate]:
         return [*self.unfinished, *(one.candidate for one in self.waiting)]
+
+
+def _sizes(candidate: Candidate) -> tuple[str, int, int, int]:
+    """What candidates have in common whose model is cut the same way."""
+    return candidate.schedule, candidate.num_chunks, candidate.micro_batch, candidate.slices
 
 
 def _front(estimates: Sequence[Estimate]) -> list[Estimate]:

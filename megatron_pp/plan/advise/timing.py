@@ -25,7 +25,7 @@ def order_time(
     orders: Sequence[Sequence[Instruction]], placement: Placement, costs: StageCosts, transfer: float, slices: int = 1
 ) -> float:
     """When the last operation ends. Orders must be possible (``order_check.py``)."""
-    shares = costs.of_slices(slices)
+    shares, of_mb = costs.of_slices(slices), costs.microbatches
     ends: dict[tuple[str, int, int, int], float] = {}
     waiting: dict[tuple[str, int, int, int], int] = {}
     clocks, at, ready = [0.0] * len(orders), [0] * len(orders), list(range(len(orders)))
@@ -46,7 +46,7 @@ def order_time(
                 if placement.homes[source][0] != rank:
                     there += transfer
                 now = max(now, there)
-            now += costs.of(op, stage) * shares[part]
+            now += costs.of(op, stage) * shares[part] * (of_mb[mb] if of_mb else 1.0)
             k += 1
             if op in RESULT_OF:
                 left = RESULT_OF[op], stage, mb, part

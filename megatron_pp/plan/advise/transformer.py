@@ -67,6 +67,7 @@ class Transformer:
     moe_layers         1 for each MoE layer, 0 for each dense one, in model order
     expert_parallel    ranks that share the experts
     mtp_layers         multi-token prediction layers, whose losses are with the last stage's
+    spread_mtp         or may lie, each by itself, on other stages (NVIDIA/Megatron-LM#5318 and #5329)
     """
 
     shape: ModelShape
@@ -79,6 +80,7 @@ class Transformer:
     moe_layers: tuple[int, ...] = ()
     expert_parallel: int = 1
     mtp_layers: int = 0
+    spread_mtp: bool = False
 
     def model(self, gpu: Gpu, efficiency: float = EFFICIENCY) -> Model:
         """What its layers cost on ``gpu``, of which matrix products reach ``efficiency`` of the peak."""
@@ -93,7 +95,9 @@ class Transformer:
         layers = [self._embedding(rate)] if shape.vocab_size else []
         layers += [kinds[moe] for moe in is_moe]
         layers += [self._mtp(kinds[is_moe[-1]], rate)] * self.mtp_layers
-        layers += [self._loss(rate)] if shape.vocab_size else []
+        if shape.vocab_size:
+            losses = 1 + self.mtp_layers
+            layers += [self._loss(rate, 1)] * losses if self.spread_mtp else [self._loss(rate, losses)]
         share = attention_share(shape.seq_length, shape.hidden_size, self._width(bool(is_moe[0])))
         return Model(tuple(layers), shape.message_bytes / GB, share, self.flops())
 
@@ -192,9 +196,9 @@ class Transformer:
         late = shape.message_bytes / GB
         return Layer(EMBEDDING, lookup, 0.0, lookup, 0.0, late, None, table * shape.bytes_per_parameter / GB)
 
-    def _loss(self, rate: _Rate) -> Layer:
-        """The output layer and the loss, for each MTP layer once more. Logits are kept in 32 bits."""
-        shape, losses = self.shape, 1 + self.mtp_layers
+    def _loss(self, rate: _Rate, losses: int) -> Layer:
+        """The output layer and so many losses. Logits are kept in 32 bits."""
+        shape = self.shape
         table = shape.vocab_size * shape.hidden_size / shape.tensor_parallel
         logits = shape.tokens * shape.vocab_size / shape.tensor_parallel
         forward = losses * rate.time(self._head, shape.element_bytes * table + 4 * logits)

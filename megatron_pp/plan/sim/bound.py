@@ -79,6 +79,8 @@ def lower_bound(
     """
     if costs.num_stages != placement.num_stages:
         raise PlanError(f"costs are given for {costs.num_stages} stages; the placement has {placement.num_stages}")
+    if costs.microbatches:
+        raise PlanError("a bound is for microbatches that cost the same; leave StageCosts.microbatches out")
     limited = memory if memory is not None and slices == 1 and not forward_only else None
     times = StageTimes.of(placement, costs, network, split, forward_only, slices)
     rounds = num_microbatches if slices == 1 else 1

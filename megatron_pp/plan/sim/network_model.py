@@ -12,8 +12,8 @@ from collections import Counter
 from typing import NamedTuple
 
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES, Network
-from megatron_pp.plan.instruction import Instruction
-from megatron_pp.plan.queues import Direction, End, Entry, Meeting, QueueMachine
+from megatron_pp.plan.instruction import NONE, Instruction
+from megatron_pp.plan.queues import Direction, End, Entry, Gathering, Meeting, QueueMachine
 from megatron_pp.plan.sim.simulation import Transfer
 from megatron_pp.plan.spec import Plan
 
@@ -22,7 +22,7 @@ class Arrival(NamedTuple):
     """A transfer that is over, and what met for it."""
 
     transfer: Transfer
-    meeting: Meeting
+    meeting: Meeting | Gathering
 
 
 class Announcement(NamedTuple):
@@ -42,6 +42,7 @@ class TimedQueues(QueueMachine):
         super().__init__(plan, ordered=not network.gloo)
         self.network = network
         self.slices = plan.spec.slices
+        self.placement = plan.placement
         size = network.activation_bytes / self.slices
         detached = self.one_way and not plan.spec.variable_shapes and size >= GLOO_DETACHED_BYTES
         self.announces_late = network.gloo and not detached
@@ -89,7 +90,18 @@ class TimedQueues(QueueMachine):
     def _start_met(self, now: float) -> None:
         met, self.met = self.met, []
         for meeting in met:
-            self.started.append(Arrival(self._transfer(meeting, now), meeting))
+            if isinstance(meeting, Meeting):
+                self.started.append(Arrival(self._transfer(meeting, now), meeting))
+            else:
+                self.started.append(Arrival(self._collective(meeting, now), meeting))
+
+    def _collective(self, ends: Gathering, now: float) -> Transfer:
+        """A collective: a transfer of no link, from the root or to it, that is under way as soon as all are there."""
+        op, mb, placement = ends[0].at.op, ends[0].at.mb, self.placement
+        taken = self.network.collective_time(op, placement.barriers, placement.pipeline_size)
+        posted = sorted(end.entry.posted for end in ends)
+        root = placement.output_root
+        return Transfer(root, root, op, NONE, mb, 0.0, posted[0], posted[-1], now, now, now + taken)
 
     def _transfer(self, meeting: Meeting, now: float) -> Transfer:
         send, receive = meeting

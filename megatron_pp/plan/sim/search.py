@@ -3,15 +3,16 @@ section 3.1).
 
 Every named family that fits is a candidate, and each, whether it fits or not, is the start of more: its order of
 forwards and backwards becomes the pattern of the greedy scheduler, which puts it on the measured clock under the memory
-limit, by many rules; the best results become patterns in turn. Where none of this fits, one microbatch at a time may.
-The shortest by the simulator, on the very plan that would run, wins, so that the result is never worse than the best
-named one under the limit.
+limit, by many rules; the best results become patterns in turn. So does one microbatch at a time, which may fit where
+nothing else does. Local search (``improve.py``) goes on from the best, down to the lower bound (``bound.py``). The
+shortest by the simulator, on the very plan that would run, wins, so that the result is never worse than the best named
+one under the limit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp.errors import PlanError
@@ -23,13 +24,18 @@ from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.sim.bound import lower_bound
 from megatron_pp.plan.sim.greedy import ROUNDING, UNKNOWN, Problem, Rules, Scheduled, Slots, schedule
+from megatron_pp.plan.sim.improve import improved
 from megatron_pp.plan.sim.naive import naive_orders
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
 
 _FINALISTS = 6  # searched orders that are lowered and simulated
+_IMPROVED = 3  # seeds whose best orders local search goes on from
+_EFFORT = 800  # of it, per operation; a million take some 2 s
+_MOST_EFFORT = 400_000
 _ROUNDS = 2  # times that the best results become patterns in turn
 _PATIENCE = 5.0  # seconds of search before it is announced
 _PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first: the steady state repeats itself
@@ -131,9 +137,10 @@ class _Search:
         orders = self._named_orders()
         named = [self._candidate(name, order) for name, order in orders.items()]
         found = [c for c in named if self._fits(c.peaks)]
-        if min((c.makespan for c in found), default=UNKNOWN) > self._least_makespan():
-            found += self._fitting(self._grow(orders))
-        found = found or self._fitting(self._one_at_a_time())
+        least = self._least_makespan(named)
+        if min((c.makespan for c in found), default=UNKNOWN) > least * (1 + ROUNDING):
+            grown = sorted([*self._grow(orders), *self._one_at_a_time()], key=lambda trial: trial.result.makespan)
+            found += self._fitting([*grown, *self._improved(grown, least)])
         for candidate in sorted(found, key=lambda c: c.makespan):  # of equals, the named one comes first
             if _is_accepted(candidate.plan):
                 return SearchResult(candidate, tuple((c, self._fits(c.peaks)) for c in named))
@@ -156,21 +163,23 @@ class _Search:
         shape = replace(self.shape, group_size=size)
         return {**named, **{f"{family.name} in groups of {size}": family.orders(shape) for family in self.families}}
 
-    def _least_makespan(self) -> float:
-        """No plan is shorter: a rank does its work after its first input has come through the stages before."""
-        reached, bounds = 0.0, []
-        for stage, (rank, chunk) in enumerate(self.placement.homes):
-            if chunk == 0:
-                work = [
-                    self.costs.forward[s]
-                    + min(self.costs.backward[s], self.costs.backward_input[s] + self.costs.weight[s])
-                    for s in self.placement.stages[rank]
-                ]
-                bounds.append(reached + self.spec.num_microbatches * sum(work))
-            reached += self.costs.forward[stage]
-            if stage + 1 < self.placement.num_stages and self.placement.crosses_ranks(stage):
-                reached += self.measured.transfer
-        return max(bounds) * (1 + ROUNDING)
+    def _least_makespan(self, named: Sequence[Candidate]) -> float:
+        """No plan is shorter. Raises PlanError where not even one microbatch fits."""
+        try:
+            network, count = self.measured.network(), self.spec.num_microbatches
+            return lower_bound(self.placement, count, self.costs, network, self.memory).step
+        except PlanError as error:
+            raise PlanError(self._why_none(named)) from error
+
+    def _improved(self, trials: Sequence[_Trial], least: float) -> Iterator[_Trial]:
+        """What moves of single operations make of the shortest trials."""
+        of_seeds = {trial.seed: trial for trial in reversed(trials)}  # the shortest of each
+        for trial in sorted(of_seeds.values(), key=lambda one: one.result.makespan)[:_IMPROVED]:
+            self.patience.look()
+            size = sum(map(len, trial.result.orders))
+            effort = min(_EFFORT * size, _MOST_EFFORT)
+            for result in improved(self.problem, trial.result, least, effort, _FINALISTS):
+                yield replace(trial, result=result)
 
     def _candidate(self, name: str, orders: Sequence[Order]) -> Candidate:
         self.patience.look()

@@ -20,7 +20,7 @@ from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import FREE, Network, StageCosts
 from megatron_pp.plan.dataflow import Message, message_of
 from megatron_pp.plan.instruction import POST_OF, Instruction, halves
-from megatron_pp.plan.queues import Entry
+from megatron_pp.plan.queues import Entry, Meeting
 from megatron_pp.plan.rendezvous import check_rendezvous
 from megatron_pp.plan.sim.network_model import Announcement, Arrival, TimedQueues
 from megatron_pp.plan.sim.simulation import Simulation, TransferLog, Waits
@@ -40,7 +40,7 @@ def simulate(plan: Plan, costs: StageCosts, network: Network = FREE, device: Col
         raise PlanError(f"{' and '.join(rules)}: gloo's transfers wait for no device; leave the rule or gloo out")
     if costs.num_stages != plan.placement.num_stages:
         raise PlanError(f"costs are given for {costs.num_stages} stages; the plan has {plan.placement.num_stages}")
-    return _Run(plan, costs, network, rules).run()
+    return _Run(plan, costs.placed(plan.placement), network, rules).run()
 
 
 class _PairRest:
@@ -103,7 +103,7 @@ class _Rank:
             self.next += 1
         if op in ins.FREE_OPS:
             self.waits.release += now - since
-        elif op not in ins.WAIT_OPS:  # a post, held back by what is in front of it
+        elif op not in ins.WAIT_OPS | ins.COLLECTIVE_WAITS:  # a post, held back by what is in front of it
             self.waits.queued += now - since
         elif entry.last is not None:
             self.waits.add_receive(since, now, entry.last)
@@ -121,11 +121,14 @@ class _Run:
         self.plan = plan
         self.costs = costs
         self.shares = costs.of_slices(plan.spec.slices)  # of a whole sequence there is one, at the index NONE
+        self.of_mb = costs.of_microbatches(plan.spec.num_microbatches)
         self.rules = rules
         self.one_queue = ONE_QUEUE in rules
         self.device_sync = DEVICE_SYNC in rules
         self.queues = TimedQueues(plan, network)
         self.late_receives = plan.spec.variable_shapes  # as in rendezvous.py: its WAIT posts such a receive in full
+        self.posts = {ins.BATCH} | ins.SEND_OPS | ins.COLLECTIVE_POSTS
+        self.posts |= set() if self.late_receives else ins.RECV_OPS
         self.ranks = [_Rank(plan, r) for r in range(len(plan.programs))]
         self.log = TransferLog()
         self.agenda: list[tuple[float, int, _Rank | Arrival | Announcement]] = []
@@ -181,7 +184,7 @@ class _Run:
                     rank.starts.append(now)
                     rank.awaited = entry
                     return
-            elif op == ins.BATCH or op in ins.SEND_OPS or (op in ins.RECV_OPS and not self.late_receives):
+            elif op in self.posts:
                 entry = self._post(rank, at, now)
                 if self.one_queue and entry.queue[0] is not entry:
                     rank.starts.append(now)
@@ -196,7 +199,7 @@ class _Run:
             self._start_pair(rank, at, now)
             return
         for one in at.members or (at,):
-            took = self.costs.of(one.op, one.stage) * self.shares[one.slice]
+            took = self.costs.of(one.op, one.stage) * self.shares[one.slice] * self.of_mb[one.mb]
             rank.note(now, now + took)
             rank.busy += took
             now += took
@@ -205,7 +208,7 @@ class _Run:
 
     def _start_pair(self, rank: _Rank, at: Instruction, now: float) -> None:
         """A pair with sends in it: its halves take what both take, and each send has its share of that time."""
-        whole = sum(self.costs.of(half.op, half.stage) for half in halves(at))
+        whole = sum(self.costs.of(half.op, half.stage) * self.of_mb[half.mb] for half in halves(at))
         pair, begun = _PairRest(), now
         for one in at.members:
             if one.op in ins.SEND_OPS:
@@ -213,7 +216,7 @@ class _Run:
                 pair.sends.append((begun + share * whole, len(rank.starts), one))
                 rank.note(now, now)
                 continue
-            took = self.costs.of(one.op, one.stage)
+            took = self.costs.of(one.op, one.stage) * self.of_mb[one.mb]
             pair.backward = len(rank.starts)
             rank.note(now, now + took)
             now += took
@@ -260,7 +263,8 @@ class _Run:
     def _plan_network_events(self) -> None:
         """What the network will do of itself because of what was just posted or has just ended."""
         for arrival in self.queues.started:
-            self.log.append(arrival.transfer)
+            if isinstance(arrival.meeting, Meeting):  # collectives go over no link of their own
+                self.log.append(arrival.transfer)
             self._plan_event(arrival.transfer.end, arrival)
         self.queues.started.clear()
         for when, announcement in self.queues.announced:

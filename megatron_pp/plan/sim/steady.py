@@ -46,7 +46,8 @@ def steady_step(plan: Plan, costs: StageCosts, network: Network = FREE, device: 
     ``simulate``.
     """
     for steps in _STEPS:
-        result = simulate(in_a_row(plan, steps), costs, network, device)
+        each = replace(costs, microbatches=steps * costs.microbatches)
+        result = simulate(in_a_row(plan, steps), each, network, device)
         ends = [_step_ends(result, rank, steps) for rank in range(len(result.ends))]
         periods = [late - early for rank in ends for early, late in pairwise(rank[steps // 2 - 1 :])]
         if max(periods) - min(periods) <= _CLOSE * result.makespan:

@@ -26,7 +26,7 @@ VALUES = {  # a switch has none
     "--tensor-parallel": "4", "--context-parallel": "2", "--data-parallel": "2", "--recompute": "full",
     "--from-trace": "traces", "--run": "one", "--rank": "1", "--step": "0", "--compare": "1f1b",
     "--memory-limit": "0", "--weight-share": "0.3", "--style": "grid", "--width": "400",
-    "--sequence-slices": "2", "--attention-share": "0.5",
+    "--sequence-slices": "2", "--attention-share": "0.5", "--output-ms": "1.5",
 }  # fmt: skip
 PLANS = (
     "plan -s 1f1b -P 2 -V 1 -M 4",

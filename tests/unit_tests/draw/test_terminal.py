@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from megatron_pp.draw.grid import grid_cells, render_grid
-from megatron_pp.draw.palette import OPERATIONS
 from megatron_pp.draw.text import plain, render_text
 from megatron_pp.draw.timeline import simulated_timeline
 from megatron_pp.plan.costs import Link, Network, StageCosts
@@ -84,17 +83,17 @@ def backgrounds(lines, colours):
     console = Console(file=out, force_terminal=True, color_system=colours, width=500)
     for line in lines:
         console.print(line, soft_wrap=True)
-    blocks = re.findall(r"\x1b\[([\d;]+)m([FBIW])\d", out.getvalue())
+    blocks = re.findall(r"\x1b\[([\d;]+)m([FBIWST])\d", out.getvalue())
     return {(re.search(r"(?:4[0-7]|10[0-7]|48;.*)$", codes).group(), op) for codes, op in blocks}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe_v"])
-def test_operations_differ_in_a_terminal_of_16_colours(schedule):
+@pytest.mark.parametrize(("schedule", "ops"), [("1f1b", "FB"), ("dualpipe_v", "FBIW"), ("vocab_1f1b", "FBST")])
+def test_operations_differ_in_a_terminal_of_16_colours(schedule, ops):
     """Also in one of 8, which has no bright colours (100 to 107)."""
     few = [render_text([timeline_of(schedule)], few_colours=True), render_grid(plan_of(schedule), few_colours=True)]
     for lines in few:
         found = backgrounds(lines, "standard")
-        assert {op for _, op in found} == {op for op in OPERATIONS if schedule != "1f1b" or op in "FB"}
+        assert {op for _, op in found} == set(ops)
         assert len({code for code, _ in found}) == len(found)
         assert all(code.startswith("4") and len(code) == 2 for code, _ in found)
 

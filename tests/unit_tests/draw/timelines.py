@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import Link, Network, StageCosts
@@ -27,9 +29,10 @@ def timeline_of(
     network: Network = NETWORK,
     shape: ModelShape | None = SHAPE,
 ) -> Timeline:
-    """Every stage takes 1 ms for each of F, I and W."""
+    """Every stage takes 1 ms for each of F, I and W, and 0.5 for S and T."""
     plan = plan_of(schedule, p, m, v)
-    return simulated_timeline(simulate(plan, StageCosts.uniform(plan.placement.num_stages), network), "ms", shape)
+    costs = replace(StageCosts.uniform(plan.placement.num_stages), passes=(0.5, 0.5))
+    return simulated_timeline(simulate(plan, costs, network), "ms", shape)
 
 
 def compared(*schedules: str, p: int = 8, m: int = 16, network: Network = FREE) -> list[Timeline]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pp.comm.transport import SoloTransport
+from megatron_pp.comm.solo_transport import SoloTransport
 from megatron_pp.faults.consistency import RECEIVES, SENDS, Agreements
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import builder

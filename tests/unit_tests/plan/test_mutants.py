@@ -16,6 +16,7 @@ import pytest
 from megatron_pp.errors import PipelineError, PlanError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.skip_tensors import CACHES
 from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
@@ -107,6 +108,27 @@ def test_every_harmful_plan_mutant_is_refused(schedule: str, capsys: pytest.Capt
     summary = ", ".join(f"{k} {count[k, 'verify']} + {count[k, 'harmless']}" for k in KINDS)
     with capsys.disabled():
         print(f"\nplan mutants of {schedule}, refused by verify + harmless when run: {summary}; escaped 0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "tensors"), [("1f1b", 1, "a=0>2; m=0>1,2 no_grad"), ("zb_v", 2, "blocks")]
+)
+def test_every_harmful_mutant_of_a_plan_with_named_tensors_is_refused(schedule: str, chunks: int, tensors: str) -> None:
+    escaped, count = [], Counter[str]()
+    for turn, policy in enumerate(POLICIES):
+        cache, shared = CACHES[turn], CHANNELS[turn % 2]
+        size = 3 if chunks == 1 else 2
+        more = {"policy": policy, "channels": shared, "skip_tensors": tensors, "skip_cache": cache}
+        plan = build_plan(PlanSpec(schedule, size, chunks, MICROBATCHES, **more))
+        judge = Judge(plan)
+        for what, mutant in sampled(plan, turn):
+            verdict = judge.verdict(mutant)
+            count[verdict if verdict in ("verify", "harmless") else "escaped"] += 1
+            if verdict not in ("verify", "harmless"):
+                escaped.append(f"{plan.spec.describe()}: {what}: {verdict}")
+    assert not escaped, f"{len(escaped)} harmful mutants pass verify:\n" + "\n".join(escaped[:20])
+    assert count["verify"] > 10 * count["harmless"] > 0
 
 
 @pytest.mark.slow

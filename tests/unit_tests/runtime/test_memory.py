@@ -5,6 +5,7 @@ instruction.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan, verified_plan
 from megatron_pp.plan.instruction import SEND_OPS, Instruction
 from megatron_pp.plan.lifetime import tensors_timeline
+from megatron_pp.plan.skip_tensors import CACHES
 from megatron_pp.plan.spec import POLICIES, PlanSpec
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.runtime.skip_tensors import SkipRunner
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, toy_chunks, toy_config, toy_forward_step
+from megatron_pp.testing.toy import HIDDEN, SkipBlock, ToyBlock, ToyData, toy_chunks, toy_config, toy_forward_step
 
 STATE = ("inputs", "outputs", "output_grads", "input_grads")
 
@@ -43,8 +46,11 @@ class Census:
         pass
 
     def end(self, at: Instruction) -> None:
-        for name in STATE:
-            for tensor in getattr(self.executor, name).values():
+        skips = self.executor.skips
+        for table in [getattr(self.executor, name) for name in STATE] + (
+            [] if skips is None else [skips.held, skips.sums]
+        ):
+            for tensor in table.values():
                 self._see(tensor)
         for handle in self.executor.handles.values():
             self._see(handle.tensor)
@@ -88,6 +94,7 @@ def run_counted(
             Shapes(shape, shape),
             deallocate=deallocate,
             observer=census,
+            skips=SkipRunner(plan, [shape], torch.float32, not spec.forward_only) if spec.skip_tensors else None,
         )
         census.executor = executor
         executor.run()
@@ -115,6 +122,19 @@ def test_live_storages_are_those_predicted(
         if deallocate:
             assert max(census.counted) == verdict.ranks[rank].tensors
         assert census.counted[-1] == 0
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("cache", CACHES)
+def test_named_tensors_are_counted_as_they_live(cache: str, forward_only: bool) -> None:
+    for schedule, size, chunks, text in (("1f1b", 3, 1, "a=0>2; b=1>2"), ("interleaved_1f1b", 2, 2, "blocks")):
+        spec = PlanSpec(schedule, size, chunks, 4, forward_only=forward_only, skip_tensors=text, skip_cache=cache)
+        plan, verdict = verified_plan(spec)
+        block = partial(SkipBlock, tensors=spec.skip_tensors)
+        for rank, census in enumerate(run_counted(spec, block=block)):
+            assert census.counted == list(tensors_timeline(plan, rank))
+            assert max(census.counted) == verdict.ranks[rank].tensors
+            assert census.counted[-1] == 0
 
 
 def test_outputs_that_hold_data_stay_within_the_promise() -> None:

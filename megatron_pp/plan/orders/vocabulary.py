@@ -1,0 +1,96 @@
+"""1F1B with the output layer and its loss split over all ranks (Vocabulary Parallelism, arXiv 2411.05288).
+
+Every rank holds its share of the output layer's rows and runs, of each microbatch, a pass S and a pass T. The last
+stage's backward waits for what all ranks compute: behind S with one communication barrier (the paper's Algorithm 2),
+behind S and T with two (Algorithm 1). To hide each barrier the last stage runs a forward before it goes on, so that
+rank r holds P - r + 1 or P - r + 2 microbatches, where 1F1B holds P - r.
+
+The orders are those of a pipeline in nominal times: backwards of two forwards, passes S and T of a quarter, collectives
+of half a forward. A rank that is free runs what others wait for first: T, S, a forward that its memory has room for, a
+backward. Simulated with the output layer costing 0.05 to 1 of a forward and backward, P 1 to 8, the step is that of
+balanced stages, to 1% where a collective takes a fifth of a forward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from heapq import heappop, heappush
+
+from megatron_pp.plan.dataflow import RESULT_OF, Result, needs_of
+from megatron_pp.plan.family import Family, Order, Shape, every_microbatch
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, OUTPUT_S, OUTPUT_T, instruction
+from megatron_pp.plan.placement import LOOP, Placement
+
+VOCAB_1F1B = "vocab_1f1b"
+VOCAB_1F1B_ALG1 = "vocab_1f1b_alg1"
+_TIMES = {OUTPUT_T: 1, OUTPUT_S: 1, FORWARD: 4, BACKWARD: 8}  # in the order of what goes first
+_COLLECTIVE = 2
+
+
+def vocab_1f1b(shape: Shape, barriers: int) -> list[Order]:
+    """1F1B with S and T, and ``barriers`` between S and the last stage's backward."""
+    return _Clock(Placement(LOOP, shape.pipeline_size, 1, barriers), shape.num_microbatches).run()
+
+
+class _Clock:
+    """All ranks in nominal time. ``ends[result]``: when it is there, of each microbatch so far."""
+
+    def __init__(self, placement: Placement, microbatches: int) -> None:
+        self.placement = placement
+        self.microbatches = microbatches
+        ranks = range(placement.pipeline_size)
+        self.needs = [{op: needs_of(op, rank, placement) for op in _TIMES} for rank in ranks]
+        self.orders: list[Order] = [[] for _ in ranks]
+        self.next = [dict.fromkeys(_TIMES, 0) for _ in ranks]
+        self.free = [0] * placement.pipeline_size
+        self.ends: defaultdict[Result, list[int]] = defaultdict(list)
+        self.agenda = [(0, rank) for rank in ranks]
+
+    def run(self) -> list[Order]:
+        while self.agenda:
+            now, rank = heappop(self.agenda)
+            op = self._choose(rank, now) if self.free[rank] <= now else None
+            if op is None:
+                continue
+            self.orders[rank].append(instruction(op, 0, self.next[rank][op]))
+            self.next[rank][op] += 1
+            self.free[rank] = end = now + _TIMES[op]
+            self.ends[(RESULT_OF.get(op, op), rank)].append(end)
+            for other in range(len(self.free)):  # one of them may have waited for it
+                heappush(self.agenda, (end, other))
+                heappush(self.agenda, (end + _COLLECTIVE, other))
+        return self.orders
+
+    def _choose(self, rank: int, now: int) -> str | None:
+        return next((op for op in _TIMES if self._ready(rank, op, now)), None)
+
+    def _ready(self, rank: int, op: str, now: int) -> bool:
+        mb, last = self.next[rank][op], self.placement.pipeline_size - 1
+        in_flight = mb - self.next[rank][BACKWARD]
+        if mb == self.microbatches or (op == FORWARD and in_flight > last - rank + self.placement.barriers):
+            return False
+        collective = _COLLECTIVE if op == OUTPUT_T or (op == BACKWARD and rank == last) else 0
+        return all(mb < len(self.ends[of]) and self.ends[of][mb] + collective <= now for of in self.needs[rank][op])
+
+
+FAMILIES = (
+    Family(
+        VOCAB_1F1B,
+        partial(vocab_1f1b, barriers=1),
+        "arXiv 2411.05288, Algorithm 2",
+        "1F1B, the output layer split over all ranks, one communication barrier; P-r+1 microbatches in memory",
+        chunks=1,
+        repeats=every_microbatch,
+        barriers=1,
+    ),
+    Family(
+        VOCAB_1F1B_ALG1,
+        partial(vocab_1f1b, barriers=2),
+        "arXiv 2411.05288, Algorithm 1",
+        "the same with two barriers, for less compute in the pass S; P-r+2 microbatches in memory",
+        chunks=1,
+        repeats=every_microbatch,
+        barriers=2,
+    ),
+)

@@ -1,0 +1,339 @@
+"""An output layer with its loss that is split over all ranks of a pipeline, by rows of its weight (Vocabulary
+Parallelism, arXiv 2411.05288): the module that holds a rank's rows, and what the engine runs of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pp.comm.collectives import Collective, Collectives
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.comm.wait_handle import WaitHandle
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.tasks import MessageKey, Task
+from megatron_pp.runtime.arguments import StepInputs
+from megatron_pp.runtime.compute import LossRecord, ModelSteps, scaled_loss
+from megatron_pp.runtime.message_shapes import Messages
+
+
+def rows_of_rank(vocab_size: int, rank: int, size: int) -> range:
+    """The rows of the output weight that ``rank`` of ``size`` holds: ceil(vocab_size / size), the last ranks fewer."""
+    each = -(-vocab_size // size)
+    return range(min(rank * each, vocab_size), min((rank + 1) * each, vocab_size))
+
+
+class SplitOutputLayer(torch.nn.Module):
+    """A rank's rows of an output layer ``logits = hidden @ weight.T`` with cross-entropy, for schedules that split it
+    (``vocab_1f1b``, ``vocab_1f1b_alg1``). Every rank's model chunk has one, as a submodule, and calls it with its
+    output and the labels of the microbatch; what it returns is the stage's output.
+
+    On every rank ``forward_step_func`` then returns the stage's output and the loss function. That is called on each
+    rank with the loss of every token, of the labels' shape, float32 or wider, as the gradient of each is needed there;
+    it must give the same on all of them. What it reports counts on the last stage's rank.
+
+    Args:
+        hidden_size: of the last dimension of the stages' outputs.
+        vocab_size: rows of the whole weight.
+        rank, size: this rank's place in the pipeline.
+
+    ``weight``: ``[rows, hidden_size]``, ``rows`` the numbers of its rows; drawn by the caller.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, rank: int, size: int, **factory: Any) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.rows = rows_of_rank(vocab_size, rank, size)
+        self.weight = torch.nn.Parameter(torch.zeros(len(self.rows), hidden_size, **factory))
+        self._labels: Tensor | None = None
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Note ``labels`` (int64, of ``hidden``'s shape without its last dimension); returns ``hidden``."""
+        if labels.shape != hidden.shape[:-1]:
+            raise ScheduleInputError(
+                f"labels have shape {list(labels.shape)}; a split output layer needs one for each token of the stage's "
+                f"output, {list(hidden.shape[:-1])}"
+            )
+        self.__dict__["_labels"] = labels
+        return hidden
+
+    def take_labels(self) -> Tensor | None:
+        """The labels of the last forward, once."""
+        labels, self.__dict__["_labels"] = self._labels, None
+        return labels
+
+
+def split_layers(chunks: Iterable[torch.nn.Module]) -> list[SplitOutputLayer]:
+    """All split output layers of a rank."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, SplitOutputLayer)]
+
+
+def check_split_layer(inputs: StepInputs, schedule: str, barriers: int, messages: Messages) -> None:
+    """Raises ScheduleInputError where the model and the schedule do not agree on whether the output layer is split, or
+    the step asks for what a split one cannot give.
+    """
+    count = len(split_layers(inputs.chunks))
+    if barriers and count != 1:
+        raise ScheduleInputError(
+            f"schedule {schedule} splits the output layer over all ranks, and this rank's model has {count} "
+            "megatron_pp.SplitOutputLayer; it needs one on every rank"
+        )
+    if count and not barriers:
+        raise ScheduleInputError(
+            f"the model has a megatron_pp.SplitOutputLayer, and schedule {schedule} leaves the output layer to the "
+            "last stage; choose vocab_1f1b"
+        )
+    if barriers and (inputs.collect_non_loss_data or messages.received is not None or messages.sent is not None):
+        raise ScheduleInputError(
+            f"schedule {schedule} splits the output layer: it gives losses, no other data (collect_non_loss_data), and "
+            "stages send tensors, no dicts"
+        )
+
+
+@dataclass
+class _Microbatch:
+    """What a rank keeps of one microbatch.
+
+    ``exponentials`` are ``[tokens, rows]``, of logits less their row's maximum here; ``statistics`` ``[3, tokens]``:
+    that maximum, the sum of exponentials and the target's logit, of the rank's rows, then of all.
+    """
+
+    labels: Tensor
+    loss_func: Callable[..., Any]
+    x: Tensor | None = None
+    exponentials: Tensor | None = None
+    statistics: Tensor | None = None
+    part: Tensor | None = None
+    loss_grad: Tensor | None = None
+    dtype: torch.dtype | None = None  # of X
+
+
+class OutputLayerSteps(ModelSteps):
+    """``ModelSteps`` whose loss is the split output layer's: a forward notes the microbatch's labels and loss function,
+    and the last stage gives its output.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        (self.layer,) = split_layers(self.chunks)
+        self.noted: dict[int, _Microbatch] = {}
+        self._reports = list(self.options.is_last_stage)
+        self.options.is_last_stage = [False for _ in self._reports]
+
+    def _call(self, chunk: int, mb: int) -> tuple[Any, Any]:
+        output, loss_func = super()._call(chunk, mb)
+        labels = self.layer.take_labels()
+        if labels is None or loss_func is None:
+            what = "the model gave its SplitOutputLayer no labels" if labels is None else "there is no loss function"
+            raise ScheduleInputError(
+                f"microbatch {mb}: {what}; with a split output layer every rank needs both, as logits are whole nowhere"
+            )
+        self.noted[mb] = _Microbatch(labels, loss_func)
+        return output, None
+
+    def loss_grad(self, microbatch: _Microbatch) -> Tensor | None:
+        """The gradient of each token's loss, ``[tokens]``; None in evaluation. On the last stage's rank the loss
+        function's report counts.
+        """
+        options, reports = self.options, any(self._reports)
+        if options.forward_only and not reports:
+            return None
+        assert microbatch.statistics is not None
+        maximum, total, target = microbatch.statistics
+        with torch.set_grad_enabled(not options.forward_only):
+            losses = (maximum + total.log() - target).requires_grad_(not options.forward_only)
+            record = self.record if reports else LossRecord()
+            more = options.num_microbatches, options.cp_size, record, options.collect_non_loss_data
+            loss = scaled_loss(losses.view(microbatch.labels.shape), microbatch.loss_func, self.settings, *more)
+            if options.forward_only:
+                return None
+            if self.grad_scale_func is not None:
+                loss = self.grad_scale_func(loss)
+            return torch.autograd.grad(loss, losses)[0]
+
+
+def pass_s(weight: Tensor, rows: range, of: _Microbatch, with_input_grad: bool) -> None:
+    """Logits of the rank's rows, and what follows from them alone; with ``with_input_grad`` the gradient of X as far as
+    it does, ``exponentials @ weight``.
+    """
+    assert of.x is not None
+    x = of.x.flatten(0, -2)
+    logits = (x @ weight.to(x.dtype).t()).to(torch.promote_types(x.dtype, torch.float32))
+    maximum = logits.amax(1) if len(rows) else logits.new_full((len(x),), -torch.inf)
+    place, mine = _own_labels(of.labels, rows)
+    target = logits.gather(1, place[:, None])[:, 0].masked_fill(~mine, 0.0) if len(rows) else torch.zeros_like(maximum)
+    of.exponentials = logits.sub_(maximum[:, None]).exp_()
+    of.statistics = torch.stack((maximum, of.exponentials.sum(1), target))
+    of.part = of.exponentials @ weight.to(of.exponentials.dtype) if with_input_grad else None
+
+
+def combine(weight: Tensor, rows: range, of: _Microbatch, gathered: Tensor) -> None:
+    """The statistics of all ranks from ``gathered``, ``[ranks, 3, tokens]``, in the order of ranks. Scales the rank's
+    exponentials to its softmax, and makes its part of X's gradient whole, but for that of the loss.
+    """
+    assert of.statistics is not None
+    assert of.exponentials is not None
+    maximum = gathered[:, 0].amax(0)
+    total, target = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(0), gathered[:, 2].sum(0)
+    scale = ((of.statistics[0] - maximum).exp() / total)[:, None]
+    of.statistics = torch.stack((maximum, total, target))
+    of.exponentials.mul_(scale)
+    if of.part is not None and len(rows):
+        place, mine = _own_labels(of.labels, rows)
+        of.part.mul_(scale).sub_(weight[place].masked_fill(~mine[:, None], 0.0))
+
+
+def pass_t(weight: torch.nn.Parameter, rows: range, of: _Microbatch, with_input_grad: bool) -> None:
+    """The weight gradient of the rank's rows, added to the parameter's as autograd does, its hooks included; with
+    ``with_input_grad`` the rank's part of X's gradient.
+    """
+    assert of.x is not None
+    assert of.exponentials is not None
+    assert of.loss_grad is not None
+    grad, (place, mine) = of.exponentials, _own_labels(of.labels, rows)
+    if len(rows):
+        grad.scatter_add_(1, place[:, None], -mine[:, None].to(grad.dtype))
+    grad.mul_(of.loss_grad[:, None])
+    of.part = grad @ weight.to(grad.dtype) if with_input_grad else None
+    x = of.x.flatten(0, -2)
+    of_weight = (grad.to(x.dtype).t() @ x).to(weight.dtype)
+    of.exponentials = of.x = None
+    with torch.enable_grad():
+        torch.autograd.backward((weight.view_as(weight),), (of_weight,))
+
+
+def _own_labels(labels: Tensor, rows: range) -> tuple[Tensor, Tensor]:
+    """Of each token, the place of its label among ``rows`` (0 where it is none of them), and whether it is one."""
+    place = labels.flatten() - rows.start
+    mine = (place >= 0) & (place < len(rows))
+    return place.masked_fill(~mine, 0), mine
+
+
+@dataclass(eq=False)
+class OutputLayerRunner:
+    """Runs S, T and the collectives of one rank; ``steps`` are those of the step. Of the engine's tables it reads the
+    last stage's ``outputs`` and makes its ``output_grads``.
+    """
+
+    placement: Placement
+    communicator: P2PCore
+    steps: OutputLayerSteps
+    forward_only: bool
+    handles: dict[MessageKey, WaitHandle] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.layer = self.steps.layer
+        self.weight, self.rows = self.layer.weight, self.layer.rows
+        self.root = self.placement.output_root
+        self.is_root = self.communicator.rank == self.root
+        self.early = self.placement.barriers == 1  # S makes the part of X's gradient
+        self.trains = not self.forward_only
+        self.timers = self.steps.timers
+
+    @property
+    def kept(self) -> dict[int, _Microbatch]:
+        """By microbatch, from its forward until nothing of it is needed."""
+        return self.steps.noted
+
+    def handlers(self, executor: Any) -> dict[str, Callable[[Task], None]]:
+        """What executes each instruction; ``executor`` has the tables."""
+        self.executor = executor
+        return {
+            ins.BROADCAST: self._broadcast,
+            ins.WAIT_BROADCAST: self._wait,
+            ins.OUTPUT_S: self._s,
+            ins.ALL_REDUCE: self._all_reduce,
+            ins.WAIT_ALL_REDUCE: self._wait_all_reduce,
+            ins.OUTPUT_T: self._t,
+            ins.REDUCE: self._reduce,
+            ins.WAIT_REDUCE: self._wait_reduce,
+        }
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        if self.timers is None:
+            yield
+            return
+        self.timers(name, log_level=2).start()
+        yield
+        self.timers(name).stop()
+
+    def _post(self, at: Task, collective: Collective, name: str) -> None:
+        self.handles[at.message] = self.communicator.post_collective(collective, name)
+
+    def _wait(self, at: Task) -> None:
+        self.handles.pop(at.message).wait()
+
+    def _broadcast(self, at: Task) -> None:
+        microbatch, root = self.kept[at.mb], self.root
+        if self.is_root:
+            x = self.executor.outputs[at.key].detach().contiguous()
+        else:
+            x = self.communicator.allocate((*microbatch.labels.shape, self.weight.shape[1]), False)
+        microbatch.x, microbatch.dtype = x, x.dtype
+        self._post(at, lambda group: group.broadcast(x, root), "broadcast of the last stage's output")
+
+    def _s(self, at: Task) -> None:
+        with torch.no_grad(), self._timed("forward-compute"):
+            pass_s(self.weight, self.rows, self.kept[at.mb], self.early and self.trains)
+        if self.forward_only:
+            self.kept[at.mb].x = None
+            self._give_back(at)
+
+    def _all_reduce(self, at: Task) -> None:
+        of, root = self.kept[at.mb], self.root
+
+        def run(group: Collectives) -> None:
+            assert of.statistics is not None
+            combine(self.weight, self.rows, of, group.all_gather(of.statistics))
+            if of.part is not None:
+                group.reduce(of.part, root)
+
+        self._post(at, run, "all-reduce of the softmax statistics")
+
+    def _wait_all_reduce(self, at: Task) -> None:
+        self._wait(at)
+        of = self.kept[at.mb]
+        of.loss_grad = self.steps.loss_grad(of)
+        if self.early and self.trains:
+            part, of.part = of.part, None
+            if self.is_root and part is not None and of.loss_grad is not None:
+                self._give_gradient(at, of, part.mul_(of.loss_grad[:, None]))
+        if self.forward_only:
+            del self.kept[at.mb]
+
+    def _t(self, at: Task) -> None:
+        of = self.kept[at.mb]
+        with torch.no_grad(), self._timed("backward-compute"):
+            pass_t(self.weight, self.rows, of, not self.early)
+        self._give_back(at)
+        if self.early:
+            del self.kept[at.mb]
+
+    def _reduce(self, at: Task) -> None:
+        part, root = self.kept[at.mb].part, self.root
+        assert part is not None
+        self._post(at, lambda group: group.reduce(part, root), "reduction of the output's gradient")
+
+    def _wait_reduce(self, at: Task) -> None:
+        self._wait(at)
+        of = self.kept.pop(at.mb)
+        if self.is_root and of.part is not None:
+            self._give_gradient(at, of, of.part)
+
+    def _give_gradient(self, at: Task, of: _Microbatch, grad: Tensor) -> None:
+        """To the last stage's backward."""
+        shape = *of.labels.shape, self.weight.shape[1]
+        self.executor.output_grads[at.key] = grad.view(shape).to(of.dtype)
+
+    def _give_back(self, at: Task) -> None:
+        """The last stage's output is not read any more."""
+        if self.is_root:
+            self.executor.drop_data(at.key)

@@ -1,0 +1,122 @@
+"""Schedules whose output layer is split over all ranks: their memory, their step, and what ``verify`` catches."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from megatron_pp.errors import PlanError
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.builder import build_plan, lowered_plan, verified_plan
+from megatron_pp.plan.costs import Link, Network, StageCosts
+from megatron_pp.plan.instruction import format_program, parse_program
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.serialize import format_plan, parse_plan
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.spec import BATCHED, DEVICE_RULES, ONE_WAY, PLAIN, SHARED, Plan, PlanSpec
+from megatron_pp.plan.verifier import verify
+from tests.harness.plan_mutants import mutants
+
+MICROBATCHES_MORE = {"vocab_1f1b": 1, "vocab_1f1b_alg1": 2}  # than 1F1B
+NAMES = sorted(MICROBATCHES_MORE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_ranks_hold_as_many_microbatches_as_the_paper_says(name: str, size: int) -> None:
+    """p + 2 and p + 1 on rank 0 (arXiv 2411.05288, section 5), and no more logits than of one microbatch."""
+    _, verdict = verified_plan(PlanSpec(name, size, 1, 3 * size + 2))
+    assert verdict.activations == tuple(size - rank + MICROBATCHES_MORE[name] for rank in range(size))
+    assert all(peaks.each.logits == 1 for peaks in verdict.ranks)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("output", [0.6, 2.4, 6.0], ids="{} layers".format)
+def test_a_step_takes_no_longer_than_balanced_stages(name: str, output: float) -> None:
+    """Four ranks of four layers, whose forward is 1 and backward 2; the output layer costs so many layers more."""
+    size, microbatches, layers = 4, 32, 4.0
+    costs = replace(StageCosts.uniform(size, layers, layers, layers), output_layer=(output,) * 3)
+    network = Network(link=Link(latency=0.02 * layers))
+    balanced = microbatches * 3 * (layers + output / size) + (size - 1) * 3 * layers
+    step = simulate(build_plan(PlanSpec(name, size, 1, microbatches)), costs, network).makespan
+    assert step < 1.03 * balanced
+    on_last_stage = simulate(build_plan(PlanSpec("1f1b", size, 1, microbatches)), costs, network).makespan
+    assert on_last_stage > (1 + 0.7 * output / layers) * step / (1 + output / size / layers)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plans_hold_under_all_policies_and_rules(name: str) -> None:
+    for size, microbatches in ((2, 1), (3, 7), (6, 15)):
+        for policy, channels in (("overlap", ONE_WAY), (BATCHED, ONE_WAY), (PLAIN, SHARED), ("overlap", SHARED)):
+            for more in ({}, {"device": DEVICE_RULES}, {"variable_shapes": True}, {"forward_only": True}):
+                verify(lowered_plan(PlanSpec(name, size, 1, microbatches, policy=policy, channels=channels, **more)))
+        verify(lowered_plan(PlanSpec(name, size, 1, microbatches, overlap_pairs=True, grad_sync="explicit")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plans_print_as_they_parse_and_survive_a_file(name: str) -> None:
+    plan = build_plan(PlanSpec(name, 3, 1, 5))
+    for rank, program in enumerate(plan.programs):
+        assert plan.placement.place(rank, parse_program(format_program(program))) == program
+    assert parse_plan(format_plan(plan, "json")) == plan
+    with pytest.raises(PlanError, match="passes of a split output layer"):
+        format_plan(plan, "torch-csv")
+
+
+def test_a_split_output_layer_has_one_chunk_a_rank() -> None:
+    with pytest.raises(ValueError, match="1 or 2 barriers and one chunk a rank"):
+        Placement("loop", 2, 2, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_at_least_four_mutants_of_each_new_instruction_are_caught(name: str) -> None:
+    """Dropped, repeated, exchanged or moved: refused, or harmless where it stays within its bounds."""
+    plan, caught = build_plan(PlanSpec(name, 3, 1, 5)), Counter[str]()
+    for what, mutant in mutants(plan, random.Random(7), per_instruction=3):
+        op = next((op for op in ins.OUTPUT_LAYER_OPS if f", {op}0" in what), None)
+        if op is None:
+            continue
+        try:
+            verify(mutant, device=("one_queue",))
+        except PlanError:
+            caught[op] += 1
+        else:
+            assert what.startswith(("move", "swap")), what
+            assert {*map(str, mutant.programs[0])} == {*map(str, plan.programs[0])}, what
+    used = ins.OUTPUT_LAYER_OPS - ({ins.REDUCE, ins.WAIT_REDUCE} if plan.placement.barriers == 1 else set())
+    assert all(caught[op] >= 4 for op in used), caught
+
+
+def swapped(plan: Plan, rank: int, one: str, other: str) -> Plan:
+    program = list(plan.programs[rank])
+    i, j = (next(k for k, at in enumerate(program) if str(at) == text) for text in (one, other))
+    program[i], program[j] = program[j], program[i]
+    return replace(plan, programs=(*plan.programs[:rank], tuple(program), *plan.programs[rank + 1 :]))
+
+
+def test_ranks_post_their_collectives_in_one_order() -> None:
+    plan = build_plan(PlanSpec("vocab_1f1b_alg1", 3, 1, 6))
+    first = [at for at in plan.programs[0] if at.op in ins.COLLECTIVE_POSTS]
+    assert all([at for at in program if at.op in ins.COLLECTIVE_POSTS] == [
+        at._replace(stage=rank) for at in first] for rank, program in enumerate(plan.programs))  # fmt: skip
+    posts = {"BROADCAST0.2", "ALL_REDUCE0.1"}
+    one, other = (str(at) for at in first if str(at) in posts)
+    with pytest.raises(PlanError, match="all ranks post their collectives in one order"):
+        verify(swapped(plan, 1, one, other))
+
+
+def test_a_collective_that_a_rank_waits_for_before_all_have_posted_it_is_named() -> None:
+    plan = build_plan(PlanSpec("vocab_1f1b", 2, 1, 3))
+    first, last = ([*program] for program in plan.programs)
+    wait = next(at for at in first if str(at) == "WAIT_BROADCAST0.0")
+    first.remove(wait)
+    first.insert(next(k for k, at in enumerate(first) if str(at) == "F0.1"), wait)
+    late = [at for at in last if str(at) in ("BROADCAST0.0", "S0.0", "ALL_REDUCE0.0")]
+    last = [at for at in last if at not in late]
+    i = next(k for k, at in enumerate(last) if str(at) == "F0.1") + 1
+    mutant = replace(plan, programs=(tuple(first), (*last[:i], *late, *last[i:])))
+    with pytest.raises(PlanError, match=r"rank 0 waits at WAIT_BROADCAST0\.0 for rank 1 to post the collective"):
+        verify(mutant)

@@ -1,0 +1,304 @@
+"""Named tensors that skip stages: counts, routes, what verify refuses, memory, files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megatron_pp.errors import ExchangeError, InstructionError, PlanError
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.builder import build_plan, lowered_plan
+from megatron_pp.plan.costs import Link, Network, StageCosts
+from megatron_pp.plan.instruction import Instruction, each, parse_instruction
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
+from megatron_pp.plan.repeated import Repeated
+from megatron_pp.plan.serialize import format_plan, parse_plan
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.skip_tensors import (
+    ALL,
+    CACHES,
+    NO_CACHE,
+    RECEIVED,
+    SkipTensor,
+    declared_tensors,
+    routes_of,
+    skip_tensors,
+    traffic_of,
+)
+from megatron_pp.plan.spec import CHANNELS, DEVICE_SYNC, ONE_QUEUE, OVERLAP, POLICIES, Plan, PlanSpec
+from megatron_pp.plan.verifier import verify
+
+# -- counts and routes ---
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(8, 4), (4, 2), (2, 3), (3, 1)])
+def test_counts_of_attention_residuals(size, chunks):
+    """arXiv 2603.15031, section 4.1: S(S-1)/2 blocks without a cache, and P(P-1)/2 + (V-1)P^2 with one."""
+    stages = size * chunks
+    found = {}
+    for cache in CACHES:
+        spec = PlanSpec("interleaved_1f1b", size, chunks, size, skip_tensors="blocks", skip_cache=cache)
+        found[cache] = traffic_of(lowered_plan(spec).programs)
+    first, more = size * (size - 1) // 2, (chunks - 1) * size
+    assert found[NO_CACHE] == (stages * (stages - 1) // 2, stages - 1)
+    assert found[RECEIVED] == (first + more * size, size if chunks > 1 else size - 1)
+    assert found[ALL] == (first + more * (size - 1), size - 1)
+    if (size, chunks) == (8, 4):
+        assert found == {NO_CACHE: (496, 31), RECEIVED: (220, 8), ALL: (196, 7)}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("kind", [LOOP, V_SHAPE])
+def test_a_tensor_comes_to_a_rank_once(kind, cache):
+    """With a cache: each (producer, rank) pair crosses a link once, there and back."""
+    schedule = "interleaved_1f1b" if kind == LOOP else "zb_v"
+    plan = build_plan(PlanSpec(schedule, 4, 2, 4, skip_tensors="blocks", skip_cache=cache))
+    for op in (ins.RECV_F, ins.SEND_B):
+        came = Counter(
+            (rank, at.tensor)
+            for rank, program in enumerate(plan.programs)
+            for at in program
+            if at.op == op and at.mb == 0
+        )
+        came = Counter({key: count for key, count in came.items() if key[1]})
+        assert max(came.values()) == (2 if cache == NO_CACHE else 1)
+        made_here = [(rank, f"block{stage}") for rank in range(4) for stage in plan.placement.stages[rank]]
+        assert any(key in came for key in made_here) == (cache != ALL)
+
+
+def test_hops_that_bring_a_tensor_nowhere_are_left_out():
+    placement = Placement(LOOP, 4, 2)
+    found = routes_of(skip_tensors("a=0>7; b=2>3; c=1>5", 8), RECEIVED, placement)
+    assert [sorted(stage) for stage in found.sent] == [["a"], ["a", "c"], ["a", "b", "c"], ["c"], ["c"], [], [], []]
+    assert found.used[7]["a"].stage == 3  # kept on the rank since then
+    lean = routes_of(skip_tensors("a=0>7; b=2>3; c=1>5", 8), ALL, placement)
+    assert [sorted(stage) for stage in lean.sent] == [["a"], ["a"], ["a", "b"], [], [], [], [], []]
+    assert lean.used[5]["c"].is_made_here
+
+
+def test_stages_declare_what_they_produce_and_use():
+    found = declared_tensors([["a", "b"], ["c"], [], []], [[], ["a"], ["b", "c"], ["a"]])
+    assert found == skip_tensors("a=0>1,3; b=0>2; c=1>2", 4)
+    with pytest.raises(PlanError, match="produced by stages 0 and 1"):
+        declared_tensors([["a"], ["a"]], [[], ["a"]])
+    with pytest.raises(PlanError, match="stage 1 uses tensor b, which no stage produces"):
+        declared_tensors([["a"], []], [[], ["b"]])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a", "declares no tensor; it would look like"),
+        ("a=0>", "declares no tensor"),
+        ("a=0>1 nograd", "declares no tensor"),
+        ("a=3>4", "there is no stage 4|stage 4 uses it; later stages do, up to 3"),
+        ("a=1>1", "stage 1 uses it; later stages do"),
+        ("a=7>8", "there is no stage 7"),
+        ("a=0>1; a=1>2", "declared 2 times"),
+        ("9=0>1", "no name of a tensor"),
+    ],
+)
+def test_what_cannot_be_declared(text, words):
+    with pytest.raises(PlanError, match=words):
+        PlanSpec("1f1b", 4, 1, 2, skip_tensors=text)
+
+
+def test_an_unknown_cache_is_refused():
+    with pytest.raises(PlanError, match="cache of skip tensors"):
+        PlanSpec("1f1b", 4, 1, 2, skip_cache="recieved")
+
+
+def test_what_has_no_named_tensors_is_as_it_was():
+    plan = build_plan(PlanSpec("1f1b", 2, 1, 2))
+    assert "skip" not in plan.spec.describe() + format_plan(plan, "json")
+    assert "DROP" not in str(plan)
+
+
+# -- verified ---
+
+
+def shapes() -> list[PlanSpec]:
+    specs = []
+    sizes = product(SCHEDULES, ((2, 2), (3, 2), (4, 1), (1, 2)), POLICIES, CHANNELS)
+    for turn, (name, (size, chunks), policy, channels) in enumerate(sizes):
+        family = SCHEDULES[name]
+        if family.chunks not in (None, chunks) or family.search is not None or turn % 3:
+            continue
+        one_way = policy == OVERLAP and channels == CHANNELS[0]
+        stages = size * chunks
+        specs.append(
+            PlanSpec(
+                *(name, size, chunks, 4),
+                policy=policy,
+                channels=channels,
+                forward_only=turn % 4 == 0,
+                variable_shapes=turn % 5 == 0,
+                overlap_pairs=turn % 2 == 0,
+                device=(ONE_QUEUE, DEVICE_SYNC)[: turn % 3 + 1] if one_way else (),
+                slices=2 if family.sliced else 1,
+                skip_tensors="blocks" if turn % 2 else f"a=0>{stages - 1}; m=0>1 no_grad",
+                skip_cache=CACHES[turn % 7 % 3],
+            )
+        )
+    return specs
+
+
+def test_every_shape_verifies():
+    specs = shapes()
+    assert len(specs) > 60
+    for spec in specs:
+        verify(lowered_plan(spec))
+
+
+def test_a_longer_plan_repeats_the_steady_state():
+    for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1)):
+        spec = PlanSpec(name, 3, chunks, 23, skip_tensors="blocks")
+        plan = build_plan(spec)
+        assert isinstance(plan.programs, Repeated)
+        assert tuple(plan.programs) == lowered_plan(spec).programs
+
+
+Program = list[Instruction]
+
+
+def moved(what: str, before: str) -> Callable[[Program], Program]:
+    def edit(program: Program) -> Program:
+        at = next(one for one in program if str(one) == what)
+        rest = [one for one in program if one is not at]
+        place = next(k for k, one in enumerate(rest) if str(one) == before)
+        return [*rest[:place], at, *rest[place:]]
+
+    return edit
+
+
+def without(what: str) -> Callable[[Program], Program]:
+    return lambda program: [at for at in program if str(at) != what]
+
+
+def twice(what: str) -> Callable[[Program], Program]:
+    return lambda program: [one for at in program for one in ((at, at) if str(at) == what else (at,))]
+
+
+def renamed(what: str, **fields: object) -> Callable[[Program], Program]:
+    return lambda program: [at._replace(**fields) if str(at) == what else at for at in program]
+
+
+@pytest.mark.parametrize(
+    ("rank", "edit", "words"),
+    [
+        # DROP
+        (2, without("DROP0.0:a"), "tensor a it is not true that it was dropped"),
+        (2, twice("DROP0.0:a"), "it was dropped already: it stands twice"),
+        (2, moved("DROP0.0:a", "B0.0"), "before the last use of a: of stage 2 .* its backward ran"),
+        (0, moved("DROP0.0:a", "FREE_F0.0:a"), "before the last use of a: .* its output was released"),
+        (2, renamed("DROP0.0:a", tensor="b"), "stage 2 does not do this with b"),
+        (2, renamed("DROP0.0:a", mb=1), "comes before the last use|stands twice"),
+        (2, renamed("DROP0.0:a", stage=1, chunk=0), "it has stage 1"),
+        # a tensor on its way
+        (1, without("RECV_F0.0:a"), "comes before the receive of its input was posted"),
+        (1, without("SEND_F0.0:a"), "comes before its output was sent"),
+        (1, moved("SEND_F0.0:a", "F0.0"), "comes before its forward ran"),
+        (2, moved("F0.0", "WAIT_F0.0:a"), "comes before the tensor a is there"),
+        (0, renamed("SEND_F0.0:a", tensor="z"), "stage 0 does not do this with z"),
+        (0, moved("SEND_F0.0:a", "SEND_F0.0"), "messages between them cross"),
+        (1, without("FREE_F0.1:a"), "it was dropped|its output was released|comes before the last use"),
+        # its gradient
+        (1, without("SEND_B0.0:a"), "comes before its input gradient was sent"),
+        (0, moved("B0.0", "WAIT_B0.0:a"), "comes before the gradient a is there"),
+        (1, moved("SEND_B0.0:a", "B0.0"), "comes before its backward ran"),
+        (1, without("FREE_B0.0:a"), "tensor a it is not true that its input gradient was released"),
+        (2, twice("SEND_B0.0:a"), "was sent already: it stands twice"),
+        (1, renamed("WAIT_B0.0:a", tensor=""), "stands twice|comes before"),
+    ],
+)
+def test_refuses(rank, edit, words):
+    plan = build_plan(PlanSpec("1f1b", 3, 1, 2, skip_tensors="a=0>2"))
+    programs = list(plan.programs)
+    programs[rank] = tuple(edit(list(programs[rank])))
+    assert programs[rank] != plan.programs[rank]
+    with pytest.raises(PlanError, match=words):
+        verify(replace(plan, programs=tuple(programs), orders=()))
+
+
+def test_refuses_what_is_used_from_the_cache_before_it_came():
+    """The second chunk uses what came to the first one: its forward has no message of that tensor itself."""
+    plan = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 2, skip_tensors="a=0>3"))
+    assert plan.routes.used[3]["a"].stage == 1
+    programs = list(plan.programs)
+    late = [at for at in programs[1] if str(at) == "WAIT_F0.0:a"]
+    rest = [at for at in programs[1] if str(at) != "WAIT_F0.0:a"]
+    place = next(k for k, at in enumerate(rest) if str(at) == "F1.0") + 1
+    programs[1] = (*rest[:place], *late, *rest[place:])
+    with pytest.raises(PlanError, match="comes before the tensor a is there"):
+        verify(replace(plan, programs=tuple(programs), orders=()))
+
+
+def test_a_plan_without_named_tensors_refuses_them():
+    plan = build_plan(PlanSpec("1f1b", 2, 1, 2, skip_tensors="a=0>1"))
+    with pytest.raises(PlanError, match="the plan has no named tensors"):
+        verify(replace(plan, spec=replace(plan.spec, skip_tensors=())))
+
+
+# -- memory and time ---
+
+
+def test_memory_counts_them():
+    plain, named = (build_plan(PlanSpec("1f1b", 3, 1, 4, skip_tensors=text)) for text in ((), "a=0>2"))
+    without_them, with_them = verify(plain), verify(named)
+    assert [peaks.each.held for peaks in without_them.ranks] == [0, 0, 0]
+    # Dropped where they were sent on; kept from forward to backward where they are used.
+    assert [peaks.each.held for peaks in with_them.ranks] == [2, 2, 1]
+    assert all(peaks.each.held_grads >= 1 for peaks in with_them.ranks)
+    late = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 4, skip_tensors="a=0>3"))
+    assert verify(late).ranks[1].each.held == 2  # a group's, since they came to the first chunk
+
+
+def test_transfers_of_named_tensors_take_time():
+    costs, network = StageCosts.uniform(3), Network(link=Link(latency=0.5))
+    plain, named = (build_plan(PlanSpec("1f1b", 3, 1, 4, skip_tensors=text)) for text in ((), "a=0>2"))
+    one, other = (simulate(plan, costs, network) for plan in (plain, named))
+    assert len(other.transfers) == 2 * len(one.transfers)
+    assert other.makespan > one.makespan
+
+
+# -- files ---
+
+
+def test_a_plan_is_read_as_it_was_written():
+    tensors = (SkipTensor("a", 0, (1, 3)), SkipTensor("mask", 1, (2,), False, (3, 2), "int64"))
+    plan = build_plan(PlanSpec("1f1b", 4, 1, 3, skip_tensors=tensors, skip_cache=ALL))
+    text = format_plan(plan, "json")
+    assert parse_plan(text) == plan
+    verify(parse_plan(text))
+    for wrong in (
+        5,
+        {"name": "a"},
+        {"name": "a", "source": 0, "users": ["1"]},
+        {"name": "a", "source": True, "users": []},
+    ):
+        content = json.loads(text)
+        content["spec"]["skip_tensors"] = [wrong]
+        with pytest.raises(ExchangeError, match="skip_tensors hold"):
+            parse_plan(json.dumps(content))
+    with pytest.raises(ExchangeError, match="no named tensors"):
+        format_plan(plan, "torch-csv-comms")
+
+
+def test_a_drop_names_a_tensor():
+    assert parse_instruction("DROP0.3:a").name == "release of the tensor of chunk 0, microbatch 3, tensor a"
+    with pytest.raises(InstructionError, match=r"takes a tensor \(as in DROP0.3:skip\)"):
+        parse_instruction("DROP0.3")
+
+
+def test_a_drop_in_a_pair_is_refused():
+    plan: Plan = build_plan(PlanSpec("dualpipe_v", 2, 2, 6, skip_tensors="a=0>3", overlap_pairs=True))
+    assert any(at.op == ins.PAIR for program in plan.programs for at in program)
+    assert not any(m.tensor for p in plan.programs for at in p if at.op == ins.PAIR for m in each((at,)))
+    with pytest.raises(InstructionError, match="is no pair"):
+        ins.pair(*(parse_instruction(text) for text in ("F0.1", "DROP0.1:a", "B0.0")))
