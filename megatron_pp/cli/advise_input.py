@@ -130,6 +130,7 @@ def question_of(args: argparse.Namespace) -> Question:
         latency=args.p2p_ms or 0.0,
         bandwidth=math.inf if args.bandwidth is None else args.bandwidth / 1e3,
         links=tuple((pair, _in_gb(link)) for pair, link in args.link),
+        host_bandwidth=_host_bandwidth(args),
         data_parallel=args.data_parallel or 1,
         max_chunks=4 if args.max_chunks is None else args.max_chunks,
         slices=tuple(args.slices or (1,)),
@@ -164,6 +165,7 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
     else:
         why = "is for --gpu, which works out times from sizes"
         refuse(args, (*_OF_TRANSFORMER, "gpu_bandwidth", "gpu_efficiency"), why)
+    refuse(args, ["output_ms"], "is not for advise; --loss-ms is the output layer with the loss")
     if args.costs is not None:
         in_file = (*_TIMES, *_ENDS, "mtp_layers", "spread_mtp", "costs_per", "activation_gb", "static_gb")
         refuse(args, in_file, "is in --costs FILE")
@@ -183,6 +185,21 @@ def _gpu(args: argparse.Namespace) -> Gpu | None:
     if not args.gpu_tflops or args.memory_gb is None:
         raise UsageError("--gpu-tflops must be above 0, and goes with --memory-gb")
     return Gpu(1e12 * args.gpu_tflops, args.memory_gb, 1e12 * (args.gpu_bandwidth or 2.0), 0.0)
+
+
+def _host_bandwidth(args: argparse.Namespace) -> float | None:
+    """GB per millisecond of a copy to host memory, from its bandwidth or from the time of a rank's activations."""
+    if args.offload_bandwidth is not None:
+        refuse(args, ["offload_ms"], "and --offload-bandwidth both say how long a copy takes; give one of them")
+        if not args.offload_bandwidth:
+            raise UsageError("--offload-bandwidth must be above 0")
+        return float(args.offload_bandwidth) / 1e3
+    if args.offload_ms is None:
+        return None
+    copies, kept = list(args.offload_ms), list(args.activation_gb or ())
+    if len(copies) != 1 or len(kept) != 1 or not copies[0] or not kept[0]:
+        raise UsageError("--offload-ms takes one number above 0, of one --activation-gb; or give --offload-bandwidth")
+    return float(kept[0] / copies[0])
 
 
 def _relative(costs: Sequence[float]) -> tuple[float, ...]:

@@ -10,12 +10,13 @@ from dataclasses import replace
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.given import given, option, refuse
 from megatron_pp.cli.plan_options import whole, whole_list
-from megatron_pp.plan.costs import Link, Network, StageCosts
+from megatron_pp.plan.costs import Link, Network, StageCosts, regrouped
 from megatron_pp.plan.sim.memory import RECOMPUTE, ModelShape
 
 _GB = 1e9
 _TIMES = ("forward_ms", "backward_ms", "weight_ms")
-COSTS = (*_TIMES, "output_ms", "attention_share", "p2p_ms", "bandwidth", "activation_mb", "gloo", "link")
+COPIES = ("offload_ms", "offload_bandwidth")
+COSTS = (*_TIMES, "output_ms", *COPIES, "attention_share", "p2p_ms", "bandwidth", "activation_mb", "gloo", "link")
 MODEL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.name != "element_bytes")
 _NEEDED = ("num_layers", "hidden_size", "seq_length")
 MILLISECONDS = "ms"
@@ -38,6 +39,10 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     attention = "share of causal attention in these times: slices of equal length cost more the later they are; "
     attention += "default 0, slices of equal cost"
     group.add_argument("--attention-share", type=number, metavar="A", help=attention)
+    copies = "copy of what a forward keeps to host memory, or back"
+    group.add_argument("--offload-ms", type=times, metavar="MS", help=f"{copies}; default 0")
+    by_size = "of a copy to host memory, and of one back, for the model's activations; default infinite"
+    group.add_argument("--offload-bandwidth", type=number, metavar="GB/S", help=by_size)
     group.add_argument("--p2p-ms", type=number, metavar="MS", help="latency of a transfer; default 0")
     group.add_argument("--bandwidth", type=number, metavar="GB/S", help="of each directed link; default infinite")
     group.add_argument("--activation-mb", type=number, metavar="MB", help="size of one message; default the model's")
@@ -94,19 +99,37 @@ def link(text: str) -> tuple[tuple[int, int], Link]:
 
 def cost_unit(args: argparse.Namespace) -> str:
     """What times are in: milliseconds, or slots where no cost was given."""
-    times_given = given(args, (*_TIMES, "output_ms", "p2p_ms", "bandwidth", "link"))
+    times_given = given(args, (*_TIMES, "output_ms", *COPIES, "p2p_ms", "bandwidth", "link"))
     return MILLISECONDS if any(times_given.values()) else SLOTS
 
 
-def cost_profile(args: argparse.Namespace, pipeline_size: int, num_chunks: int, slices: int) -> StageCosts:
-    """The times along the model's depth. Raises UsageError where forward and backward are not both given, or a share of
-    attention without several slices.
+def cost_profile(
+    args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int, num_chunks: int, slices: int
+) -> StageCosts:
+    """The times along the model's depth. Raises UsageError where forward and backward are not both given, a share of
+    attention without several slices, and a bandwidth of copies without a model, or besides their time.
     """
     if slices == 1:
         refuse(args, ["attention_share"], "weighs the slices of a sequence; --sequence-slices says how many")
-    output = (args.output_ms or 0.0,) * 3
-    times = _times_along(args, pipeline_size, num_chunks)
-    return replace(times, attention=args.attention_share or 0.0, output_layer=output)
+    costs = _times_along(args, pipeline_size, num_chunks)
+    copies = _copies_along(args, shape, pipeline_size)
+    if len(copies) > costs.num_stages:
+        costs = costs.regrouped(len(copies))
+    output, attention = (args.output_ms or 0.0,) * 3, args.attention_share or 0.0
+    copied = regrouped(copies, costs.num_stages)
+    return replace(costs, attention=attention, output_layer=output, offload=copied)
+
+
+def _copies_along(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int) -> tuple[float, ...]:
+    if args.offload_bandwidth is None:
+        copies = args.offload_ms or (0.0,)
+        return copies if len(copies) > 1 else (pipeline_size * copies[0],)
+    refuse(args, ["offload_ms"], "and --offload-bandwidth both say how long a copy takes; give one of them")
+    if shape is None:
+        raise UsageError("--offload-bandwidth needs the shape of the model: --layers, --hidden-size, --seq-length")
+    if args.offload_bandwidth == 0:
+        raise UsageError("--offload-bandwidth must be above 0")
+    return (shape.num_layers * shape.layer_bytes / (args.offload_bandwidth * _GB / 1e3),)
 
 
 def _times_along(args: argparse.Namespace, pipeline_size: int, num_chunks: int) -> StageCosts:

@@ -13,7 +13,7 @@ from megatron_pp import draw
 from megatron_pp.cli import cost_options, plan_options
 from megatron_pp.cli.errors import OK, UsageError
 from megatron_pp.cli.given import refuse
-from megatron_pp.cli.simulate import costs_of
+from megatron_pp.cli.simulate import costs_of, refuse_copies
 from megatron_pp.cli.terminal import print_line, print_table, write_output
 from megatron_pp.cli.trace_options import RUN, add_from_trace_option, traced_findings
 from megatron_pp.draw.chrome import render_chrome_trace
@@ -122,6 +122,7 @@ def _timelines(args: argparse.Namespace) -> list[Timeline]:
     if len(plans) > 1:
         steps = _compared(args, plans)
     else:
+        refuse_copies(args, plans[0])
         steps = [simulate(plans[0], *costs_of(args, plans[0].spec, None, shape), args.device)]
     return [simulated_timeline(step, cost_options.cost_unit(args), shape) for step in steps]
 
@@ -138,10 +139,11 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
 
 def _compared(args: argparse.Namespace, plans: Sequence[Plan]) -> list[Simulation]:
     """Steps of one model: without costs, a rank's share of it takes 1 slot for each of F, I and W, whatever V is."""
-    links = cost_options.network(args, cost_options.model_shape(args), plans[0].spec.pipeline_size)
+    shape = cost_options.model_shape(args)
+    links = cost_options.network(args, shape, plans[0].spec.pipeline_size)
     steps = []
     for plan in plans:
-        costs = cost_options.cost_profile(args, plan.spec.pipeline_size, 1, plan.spec.slices)
+        costs = cost_options.cost_profile(args, shape, plan.spec.pipeline_size, 1, plan.spec.slices)
         costs = costs.regrouped(plan.placement.num_stages)
         steps.append(simulate(plan, costs, links, args.device))
     return steps

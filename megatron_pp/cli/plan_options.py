@@ -12,7 +12,7 @@ from megatron_pp.cli.errors import UsageError, refusing
 from megatron_pp.cli.given import given, option, refuse
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import lowered_plan
-from megatron_pp.plan.family import Family
+from megatron_pp.plan.family import Family, no_offloads
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES, ONE_F_ONE_B, SCHEDULES
 from megatron_pp.plan.orders.sliced import SEQ_1F1B
@@ -38,9 +38,9 @@ from megatron_pp.plan.verifier import verify
 _DEFAULT_SCHEDULE = ONE_F_ONE_B
 _DEFAULT_OF_SLICES = SEQ_1F1B
 _DEFAULT_RANKS = 4
-NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches", "group_size", "slices")
+NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches", "group_size", "slices", "offload_chunks")
 _LOWERING = ("policy", "channels", "forward_only", "variable_shapes", "release_after", "lookahead", "grad_sync")
-LOWERING = (*_LOWERING, "param_sync", "device", "skip_tensors", "skip_cache")
+LOWERING = (*_LOWERING, "param_sync", "device", "offload_slots", "skip_tensors", "skip_cache")
 PLAN_OPTIONS = (*NAMING, *LOWERING, "source")
 
 
@@ -57,6 +57,11 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     group.add_argument("--group-size", type=whole, metavar="G", help="microbatches a chunk; default P")
     slices = "slices that every sequence is cut into, for the schedules of slices; default 1"
     group.add_argument("--sequence-slices", dest="slices", type=whole, metavar="N", help=slices)
+    chunks = "chunks of every rank, from its first, whose activations are in host memory between forward and backward; "
+    chunks += "default half of them with pipe_offload, else none"
+    group.add_argument("--offload-chunks", type=whole, metavar="N", help=chunks)
+    slots = "slots for which a copy to host memory or back is placed; default 1"
+    group.add_argument("--offload-slots", type=whole, metavar="N", help=slots)
     group.add_argument("--policy", choices=POLICIES, help="how transfers go out; default overlap")
     group.add_argument("--channels", choices=CHANNELS, help="default one_way")
     group.add_argument("--forward-only", action="store_true", help="evaluation: forwards alone")
@@ -175,7 +180,7 @@ def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[Pla
     size, counts = pipeline_size(args, names), args.num_microbatches
     if counts is None:
         counts = next(([family.shape.num_microbatches] for family in families if family.shape), [2 * size])
-    options = given(args, ("group_size", *LOWERING))
+    options = given(args, ("group_size", "offload_chunks", *LOWERING))
     for family in families:
         slices = family.shape.slices if family.shape else _slices(args) if family.sliced else 1
         for chunks in _chunks(args, family):
@@ -225,6 +230,10 @@ def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> Non
     if not any(family.sliced for family in families):
         sliced = ", ".join(name for name, family in SCHEDULES.items() if family.sliced)
         refuse(args, ["slices"], f"is for schedules of slices ({sliced}), not {families[0].name}")
+    if args.forward_only:
+        refuse(args, ["offload_chunks"], "does not go with --forward-only, which keeps nothing for a backward")
+    if not args.offload_chunks and not any(map(_offloads, families)):
+        refuse(args, ["offload_slots"], f"is for schedules that offload; {families[0].name} does with --offload-chunks")
     if args.policy not in (None, OVERLAP):
         refuse(args, ["release_after", "lookahead"], f"is for --policy overlap, not {args.policy}")
     if args.channels not in (None, ONE_WAY):
@@ -239,6 +248,11 @@ def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> Non
         refuse(args, ["lookahead"], f"does not go with --device {DEVICE_SYNC}, where no receive is posted ahead")
     if all(_chunks(args, family) == [1] for family in families):
         refuse(args, ["param_sync"], "marks the parameters of several model chunks a rank; here there is one")
+
+
+def _offloads(family: Family) -> bool:
+    """Whether it does so by itself."""
+    return family.offloads is not no_offloads and (family.shape is None or family.offloads(family.shape) > 0)
 
 
 def _chunks(args: argparse.Namespace, family: Family) -> list[int]:

@@ -15,11 +15,12 @@ from megatron_pp.cli.terminal import print_line, print_table
 from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.ticks import percent, short, size_label
 from megatron_pp.plan.activations import Shares
+from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.compare import Candidate, compare, fitted
 from megatron_pp.plan.costs import WEIGHT_SHARE, Network, StageCosts
-from megatron_pp.plan.instruction import WEIGHT_GRAD
+from megatron_pp.plan.instruction import LOAD, OFFLOAD, WEIGHT_GRAD
 from megatron_pp.plan.sim.bound import Bound, bound_of
-from megatron_pp.plan.sim.memory import ModelShape, peak_bytes
+from megatron_pp.plan.sim.memory import ModelShape, peak_bytes, peak_host_bytes
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.plan.sim.steady import SteadyStep, counts_on_bypass, longest_span, steady_step
@@ -42,6 +43,7 @@ EXAMPLES = """examples:
 
 exit codes: 0 done, 1 the plan is refused or nothing fits, 2 wrong arguments
 """
+_NO_COPIES = "is of copies to host memory; {} has none here"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,13 +84,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
         plan = plan_options.verified_single_plan(
             args, lambda spec: fitted(spec, *costs_of(args, spec, traced, cost_options.model_shape(args)))
         )
+    refuse_copies(args, plan)
     shape = cost_options.model_shape(args)
     conditions = (*costs_of(args, plan.spec, traced, shape), args.device)
     result = simulate(plan, *conditions)
     steady = steady_step(plan, *conditions) if args.optimizer_bypass else None
-    peaks = Peaks(
-        result.peak_activations(_weight_shares(args, plan, shape)), peak_bytes(plan, shape) if shape else None
-    )
+    activations = result.peak_activations(_weight_shares(args, plan, shape))
+    on_device, on_host = (peak_bytes(plan, shape), peak_host_bytes(plan, shape)) if shape else (None, None)
+    peaks = Peaks(activations, on_device, result.peak_on_host(), on_host)
     unit = cost_options.MILLISECONDS if traced else cost_options.cost_unit(args)
     measured = plan.spec.measured
     bound = bound_of(plan, *conditions[:2], measured.memory(plan.placement) if measured else None)
@@ -106,10 +109,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of every rank: activations in units of one chunk's forward, and bytes (None without a model)."""
+    """Of every rank: activations in units of one chunk's forward, and bytes (None without a model); the same of what is
+    offloaded.
+    """
 
     activations: tuple[float, ...]
     bytes: tuple[float, ...] | None
+    on_host: tuple[float, ...]
+    host_bytes: tuple[float, ...] | None
 
 
 def _weight_shares(args: argparse.Namespace, plan: Plan, shape: ModelShape | None) -> Shares:
@@ -122,6 +129,12 @@ def _weight_shares(args: argparse.Namespace, plan: Plan, shape: ModelShape | Non
     return WEIGHT_SHARE if shape is None else [shape.weight_share(stage, stages) for stage in range(stages)]
 
 
+def refuse_copies(args: argparse.Namespace, plan: Plan) -> None:
+    """Raises UsageError for the time of copies that ``plan`` does not have."""
+    if not plan.offloads:
+        refuse(args, cost_options.COPIES, _NO_COPIES.format(plan.spec.schedule))
+
+
 def costs_of(
     args: argparse.Namespace, spec: PlanSpec, traced: Findings | None, shape: ModelShape | None
 ) -> tuple[StageCosts, Network]:
@@ -129,7 +142,7 @@ def costs_of(
     stages = spec.pipeline_size * spec.num_chunks
     if traced is not None:
         return traced.costs.regrouped(stages), traced.network
-    costs = cost_options.cost_profile(args, spec.pipeline_size, spec.num_chunks, spec.slices)
+    costs = cost_options.cost_profile(args, shape, spec.pipeline_size, spec.num_chunks, spec.slices)
     return costs.regrouped(stages), cost_options.network(args, shape, spec.pipeline_size)
 
 
@@ -158,7 +171,13 @@ def _show(result: Simulation, peaks: Peaks, unit: str, console: Console) -> None
         rows.append([str(rank), *map(short, numbers), str(in_flight[rank]), short(peaks.activations[rank])])
         if peaks.bytes:
             rows[-1].append(size_label(peaks.bytes[rank]))
-    print_table(console, "Ranks", names + (["peak memory"] if peaks.bytes else []), rows)
+        if any(peaks.on_host):
+            rows[-1] += [short(waits.copy), short(peaks.on_host[rank])]
+            rows[-1] += [size_label(peaks.host_bytes[rank])] if peaks.host_bytes else []
+    names += ["peak memory"] if peaks.bytes else []
+    names += ["copies", "on host"] if any(peaks.on_host) else []
+    names += ["host memory"] if any(peaks.on_host) and peaks.host_bytes else []
+    print_table(console, "Ranks", names, rows)
     links = [
         [f"{a} to {b}", str(messages), size_label(size) if size else "-"]
         for (a, b), (messages, size) in result.volume().items()
@@ -180,12 +199,27 @@ def _facts(result: Simulation, steady: SteadyStep | None, peaks: Peaks, unit: st
         "peak_in_flight": list(result.peak_in_flight()),
         "peak_activations": list(peaks.activations),
         "peak_bytes": None if peaks.bytes is None else list(peaks.bytes),
+        "peak_host_activations": list(peaks.on_host),
+        "peak_host_bytes": None if peaks.host_bytes is None else list(peaks.host_bytes),
+        "copies": _copies(result),
         "links": [
             {"source": a, "target": b, "messages": messages, "bytes": size}
             for (a, b), (messages, size) in result.volume().items()
         ],
         **skip_facts(result.plan),
     }
+
+
+def _copies(result: Simulation) -> list[dict[str, float]]:
+    """Of every rank: how long its copies to the host and back take, and how long it stands waiting for them."""
+    return [
+        {
+            "offload": sum(copy.end - copy.start for copy in made if copy.instruction.op == OFFLOAD),
+            "load": sum(copy.end - copy.start for copy in made if copy.instruction.op == LOAD),
+            "waited": waits.copy,
+        }
+        for made, waits in zip(result.copies, result.waits, strict=True)
+    ]
 
 
 def _bound_facts(bound: Bound, step: float) -> dict[str, Any]:
@@ -197,6 +231,8 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     refuse(args, ["weight_share"], "is for a single plan, not for --compare, which shows no activations")
     names = plan_options.schedule_names(args.compare)
     specs, size = list(plan_options.listed_specs(args, names)), plan_options.pipeline_size(args, names)
+    if not any(map(offloaded_chunks, specs)):
+        refuse(args, cost_options.COPIES, _NO_COPIES.format(names[0]))
     bypass = args.optimizer_bypass
     shape = cost_options.model_shape(args)
     if args.memory_limit is not None and shape is None:
@@ -207,7 +243,8 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
         found = compare(specs, traced.costs, traced.network, shape, limit, bypass)
     else:  # without costs, the whole model takes P slots for each of F, B and W, whatever V is
         slices = max(spec.slices for spec in specs)
-        costs, network = cost_options.cost_profile(args, size, 1, slices), cost_options.network(args, shape, size)
+        costs = cost_options.cost_profile(args, shape, size, 1, slices)
+        network = cost_options.network(args, shape, size)
         found = compare(specs, costs, network, shape, limit, bypass)
     if args.json:
         console.file.write(json.dumps([_candidate_facts(c) for c in found], indent=1) + "\n")

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_pp.comm.collectives import Collective
+from megatron_pp.comm.host_copies import HostCopies, host_copies
 from megatron_pp.comm.transport import Edge, P2PRequest, Preparation, Transport
 from megatron_pp.comm.wait_handle import Tensors, WaitHandle
 from megatron_pp.comm.wire_check import STAMP_LENGTH, WireCheck
@@ -77,6 +79,11 @@ class P2PCore:
         # One element each, expanded: to allocate like one of them is three times as fast as from shape and dtype.
         self._templates: BoundedCache[tuple[int, ...], torch.Tensor] = BoundedCache(_TEMPLATES)
         self._single_shape: Any = ()  # the last shape that was seen to be one, not a list of them
+
+    @cached_property
+    def host_copies(self) -> HostCopies:
+        """For copies between this rank's device and host memory."""
+        return host_copies(self.device)
 
     def post_send(self, value: Tensors, peer: int, channel: str, dtype: torch.dtype | None = None) -> WaitHandle:
         """Post the send of ``value`` (a tensor of ``dtype``, by default ``pipeline_dtype``, on the transport's device,

@@ -94,15 +94,25 @@ class ModelParallelConfig:
     balance_sequence_slices: bool = setting(
         False, "cut sequences into slices of equal cost under causal attention, not of equal length"
     )
+    offload_chunks: int | None = setting(
+        None,
+        "model chunks of every rank, from its first, whose activations are in host memory between forward and "
+        "backward; None: half of them with pipe_offload, else none",
+    )
+    offload_slots: int = setting(
+        1, "compute operations for which a copy to host memory or back is placed in the schedule"
+    )
     skip_tensors: tuple[SkipTensor, ...] | str | None = setting(
         None,
         "named tensors that stages send to later ones, as in 'skip=0>3; mask=0>1,2 no_grad', or blocks: one of every "
         "stage, to all later ones",
+        cli=False,
     )
     skip_cache: str = setting(
         "received",
         "what a rank keeps of them, so that it is not sent again: none, received, or all (what it made too)",
         choices=CACHES,
+        cli=False,
     )
     pipeline_measured: Measured | dict[str, Any] | str | None = setting(
         None, "times and memory that auto and auto_v plan for: a Measured, a dict, or a JSON file; None: equal times"

@@ -57,7 +57,14 @@ def check_dtype(name: str, value: object) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be a floating point torch.dtype such as torch.bfloat16")
 
 
+def check_offload(offload_chunks: int | None, num_chunks: int) -> None:
+    """Raises ConfigError where a rank has fewer chunks than are to be offloaded."""
+    if offload_chunks is not None and offload_chunks > num_chunks:
+        raise ConfigError(f"offload_chunks is {offload_chunks}, more than the {num_chunks} model chunk(s) of a rank")
+
+
 def check_schedule(config: Any) -> None:
+    check_offload(config.offload_chunks, config.num_chunks)
     if config.pipeline_placement is not None:
         one_of("pipeline_placement", config.pipeline_placement, PLACEMENTS)
     family = schedule_family(config.pipeline_schedule, config.num_chunks, config.sequence_slices)
@@ -102,6 +109,8 @@ COMMUNICATION: dict[str, Callable[[str, Any], object]] = {
     "p2p_max_ctas": partial(_unless_none, partial(whole_number, hint="None for the pipeline group's own")),
     "p2p_timeout": check_seconds,
     "compute_timeout": partial(_unless_none, check_seconds),
+    "offload_chunks": partial(_unless_none, partial(whole_number, at_least=0, hint="None for the schedule's own")),
+    "offload_slots": whole_number,
 }
 """Field -> the rule for its value alone: raises ConfigError, given the name and a value."""
 

@@ -57,6 +57,8 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     pipeline_schedule: str | None
     sequence_slices: int
     balance_sequence_slices: bool
+    offload_chunks: int | None
+    offload_slots: int
     skip_tensors: tuple[SkipTensor, ...] | str | None
     skip_cache: str
     pipeline_measured: Measured | dict[str, Any] | str | None

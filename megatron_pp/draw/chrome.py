@@ -1,8 +1,8 @@
 """A timeline in Chrome's trace event format, which https://ui.perfetto.dev and chrome://tracing open.
 
-One process per rank, with a thread for compute, one for waits, and four for transfers sent and received, joined by
-arrows; memory is a counter, in bytes or microbatches. Several steps of one run follow each other, with a thread for
-their names.
+One process per rank, with a thread for compute, one for waits, four for transfers sent and received, joined by arrows,
+and two for copies to host memory and back where there are any; memory is a counter, in bytes or microbatches. Several
+steps of one run follow each other, with a thread for their names.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 from megatron_pp.draw.palette import NAMES
 from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.instruction import BACKWARD
+from megatron_pp.plan.instruction import BACKWARD, LOAD, OFFLOAD
 
 _COMPUTE, _WAITS, _SENT_ACT, _SENT_GRAD, _GOT_ACT, _GOT_GRAD = range(6)
-_STEPS = 6
+_STEPS, _OFFLOADS, _LOADS = 6, 7, 8
+_COPIES = {_OFFLOADS: "copies to host memory", _LOADS: "copies back"}
 _THREADS = "compute", "waits", "activations sent", "gradients sent", "activations received", "gradients received"
 _MICROS = 1e3  # microseconds in a millisecond; a slot is shown as one
 
@@ -75,7 +76,7 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for rank, lane in enumerate(timeline.lanes):
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": lane.name}}
         yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
-        for thread, name in enumerate(_THREADS):
+        for thread, name in (*enumerate(_THREADS), *(_COPIES.items() if timeline.has_copies else ())):
             yield from _thread(rank, thread, name, thread)
 
 
@@ -86,10 +87,17 @@ def _thread(rank: int, thread: int, name: str, position: int) -> Iterator[dict[s
 
 
 def _spans(rank: int, lane: Lane, began: float) -> Iterator[dict[str, Any]]:
-    for thread, events in ((_COMPUTE, lane.compute), (_WAITS, lane.waits)):
+    copies = (_OFFLOADS, lane.copied(OFFLOAD)), (_LOADS, lane.copied(LOAD))
+    for thread, events in ((_COMPUTE, lane.compute), (_WAITS, lane.waits), *copies):
         for event in events:
             at = event.instruction
-            span = {"ph": "X", "pid": rank, "tid": thread, "name": str(at), "cat": NAMES.get(at.op, "wait")}
+            span = {
+                "ph": "X",
+                "pid": rank,
+                "tid": thread,
+                "name": str(at),
+                "cat": NAMES.get(at.op, _COPIES.get(thread, "wait")),
+            }
             start, length = (began + event.start) * _MICROS, (event.end - event.start) * _MICROS
             args = {"chunk": at.chunk, "microbatch": at.mb, "stage": at.stage}
             if at.slice >= 0:

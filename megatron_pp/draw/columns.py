@@ -15,13 +15,17 @@ from megatron_pp.plan.instruction import (
     FORWARD,
     FREE_B,
     FREE_F,
+    FREE_OFFLOAD,
     INPUT_GRAD,
+    LOAD,
+    OFFLOAD,
     OUTPUT_S,
     OUTPUT_T,
     WAIT_ALL_REDUCE,
     WAIT_B,
     WAIT_BROADCAST,
     WAIT_F,
+    WAIT_LOAD,
     WAIT_REDUCE,
     WEIGHT_GRAD,
 )
@@ -30,6 +34,7 @@ from megatron_pp.plan.sim.simulation import Event, Transfer
 _TICKS = 2**31
 _COMPUTE = {FORWARD: 0, BACKWARD: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3, OUTPUT_S: 4, OUTPUT_T: 5}
 _WAITS = {WAIT_F: 0, WAIT_B: 1, FREE_F: 2, FREE_B: 3, WAIT_BROADCAST: 4, WAIT_ALL_REDUCE: 5, WAIT_REDUCE: 6}
+_COPY_WAITS = {FREE_OFFLOAD: 0, WAIT_LOAD: 1}
 _MOST_CHUNKS, _MOST_MICROBATCHES = 2**9, 2**20
 _Scale = tuple[float, int]  # length of a tick, and slices of a sequence
 _MOST_MEMORY_STEPS = 4000, 48_000  # per lane, and of all lanes; more are thinned, peaks kept
@@ -79,6 +84,7 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
         "shortBlock": timeline.short_block,
         "lanes": lanes,
         "hasTransfers": timeline.has_transfers,
+        "hasCopies": timeline.has_copies,
         "inBytes": timeline.memory_in_bytes,
         "shades": [[c.hex for c in row] for row in shades],
         "inks": [[ink_on(c).hex for c in row] for row in shades],
@@ -92,7 +98,10 @@ def _lane(
     return {
         "name": lane.name,
         "compute": _events(lane.compute, _COMPUTE, scale, store),
-        "waits": _events(lane.waits, _WAITS, scale, store),
+        "waits": _events([e for e in lane.waits if e.instruction.op in _WAITS], _WAITS, scale, store),
+        "copyWaits": _events([e for e in lane.waits if e.instruction.op in _COPY_WAITS], _COPY_WAITS, scale, store),
+        "offloads": _events(lane.copied(OFFLOAD), {OFFLOAD: 0}, scale, store),
+        "loads": _events(lane.copied(LOAD), {LOAD: 1}, scale, store),
         "activations": _transfers(sent[0], scale, store),
         "gradients": _transfers(sent[1], scale, store),
         "memory": {

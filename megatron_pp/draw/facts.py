@@ -10,6 +10,7 @@ from megatron_pp.draw.ticks import counted, percent, short, size_label
 from megatron_pp.draw.timeline import Timeline
 
 SHADES, IDLE, WAIT, ACTIVATION, GRADIENT, MEMORY = "shades", "idle", "wait", "activation", "gradient", "memory"
+OFFLOADING, LOADING = "offload", "load"
 
 
 class Key(NamedTuple):
@@ -39,6 +40,8 @@ def legend_keys(timelines: Sequence[Timeline]) -> list[Key]:
         keys.append(Key(WAIT, "waiting"))
     if any(t.has_transfers for t in timelines):
         keys += [Key(ACTIVATION, "activation in transfer"), Key(GRADIENT, "gradient in transfer")]
+    if any(t.has_copies for t in timelines):
+        keys += [Key(OFFLOADING, "copy to host memory"), Key(LOADING, "copy back")]
     if any(t.most_memory for t in timelines):
         name = "memory" if timelines[0].memory_in_bytes else "activations kept, in microbatches"
         keys.append(Key(MEMORY, f"{name} (first rank to last)"))

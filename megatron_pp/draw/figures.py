@@ -180,17 +180,19 @@ class _Picture:
 
     def _rows(self, timeline: Timeline, y: float) -> float:
         labels = choose_labels(timeline, self.scale)
-        strips = 2 * _STRIP + 2 if timeline.has_transfers else 0.0
-        pitch = _ROW + strips + _ROW_GAP
-        for rank, (lane, sent) in enumerate(zip(timeline.lanes, timeline.sent(), strict=True)):
+        theme = self.theme
+        colours = [theme.activation, theme.gradient] if timeline.has_transfers else []
+        colours += [theme.offload, theme.load] if timeline.has_copies else []
+        pitch = _ROW + len(colours) * (_STRIP + 1) + _ROW_GAP
+        for rank, (lane, strips) in enumerate(zip(timeline.lanes, timeline.strips(), strict=True)):
             top = y + rank * pitch
             self._text(_LEFT - 8, top + _ROW / 2 + 4, lane.name, self.theme.ink, 11, ha="right")
             self._box(_LEFT, top, timeline.end * self.scale, _ROW, self.theme.idle, 1)
             self._strip(((e.start, e.end) for e in lane.waits), top + _ROW / 2 - 2, 4, self.theme.wait)
             self._blocks(timeline, lane, top, labels)
-            for k, colour in enumerate((self.theme.activation, self.theme.gradient)):
+            for k, (spans, colour) in enumerate(zip(strips, colours, strict=True)):
                 below = top + _ROW + 1 + k * (_STRIP + 1)
-                self._strip(((t.start, t.end) for t in sent[k]), below, _STRIP, colour)
+                self._strip(((t.start, t.end) for t in spans), below, _STRIP, colour)
         return y + pitch * len(timeline.lanes) - _ROW_GAP
 
     def _blocks(self, timeline: Timeline, lane: Lane, top: float, labels: Labels) -> None:

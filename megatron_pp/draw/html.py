@@ -13,7 +13,18 @@ from html import escape
 from importlib.resources import files
 
 from megatron_pp.draw.columns import ColumnStore, timeline_columns
-from megatron_pp.draw.facts import ACTIVATION, GRADIENT, MEMORY, SHADES, WAIT, costs_line, legend_keys, summary
+from megatron_pp.draw.facts import (
+    ACTIVATION,
+    GRADIENT,
+    LOADING,
+    MEMORY,
+    OFFLOADING,
+    SHADES,
+    WAIT,
+    costs_line,
+    legend_keys,
+    summary,
+)
 from megatron_pp.draw.palette import DARK, LIGHT, NAMES
 from megatron_pp.draw.ticks import value_ticks
 from megatron_pp.draw.timeline import Timeline
@@ -53,7 +64,7 @@ def _legend(timelines: Sequence[Timeline]) -> str:
         colours = [colour.hex for colour in key.colours] or ([f"var(--{key.kind})"] if key.kind != SHADES else [])
         if key.kind == MEMORY:
             colours.append("var(--memory_last)")
-        thin = ' class="thin"' if key.kind in (WAIT, ACTIVATION, GRADIENT, MEMORY) else ""
+        thin = ' class="thin"' if key.kind in (WAIT, ACTIVATION, GRADIENT, OFFLOADING, LOADING, MEMORY) else ""
         boxes = "".join(f'<i{thin} style="background:{colour}"></i>' for colour in colours)
         keys.append(f'<span class="key">{boxes} {escape(key.label)}</span>')
     return "\n".join(keys)

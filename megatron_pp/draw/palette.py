@@ -74,6 +74,7 @@ class Theme(NamedTuple):
     idle                    a rank that does nothing
     wait                    a rank in a WAIT or FREE
     activation, gradient    transfers
+    offload, load           copies to host memory and back
     memory                  the curve; where all ranks share a chart, from ``memory`` to ``memory_last``
     """
 
@@ -85,6 +86,8 @@ class Theme(NamedTuple):
     wait: Colour
     activation: Colour
     gradient: Colour
+    offload: Colour
+    load: Colour
     memory: Colour
     memory_last: Colour
 
@@ -98,6 +101,8 @@ LIGHT = Theme(
     wait=Colour(160, 165, 173),
     activation=Colour(42, 143, 196),  # their sky blue, darker
     gradient=Colour(213, 94, 0),  # vermillion
+    offload=Colour(0, 90, 70),  # their bluish green, darker
+    load=Colour(0, 158, 115),
     memory=Colour(80, 15, 70),  # their reddish purple, darker and lighter
     memory_last=Colour(236, 150, 200),
 )
@@ -110,6 +115,8 @@ DARK = Theme(
     wait=Colour(110, 117, 126),
     activation=Colour(86, 180, 233),  # sky blue
     gradient=Colour(255, 138, 61),
+    offload=Colour(0, 158, 115),
+    load=Colour(110, 225, 190),
     memory=Colour(250, 215, 235),
     memory_last=Colour(165, 60, 125),
 )

@@ -3,7 +3,8 @@
 Readable without colour: a block begins with its name (``F3``: forward of microbatch 3; ``F1.3`` with several chunks)
 and goes on with ``-`` (forward), ``=`` (backward), ``+`` (input gradients) or ``~`` (weight gradients), ``:`` and
 ``;`` (S and T of a split output layer); ``.`` is idle.
-Rows between ranks show transfers: ``v`` towards the higher rank, ``^`` towards the lower one, ``x`` both.
+Rows between ranks show transfers: ``v`` towards the higher rank, ``^`` towards the lower one, ``x`` both; and copies of
+the rank above them: ``o`` to host memory, ``l`` back, ``c`` both.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from megatron_pp.draw.facts import legend_keys, summary
 from megatron_pp.draw.palette import NAMES, OPERATIONS, block_name, block_style, colour_style
 from megatron_pp.draw.ticks import tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, OUTPUT_S, OUTPUT_T, WEIGHT_GRAD
-from megatron_pp.plan.sim.simulation import Event
+from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, LOAD, OUTPUT_S, OUTPUT_T, WEIGHT_GRAD
+from megatron_pp.plan.sim.simulation import Event, Transfer
 
 _FILL = {FORWARD: "-", BACKWARD: "=", INPUT_GRAD: "+", WEIGHT_GRAD: "~", OUTPUT_S: ":", OUTPUT_T: ";"}
 _IDLE = "."
 _MARKS = {(True, False): "v", (False, True): "^", (True, True): "x"}
+_COPY_MARKS = {(True, False): "o", (False, True): "l", (True, True): "c"}
 _MAX_PANELS = 6
 
 
@@ -71,6 +73,8 @@ def _panels(timeline: Timeline, scale: Scale, margin: int, few_colours: bool) ->
     rows: list[tuple[str, Text]] = []
     for rank, lane in enumerate(timeline.lanes):
         rows.append((lane.name, _lane_row(lane, timeline, scale, few_colours)))
+        if lane.copies:
+            rows.append(("", Text(_copies_row(lane, scale), style="dim")))
         if rank in transfers:
             rows.append(("", Text(transfers[rank], style="dim")))
     lines: list[Text] = []
@@ -119,6 +123,8 @@ def _legend(timelines: Sequence[Timeline], width: int, few_colours: bool) -> lis
     entries.append(Text(f"{_IDLE} idle"))
     if any(t.has_transfers for t in timelines):
         entries.append(Text("v ^ x transfers down, up, both"))
+    if any(t.has_copies for t in timelines):
+        entries.append(Text("o l c copies to host memory, back, both"))
     lines = [Text()]
     for entry in entries:
         if len(lines[-1]) and len(lines[-1]) + len(entry) > width:
@@ -179,10 +185,22 @@ def _transfer_rows(timeline: Timeline, scale: Scale) -> dict[int, str]:
         low, high = sorted((t.source, t.target))
         under, up = (low, t.source > t.target) if high == low + 1 else (ranks - 1, t.source < t.target)
         row = marks.setdefault(under, [[False, False] for _ in range(scale.columns)])
-        first = scale.within(t.start)
-        for column in range(first, max(first + 1, scale.column(t.end))):
+        for column in _columns(t, scale):
             row[column][up] = True
     return {rank: "".join(_MARKS.get((c[0], c[1]), " ") for c in row) for rank, row in marks.items()}
+
+
+def _copies_row(lane: Lane, scale: Scale) -> str:
+    row = [[False, False] for _ in range(scale.columns)]
+    for copy in lane.copies:
+        for column in _columns(copy, scale):
+            row[column][copy.instruction.op == LOAD] = True
+    return "".join(_COPY_MARKS.get((c[0], c[1]), " ") for c in row)
+
+
+def _columns(span: Event | Transfer, scale: Scale) -> range:
+    first = scale.within(span.start)
+    return range(first, max(first + 1, scale.column(span.end)))
 
 
 def _axis(scale: Scale, start: int, stop: int) -> str:

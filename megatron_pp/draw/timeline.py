@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron_pp.draw.palette import OPERATIONS
 from megatron_pp.plan.activations import activations_timeline
-from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, POST_OF
+from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, COPY_OF, LOAD, OFFLOAD, POST_OF
 from megatron_pp.plan.sim.memory import ModelShape, rank_memory
 from megatron_pp.plan.sim.simulation import Event, Simulation, Transfer
 from megatron_pp.plan.spec import PlanSpec
@@ -22,13 +22,19 @@ class Lane:
 
     compute  forwards, backwards and weight gradients, in order of time, without overlap
     waits    WAIT and FREE instructions that took time
+    copies   between device and host, under the OFFLOAD or LOAD that posted them; those that took time
     memory   (time, value) steps: the value holds from its time to the next one's; see Timeline for what it is
     """
 
     name: str
     compute: list[Event] = field(default_factory=list)
     waits: list[Event] = field(default_factory=list)
+    copies: list[Event] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
+
+    def copied(self, op: str) -> list[Event]:
+        """Copies to the host (OFFLOAD) or back (LOAD)."""
+        return [copy for copy in self.copies if copy.instruction.op == op]
 
     @property
     def busy(self) -> float:
@@ -117,6 +123,21 @@ class Timeline:
         return self.traffic.longest > 0
 
     @property
+    def has_copies(self) -> bool:
+        """Whether any copy between device and host takes time."""
+        return any(lane.copies for lane in self.lanes)
+
+    def strips(self) -> list[list[Sequence[Event] | Sequence[Transfer]]]:
+        """Per rank, what is drawn below its blocks: activations and gradients that it sends, copies to the host and
+        back; where no schedule has any of a kind, without it.
+        """
+        found: list[list[Sequence[Event] | Sequence[Transfer]]] = []
+        for lane, sent in zip(self.lanes, self.sent(), strict=True):
+            found.append([*sent] if self.has_transfers else [])
+            found[-1] += [lane.copied(OFFLOAD), lane.copied(LOAD)] if self.has_copies else []
+        return found
+
+    @property
     def most_memory(self) -> float:
         """The highest memory of any rank; 0 in an evaluation, which keeps nothing."""
         return max((lane.peak for lane in self.lanes), default=0.0)
@@ -138,6 +159,7 @@ def simulated_timeline(
     lanes = []
     for rank in range(len(plan.programs)):
         lane = _lane(f"rank {rank}", simulation.events(rank))
+        lane.copies = [copy for copy in simulation.copies[rank] if copy.end > copy.start] if simulation.copies else []
         if shape is not None:
             memory = rank_memory(plan, rank, shape)
             lane.memory = _steps(simulation.ends[rank], memory.after, memory.static)
@@ -159,6 +181,7 @@ def short_title(spec: PlanSpec) -> str:
     extra = [f"slices={spec.slices}"] if spec.slices > 1 else []
     extra += [f"group={spec.group_size}"] if spec.effective_group_size != usual.effective_group_size else []
     extra += [f"{value}" for value in (spec.policy, spec.channels) if value not in (usual.policy, usual.channels)]
+    extra += [f"offload={spec.offload_chunks}"] if spec.offload_chunks is not None else []
     extra += ["forward only"] if spec.forward_only else []
     return " ".join([spec.schedule, f"P={sizes[0]} V={sizes[1]} M={sizes[2]}", *extra])
 
@@ -169,7 +192,7 @@ def _lane(name: str, events: Iterable[Event]) -> Lane:
         op = event.instruction.op
         if op in COMPUTE_OPS:
             lane.compute.append(event)
-        elif op in POST_OF and event.end > event.start:
+        elif (op in POST_OF or op in COPY_OF) and event.end > event.start:
             lane.waits.append(event)
     return lane
 

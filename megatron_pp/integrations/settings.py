@@ -244,6 +244,8 @@ _ROWS: tuple[tuple[str, Callable[[str, Any], Any], Callable[[str], Any]], ...] =
     ("pipeline_schedule", _schedule, str),
     ("pipeline_measured", _measured, str),
     ("microbatch_group_size_per_vp_stage", _whole, _number),
+    ("offload_chunks", _communication, _number),
+    ("offload_slots", _communication, _number),
     ("overlap_p2p_comm", _switch, read_flag),
     ("batch_p2p_comm", _switch, read_flag),
     ("batch_p2p_sync", _switch, read_flag),

@@ -16,12 +16,17 @@ from collections.abc import Iterator, Sequence
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.instruction import (
+    BACKWARD,
     BACKWARD_OPS,
     COMPUTE_OPS,
+    COPY_OPS,
     FORWARD,
+    FREE_OFFLOAD,
     INPUT_GRAD,
-    OUTPUT_OPS,
+    LOAD,
+    OFFLOAD,
     SINGLE_COMPUTE_OPS,
+    WAIT_LOAD,
     WEIGHT_GRAD,
     Instruction,
     without_pairs,
@@ -29,6 +34,11 @@ from megatron_pp.plan.instruction import (
 from megatron_pp.plan.spec import Plan
 
 Shares = float | Sequence[float]  # one for all stages, or one per stage in model order
+
+# By op: forwards with memory on the device, split backwards whose memory waits for W, forwards with memory on the host.
+KEPT = {FORWARD: 1, BACKWARD: -1, INPUT_GRAD: -1, FREE_OFFLOAD: -1, LOAD: 1}
+WAITING = {INPUT_GRAD: 1, WEIGHT_GRAD: -1}
+_ON_HOST = {OFFLOAD: 1, WAIT_LOAD: -1}
 
 
 def kept_timeline(
@@ -42,16 +52,20 @@ def kept_timeline(
     in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
     kept, now = [0.0] * len(stages), 0.0  # of each chunk, and of all
     for at in without_pairs(order):
-        if at.op in SINGLE_COMPUTE_OPS and at.op not in OUTPUT_OPS:
-            chunk = at.chunk
-            if at.op == WEIGHT_GRAD:
-                waiting[chunk] -= 1
-            else:
-                in_flight[chunk] += 1 if at.op == FORWARD else -1
-                waiting[chunk] += at.op == INPUT_GRAD
-            stage = stages[chunk]
+        if at.op in KEPT or at.op in WAITING:
+            chunk, stage = at.chunk, stages[at.chunk]
+            in_flight[chunk] += KEPT.get(at.op, 0)
+            waiting[chunk] += WAITING.get(at.op, 0)
             kept[chunk] = forward[stage] * in_flight[chunk] + weight[stage] * waiting[chunk]
             now = sum(kept)
+        yield now
+
+
+def host_timeline(order: Sequence[Instruction], stages: Sequence[int], forward: Sequence[float]) -> Iterator[float]:
+    """Host memory right after each instruction, of what is offloaded; arguments and unit as ``kept_timeline``."""
+    now = 0.0
+    for at in without_pairs(order):
+        now += _ON_HOST.get(at.op, 0) * forward[stages[at.chunk]]
         yield now
 
 
@@ -94,8 +108,15 @@ def peak_activations(plan: Plan, weight_share: Shares = WEIGHT_SHARE) -> tuple[f
     """The most that each rank keeps at once, in units of one chunk's forward. Raises PlanError, see
     activations_timeline.
     """
-    compute = ([at for at in program if at.op in COMPUTE_OPS] for program in plan.programs)
-    return tuple(max(_timeline(plan, rank, run, weight_share), default=0.0) for rank, run in enumerate(compute))
+    counted = ([at for at in program if at.op in COMPUTE_OPS or at.op in COPY_OPS] for program in plan.programs)
+    return tuple(max(_timeline(plan, rank, run, weight_share), default=0.0) for rank, run in enumerate(counted))
+
+
+def peak_on_host(plan: Plan) -> tuple[float, ...]:
+    """The most that each rank has offloaded at once, in the same unit."""
+    ones = (1.0 / plan.spec.slices,) * plan.placement.num_stages
+    timelines = (host_timeline(p, s, ones) for p, s in zip(plan.programs, plan.placement.stages, strict=True))
+    return tuple(max(timeline, default=0.0) for timeline in timelines)
 
 
 def _timeline(plan: Plan, rank: int, run: Sequence[Instruction], weight_share: Shares) -> Iterator[float]:

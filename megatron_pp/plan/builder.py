@@ -167,7 +167,7 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     if programs is not None:
         return Plan(spec, placement, programs, tuple(map(placement.place, count(), orders)), remark)
     try:
-        return lowered(spec, placement, orders, remark)
+        return lowered(spec, placement, orders, remark, offloaded_chunks(spec))
     except PlanError as error:
         if not family.digest:
             raise
@@ -206,6 +206,11 @@ def _whole(program: Sequence[Instruction]) -> tuple[Instruction, ...]:
         for k, at in enumerate(program)
         if at.op != WEIGHT_GRAD and not (at.op == ENABLE_GRAD_SYNC and k > last.get(at.chunk, k))
     )
+
+
+def offloaded_chunks(spec: PlanSpec) -> int:
+    """How many chunks of every rank are offloaded: as the spec says, else as its schedule does."""
+    return family_of(spec).offloads(spec.shape) if spec.offload_chunks is None else spec.offload_chunks
 
 
 def family_of(spec: PlanSpec) -> Family:

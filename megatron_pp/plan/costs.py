@@ -17,6 +17,8 @@ from megatron_pp.plan.instruction import (
     BROADCAST,
     FORWARD,
     INPUT_GRAD,
+    LOAD,
+    OFFLOAD,
     OUTPUT_S,
     OUTPUT_T,
     WEIGHT_GRAD,
@@ -47,6 +49,7 @@ class StageCosts:
                     stage's times contain: on the last stage, or split evenly over the ranks (``placed``)
     passes          S and T of each rank, where the output layer is split: what ``placed`` makes of it, or as measured
     microbatches    what each microbatch costs of these times, in the order in which they run; empty: all cost the same
+    offload         copy of what a forward keeps, one way between device and host; empty where copies take no time
 
     Raises PlanError for lists of different lengths, and for times that are negative or not finite.
     """
@@ -60,13 +63,16 @@ class StageCosts:
     output_layer: tuple[float, float, float] = (0.0, 0.0, 0.0)
     passes: tuple[float, float] = (0.0, 0.0)
     microbatches: tuple[float, ...] = ()
+    offload: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.offload:
+            object.__setattr__(self, "offload", (0.0,) * len(self.forward))
         if not all(math.isfinite(time) and time >= 0 for time in (*self.output_layer, *self.passes)):
             raise PlanError(f"an output layer's times are {self.output_layer}, {self.passes}; they must be at least 0")
         if len(self.pair_sends) != 2 or not all(0 <= share <= 1 for share in self.pair_sends):
             raise PlanError(f"pair_sends is {self.pair_sends!r}; it must be two shares of a pair's time, from 0 to 1")
-        for name in ("backward", "backward_input", "weight"):
+        for name in ("backward", "backward_input", "weight", "offload"):
             if len(getattr(self, name)) != len(self.forward):
                 given = len(getattr(self, name))
                 raise PlanError(f"costs of {name} are given for {given} stages, of forward for {len(self.forward)}")
@@ -118,9 +124,11 @@ class StageCosts:
         n = self.num_stages
         if n % count and count % n:
             raise PlanError(f"times of {n} stages cannot be regrouped into {count}; give a multiple or a divisor of it")
-        lists = (self.forward, self.backward, self.backward_input, self.weight)
-        forward, backward, backward_input, weight = (_regrouped(times, count) for times in lists)
-        return replace(self, forward=forward, backward=backward, backward_input=backward_input, weight=weight)
+        lists = (self.forward, self.backward, self.backward_input, self.weight, self.offload)
+        forward, backward, backward_input, weight, offload = (regrouped(times, count) for times in lists)
+        return replace(
+            self, forward=forward, backward=backward, backward_input=backward_input, weight=weight, offload=offload
+        )
 
     def placed(self, placement: Placement) -> StageCosts:
         """The costs where the output layer is as in ``placement``: added to the last stage's, or as passes S and T.
@@ -144,7 +152,7 @@ class StageCosts:
         )
 
     def of(self, op: str, stage: int) -> float:
-        """Time of a single compute operation of ``stage``, of a whole sequence."""
+        """Time of a single compute operation or copy of ``stage``, of a whole sequence."""
         return self._by_op[op][stage]
 
     def of_slices(self, slices: int) -> tuple[float, ...]:
@@ -168,10 +176,13 @@ class StageCosts:
             WEIGHT_GRAD: self.weight,
             OUTPUT_S: self.passes[:1] * self.num_stages,
             OUTPUT_T: self.passes[1:] * self.num_stages,
+            OFFLOAD: self.offload,
+            LOAD: self.offload,
         }
 
 
-def _regrouped(times: tuple[float, ...], count: int) -> tuple[float, ...]:
+def regrouped(times: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """The times of ``count`` equal stages of the same model; one number is a multiple of the other."""
     if len(times) >= count:
         size = len(times) // count
         return tuple(sum(times[i * size : (i + 1) * size]) for i in range(count))

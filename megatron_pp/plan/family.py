@@ -22,6 +22,10 @@ def no_remark(shape: Shape) -> str:
     return ""
 
 
+def no_offloads(shape: Shape) -> int:
+    return 0
+
+
 class Repeats(NamedTuple):
     """After ``period`` microbatches the steady state of an order is the same, but of later microbatches: with
     ``period`` microbatches more it lasts so much longer, from ``least`` microbatches on.
@@ -60,6 +64,7 @@ class Family:
     small_groups   whether groups of fewer microbatches than ranks are of use
     repeats        for families whose orders have a steady state: Shape -> Repeats
     sliced         whether the orders may be of slices of sequences
+    offloads       Shape -> the chunks of every rank, from its first, that are offloaded unless the spec says how many
     barriers       of ``Placement``: 0 where the output layer is the last stage's, else how it is split over all ranks
     """
 
@@ -79,6 +84,7 @@ class Family:
     small_groups: bool = False
     repeats: Callable[[Shape], Repeats] | None = None
     sliced: bool = False
+    offloads: Callable[[Shape], int] = no_offloads
     barriers: int = 0
 
 

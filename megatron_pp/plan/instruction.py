@@ -53,6 +53,11 @@ WAIT_REDUCE = "WAIT_REDUCE"
 PARAM_SYNC = "PARAM_SYNC"  # config.param_sync_func[chunk]
 ENABLE_GRAD_SYNC = "ENABLE_GRAD_SYNC"  # leave no_sync for the next B, I or W of the chunk: DDP hooks fire in it
 GRAD_SYNC = "GRAD_SYNC"  # config.grad_sync_func[chunk]
+# What a forward keeps for its backward, in host memory in between.
+OFFLOAD = "OFFLOAD"  # post its copy to the host, behind the forward; never blocks
+FREE_OFFLOAD = "FREE_OFFLOAD"  # wait for that copy, then give the device memory back
+LOAD = "LOAD"  # allocate it on the device and post the copy back; never blocks
+WAIT_LOAD = "WAIT_LOAD"  # wait for that copy, then give the host memory back
 # Several sends and receives as one grouped call.
 BATCH = "BATCH"
 # The rank's copy of a named tensor.
@@ -73,10 +78,12 @@ COLLECTIVE_WAITS = frozenset({WAIT_BROADCAST, WAIT_ALL_REDUCE, WAIT_REDUCE})
 COLLECTIVE_OPS = COLLECTIVE_POSTS | COLLECTIVE_WAITS
 OUTPUT_LAYER_OPS = OUTPUT_OPS | COLLECTIVE_OPS
 SYNC_OPS = frozenset({PARAM_SYNC, ENABLE_GRAD_SYNC, GRAD_SYNC})
+COPY_POST_OPS = frozenset({OFFLOAD, LOAD})
+COPY_OPS = COPY_POST_OPS | {FREE_OFFLOAD, WAIT_LOAD}
 POST_OPS = SEND_OPS | RECV_OPS
 TRANSFER_OPS = POST_OPS | WAIT_OPS | FREE_OPS
 GROUP_OPS = frozenset({PAIR, BATCH})
-SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | COLLECTIVE_OPS | SYNC_OPS | {DROP}
+SINGLE_OPS = SINGLE_COMPUTE_OPS | TRANSFER_OPS | HAND_OPS | COLLECTIVE_OPS | SYNC_OPS | COPY_OPS | {DROP}
 ALL_OPS = SINGLE_OPS | GROUP_OPS
 
 POST_OF = {
@@ -88,7 +95,10 @@ POST_OF = {
     WAIT_ALL_REDUCE: ALL_REDUCE,
     WAIT_REDUCE: REDUCE,
 }
-"""What a WAIT or FREE waits for."""
+"""What a WAIT or FREE of a message or a collective waits for."""
+
+COPY_OF = {FREE_OFFLOAD: OFFLOAD, WAIT_LOAD: LOAD}
+"""The copy that FREE_OFFLOAD or WAIT_LOAD waits for."""
 
 SENT_BY = {FORWARD: SEND_F, BACKWARD: SEND_B}
 """What sends the result of a pair's half."""
@@ -176,6 +186,10 @@ OP_NAMES = {
     PARAM_SYNC: "parameter sync",
     ENABLE_GRAD_SYNC: "start of gradient sync in the backward",
     GRAD_SYNC: "gradient sync",
+    OFFLOAD: "offload",
+    FREE_OFFLOAD: "release after the offload",
+    LOAD: "load",
+    WAIT_LOAD: "wait for the load",
     BATCH: "batch",
     DROP: "release of the tensor",
 }
@@ -227,7 +241,7 @@ def pair(*members: Instruction) -> Instruction:
 
 def _may_follow(at: Instruction, before: Instruction) -> bool:
     """Whether ``at`` may stand right behind ``before`` in a pair: a send behind what has made the tensor."""
-    return at.op not in TRANSFER_OPS | SYNC_OPS | HAND_OPS | COLLECTIVE_OPS | {DROP} or (
+    return at.op in SINGLE_COMPUTE_OPS or (
         at.op == SENT_BY.get(before.op) and (at.stage, at.chunk, at.mb) == (before.stage, before.chunk, before.mb)
     )
 
@@ -288,7 +302,7 @@ def parse_instruction(text: str) -> Instruction:
     if part is None and tensor is None:
         return instruction(op, int(chunk), NONE if mb is None else int(mb))
     whole = op in SYNC_OPS | OUTPUT_LAYER_OPS
-    if whole or (tensor is not None and op in SINGLE_COMPUTE_OPS):
+    if whole or (tensor is not None and op in SINGLE_COMPUTE_OPS | COPY_OPS):
         raise InstructionError(f"{text!r}: {op} takes no {'tensor' if tensor else 'slice'}")
     return Instruction(op, mb=int(mb), chunk=int(chunk), slice=NONE if part is None else int(part), tensor=tensor or "")
 

@@ -12,7 +12,19 @@ from megatron_pp.plan.activations import key_values_change
 from megatron_pp.plan.dataflow import CAUSAL, neighbour_of, slice_before
 from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.repeated import Block, RepetitionError
-from megatron_pp.plan.rules import B_RAN, F_FREED, F_RAN, RULES, W_LEFT, W_RAN, facts_at_end, needs_at, words_of
+from megatron_pp.plan.rules import (
+    B_RAN,
+    F_FREED,
+    F_RAN,
+    MAY_BE,
+    RULES,
+    W_LEFT,
+    W_RAN,
+    facts_at_end,
+    needs_at,
+    obliged,
+    words_of,
+)
 from megatron_pp.plan.skip_lifetime import NamedWalk
 from megatron_pp.plan.spec import Plan
 from megatron_pp.plan.sync_marks import check_syncs
@@ -34,7 +46,8 @@ class Memory(NamedTuple):
 
     pending_sends  sends posted and not released (their tensors are among outputs and input_grads)
     in_flight      (chunk, microbatch) pairs, or slices of them, between their forward and their backward: what autograd
-                   keeps
+                   keeps on the device
+    on_host        those with a buffer in host memory: from OFFLOAD to WAIT_LOAD
     weight_backlog pairs between an input-gradient backward and its W
     logits         microbatches between S and T of a split output layer: their softmax is kept, of the rank's rows
     key_values     pairs whose keys and values attention keeps for later slices: from the forward of the first slice,
@@ -54,6 +67,7 @@ class Memory(NamedTuple):
     weight_backlog: int = 0
     key_values: int = 0
     logits: int = 0
+    on_host: int = 0
 
     @property
     def tensors(self) -> int:
@@ -74,6 +88,8 @@ _CHANGES = {
     ins.SEND_B: Memory(pending_sends=1),
     ins.FREE_B: Memory(pending_sends=-1, input_grads=-1),
     ins.WEIGHT_GRAD: Memory(weight_backlog=-1),
+    ins.OFFLOAD: Memory(on_host=1),
+    ins.WAIT_LOAD: Memory(on_host=-1),
 }
 """What the operations add to the memory that do so whatever the stage; ``_Walk._change`` knows the others."""
 
@@ -152,6 +168,7 @@ class _Step(NamedTuple):
 
     needs: int
     adds: int
+    bars: int
     change: Memory
     moves: dict[int, _Move]
 
@@ -162,7 +179,7 @@ class _Walk:
         self.rank = rank
         self.program = plan.timed(rank)
         self.forward_only = spec.forward_only
-        self.optional = W_LEFT | W_RAN if spec.split_backward and not spec.forward_only else 0
+        self.optional = 0 if spec.forward_only else MAY_BE if spec.split_backward else MAY_BE & ~(W_LEFT | W_RAN)
         self.microbatches = spec.num_microbatches
         self.slices = spec.slices
         self.placement = plan.placement
@@ -226,9 +243,11 @@ class _Walk:
 
     def _move(self, at: Instruction, step: _Step, before: int) -> _Move:
         """What ``at`` does, for all instructions of its step that find the same facts. Raises PlanError."""
-        missing, twice = step.needs & ~before, step.adds & before
+        missing, twice = (step.needs | obliged(at.op, before)) & ~before, step.adds & before
         if missing:
             raise self._error(at, "it comes before " + " and before ".join(words_of(missing)))
+        if step.bars & before:
+            raise self._error(at, "it comes after " + " and after ".join(words_of(step.bars & before)))
         if twice:
             raise self._error(at, " and ".join(words_of(twice)) + " already: it stands twice")
         after, both, change = before | step.adds, F_FREED | B_RAN, step.change
@@ -248,16 +267,17 @@ class _Walk:
                 f"({NONE}: none)",
             )
         if at.op in ins.SYNC_OPS or at.tensor:
-            needs, adds = 0, 0
+            needs, adds, bars = 0, 0, 0
         elif at.op not in RULES or (at.stage, at.mb, at.slice) not in self.facts:
             raise self._no_such_cell(at)
         else:
-            needs, adds = needs_at(at.op, stage, self.placement), RULES[at.op].adds
+            _, adds, _, bars = RULES[at.op]
+            needs = needs_at(at.op, stage, self.placement)
             if adds & ~(self.required[stage] | self.optional):
                 raise self._error(at, f"stage {stage} has no such step in this plan")
-            needs &= self.required[stage] | B_RAN | W_LEFT
+            needs &= self.required[stage] | B_RAN | MAY_BE
         step = self.known[(at.op, stage, peer, at.chunk, not at.tensor)] = _Step(
-            needs, adds, self._change(at.op, stage), {}
+            needs, adds, bars, self._change(at.op, stage), {}
         )
         return step
 
@@ -274,11 +294,16 @@ class _Walk:
             return Memory(outputs=-1, inputs=1) if self.gives_back else Memory()
         if op == ins.FREE_F:
             return Memory(pending_sends=-1, outputs=-self.gives_back)
+        handed_in, handed_on = stage - 1 in self.required, stage + 1 in self.required
+        own_input = not first and (self.gives_back or not handed_in)
+        if op == ins.FREE_OFFLOAD:
+            return Memory(in_flight=-1, inputs=-own_input)
+        if op == ins.LOAD:
+            return Memory(in_flight=1, inputs=own_input)
         if op in ins.BACKWARD_OPS:
-            handed_in, handed_on = stage - 1 in self.required, stage + 1 in self.required
             return Memory(
                 in_flight=-1,
-                inputs=-(not first and (self.gives_back or not handed_in)),
+                inputs=-own_input,
                 outputs=-((handed_on or (stage == self.last_stage and not last)) and not self.gives_back),
                 output_grads=-(not last),
                 input_grads=not first,

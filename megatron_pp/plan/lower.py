@@ -1,8 +1,9 @@
 """Lowering: from a compute order to a full plan with communication.
 
 Between two entries of a rank's order lies a *boundary*; boundary i is before entry i. At a boundary stand, in this
-order: posts (sends and receives), releases, gradient syncs, waits and hand-offs for the entry that follows (in order of
-rounds), other syncs. Each message has a *round*, the logical slot at whose end it is produced (``clock.py``).
+order: posts (sends and receives), releases, gradient syncs, copies to host memory and back (``offload.py``), waits and
+hand-offs for the entry that follows (in order of rounds), other syncs. Each message has a *round*, the logical slot at
+whose end it is produced (``clock.py``).
 
 ``overlap``  A send is posted right after its operation and released ``release_after`` entries later. A receive is
              posted when its message is due, or ``lookahead`` slots ahead of its use if that is earlier, and waited
@@ -45,6 +46,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
+from megatron_pp.errors import PlanError
 from megatron_pp.plan.clock import Clocked, run_clock
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.dataflow import MOVES, RESULT_OF, TOWARDS, consumer_of, source_of
@@ -61,6 +63,7 @@ from megatron_pp.plan.instruction import (
     pair_up,
     placed,
 )
+from megatron_pp.plan.offload import Copies, copies_of
 from megatron_pp.plan.order_check import check_orders, run_of
 from megatron_pp.plan.output_layer import collectives_of, placed_collectives
 from megatron_pp.plan.placement import Placement
@@ -119,9 +122,11 @@ class _Site(NamedTuple):
     went: _Way | None
 
 
-def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str = "") -> Plan:
+def lowered(
+    spec: PlanSpec, placement: Placement, orders: Sequence[Order], remark: str = "", offloaded: int | None = None
+) -> Plan:
     """The plan of ``orders``, which need not be placed; each rank's program is laid out when it is asked for. Not
-    verified.
+    verified. ``offloaded``: how many chunks of every rank are; by default as many as ``spec`` says.
 
     Raises PlanError where the orders are not complete or cannot run.
     """
@@ -131,28 +136,34 @@ def lowered(spec: PlanSpec, placement: Placement, orders: Sequence[Order], remar
     if spec.overlap_pairs and not spec.forward_only:
         run = [pair_up(order) for order in run]
     clocked = run_clock(run, placement)
-    return Plan(spec, placement, _Programs(spec, placement, clocked), tuple(lines), remark)
+    offloaded = spec.offload_chunks or 0 if offloaded is None else offloaded
+    if offloaded and spec.overlap_pairs:
+        raise PlanError("pairs (overlap_pairs) do not go with offloading: what both halves save is not told apart")
+    programs = _Programs(spec, placement, clocked, 0 if spec.forward_only else offloaded)
+    return Plan(spec, placement, programs, tuple(lines), remark)
 
 
 class _Programs(Lines):
     """Each rank's program, laid out when it is asked for."""
 
-    def __init__(self, spec: PlanSpec, placement: Placement, clocked: Clocked) -> None:
+    def __init__(self, spec: PlanSpec, placement: Placement, clocked: Clocked, offloaded: int) -> None:
         super().__init__(spec.pipeline_size)
         self.spec = spec
         self.placement = placement
         self.clocked = clocked
+        self.offloaded = offloaded
 
     @collector_paused()
     def _make(self, rank: int) -> Line:
-        return tuple(_RankLowering(self.spec, self.placement, rank, self.clocked).program())
+        return tuple(_RankLowering(self.spec, self.placement, rank, self.clocked, self.offloaded).program())
 
 
 class _RankLowering:
     """Lays out one rank's program on its boundaries."""
 
-    def __init__(self, spec: PlanSpec, placement: Placement, rank: int, clocked: Clocked) -> None:
+    def __init__(self, spec: PlanSpec, placement: Placement, rank: int, clocked: Clocked, offloaded: int) -> None:
         self.spec = spec
+        self.offloaded = offloaded
         self.placement = placement
         self.rank = rank
         self.order = clocked.orders[rank]
@@ -331,6 +342,7 @@ class _RankLowering:
 
     def _emit(self) -> list[Instruction]:
         before, after = syncs_of(self.spec, self.rank, self.order)
+        copies, loads = self._copies()
         program: list[Instruction] = []
         posts, collectives, releases, inputs = self.posts, self.collectives, self.releases, self.inputs
         for i, entry in enumerate((*self.order, None)):
@@ -348,15 +360,25 @@ class _RankLowering:
                 program += releases[i]
             if i - 1 in after:
                 program += after[i - 1]
+            if i in copies:
+                program += copies[i]
             if entry is not None:
                 if i in inputs:
                     program += map(_SECOND, sorted(inputs[i], key=_FIRST))
+                if i in loads:
+                    program += loads[i]
                 if i in before:
                     program += before[i]
                 program.append(self._with_sends(i, entry) if entry.members else entry)
         return (
             program if self.routes is None else with_drops(program, self.routes, self.placement, self.spec.forward_only)
         )
+
+    def _copies(self) -> tuple[Copies, Copies]:
+        """At a boundary, and right before the entry behind it."""
+        if not self.offloaded:
+            return {}, {}
+        return copies_of(self.order, self.ends, self.offloaded, self.spec.offload_slots)
 
     def _with_sends(self, i: int, entry: Instruction) -> Instruction:
         """The pair with those of its sends that go out within it."""

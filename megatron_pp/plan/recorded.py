@@ -55,6 +55,8 @@ class _Walk:
             self.waiting = [(s, count) for s, count in self.waiting if self.finished[s] < count]
             if at.op == ins.FREE_B or (at.op == ins.FREE_F and self.gives_back and not at.tensor):
                 self._free(ins.POST_OF[at.op], at)
+        elif at.op == ins.FREE_OFFLOAD:  # what LOAD brings back is a tensor of its own
+            self._free(ins.RECV_F, at)
         elif at.op == ins.DROP:
             self._free(ins.RECV_F, at)
             self._free(ins.SEND_F, at)

@@ -2,8 +2,8 @@
 what is true afterwards.
 
 A cell is one (stage, microbatch) on its rank, or a named tensor of it; its facts are bits. An instruction needs facts,
-must not find its own fact there already, and adds it. ``facts_at_end`` are what a finished program leaves of each cell:
-that every handle is waited exactly once and that nothing stays alive come to just that.
+must not find its own fact there already, nor one that bars it, and adds it. ``facts_at_end`` are what a finished
+program leaves of each cell: that every handle is waited exactly once and that nothing stays alive come to just that.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ B_POSTED, B_HERE, B_RAN, B_SENT, B_FREED = 32, 64, 128, 256, 512
 W_LEFT, W_RAN = 1024, 2048
 DROPPED = 4096
 X_POSTED, X_HERE, S_RAN, R_POSTED, R_HERE, T_RAN, G_POSTED, G_HERE = (1 << k for k in range(13, 21))
+OFFLOADED, OFFLOAD_FREED, LOADED, LOAD_HERE = (1 << k for k in range(21, 25))
+MAY_BE = W_LEFT | W_RAN | OFFLOADED | OFFLOAD_FREED | LOADED | LOAD_HERE
+"""Facts of some cells of a plan that trains, and not of others."""
 
 _WORDS = {
     F_POSTED: "the receive of its input was posted",
@@ -42,15 +45,20 @@ _WORDS = {
     G_POSTED: "the reduction of the last output's gradient was posted",
     G_HERE: "the reduction of the last output's gradient is over",
     DROPPED: "it was dropped",
+    OFFLOADED: "its offload was posted",
+    OFFLOAD_FREED: "its offload was waited for",
+    LOADED: "its load was posted",
+    LOAD_HERE: "what was offloaded is back",
 }
 
 
 class Rule(NamedTuple):
-    """The facts that an instruction needs, those it adds, and what it is for, in a sentence."""
+    """The facts that an instruction needs, those it adds, what it is for, in a sentence, and the facts that bar it."""
 
     needs: int
     adds: int
     sentence: str
+    bars: int = 0
 
 
 RULES = {
@@ -77,7 +85,16 @@ RULES = {
     ins.REDUCE: Rule(T_RAN, G_POSTED, "Once with two barriers, after T."),
     ins.WAIT_REDUCE: Rule(G_POSTED, G_HERE, "Once per reduction, on the last stage's rank before its backward."),
     ins.DROP: Rule(0, DROPPED, "Once per named tensor on a rank, when no stage there uses it any more, nor a send."),
+    ins.OFFLOAD: Rule(F_RAN, OFFLOADED, "Once at most, between the forward and its backward.", bars=B_RAN),
+    ins.FREE_OFFLOAD: Rule(OFFLOADED, OFFLOAD_FREED, "Once per OFFLOAD: waits for the copy, then frees the memory."),
+    ins.LOAD: Rule(OFFLOAD_FREED, LOADED, "Once per OFFLOAD, after its release."),
+    ins.WAIT_LOAD: Rule(LOADED, LOAD_HERE, "Once per LOAD, before the backward."),
 }
+
+
+def obliged(op: str, facts: int) -> int:
+    """What an instruction needs besides because of its cell: a backward, that what was offloaded is back."""
+    return LOAD_HERE if op in ins.BACKWARD_OPS and facts & OFFLOADED else 0
 
 
 def needs_at(op: str, stage: int, placement: Placement) -> int:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from megatron_pp.errors import ExchangeError, PlanError
 from megatron_pp.plan.family import Family, Order, Shape
 from megatron_pp.plan.files import read_text
-from megatron_pp.plan.instruction import WEIGHT_GRAD
+from megatron_pp.plan.instruction import OFFLOAD, WEIGHT_GRAD
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES, SCHEDULES
 from megatron_pp.plan.placement import LOOP
@@ -76,6 +76,7 @@ def family_of_file(path: str) -> Family:
         digest=hashlib.sha256(text.encode()).hexdigest()[:16],
         shape=given.plan.spec.shape,
         sliced=given.plan.spec.slices > 1,
+        offloads=given.offloads,
     )
 
 
@@ -96,6 +97,10 @@ class _FilePlan:
                 f"{self.path} is a schedule of {spec.slices} slice(s) a sequence; this step has {shape.slices}"
             )
         return [list(order) for order in self.plan.orders]
+
+    def offloads(self, shape: Shape) -> int:
+        """Chunks of a rank whose forwards the file's programs offload, any of them."""
+        return max((at.chunk + 1 for program in self.plan.programs for at in program if at.op == OFFLOAD), default=0)
 
     def programs(self, spec: PlanSpec) -> Sequence[Line] | None:
         """The file's own programs, where they were lowered for ``spec``."""

@@ -38,7 +38,7 @@ FORMATS = (JSON, TORCH_CSV, TORCH_CSV_COMMS)
 _HEAD = "megatron_pp.plan"
 _VERSION = 2
 _OLD_CSV_HEAD = "megatron_pp plan"
-_REQUIRED = {"schedule": str, "pipeline_size": int, "num_chunks": int, "num_microbatches": int}
+_EXPECTED = {"schedule": str, "pipeline_size": int, "num_chunks": int, "num_microbatches": int, "offload_chunks": int}
 _MOST = 10**9  # no stage, chunk, microbatch or rank of a real plan is as large
 _Programs = tuple[tuple[Instruction, ...], ...]
 
@@ -264,8 +264,8 @@ def spec_from_values(values: dict[str, Any]) -> PlanSpec:
             value = values[name] = tuple(value)
         if name == "skip_tensors" and isinstance(value, list):
             value = values[name] = tuple(map(_skip_tensor, value))
-        expected = type(known[name].default) if known[name].default is not MISSING else _REQUIRED[name]
-        if type(value) is not expected:
+        expected = _EXPECTED.get(name) or type(known[name].default)
+        if type(value) is not expected and (value is not None or known[name].default is not None):
             raise ExchangeError(f"the spec's {name} is {value!r}; it must be of type {expected.__name__}")
     if measured is not None and not isinstance(measured, dict):
         raise ExchangeError("the spec's 'measured' must be an object of measured values, or null")

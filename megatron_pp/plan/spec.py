@@ -9,13 +9,13 @@ from functools import cached_property
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.certificate import Certificate
 from megatron_pp.plan.collector import collector_paused
-from megatron_pp.plan.instruction import NONE, PAIR, Instruction, format_program, without_pairs
+from megatron_pp.plan.instruction import NONE, OFFLOAD, PAIR, Instruction, format_program, without_pairs
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Repeated
 from megatron_pp.plan.skip_tensors import CACHES, RECEIVED, Routes, SkipTensor, routes_of, skip_tensors
-from megatron_pp.plan.tasks import Task
+from megatron_pp.plan.tasks import Key, Task
 
 OVERLAP = "overlap"  # posts early, waits late
 BATCHED = "batched"  # one grouped call per compute boundary, waited there
@@ -80,6 +80,9 @@ class PlanSpec:
                       several
     skip_tensors      named tensors that stages send to later ones, or their declaration as text (``skip_tensors.py``)
     skip_cache        what ranks keep of them, so that it is not sent again: one of CACHES
+    offload_chunks    chunks of every rank, from its first, whose forwards are offloaded; None: as many as the schedule
+                      offloads
+    offload_slots     compute slots for which a copy between device and host is placed (>= 1)
     """
 
     schedule: str
@@ -103,6 +106,8 @@ class PlanSpec:
     slices: int = 1
     skip_tensors: tuple[SkipTensor, ...] = ()
     skip_cache: str = RECEIVED
+    offload_chunks: int | None = None
+    offload_slots: int = 1
 
     def __post_init__(self) -> None:
         _one_of("lowering policy", self.policy, POLICIES)
@@ -117,9 +122,13 @@ class PlanSpec:
             ("release_after", self.release_after, 1),
             ("lookahead", self.lookahead, 0),
             ("number of slices", self.slices, 1),
+            ("number of offloaded chunks", 0 if self.offload_chunks is None else self.offload_chunks, 0),
+            ("offload_slots", self.offload_slots, 1),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        if self.offload_chunks is not None and self.offload_chunks > self.num_chunks:
+            raise PlanError(f"{self.offload_chunks} chunks of every rank are to be offloaded; it has {self.num_chunks}")
         _one_of("cache of skip tensors", self.skip_cache, CACHES)
         if self.skip_tensors:
             tensors = skip_tensors(self.skip_tensors, self.pipeline_size * self.num_chunks)
@@ -185,6 +194,21 @@ class Plan:
 
     @cached_property
     def _tasks(self) -> dict[int, tuple[Task, ...]]:
+        return {}
+
+    @cached_property
+    def offloads(self) -> bool:
+        """Whether any rank does."""
+        return any(at.op == OFFLOAD for program in self.programs for at in program)
+
+    def offloaded(self, rank: int) -> frozenset[Key]:
+        """The forwards that ``rank`` offloads; made once."""
+        if rank not in self._offloaded:
+            self._offloaded[rank] = frozenset(task.key for task in self.tasks(rank) if task.op == OFFLOAD)
+        return self._offloaded[rank]
+
+    @cached_property
+    def _offloaded(self) -> dict[int, frozenset[Key]]:
         return {}
 
     def timed(self, rank: int) -> tuple[Instruction, ...]:

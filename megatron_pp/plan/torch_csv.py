@@ -65,6 +65,7 @@ def write_torch_csv(plan: Plan, comms: bool = False) -> str:
     """The plan as PyTorch writes it. ``comms``: with sends and receives; without, the compute order, an empty cell for
     each idle slot of the logical clock. Raises PlanError for an order that cannot run, ExchangeError for slices
     and for messages of named tensors.
+    Copies to host memory are left out: PyTorch runs the same order with all activations on the device.
     """
     if plan.spec.slices > 1:
         raise ExchangeError(f"PyTorch's CSV has no slices of a sequence; this plan has {plan.spec.slices}: write json")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import certificate as cert
-from megatron_pp.plan.activations import Shares, peak_activations
+from megatron_pp.plan.activations import Shares, peak_activations, peak_on_host
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.lifetime import RankPeaks, check_rank
@@ -29,12 +29,14 @@ class Verdict:
     activations  peak of what the chunks themselves keep, in units of one chunk's forward; a waiting weight gradient
                  counts its share (``activations.py``)
     device       the rules of the device that it was verified under, besides rendezvous
+    on_host      peak of what is offloaded, in the same units
     certificate  what was proven, of which programs; also ``plan.certificate`` from then on
     """
 
     ranks: tuple[RankPeaks, ...]
     activations: tuple[float, ...]
     device: tuple[str, ...] = ()
+    on_host: tuple[float, ...] = ()
     certificate: cert.Certificate | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -45,13 +47,14 @@ class Verdict:
     def __str__(self) -> str:
         r = self.worst_rank
         each = self.ranks[r].each
+        host = f", {max(self.on_host):.4g} offloaded" if any(self.on_host) else ""
         under = f" under {' and '.join(self.device)}" if self.device else ""
         return (
             f"deadlock-free{under}, every send waited before its buffer is released; peak on rank {r}: "
             f"{self.ranks[r].tensors} pipeline tensors "
             f"({each.outputs} outputs, {each.inputs} inputs, {each.act_buffers + each.grad_buffers} receive buffers, "
             f"{each.pending_sends} pending sends, {each.in_flight} chunk forwards before their backward); "
-            f"activations of at most {max(self.activations):.4g} chunk forwards on a rank"
+            f"activations of at most {max(self.activations):.4g} chunk forwards on a rank{host}"
         )
 
 
@@ -80,4 +83,4 @@ def verify(
     check_programs(plan)
     proven = {cert.COMPLETE, cert.LIFETIME if deallocate else cert.KEPT_OUTPUTS, cert.RENDEZVOUS, *rules, cert.ORDER}
     certificate = plan.certify([rule for rule in cert.PROOFS if rule in proven], rules)
-    return Verdict(peaks, peak_activations(plan, weight_share), rules, certificate)
+    return Verdict(peaks, peak_activations(plan, weight_share), rules, peak_on_host(plan), certificate)

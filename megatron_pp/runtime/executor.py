@@ -28,6 +28,7 @@ from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.joint_pair import JointPair, RunJointly
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes
+from megatron_pp.runtime.offload import Offloads, stand_in, view_of
 from megatron_pp.runtime.output_layer import OutputLayerRunner
 from megatron_pp.runtime.pairs import PairRunner
 from megatron_pp.runtime.sequence_slices import SliceRunner
@@ -79,6 +80,8 @@ class PlanExecutor:
         self.handles: dict[MessageKey, WaitHandle] = {}  # of what is posted and not waited for
         self.deferred: deque[tuple[WaitHandle, Task]] = deque()
         self.max_deferred = self.max_pending_sends if communicator.transport.pollable else 0
+        offloaded = plan.offloaded(self.rank)
+        self.offloads = Offloads(communicator.host_copies, offloaded, self.hooks.chunks) if offloaded else None
         self._finished_in_place = ins.FREE_B if STATIC_BUFFERS in plan.spec.device else None
         self._sync_open = False
         self._sending: Instruction | None = None  # within a pair
@@ -134,6 +137,14 @@ class PlanExecutor:
                 named = self._wait_named if op in ins.WAIT_OPS else self._post_named
                 handlers[op] = partial(_by_name, handlers[op], named)
             handlers[ins.DROP] = self._drop
+        if self.offloads is not None:
+            handlers |= {
+                ins.FORWARD: partial(self.offloads.forward, self._forward),
+                ins.OFFLOAD: self._offload,
+                ins.FREE_OFFLOAD: self._free_offload,
+                ins.LOAD: self.offloads.load,
+                ins.WAIT_LOAD: self.offloads.wait_load,
+            }
         if self.slices is not None:
             handlers |= {op: partial(self.slices.run, handlers[op]) for op in (ins.FORWARD, *ins.BACKWARD_OPS)}
         if self.output_layer is not None:
@@ -159,10 +170,11 @@ class PlanExecutor:
     def _forward(self, at: Task) -> None:
         key = at.key
         given = self.inputs.pop(key, None) if self.forward_only else self.inputs.get(key)
+        seen = given if self.offloads is None or key not in self.offloads.keys else view_of(given)
         if self.skips is None:
-            output = self.steps.forward(at.chunk, at.mb, given)
+            output = self.steps.forward(at.chunk, at.mb, seen)
         else:
-            output = self.skips.forward(self.steps, at, given)
+            output = self.skips.forward(self.steps, at, seen)
         if at.stage == self.last_stage:
             if not self.forward_only:
                 self.outputs[key] = output
@@ -383,6 +395,16 @@ class PlanExecutor:
         else:
             self.output_grads[key] = None
 
+    def _offload(self, at: Task) -> None:
+        assert self.offloads is not None
+        self.offloads.offload(at, () if self.slices is None else self.slices.shared(at))
+
+    def _free_offload(self, at: Task) -> None:
+        """Of a stage's input, only its gradient is of use to the engine from here on."""
+        assert self.offloads is not None
+        self.offloads.free(at)
+        stand_in(self.inputs.get(at.key))
+
     def _param_sync(self, at: Task) -> None:
         self.hooks.param_sync(at.chunk)
 
@@ -405,6 +427,7 @@ class PlanExecutor:
             "output gradients": self.output_grads,
             "input gradients": self.input_grads,
             "handles": self.handles,
+            "offloaded": {} if self.offloads is None else self.offloads.kept,
             "keys and values": {} if self.slices is None else self.slices.kept,
             "microbatches of the output layer": {} if self.output_layer is None else self.output_layer.kept,
             "collectives": {} if self.output_layer is None else self.output_layer.handles,

@@ -29,7 +29,7 @@ class SyncHooks:
     """
 
     def __init__(self, settings: StepSettings, chunks: Sequence[Any], pipelined: bool = True) -> None:
-        self._chunks = chunks
+        self.chunks = chunks
         self._unprepared = dict(enumerate(chunks)) if pipelined else {}
         for number, chunk in self._unprepared.items():
             if isinstance(chunk, DistributedDataParallel):
@@ -61,12 +61,12 @@ class SyncHooks:
     def grad_sync(self, chunk: int) -> None:
         if self._grad_sync is not None:
             self.enable_grad_sync()
-            self._grad_sync[chunk](self._chunks[chunk].parameters())
+            self._grad_sync[chunk](self.chunks[chunk].parameters())
             self.disable_grad_sync()
 
     def param_sync(self, chunk: int) -> None:
         if self._param_sync is not None:
-            self._param_sync[chunk](self._chunks[chunk].parameters())
+            self._param_sync[chunk](self.chunks[chunk].parameters())
 
 
 def finalize_gradients(

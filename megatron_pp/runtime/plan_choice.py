@@ -12,8 +12,9 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config import rules
 from megatron_pp.config.hardware_queues import queue_advice
 from megatron_pp.config.microbatch_counts import check_group_size, explain_microbatch_count
-from megatron_pp.config.settings import StepSettings, checked
+from megatron_pp.config.settings import TE_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, Instruction, without_pairs
 from megatron_pp.plan.orders import COMBINED, INTERLEAVED, Family
 from megatron_pp.plan.placement import Placement
@@ -37,8 +38,9 @@ def spec_fields(
     slices = settings.sequence_slices
     family: Family = checked(rules.schedule_family, settings.pipeline_schedule, num_chunks, slices)
     group_size = settings.microbatch_group_size_per_vp_stage
+    checked(rules.check_offload, settings.offload_chunks, num_chunks)
     placement = Placement(family.placement, pipeline_size, num_chunks)
-    return {
+    fields = {
         "schedule": family.name,
         "pipeline_size": pipeline_size,
         "num_chunks": num_chunks,
@@ -53,10 +55,29 @@ def spec_fields(
         "measured": checked(rules.measured_of, settings) if family.search is not None else None,
         "digest": family.digest,
         "slices": slices,
+        "offload_chunks": settings.offload_chunks if training else None,
+        "offload_slots": settings.offload_slots,
         "skip_tensors": checked(rules.checked_skip_tensors, settings.skip_tensors, settings.skip_cache, placement),
         "skip_cache": settings.skip_cache,
         "split_backward": is_converted or inputs.forward_only or not family.splits_weight,
     }
+    if training and offloaded_chunks(PlanSpec(**fields)):
+        _check_offloading(settings, fields["overlap_pairs"])
+    return fields
+
+
+def _check_offloading(settings: StepSettings, pairs: bool) -> None:
+    """Raises ScheduleInputError where what a forward saves cannot be told, or is not its own."""
+    if pairs:
+        raise ScheduleInputError(
+            "pairs of a forward and a backward (overlapped_forward_backward) do not go with offloading: of what they "
+            "save, nothing says for which half; set config.offload_chunks to 0, or leave the pairs out"
+        )
+    if settings.cuda_graph_impl == TE_GRAPHS:
+        raise ScheduleInputError(
+            "config.cuda_graph_impl is 'transformer_engine', whose graphs keep activations in buffers of their own; "
+            "set config.offload_chunks to 0"
+        )
 
 
 def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PCore) -> PlanSpec:

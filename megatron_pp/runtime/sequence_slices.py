@@ -143,6 +143,10 @@ class SliceRunner:
         self.bounds = list(pairwise(accumulate(self.lengths, initial=0)))
         self.length = sum(self.lengths)
 
+    def shared(self, at: Task) -> list[Tensor]:
+        """The keys and values that are kept for the microbatch of ``at``."""
+        return [grown.whole for grown in self.kept[(at.stage, at.mb)].values() if grown.whole is not None]
+
     def run(self, handler: Callable[[Task], None], at: Task) -> None:
         """``handler`` of ``at``, with ``sequence_slice()`` set."""
         count, cell = len(self.lengths), (at.stage, at.mb)

@@ -5,6 +5,7 @@
 const OPS = ["F", "B", "I", "W", "S", "T"];
 const WAITS = ["wait for an activation", "wait for a gradient", "release an output (own send)", "release a gradient (own send)",
   "wait for the broadcast", "wait for the all-reduce", "wait for the reduction"];
+const COPY_WAITS = ["release what was offloaded (its copy)", "wait for what is loaded"];
 const ROW = { block: 22, strip: 3, gap: 5 };
 const CURVES = 70; // height of the chart of memory
 const AXIS = 22;
@@ -30,8 +31,13 @@ function column(buffer, at, Kind) {
 // ---- geometry
 
 function laneHeight(chart) {
-  const strips = chart.hasTransfers ? 2 * ROW.strip + 3 : 0;
-  return ROW.block + strips + ROW.gap;
+  return ROW.block + stripsOf(chart).length * (ROW.strip + 1) + 1 + ROW.gap;
+}
+
+// What is drawn below a lane's blocks: (columns of the lane, colour) each.
+function stripsOf(chart) {
+  const sent = chart.hasTransfers ? [["activations", "activation"], ["gradients", "gradient"]] : [];
+  return chart.hasCopies ? [...sent, ["offloads", "offload"], ["loads", "load"]] : sent;
 }
 
 function lanesEnd(chart) {
@@ -54,7 +60,7 @@ function timeAt(chart, px) {
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["paper", "ink", "soft", "rule", "idle", "wait", "memory", "memory_last", "activation", "gradient"]) {
+  for (const name of ["paper", "ink", "soft", "rule", "idle", "wait", "memory", "memory_last", "activation", "gradient", "offload", "load"]) {
     colours[name] = style.getPropertyValue("--" + name).trim();
   }
 }
@@ -128,12 +134,11 @@ function drawLane(chart, pen, lane, y) {
   pen.clip();
   pen.fillStyle = colours.idle;
   pen.fillRect(x(chart, 0), y, x(chart, chart.end) - x(chart, 0), ROW.block);
-  drawStrip(chart, pen, lane.waits, y + ROW.block / 2 - 2, 4, () => colours.wait);
+  for (const waits of [lane.waits, lane.copyWaits]) drawStrip(chart, pen, waits, y + ROW.block / 2 - 2, 4, () => colours.wait);
   drawBlocks(chart, pen, lane, y);
-  if (chart.hasTransfers) {
-    drawStrip(chart, pen, lane.activations, y + ROW.block + 2, ROW.strip, () => colours.activation);
-    drawStrip(chart, pen, lane.gradients, y + ROW.block + 3 + ROW.strip, ROW.strip, () => colours.gradient);
-  }
+  stripsOf(chart).forEach(([columns, colour], k) => {
+    drawStrip(chart, pen, lane[columns], y + ROW.block + 2 + k * (ROW.strip + 1), ROW.strip, () => colours[colour]);
+  });
   pen.restore();
 }
 
@@ -316,6 +321,11 @@ function span(chart, columns, i) {
   return `${n(start)} to ${n(start + length)} ${chart.unit} (${n(length)})`;
 }
 
+function ofChunk(chart, columns, i) {
+  const code = columns.codes[i];
+  return `chunk ${(code >>> 20) & 1023}, microbatch ${microbatch(chart, code)}${sliceName(chart, code, ", slice ")}\n${span(chart, columns, i)}`;
+}
+
 function describe(chart, px, py) {
   const k = Math.floor((py - AXIS) / laneHeight(chart));
   const lane = chart.lanes[k], tick = timeAt(chart, px) / chart.tick;
@@ -329,18 +339,19 @@ function describe(chart, px, py) {
       const code = lane.compute.codes[i], op = OPS[code >>> 29], chunk = (code >>> 20) & 511, mb = microbatch(chart, code);
       return { mb, text: `${blockName(chart, code, chart.chunks)}  ${lane.name}\n${names[op]} of chunk ${chunk}, microbatch ${mb}${sliceName(chart, code, ", slice ")} (stage ${lane.stages[chunk]})\n${span(chart, lane.compute, i)}` };
     }
-    const w = at(lane.waits, tick);
-    if (w >= 0) {
-      const code = lane.waits.codes[w], mb = microbatch(chart, code);
-      return { mb, text: `${lane.name}: ${WAITS[code >>> 29]}\nchunk ${(code >>> 20) & 511}, microbatch ${mb}${sliceName(chart, code, ", slice ")}\n${span(chart, lane.waits, w)}` };
+    for (const [waits, what] of [[lane.waits, WAITS], [lane.copyWaits, COPY_WAITS]]) {
+      const w = at(waits, tick);
+      if (w >= 0) return { mb: microbatch(chart, waits.codes[w]), text: `${lane.name}: ${what[waits.codes[w] >>> 29]}\n${ofChunk(chart, waits, w)}` };
     }
     return { mb: -1, text: `${lane.name}: idle` };
   }
-  if (chart.hasTransfers && y <= ROW.block + 2 * ROW.strip + 4) {
-    const [kind, columns] = y <= ROW.block + 2.5 + ROW.strip ? ["activation", lane.activations] : ["gradient", lane.gradients];
+  const strip = stripsOf(chart)[Math.floor((y - ROW.block - 1.5) / (ROW.strip + 1))];
+  if (strip) {
+    const columns = lane[strip[0]], kind = strip[1];
     let i = at(columns, tick);
     if (i < 0) i = at(columns, tick + slack);
     if (i < 0) return null;
+    if (!columns.where) return { mb: microbatch(chart, columns.codes[i]), text: `${lane.name}: copy ${kind === "load" ? "back from" : "to"} host memory\n${ofChunk(chart, columns, i)}` };
     const where = columns.where[i], code = columns.codes[i], mb = microbatch(chart, code);
     return { mb, text: `${kind} of microbatch ${mb}${sliceName(chart, code, ", slice ")}, ${lane.name} to rank ${where >>> 20} (for stage ${where & 0xfffff})\n${span(chart, columns, i)}` };
   }
@@ -461,9 +472,7 @@ function laneOf(buffer, lane) {
     name: lane.name,
     stages: lane.stages,
     compute: columnsOf(buffer, lane.compute),
-    waits: columnsOf(buffer, lane.waits),
-    activations: columnsOf(buffer, lane.activations),
-    gradients: columnsOf(buffer, lane.gradients),
+    ...Object.fromEntries(["waits", "copyWaits", "activations", "gradients", "offloads", "loads"].map((name) => [name, columnsOf(buffer, lane[name])])),
     memory: { times: column(buffer, lane.memory.times, Uint32Array), values, peak: lane.memory.peak },
   };
 }

@@ -33,6 +33,10 @@ def in_one_line(question: Question, outcome: Outcome) -> str:
         parts.append(f"sequences in {chosen.slices} slices")
     parts.append(f"layers {layers_in_words(outcome)}")
     parts.append(recomputed_in_words(outcome))
+    if chosen.offload_chunks:
+        parts.append(f"{chosen.offload_chunks} of {chosen.num_chunks} chunks offloaded")
+    else:
+        parts.append("nothing offloaded")
     return ", ".join(parts)
 
 
@@ -68,7 +72,8 @@ def sentences(question: Question, outcome: Outcome) -> list[str]:
         lines[0] += f"; {within}, {bound.step:.4g} ms ({bound.reason}; this placement and these stages)"
     if fit is not None:
         memory = ", ".join(f"{peak:.3g}" for peak in fit.peaks)
-        lines.append(f"memory of each rank {memory} GB, of {question.memory:g}")
+        host = f"; {outcome.on_host:.3g} GB of host memory" if outcome.on_host else ""
+        lines.append(f"memory of each rank {memory} GB, of {question.memory:g}{host}")
     rates = throughput(question, outcome)
     words = {"tokens_per_second": "tokens/s", "sequences_per_second": "sequences/s"}
     said = [f"{rates[name]:,.4g} {word}" for name, word in words.items() if rates.get(name) is not None]
@@ -127,8 +132,9 @@ def alternatives(findings: Findings) -> list[Outcome]:
 
 def estimated(findings: Findings) -> list[Estimate]:
     """The best first estimates of schedules of which nothing was built, fastest first."""
-    built = {one.candidate.schedule for one in findings.outcomes}
-    left = (one for one in findings.estimates if one.candidate in findings.not_looked_at)
+    built = {one.candidate.schedule for one in findings.outcomes if one.fit is not None}
+    unseen = {*findings.not_looked_at, *findings.needless}
+    left = (one for one in findings.estimates if one.candidate in unseen)
     found: dict[str, Estimate] = {}
     for one in sorted(left, key=lambda one: one.step):
         if one.candidate.schedule not in built:
@@ -153,6 +159,7 @@ def as_json(findings: Findings, order: MicrobatchOrder | None = None) -> dict[st
             {**_facts(question, one), "why_not": one.refused if best is None else why_not(one, best)}
             for one in alternatives(findings)
         ],
+        "cannot_be_faster": [_named(one) for one in findings.needless],
         "not_looked_at": [_named(one) for one in findings.not_looked_at],
         "least_memory_gb": min((one.peak for one in findings.outcomes if one.fit is not None), default=None),
         "seconds": findings.seconds,
@@ -169,6 +176,8 @@ def _named(chosen: Candidate) -> dict[str, Any]:
         "sequence_slices": chosen.slices,
         "policy": chosen.policy,
         "memory_share": chosen.memory_share,
+        "offload_chunks": chosen.offload_chunks,
+        "offload_slots": chosen.offload_slots if chosen.offload_chunks else None,
         "placement": chosen.family.placement,
     }
 
@@ -182,6 +191,7 @@ def _facts(question: Question, one: Outcome) -> dict[str, Any]:
         facts |= {"bound_ms": one.bound.step, "bound_reason": one.bound.reason, "excess_over_bound": one.excess}
     facts |= {
         "memory_gb": list(one.fit.peaks),
+        "host_memory_gb": one.on_host,
         "layout": layout_of(one) or None,
         "layers_per_stage": _counts(one.fit.stages),
         "recomputed_per_stage": _recomputed(one),

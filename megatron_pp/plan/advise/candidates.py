@@ -5,7 +5,7 @@ estimate of each, which decides what is looked at first.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,11 +15,12 @@ from megatron_pp.plan.advise.layout import stages_of
 from megatron_pp.plan.advise.model import Model
 from megatron_pp.plan.advise.question import Question
 from megatron_pp.plan.advise.timing import Kept, kept_states, order_time
+from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.family import Family, Order
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.plan.sim.bound import lower_bound
-from megatron_pp.plan.spec import Shape
+from megatron_pp.plan.spec import PlanSpec, Shape
 
 _PILOTS = (2, 4)  # an estimate is of so many P microbatches; the steady state goes on
 _TENSORS = 4  # pipeline tensors of a rank besides its stages' inputs, before a plan says how many
@@ -35,6 +36,8 @@ class Candidate:
     micro_batch  sequences in a microbatch
     group_size   0: the family's own
     memory_share of the device that a search may fill
+    offload_chunks  of every rank, from its first, that are in host memory between forward and backward
+    offload_slots   compute operations for which a copy is placed
     """
 
     schedule: str
@@ -45,6 +48,8 @@ class Candidate:
     group_size: int = 0
     slices: int = 1
     memory_share: float = 1.0
+    offload_chunks: int = 0
+    offload_slots: int = 1
 
     @property
     def family(self) -> Family:
@@ -67,7 +72,8 @@ class Candidate:
         slices = f" slices={self.slices}" if self.slices > 1 else ""
         group = f" group={self.group_size}" if self.group_size else ""
         memory = f" memory={self.memory_share:.0%}" if self.memory_share < 1 else ""
-        return f"{self.schedule} V={self.num_chunks} M={self.num_microbatches}{slices}{group}{memory}"
+        offload = f" offload={self.offload_chunks}" if self.offload_chunks else ""
+        return f"{self.schedule} V={self.num_chunks} M={self.num_microbatches}{slices}{group}{memory}{offload}"
 
 
 @dataclass(frozen=True)
@@ -95,9 +101,22 @@ def candidates(question: Question) -> Iterator[Candidate]:
                 for slices in question.slices if family.sliced else (1,):
                     if (slices > 1) == family.sliced:
                         share = _memory_share(question, question.model(size)) if family.search is not None else 1.0
-                        yield Candidate(
+                        one = Candidate(
                             name, chunks, size, count, question.policies[0], slices=slices, memory_share=share
                         )
+                        yield from _with_offloads(question, one)
+
+
+def _with_offloads(question: Question, one: Candidate) -> Iterator[Candidate]:
+    """``one``, and with half and all of its chunks offloaded; a schedule that is made for it, with what it offloads."""
+    own = one.family.offloads(one.shape(question.pipeline_size))
+    if not own:
+        yield one
+    if question.host_bandwidth is None or one.searches or one.slices > 1:
+        return
+    slots = question.offload_slots(question.model(one.micro_batch))
+    for count in {own} if own else {(one.num_chunks + 1) // 2, one.num_chunks}:
+        yield replace(one, offload_chunks=count, offload_slots=slots)
 
 
 def _memory_share(question: Question, model: Model) -> float:
@@ -173,9 +192,25 @@ def states_of(candidate: Candidate, pipeline_size: int) -> States:
     name = candidate.schedule
     if candidate.searches:
         name = _SEEDS[candidate.family.placement][candidate.num_chunks > 1]
+    if candidate.offload_chunks:
+        count = min(_PILOTS[-1] * pipeline_size, candidate.num_microbatches)
+        return _offloaded_states(replace(candidate, num_microbatches=count), pipeline_size)
     shapes = [candidate.shape(pipeline_size, pilot * pipeline_size) for pilot in _PILOTS]
     few, many = (_states(name, shape) for shape in shapes)
     return many if few == many else _states(name, candidate.shape(pipeline_size))  # it grows with the microbatches
+
+
+@lru_cache(maxsize=256)
+def _offloaded_states(candidate: Candidate, pipeline_size: int) -> tuple[tuple[Kept, ...], ...]:
+    spec = PlanSpec(
+        candidate.schedule,
+        pipeline_size,
+        candidate.num_chunks,
+        candidate.num_microbatches,
+        offload_chunks=candidate.offload_chunks,
+        offload_slots=candidate.offload_slots,
+    )
+    return tuple(kept_states(program, candidate.num_chunks) for program in lowered_plan(spec).programs)
 
 
 @lru_cache(maxsize=256)

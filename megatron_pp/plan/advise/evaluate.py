@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan.activations import host_timeline
 from megatron_pp.plan.advise.candidates import Candidate, cut_model
 from megatron_pp.plan.advise.fit import Fitted, Room, fitted, unrecomputed
 from megatron_pp.plan.advise.model import Model
@@ -33,6 +34,7 @@ class Outcome:
     bubble      share of all ranks' time without compute
     exposed     shares of all ranks' time: in which they wait for a peer's compute, for messages in flight, for messages
                 behind others
+    on_host     GB of host memory that the fullest rank has offloaded at once
     again       share of all ranks' time that goes into recomputation
     bound       what no plan on this placement falls below; None where nothing was run
     certificate what ``verify`` has proven of it
@@ -44,6 +46,7 @@ class Outcome:
     step: float = 0.0
     bubble: float = 0.0
     exposed: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    on_host: float = 0.0
     again: float = 0.0
     fit: Fitted | None = None
     bound: Bound | None = None
@@ -117,6 +120,8 @@ def spec_of(question: Question, candidate: Candidate, measured: Measured | None 
         split_backward=question.splits_backward or not candidate.family.splits_weight,
         device=question.device,
         slices=candidate.slices,
+        offload_chunks=candidate.offload_chunks,
+        offload_slots=candidate.offload_slots,
     )
 
 
@@ -127,11 +132,15 @@ def _run(
     spec = spec_of(question, candidate, measured)
     plan, verdict = verified_plan(spec)
     fixed = tuple(count * model.message / candidate.slices for count in tensors_of(verdict))
-    states = [kept_states(order, candidate.num_chunks) for order in plan.orders]
+    lines = plan.programs if candidate.offload_chunks else plan.orders
+    states = [kept_states(line, candidate.num_chunks) for line in lines]
     room = Room(plan.placement, states, candidate.slices, question.memory, fixed)
     may_change = question.recompute and not candidate.searches  # a search was made for these costs
     cut = fitted(cut.stages, room, model.attention, may_change) if may_change else _peaks(cut, room)
     network = question.network(model)
+    if candidate.offload_chunks and question.host_bandwidth is not None:
+        copies = tuple(activation / question.host_bandwidth for activation in cut.activation)
+        cut = replace(cut, costs=replace(cut.costs, offload=copies))
     result = simulate(plan, cut.costs, network, spec.device)
     whole = result.makespan * len(result.busy)
     waits = [sum(getattr(wait, name) for wait in result.waits) / whole for name in ("peer_late", "transfer", "queued")]
@@ -146,7 +155,9 @@ def _run(
         refused = f"needs {cut.peaks[rank]:.3g} GB on rank {rank}{recomputed}"
     bound = bound_of(plan, cut.costs, network, None if refused else memory)
     certificate = None if plan.certificate is None else plan.certificate.to_dict()
-    numbers = result.makespan, result.bubble_share, (waits[0], waits[1], waits[2]), again
+    hosts = zip(plan.programs, plan.placement.stages, strict=True)
+    on_host = max(max(host_timeline(line, row, cut.activation), default=0.0) for line, row in hosts)
+    numbers = result.makespan, result.bubble_share, (waits[0], waits[1], waits[2]), on_host, again
     return Outcome(candidate, refused, spec, *numbers, cut, bound, certificate)
 
 

@@ -22,6 +22,8 @@ def our_flags(outcome: Outcome, measured: str = MEASURED_FILE) -> list[str]:
         flags.append("--overlap-p2p-comm" if chosen.policy == OVERLAP else "--batch-p2p-comm")
     if chosen.group_size:
         flags += ["--microbatch-group-size-per-vp-stage", str(chosen.group_size)]
+    if chosen.offload_chunks:
+        flags += ["--offload-chunks", str(chosen.offload_chunks), "--offload-slots", str(chosen.offload_slots)]
     if chosen.slices > 1:
         flags += ["--sequence-slices", str(chosen.slices)]
     return flags

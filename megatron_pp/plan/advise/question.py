@@ -13,7 +13,7 @@ from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import BATCHED, OVERLAP, checked_device
 
-_LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b without Megatron's all-to-all overlap, which costs do not show
+_LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b but for Megatron's all-to-all overlap, which costs do not show
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Question:
     models            (sequences in a microbatch, the model's costs for such microbatches)
     latency           of a transfer
     bandwidth         of each directed link, GB per millisecond
+    host_bandwidth    GB per millisecond of a copy between device and host memory; None: nothing is offloaded
     links             directed links with other numbers, (source, target) and Link
     data_parallel     replicas
     max_chunks        V is tried up to this
@@ -48,6 +49,7 @@ class Question:
     latency: float = 0.0
     bandwidth: float = math.inf
     links: tuple[tuple[tuple[int, int], Link], ...] = ()
+    host_bandwidth: float | None = None
     data_parallel: int = 1
     max_chunks: int = 4
     slices: tuple[int, ...] = (1,)
@@ -70,6 +72,8 @@ class Question:
         for name in self.schedules:
             if name not in SCHEDULES:
                 raise PlanError(unknown("schedule", name, SCHEDULES))
+            if SCHEDULES[name].barriers:
+                raise PlanError(f"schedule {name} splits the output layer over all ranks, which is not advised on")
         object.__setattr__(self, "device", checked_device(self.device))
         counts = [count for _, count in self.microbatches()]
         if self.microbatch_costs and counts and len(self.microbatch_costs) not in counts:
@@ -100,6 +104,13 @@ class Question:
         """Messages in GB."""
         return Network(model.message, link=Link(self.latency, self.bandwidth), links=dict(self.links), gloo=self.gloo)
 
+    def offload_slots(self, model: Model) -> int:
+        """Compute operations for which a copy of what a stage's forward keeps lasts."""
+        if self.host_bandwidth is None:
+            return 1
+        copy = sum(one.activation for one in model.layers) / self.host_bandwidth
+        return max(1, math.ceil(3 * copy / sum(one.work for one in model.layers)))
+
     def transfer(self, model: Model) -> float:
         """Milliseconds of one message on the slowest link."""
         links = [Link(self.latency, self.bandwidth), *(link for _, link in self.links)]
@@ -107,4 +118,6 @@ class Question:
 
     @property
     def tried(self) -> tuple[str, ...]:
-        return self.schedules or tuple(name for name in SCHEDULES if name not in _LIKE_OTHERS)
+        """Without those that split the output layer over all ranks, whose costs a model in layers does not have."""
+        names = self.schedules or tuple(name for name in SCHEDULES if name not in _LIKE_OTHERS)
+        return tuple(name for name in names if not SCHEDULES[name].barriers)

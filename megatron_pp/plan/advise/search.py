@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult
 from typing import Any
@@ -22,17 +22,19 @@ Report = Callable[[int, int, str], None]
 _GAIN = 0.002  # a search whose bound is not this much below the best step is not worth its time
 _AS_FAST = 1e-3  # steps that differ by less are told apart by their memory
 _EXTRA = 1.0  # of the budget, where nothing that fits was found within it
+_CHUNK = 0.01  # for so much of the bound a search with one chunk more, which takes longer, comes later
 _POLL = 0.02  # seconds
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was looked at, and what there was no time for."""
+    """What was looked at, what there was no time for, and searches that could not find a shorter step."""
 
     question: Question
     outcomes: tuple[Outcome, ...]
     estimates: tuple[Estimate, ...]
     not_looked_at: tuple[Candidate, ...]
+    needless: tuple[Candidate, ...]
     seconds: float
 
     @property
@@ -64,40 +66,56 @@ def search(question: Question, budget: float, jobs: int = 1, report: Report | No
     With one job all runs in this process, and what has begun is finished. Raises PlanError where no candidate is
     possible whatever the memory.
     """
-    began = time.monotonic()
+    began, found = time.monotonic(), list(candidates(question))
+    found.sort(key=lambda one: not one.searches)  # they take long, so the first of them begins before the rest is known
+    searches = sum(one.searches for one in found)
     say = report or (lambda done, of, what: None)
-    estimates, bounds = [], dict[Any, float]()
-    found = list(candidates(question))
-    for k, candidate in enumerate(found):
-        say(k, 2 * len(found), f"estimating {candidate}")
-        estimates.append(estimate(question, candidate, bounds))
-    queue = _Queue(question, estimates, budget)
-    evaluator = _in_processes if jobs > 1 else _in_turn
-    for done, outcome in enumerate(evaluator(question, queue, began + budget, jobs)):
-        queue.add(outcome)
-        say(len(found) + done, 2 * len(found), str(outcome.candidate))
-    return Findings(question, tuple(queue.outcomes), tuple(estimates), tuple(queue.left()), time.monotonic() - began)
+    queue, bounds = _Queue(question, budget), dict[Any, float]()
+    evaluator = _Processes(question, queue, jobs) if jobs > 1 else _InTurn(question, queue)
+    with evaluator:
+        for k, candidate in enumerate(found):
+            say(k, 2 * len(found), f"estimating {candidate}")
+            queue.estimates.append(estimate(question, candidate, bounds))
+            if k + 1 == searches:
+                evaluator.begin_early()
+        queue.sort()
+        for done, outcome in enumerate(evaluator.outcomes(began + budget)):
+            queue.add(outcome)
+            say(len(found) + done, 2 * len(found), str(outcome.candidate))
+    seconds = time.monotonic() - began
+    return Findings(
+        question, tuple(queue.outcomes), tuple(queue.estimates), tuple(queue.left()), tuple(queue.needless), seconds
+    )
 
 
 class _Queue:
     """What is looked at next."""
 
-    def __init__(self, question: Question, estimates: Sequence[Estimate], budget: float) -> None:
+    def __init__(self, question: Question, budget: float) -> None:
         self.question = question
         self.budget = budget
-        self.outcomes = [Outcome(one.candidate, one.refused) for one in estimates if one.refused]
-        possible = [one for one in estimates if not one.refused]
-        fits = [one for one in possible if one.peak <= question.memory]
+        self.estimates: list[Estimate] = []
+        self.outcomes: list[Outcome] = []
+        self.waiting: list[Estimate] = []
+        self.begun: set[Candidate] = set()
+        self.needless: list[Candidate] = []
+        self.unfinished: list[Candidate] = []
+
+    def most_promising_search(self) -> Candidate | None:
+        """By its bound; a chunk more takes longer."""
+        searches = [one for one in self.estimates if one.candidate.searches and not one.refused]
+        return next((one.candidate for one in sorted(searches, key=_promise)), None)
+
+    def sort(self) -> None:
+        """The most promising named plans come first, then searches between the other ones."""
+        self.outcomes += [Outcome(one.candidate, one.refused) for one in self.estimates if one.refused]
+        possible = [one for one in self.estimates if not one.refused and one.candidate not in self.begun]
+        fits = [one for one in possible if one.peak <= self.question.memory]
         named = sorted((one for one in possible if not one.candidate.searches), key=lambda one: one.step)
         front = _front([one for one in named if one in fits])
-        # The most promising named plans, then searches, the quickest first, between the other named ones.
-        searches = [one for one in possible if one.candidate.searches]
-        searches.sort(key=lambda one: (one.candidate.num_chunks * one.candidate.num_microbatches, one.step))
+        searches = sorted((one for one in possible if one.candidate.searches), key=_promise)
         rest = sorted((one for one in named if one not in front), key=lambda one: one.step if fits else one.peak)
         self.waiting = [*front[:2], *_alternately(searches, [*front[2:], *rest])]
-        self.cuts = {_sizes(one.candidate): one.cut for one in possible}
-        self.variants_of: set[Candidate] = set()
-        self.unfinished: list[Candidate] = []
 
     @property
     def best(self) -> float:
@@ -106,11 +124,14 @@ class _Queue:
     def add(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
 
-    def next(self) -> Candidate | None:
-        """What to look at now; None where nothing is left."""
+    def next(self, may_search: bool = True) -> Candidate | None:
+        """What to look at now, a search only where it may be, or nothing else waits; None where nothing is left."""
         while self.waiting:
-            one = self.waiting.pop(0)
-            if not (one.candidate.searches and one.bound >= self.best * (1 - _GAIN)):
+            named = (k for k, one in enumerate(self.waiting) if may_search or not one.candidate.searches)
+            one = self.waiting.pop(next(named, 0))
+            if one.candidate.searches and one.bound >= self.best * (1 - _GAIN):
+                self.needless.append(one.candidate)
+            else:
                 return one.candidate
         return next(self._variants(), None)
 
@@ -127,29 +148,27 @@ class _Queue:
         if best.searches:
             found = [replace(best, memory_share=share) for share in (best.memory_share / 2, 1.0)]
         for one in found:
-            if one not in self.variants_of and one != best:
-                self.variants_of.add(one)
+            if one not in self.begun and one != best:
+                self.begun.add(one)
                 yield one
 
     def cut_of(self, candidate: Candidate) -> Fitted | None:
         """The model on its stages, as it was estimated."""
-        return self.cuts.get(_sizes(candidate))
+        sizes = _sizes(candidate)
+        return next((one.cut for one in self.estimates if _sizes(one.candidate) == sizes), None)
 
     def is_over(self, beyond: float) -> bool:
         """Whether to stop, so many seconds after the end of the budget; later where nothing fits so far."""
         return beyond > (0.0 if self.best < float("inf") else _EXTRA * self.budget)
 
-    def give_up(self, running: Iterable[Candidate]) -> None:
-        """There was no time for these."""
-        self.unfinished += running
-
     def left(self) -> list[Candidate]:
         return [*self.unfinished, *(one.candidate for one in self.waiting)]
 
 
-def _sizes(candidate: Candidate) -> tuple[str, int, int, int]:
+def _sizes(candidate: Candidate) -> tuple[Any, ...]:
     """What candidates have in common whose model is cut the same way."""
-    return candidate.schedule, candidate.num_chunks, candidate.micro_batch, candidate.slices
+    sizes = candidate.num_chunks, candidate.micro_batch, candidate.slices
+    return candidate.schedule, *sizes, candidate.offload_chunks
 
 
 def _front(estimates: Sequence[Estimate]) -> list[Estimate]:
@@ -170,27 +189,77 @@ def _alternately(first: Sequence[Estimate], second: Sequence[Estimate]) -> list[
     return [*result, *others]
 
 
-def _in_turn(question: Question, queue: _Queue, until: float, jobs: int) -> Iterator[Outcome]:
-    while (candidate := queue.next()) is not None:
-        yield evaluate(question, candidate, queue.cut_of(candidate))
-        if queue.is_over(time.monotonic() - until):
-            return
+def _promise(one: Estimate) -> float:
+    return one.bound * (1 + _CHUNK * one.candidate.num_chunks)
 
 
-def _in_processes(question: Question, queue: _Queue, until: float, jobs: int) -> Iterator[Outcome]:
-    """What runs when the budget is spent is ended."""
-    running: dict[Candidate, AsyncResult[Outcome]] = {}
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+class _InTurn:
+    """One after the other, in this process; what has begun is finished."""
+
+    def __init__(self, question: Question, queue: _Queue) -> None:
+        self.question = question
+        self.queue = queue
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def begin_early(self) -> None:
+        pass
+
+    def outcomes(self, until: float) -> Iterator[Outcome]:
+        queue = self.queue
+        while (candidate := queue.next()) is not None:
+            yield evaluate(self.question, candidate, queue.cut_of(candidate))
+            if queue.is_over(time.monotonic() - until):
+                return
+
+
+class _Processes:
+    """``jobs`` at a time, each in a process of its own. What runs when the budget is spent is ended."""
+
+    def __init__(self, question: Question, queue: _Queue, jobs: int) -> None:
+        self.question = question
+        self.queue = queue
+        self.jobs = jobs
+        self.running: dict[Candidate, AsyncResult[Outcome]] = {}
+
+    def __enter__(self) -> None:
+        self.pool = multiprocessing.get_context("spawn").Pool(self.jobs)
+
+    def __exit__(self, *error: object) -> None:
+        self.pool.terminate()
+        self.pool.join()
+
+    def begin_early(self) -> None:
+        """The search that promises most, while other candidates are estimated."""
+        candidate = self.queue.most_promising_search()
+        if candidate is not None:
+            self.queue.begun.add(candidate)
+            self._start(candidate)
+
+    def _start(self, candidate: Candidate) -> None:
+        work = self.question, candidate, self.queue.cut_of(candidate)
+        self.running[candidate] = self.pool.apply_async(evaluate, work)
+
+    def outcomes(self, until: float) -> Iterator[Outcome]:
+        queue, running = self.queue, self.running
         while True:
-            while len(running) < jobs and (candidate := queue.next()) is not None:
-                running[candidate] = pool.apply_async(evaluate, (question, candidate, queue.cut_of(candidate)))
+            while len(running) < self.jobs:
+                searches = sum(one.searches for one in running)
+                candidate = queue.next(may_search=searches < max(1, self.jobs - 1))
+                if candidate is None:
+                    break
+                self._start(candidate)
             if not running:
                 return
             done = [candidate for candidate, result in running.items() if result.ready()]
             for candidate in done:
                 yield running.pop(candidate).get()
             if queue.is_over(time.monotonic() - until):
-                queue.give_up(running)
+                queue.unfinished += running
                 return
             if not done:
                 time.sleep(_POLL)

@@ -6,16 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_pp.plan.activations import KEPT, WAITING
 from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.dataflow import RESULT_OF, source_of
-from megatron_pp.plan.instruction import (
-    BACKWARD_OPS,
-    FORWARD,
-    INPUT_GRAD,
-    WEIGHT_GRAD,
-    Instruction,
-    without_pairs,
-)
+from megatron_pp.plan.instruction import Instruction, without_pairs
 from megatron_pp.plan.placement import Placement
 
 Kept = tuple[tuple[int, ...], tuple[int, ...]]  # per chunk: forwards before their backward, waiting weight gradients
@@ -58,20 +52,22 @@ def order_time(
 
 
 def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ...]:
-    """What a rank keeps at the moments when no other moment has as much of everything."""
+    """What a rank keeps at the moments when no other moment has as much of everything. A program has the copies to host
+    memory besides what an order has.
+    """
     flight, late = [0] * num_chunks, [0] * num_chunks
     states: set[tuple[int, ...]] = set()
     grew = False
     for at in without_pairs(order):
-        chunk = at.chunk
-        if at.op != FORWARD and grew:  # only what stands before something is given back can be a most
+        op, chunk = at.op, at.chunk
+        if op not in KEPT and op not in WAITING:
+            continue
+        change = KEPT.get(op, 0)
+        if change <= 0 and grew:  # only what stands before something is given back can be a most
             states.add((*flight, *late))
-        grew = at.op == FORWARD or at.op == INPUT_GRAD
-        if at.op == WEIGHT_GRAD:
-            late[chunk] -= 1
-        else:
-            flight[chunk] += 1 if at.op == FORWARD else -1 if at.op in BACKWARD_OPS else 0
-            late[chunk] += at.op == INPUT_GRAD
+        grew = change > 0 or WAITING.get(op, 0) > 0
+        flight[chunk] += change
+        late[chunk] += WAITING.get(op, 0)
     states.add((*flight, *late))
     most: list[tuple[int, ...]] = []
     for state in sorted(states, key=sum, reverse=True):

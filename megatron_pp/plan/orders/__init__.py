@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.family import Family
-from megatron_pp.plan.orders import auto, loop, sliced, v, vocabulary
+from megatron_pp.plan.orders import auto, loop, offloaded, sliced, v, vocabulary
 from megatron_pp.plan.orders.loop import COMBINED, INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.placement import LOOP, V_SHAPE
 
@@ -15,7 +15,14 @@ _SEARCHING_FAMILIES = (
 
 SCHEDULES: dict[str, Family] = {
     family.name: family
-    for family in loop.FAMILIES + v.FAMILIES + sliced.FAMILIES + vocabulary.FAMILIES + _SEARCHING_FAMILIES
+    for family in (
+        *loop.FAMILIES,
+        *offloaded.FAMILIES,
+        *v.FAMILIES,
+        *sliced.FAMILIES,
+        *vocabulary.FAMILIES,
+        *_SEARCHING_FAMILIES,
+    )
 }
 
 OLD_NAMES = {"dualpipev": v.DUALPIPE_V}

@@ -119,10 +119,10 @@ def _group_of_gis(shape: Shape) -> int:
 
 def gis_h(shape: Shape) -> list[Order]:
     """`gis` in groups of at most half the ranks."""
-    return gis(replace(shape, group_size=_group_of_gis_h(shape)))
+    return gis(replace(shape, group_size=group_of_gis_h(shape)))
 
 
-def _group_of_gis_h(shape: Shape) -> int:
+def group_of_gis_h(shape: Shape) -> int:
     return min(shape.group_size, (shape.pipeline_size + 1) // 2)
 
 
@@ -308,7 +308,7 @@ FAMILIES = (
         "gis in groups of at most P/2: about half of interleaved 1F1B's memory for more bubble",
         grouped=True,
         small_groups=True,
-        repeats=lambda shape: Repeats(_group_of_gis_h(shape)),
+        repeats=lambda shape: Repeats(group_of_gis_h(shape)),
     ),
     Family(
         COMBINED,

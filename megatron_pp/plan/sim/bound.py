@@ -81,6 +81,7 @@ def lower_bound(
         raise PlanError(f"costs are given for {costs.num_stages} stages; the placement has {placement.num_stages}")
     if costs.microbatches:
         raise PlanError("a bound is for microbatches that cost the same; leave StageCosts.microbatches out")
+    costs = costs.placed(placement)
     limited = memory if memory is not None and slices == 1 and not forward_only else None
     times = StageTimes.of(placement, costs, network, split, forward_only, slices)
     rounds = num_microbatches if slices == 1 else 1
@@ -96,9 +97,11 @@ def lower_bound(
 
 def bound_of(plan: Plan, costs: StageCosts, network: Network = FREE, memory: MemoryModel | None = None) -> Bound:
     """The bound of all plans in the place of ``plan``: its placement and microbatches, backwards split where the model
-    can split them. Raises PlanError as ``lower_bound`` does.
+    can split them; without the memory terms where it offloads. Raises PlanError as ``lower_bound`` does.
     """
     spec = plan.spec
+    if plan.offloads:
+        memory = None
     return lower_bound(
         plan.placement,
         spec.num_microbatches,
@@ -157,9 +160,11 @@ class _Problem:
 
     def _work(self, rank: int, heads: Paths, tails: Paths) -> Iterator[Job]:
         """All operations of ``rank`` as jobs of one machine. A backward is two: up to its input gradient, and the rest,
-        which is on the machine later, in its W or at the end of a whole B.
+        which is on the machine later, in its W or at the end of a whole B. Passes of a split output layer are added.
         """
         times, each = self.times, self.num_microbatches / len(heads.forward)
+        if self.placement.barriers:
+            yield Job(0.0, self.num_microbatches * sum(self.costs.passes), 0.0)
         for stage in self.placement.stages[rank]:
             f, b, rest = self._full(stage)
             for head, tail in zip(heads.forward, tails.forward, strict=True):

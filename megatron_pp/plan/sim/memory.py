@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.activations import kept_timeline, key_values_timeline
+from megatron_pp.plan.activations import host_timeline, kept_timeline, key_values_timeline
 from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.recorded import recorded_timeline
@@ -161,14 +161,21 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank: ``static`` all the time; ``after[i]`` in activations, right after ``plan.timed(rank)[i]``."""
+    """Bytes of one rank: ``static`` all the time; right after ``plan.timed(rank)[i]``, ``after[i]`` in activations and
+    ``on_host[i]`` in host memory.
+    """
 
     static: float
     after: Sequence[float]
+    on_host: Sequence[float]
 
     @property
     def peak(self) -> float:
         return self.static + max(self.after, default=0.0)
+
+    @property
+    def host_peak(self) -> float:
+        return max(self.on_host, default=0.0)
 
 
 def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = True) -> RankMemory:
@@ -183,9 +190,16 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     timelines = zip(inside, tensors, recorded, key_values_timeline(plan, rank), strict=True)
     message = shape.message_bytes / slices
     after = array("d", (i + (t + r) * message + k * key_values for i, t, r, k in timelines))
-    return RankMemory(shape.static_bytes(stages, total), after)
+    copied = [kept[s] + (message if s > 0 else 0.0) for s in range(total)]  # a stage's input is offloaded too
+    on_host = array("d", host_timeline(plan.programs[rank], stages, copied))
+    return RankMemory(shape.static_bytes(stages, total), after, on_host)
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, deallocate: bool = True) -> tuple[float, ...]:
     """Peak of every rank, static part included."""
     return tuple(rank_memory(plan, r, shape, deallocate).peak for r in range(len(plan.programs)))
+
+
+def peak_host_bytes(plan: Plan, shape: ModelShape) -> tuple[float, ...]:
+    """The most that every rank has offloaded at once."""
+    return tuple(rank_memory(plan, r, shape).host_peak for r in range(len(plan.programs)))

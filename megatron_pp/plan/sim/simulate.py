@@ -2,6 +2,7 @@
 
 Transfers follow the rules of ``rendezvous.py`` (``network_model.py`` has them with time): a WAIT or FREE holds its rank
 until the transfer is over, while what was posted before goes on; a hand-off between chunks of one rank costs nothing.
+Copies between device and host take turns on an engine for each direction and rank (``copy_engines.py``).
 The rules of the device, where any are given, hold a rank in other instructions too, as in ``rendezvous.py``.
 Events are worked off in the order of time, so the cost grows with the number of instructions, times the logarithm of
 the number of ranks.
@@ -22,6 +23,7 @@ from megatron_pp.plan.dataflow import Message, message_of
 from megatron_pp.plan.instruction import POST_OF, Instruction, halves
 from megatron_pp.plan.queues import Entry, Meeting
 from megatron_pp.plan.rendezvous import check_rendezvous
+from megatron_pp.plan.sim.copy_engines import CopyEngines
 from megatron_pp.plan.sim.network_model import Announcement, Arrival, TimedQueues
 from megatron_pp.plan.sim.simulation import Simulation, TransferLog, Waits
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, Plan, checked_device
@@ -64,9 +66,10 @@ class _PairRest:
 class _Rank:
     """One rank on the clock: how far it is, and what it waits for."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, copies: CopyEngines) -> None:
         self.number = rank
         self.program = plan.programs[rank]
+        self.copies = copies
         self.next = 0
         self.starts = array("d")
         self.ends = array("d")
@@ -129,7 +132,7 @@ class _Run:
         self.late_receives = plan.spec.variable_shapes  # as in rendezvous.py: its WAIT posts such a receive in full
         self.posts = {ins.BATCH} | ins.SEND_OPS | ins.COLLECTIVE_POSTS
         self.posts |= set() if self.late_receives else ins.RECV_OPS
-        self.ranks = [_Rank(plan, r) for r in range(len(plan.programs))]
+        self.ranks = [_Rank(plan, r, CopyEngines(costs, self.shares)) for r in range(len(plan.programs))]
         self.log = TransferLog()
         self.agenda: list[tuple[float, int, _Rank | Arrival | Announcement]] = []
         self.planned = 0  # breaks ties: of two events at one time, the one planned first happens first
@@ -156,6 +159,7 @@ class _Run:
             self.log,
             tuple(rank.waits for rank in self.ranks),
             tuple(rank.busy for rank in self.ranks),
+            tuple(tuple(rank.copies.made) for rank in self.ranks),
         )
 
     def _plan_event(self, when: float, what: _Rank | Arrival | Announcement) -> None:
@@ -168,7 +172,7 @@ class _Run:
             return
         if rank.is_syncing:
             rank.awaited = rank.unfinished()
-            if rank.awaited is not None:
+            if rank.awaited is not None or self._syncs_with_copies(rank, now):
                 return
             rank.is_syncing = False
         program = rank.program
@@ -190,8 +194,34 @@ class _Run:
                     rank.starts.append(now)
                     rank.awaited = entry.queue[-2]
                     return
+            elif op in ins.COPY_OPS and (until := self._copy(rank, at, now)) > now:
+                rank.note(now, until)
+                rank.next += 1
+                self._plan_event(until, rank)
+                return
             rank.note(now, now)
             rank.next += 1
+
+    def _copy(self, rank: _Rank, at: Instruction, now: float) -> float:
+        """Post a copy, or wait for one. Returns until when that holds the rank."""
+        if at.op in ins.COPY_POST_OPS:
+            begun = rank.copies.post(at, now).start
+            until = begun if self.one_queue else now
+            rank.waits.queued += until - now
+        else:
+            until = max(now, rank.copies.end_of(at))
+            rank.waits.copy += until - now
+        return until
+
+    def _syncs_with_copies(self, rank: _Rank, now: float) -> bool:
+        """Whether a rank that synchronises the device waits for its copies; then until they are over."""
+        until = rank.copies.idle_from
+        if until <= now:
+            return False
+        rank.ends[-1] = until
+        rank.waits.copy += until - now
+        self._plan_event(until, rank)
+        return True
 
     def _compute(self, rank: _Rank, at: Instruction, now: float) -> None:
         rank.next += 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
-from megatron_pp.plan.activations import Shares, kept_timeline, peak_activations
+from megatron_pp.plan.activations import Shares, kept_timeline, peak_activations, peak_on_host
 from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.spec import Plan
@@ -49,22 +49,24 @@ class Transfer(NamedTuple):
 
 @dataclass
 class Waits:
-    """Time that a rank stood in WAIT and FREE, by cause.
+    """Time that a rank stood waiting, by cause.
 
     peer_late  the other side had not posted its end: it was still computing, or waiting itself
     queued     both ends were posted, but stood behind other messages of their channel or link
     transfer   the message was on its way
     release    the rank waited for its own send to finish before giving the buffer back
+    copy       the rank waited for a copy between device and host
     """
 
     peer_late: float = 0.0
     queued: float = 0.0
     transfer: float = 0.0
     release: float = 0.0
+    copy: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.peer_late + self.queued + self.transfer + self.release
+        return self.peer_late + self.queued + self.transfer + self.release + self.copy
 
     def add_receive(self, since: float, until: float, transfer: Transfer) -> None:
         """The rank stood from ``since`` to ``until`` in the WAIT on ``transfer``."""
@@ -101,7 +103,12 @@ class TransferLog:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A plan on the clock. ``starts[rank][i]`` and ``ends[rank][i]`` belong to ``plan.timed(rank)[i]``."""
+    """A plan on the clock.
+
+    starts, ends  ``[rank][i]`` belong to ``plan.timed(rank)[i]``
+    copies        per rank, when each copy between device and host began and ended, under the OFFLOAD or LOAD that
+                  posted it
+    """
 
     plan: Plan
     starts: Sequence[Sequence[float]]
@@ -109,6 +116,7 @@ class Simulation:
     transfers: TransferLog
     waits: tuple[Waits, ...]
     busy: tuple[float, ...]
+    copies: tuple[tuple[Event, ...], ...] = ()
 
     def events(self, rank: int) -> Iterator[Event]:
         """(instruction, start, end) along ``rank``'s program."""
@@ -144,9 +152,14 @@ class Simulation:
         """
         return peak_activations(self.plan, weight_share)
 
+    def peak_on_host(self) -> tuple[float, ...]:
+        """Per rank, the most that is offloaded at once, in units of one chunk's forward."""
+        return peak_on_host(self.plan)
+
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per rank, the most (chunk, microbatch) pairs, or slices of them, that are past their forward with gradients
-        to come: the papers' count, to which a waiting weight gradient is a whole pair. An evaluation has none.
+        """Per rank, the most (chunk, microbatch) pairs, or slices of them, on the device that are past their forward
+        with gradients to come: the papers' count, to which a waiting weight gradient is a whole pair. An evaluation has
+        none.
         """
         placement = self.plan.placement
         ones = (0 if self.plan.spec.forward_only else 1,) * placement.num_stages

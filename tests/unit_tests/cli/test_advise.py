@@ -73,15 +73,14 @@ def test_costs_of_stages(command):
 
 def test_a_search_writes_what_it_plans_for(command, tmp_path):
     path = tmp_path / "advised.json"
-    words = ("--schedules", "auto", "--max-chunks", 1, "--measured-out", path)
-    code, out, _ = command(*SMALL[:3], "--global-batch", 4, *SMALL[5:], *COSTS, *words)
+    size = ("advise", "-P", 2, "--global-batch", 4, "--memory-gb", 80, "--jobs", 1)
+    code, out, _ = command(*size, *COSTS, "--schedules", "auto", "--max-chunks", 1, "--measured-out", path)
     assert code == 0
     assert f"--pipeline-measured {path}" in out
     measured = measured_values(str(path))
-    assert measured.forward == (1.0,) * 4
+    assert measured.forward == (1.0,) * 2
     assert measured.transfer == 0.1
-    again = command("advise", "-P", 4, "--global-batch", 4, "--memory-gb", 80, "--costs", path, *FEW, "--jobs", 1)
-    assert again[0] == 0
+    assert command(*size, "--costs", path, *FEW)[0] == 0
 
 
 def test_sizes_and_rates(command):
@@ -134,6 +133,13 @@ def test_a_file_of_layers(command, tmp_path):
         ((*COSTS, "--plot", "x.gif"), "writes .svg and .png, not '.gif'"),
         ((*COSTS, "--costs-per", "layer"), "needs --layers"),
         ((*COSTS, "--run", "x"), "--from-trace"),
+        ((*COSTS, "--offload-bandwidth", 0), "must be above 0"),
+        ((*COSTS, "--offload-ms", "1,2"), "takes one number above 0"),
+        ((*COSTS, "--offload-ms", 1, "--offload-bandwidth", 1), "both say how long a copy takes"),
+        ((*COSTS, "--output-ms", 1), "--loss-ms"),
+        ((*COSTS, "--spread-mtp"), "--mtp-layers, which is missing"),
+        ((*COSTS, "--schedules", "vocab_1f1b"), "splits the output layer"),
+        ((*COSTS, "--microbatch-costs", "1,2,3"), "costs of 3 microbatches are given; a step has 8"),
     ],
 )
 def test_what_is_wrong_is_said(command, words, problem):

@@ -485,3 +485,14 @@ def test_colours_are_left_out_where_the_environment_or_the_user_says_so(plain):
     shown = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
     assert ("\x1b[37;44mF0" in shown) == (plain is None)
     assert "B0==" in shown
+
+
+def test_tensors_that_skip_stages_are_counted(command):
+    """arXiv 2603.15031, section 4.1: 496 blocks a microbatch without a cache, 220 with one; 31 and 8 on a hop."""
+    line = ["-s", "interleaved_1f1b", "-P", "8", "-V", "4", "-M", "8", "--skip-tensors", "blocks"]
+    head = command("plan", *line)[1].splitlines()[1]
+    assert "220 sent per microbatch, at most 8 on a hop; without a cache 496 (31)" in head
+    found = json.loads(command("simulate", *line, "--skip-cache", "all", "--json")[1])["skip_tensors"]
+    assert (found["cache"], found["messages"], found["peak"]) == ("all", 196, 7)
+    assert found["by_cache"]["none"] == {"messages": 496, "peak": 31}
+    assert "skip_tensors" not in json.loads(command("simulate", "-P", "2", "--json")[1])

@@ -26,13 +26,16 @@ VALUES = {  # a switch has none
     "--tensor-parallel": "4", "--context-parallel": "2", "--data-parallel": "2", "--recompute": "full",
     "--from-trace": "traces", "--run": "one", "--rank": "1", "--step": "0", "--compare": "1f1b",
     "--memory-limit": "0", "--weight-share": "0.3", "--style": "grid", "--width": "400",
+    "--skip-tensors": "a=0>1", "--skip-cache": "all",
     "--sequence-slices": "2", "--attention-share": "0.5", "--output-ms": "1.5",
+    "--offload-chunks": "1", "--offload-slots": "2", "--offload-ms": "4", "--offload-bandwidth": "1",
 }  # fmt: skip
 PLANS = (
     "plan -s 1f1b -P 2 -V 1 -M 4",
     "plan -s interleaved_1f1b -P 2 -V 2 -M 6",
     "plan -s 1f1b -P 2 -M 4 --policy plain",
     "plan -s seq_1f1b -P 2 -M 4",
+    "plan -s interleaved_1f1b -P 2 -V 2 -M 6 --offload-chunks 2",
     "plan -s compute.csv",
     "plan --import compute.csv --format json",
     "plan --import comms.csv --format json",
@@ -45,6 +48,7 @@ SIMULATIONS = (
     f"simulate -s seq_1f1b -P 2 -M 4 --sequence-slices 2 {TIMES} {SIZES} --json",
     f"simulate -s interleaved_1f1b -P 2 -V 2 -M 8 {TIMES} {SIZES} --json",
     f"simulate -s zb_h1 -P 2 -M 4 {TIMES} {SIZES} --json",
+    f"simulate -s pipe_offload -P 2 -V 2 -M 4 {TIMES} {SIZES} --json",
     f"simulate --compare interleaved_1f1b,zb_h1 -P 2 -V 2 -M 8 {TIMES} {SIZES} --json",
 )
 
@@ -133,6 +137,8 @@ def test_a_grid_takes_no_trace(command, option):
         ("plan --channels shared --lookahead 2", ["--lookahead is for --channels one_way, not shared"]),
         ("plan --forward-only --grad-sync explicit", ["--grad-sync does not go with --forward-only"]),
         ("plan --param-sync", ["--param-sync marks the parameters of several model chunks"]),
+        ("plan --skip-cache all", ["--skip-cache says what ranks keep of --skip-tensors, and there are none"]),
+        ("plan -P 2 --skip-tensors a=0>2", ["tensor a of stage 0: stage 2 uses it; later stages do, up to 1"]),
         ("plan --list -P 4", ["--pipeline-size does not go with --list"]),
         ("plan --compute-only --format json", ["--compute-only is for text, not json"]),
         ("plan --import whole.json --policy plain", ["--policy is plain; the plan in whole.json was lowered with"]),

@@ -148,7 +148,7 @@ def test_the_legend_has_every_colour_of_the_picture(browser, tmp_path):
                 assert "rgb({}, {}, {})".format(*block_colour(op, chunk, timeline.num_chunks)) in shown
     assert {"waiting", "activation in transfer", "gradient in transfer"} <= set(keys)
     painted = {c for name, c in browser.execute_script("return Object.entries(colours)")}
-    assert len(painted) == 10
+    assert len(painted) == 12
 
 
 def test_a_click_follows_a_microbatch_and_says_what_it_is(browser, screenshots, tmp_path):

@@ -32,6 +32,8 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "deallocate_pipeline_outputs": ("off", "false", False),
     "variable_seq_lengths": ("1", "true", True),
     "pipeline_dtype": ("bfloat16", '"torch.bfloat16"', torch.bfloat16),
+    "offload_chunks": ("1", "1", 1),
+    "offload_slots": ("2", "2", 2),
     "p2p_channels": ("shared", '"shared"', "shared"),
     "p2p_max_ctas": ("2", "2", 2),
     "max_pending_sends": ("0", "0", 0),

@@ -63,6 +63,7 @@ PLAN = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 4, measured=Measured(forwar
 TEXTS = {form: format_plan(PLAN, form) for form in FORMATS}
 TEXTS["json, pairs"] = format_plan(build_plan(PlanSpec("dualpipe_v", 2, 2, 4, overlap_pairs=True)), "json")
 TEXTS["json, slices"] = format_plan(build_plan(PlanSpec("seq_zb", 2, 1, 2, slices=2)), "json")
+TEXTS["json, named"] = format_plan(build_plan(PlanSpec("1f1b", 3, 1, 2, skip_tensors="a=0>2; m=0>1 no_grad")), "json")
 TEXTS["version 1"] = json.dumps(
     {**json.loads(TEXTS["json"]), "version": 1, "programs": ["F0.0 [SA0.0 RG1.0] DA0.0 GS0 B0.0 W0.0"] * 2}
 )
@@ -82,7 +83,7 @@ def test_a_damaged_plan(form: str, data: st.DataObject) -> None:
 
 
 @examples(100)
-@given(st.one_of(*(mutated_json(json.loads(TEXTS[form])) for form in ("json", "json, slices"))))
+@given(st.one_of(*(mutated_json(json.loads(TEXTS[form])) for form in ("json", "json, slices", "json, named"))))
 def test_a_plan_with_strange_values(text: str) -> None:
     _only(PlanError, lambda: _read_and_verify(text))
 

@@ -15,8 +15,8 @@ from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
 
 # Between them they have every op: transfers, a hand-off at the turn of the V, whole and split backwards, a tensor that
-# skips a stage; and the passes of a split output layer with their collectives.
-V_PLAN = build_plan(PlanSpec("dualpipe_v", 2, 2, 6, skip_tensors="x=0>2"))
+# skips a stage, copies to the host and back; and the passes of a split output layer with their collectives.
+V_PLAN = build_plan(PlanSpec("dualpipe_v", 2, 2, 6, skip_tensors="x=0>2", offload_chunks=2))
 SPLIT_OUTPUT = build_plan(PlanSpec("vocab_1f1b_alg1", 3, 1, 6))
 
 
@@ -46,7 +46,7 @@ def refusal(plan: Plan) -> str:
 
 
 def test_every_op_has_a_rule_with_a_sentence() -> None:
-    whole = ins.SINGLE_COMPUTE_OPS | ins.TRANSFER_OPS | ins.HAND_OPS | ins.COLLECTIVE_OPS | {ins.DROP}
+    whole = ins.SINGLE_COMPUTE_OPS | ins.TRANSFER_OPS | ins.HAND_OPS | ins.COLLECTIVE_OPS | ins.COPY_OPS | {ins.DROP}
     assert set(RULES) == whole
     for op, rule in RULES.items():
         assert rule.sentence.endswith("."), op

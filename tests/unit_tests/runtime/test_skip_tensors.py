@@ -16,6 +16,7 @@ from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import SkipBlock, ToyData, ToyResult, reference_run
+from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.stream_runs import plan_on_streams
 
 U_NET = "a=0>3; b=1>2,3; sign=0>1,3 no_grad"
@@ -32,6 +33,7 @@ def run(size: int, chunks: int, declared: str = "blocks", variable: bool = False
     return run_in_threads(
         *(size, chunks, DoubleData(4, variable=variable)),
         block=partial(SkipBlock, tensors=tensors, dtype=torch.float64),
+        prepare=split_weight_grad if "z" in str(fields.get("pipeline_schedule")) else None,
         skip_tensors=tensors,
         **{"pipeline_dtype": torch.float64, "overlap_p2p_comm": True, **fields},
     )
@@ -59,6 +61,7 @@ CASES = [
     (3, 2, {"overlap_p2p_comm": False}),
     (4, 2, {}),
     (2, 2, {"pipeline_schedule": "interleaved_zb", "p2p_channels": "shared"}),
+    (2, 2, {"pipeline_schedule": "pipe_offload"}),
     (1, 2, {}),
 ]
 

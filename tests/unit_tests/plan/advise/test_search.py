@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan.activations import kept_timeline
 from megatron_pp.plan.advise.answer import alternatives, as_json, in_one_line, throughput, why_not
 from megatron_pp.plan.advise.candidates import candidates, estimate
 from megatron_pp.plan.advise.evaluate import evaluate
@@ -83,6 +84,36 @@ def test_a_search_for_these_costs_is_at_least_as_good():
     assert outcome.step <= named.step
     assert outcome.spec.measured.memory_limit == (10.0, 10.0)  # 1.5 P microbatches need 12
     assert our_flags(outcome, "m.json")[:4] == ["--pipeline-schedule", "auto", "--pipeline-measured", "m.json"]
+
+
+def test_offloading_makes_room_in_host_memory():
+    asked = question(memory=4.5, recompute=False, schedules=("1f1b", "interleaved_1f1b", "pipe_offload"))
+    assert not any(one.offload_chunks or one.schedule == "pipe_offload" for one in candidates(asked))
+    assert search(asked, budget=30.0).best is None
+    asked = replace(asked, host_bandwidth=4.0)
+    best = search(asked, budget=30.0).best
+    assert best.candidate.offload_chunks > 0
+    assert max(best.fit.peaks) <= 4.5
+    assert best.on_host > 0
+    assert best.fit.costs.offload == tuple(kept / 4.0 for kept in best.fit.activation)
+    plan = build_plan(best.spec)
+    assert simulate(plan, best.fit.costs, Network(link=Link(0.1))).makespan == best.step
+    for rank, stages in enumerate(plan.placement.stages):
+        kept = max(kept_timeline(plan.programs[rank], stages, best.fit.activation, best.fit.late))
+        assert best.fit.peaks[rank] == pytest.approx(kept)
+    assert f"{best.candidate.offload_chunks} of {best.candidate.num_chunks} chunks offloaded" in in_one_line(
+        asked, best
+    )
+    assert "--offload-chunks" in our_flags(best)
+
+
+def test_slow_copies_are_not_worth_it():
+    """Where the memory does, nothing is offloaded."""
+    asked = question(host_bandwidth=0.5, schedules=("1f1b", "interleaved_1f1b"))
+    found = search(asked, budget=30.0)
+    assert found.best.candidate.offload_chunks == 0
+    slow = [one for one in found.fitting if one.candidate.offload_chunks and one.candidate.schedule == "1f1b"]
+    assert all(one.step > found.best.step for one in slow)
 
 
 def test_plans_are_for_the_device():

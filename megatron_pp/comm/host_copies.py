@@ -1,0 +1,89 @@
+"""Copies between a device and host memory that go on while the device computes: on CUDA on a stream for each direction
+and in pinned memory, on the CPU in a thread for each.
+
+Copies of one direction run in the order in which they are posted. Host memory is pooled, as pinning takes long.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+Wait = Callable[[], None]  # waits for a copy that was posted, or makes the current stream wait for it
+Copy = tuple[Tensor, Tensor]  # what is written, and what is read: flat, of one size
+
+
+class HostCopies(ABC):
+    """Posts copies of one rank, whose tensors are on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: dict[int, list[Tensor]] = defaultdict(list)  # host buffers by bytes
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Host memory, [nbytes] of uint8."""
+        free = self._free[nbytes]
+        return free.pop() if free else self._allocate(nbytes)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Once the copies from and to ``buffer`` were waited for."""
+        self._free[buffer.numel()].append(buffer)
+
+    @abstractmethod
+    def post(self, copies: Sequence[Copy], to_host: bool) -> Wait:
+        """Begin ``copies``, which read what was computed before on the current stream."""
+
+    @abstractmethod
+    def _allocate(self, nbytes: int) -> Tensor: ...
+
+
+def host_copies(device: torch.device) -> HostCopies:
+    """For tensors on ``device``."""
+    return _StreamCopies(device) if device.type == "cuda" else _ThreadCopies(device)
+
+
+class _ThreadCopies(HostCopies):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._threads = [ThreadPoolExecutor(1, "megatron_pp host copies") for _ in range(2)]
+
+    def post(self, copies: Sequence[Copy], to_host: bool) -> Wait:
+        done = self._threads[to_host].submit(_copy_all, list(copies))
+        return lambda: done.result()
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _copy_all(copies: list[Copy]) -> None:
+    """Empties the list: the thread holds its arguments a while after the copies are over."""
+    while copies:
+        target, source = copies.pop()
+        target.copy_(source)
+
+
+class _StreamCopies(HostCopies):
+    """The compute stream waits for a copy before memory that it reads is freed, and memory that it writes is allocated
+    on the compute stream before it begins: so the allocator's order is kept without ``record_stream``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def post(self, copies: Sequence[Copy], to_host: bool) -> Wait:
+        stream = self._streams[to_host]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        done = stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

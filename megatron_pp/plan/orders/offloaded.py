@@ -1,0 +1,53 @@
+"""`pipe_offload`: an order that is made for offloading (PipeOffload, arXiv 2503.01328, section 3).
+
+Which chunks are offloaded, and when, is laid out by ``megatron_pp.plan.offload``.
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatron_pp.plan.family import Family, Order, Repeats, Shape, b, f
+from megatron_pp.plan.orders.loop import group_of_gis_h, let_backwards_overtake
+from megatron_pp.plan.placement import LOOP, Placement
+
+
+def pipe_offload(shape: Shape) -> list[Order]:
+    """`gis_h` with the chunks of a group in turn, not one after the other: of V forwards in a row each is of another
+    chunk, so that copies of offloaded chunks are spread evenly, and as many of them are on their way at any time.
+
+    A microbatch comes to its next chunk G turns later, or as few more as make V chunks take turns; a turn is a forward
+    and a backward. While the first and the last microbatches fill some turns in part, the others move up.
+    """
+    size, chunks, mbs = shape.pipeline_size, shape.num_chunks, range(shape.num_microbatches)
+    after = _turns(chunks, group_of_gis_h(shape))
+    forwards = [((chunks * m + after[c], 0), f(c, m)) for m in mbs for c in range(chunks)]
+    backwards = [((chunks * m + after[c], 1), b(chunks - 1 - c, m)) for m in mbs for c in range(chunks)]
+    orders = []
+    for rank in range(size):
+        first = after[-1] + size - 1 - rank  # the turn of the first backward
+        late = [((turn + first, half), at) for (turn, half), at in backwards]
+        orders.append([at for _, at in sorted(forwards + late)])
+    return let_backwards_overtake(orders, Placement(LOOP, size, chunks))
+
+
+def _turns(chunks: int, group: int) -> list[int]:
+    """How many turns after that of its first chunk a microbatch runs each chunk: at least ``group`` after the one
+    before, and each at another place among ``chunks`` turns.
+    """
+    together = chunks // math.gcd(chunks, group)
+    return [group * c + c // together for c in range(chunks)]
+
+
+FAMILIES = (
+    Family(
+        "pipe_offload",
+        pipe_offload,
+        "arXiv 2503.01328, section 3",
+        "gis_h with half of the chunks offloaded, those kept longest: about (V+2)/(8V) of all activations stay",
+        grouped=True,
+        small_groups=True,
+        repeats=lambda shape: Repeats(1),
+        offloads=lambda shape: (shape.num_chunks + 1) // 2,
+    ),
+)

@@ -1,0 +1,204 @@
+"""What a forward keeps for its backward, in host memory in between (OFFLOAD to WAIT_LOAD).
+
+``torch.autograd.graph.saved_tensors_hooks`` around a forward see each tensor that its graph saves. The graph is given a
+place to look instead, so that the engine may drop the tensor once it was copied, and put the copy there again. What
+something else holds as well (the user, a send that is on its way, an operation that keeps a tensor outside of autograd)
+stays alive with it, whatever is copied.
+
+Where they are stay parameters and buffers of the chunks and what shares memory with them, tensors under SMALLEST bytes,
+tensors that are more than their memory (subclasses, lazy conjugates), those on another kind of device, and keys and
+values that slices of a sequence share. Of tensors that share memory, that memory is copied once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_pp.comm.host_copies import HostCopies, Wait
+from megatron_pp.plan.tasks import Key, Task
+
+SMALLEST = 64
+
+
+class _Block:
+    """The bytes of one storage that a forward has saved.
+
+    memory       on the device, flat, from the storage's first byte on; None while it is on the host alone
+    host         a copy of the bytes from ``start`` to ``stop``, which are those in use
+    """
+
+    __slots__ = ("host", "memory", "start", "stop")
+
+    def __init__(self, tensor: Tensor) -> None:
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self.memory: Tensor | None = flat.set_(tensor.untyped_storage())
+        self.host: Tensor | None = None
+        self.start, self.stop = flat.numel(), 0
+
+    def cover(self, tensor: Tensor) -> None:
+        """``tensor`` lies in this memory."""
+        size = tensor.element_size()
+        start = int(tensor.storage_offset()) * size
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.start, self.stop = min(self.start, start), max(self.stop, start + (int(last) + 1) * size)
+
+    def copy(self) -> tuple[Tensor, Tensor]:
+        """What is in use, on the host and on the device."""
+        assert self.host is not None
+        return self.host, self.here[self.start : self.stop]
+
+    @property
+    def here(self) -> Tensor:
+        assert self.memory is not None, "what was offloaded is used before it is back"
+        return self.memory
+
+
+class _Saved:
+    """One saved tensor: itself, or once it was offloaded where it lies in its block."""
+
+    __slots__ = ("block", "changed", "tensor", "version", "view")
+
+    def __init__(self, tensor: Tensor, block: _Block | None) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = tensor._version
+        self.view = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        self.block = block
+        self.changed = False
+
+    def leave(self) -> None:
+        """Where its block is copied, its memory is the block's from here on."""
+        if self.block is not None and self.block.host is not None and self.tensor is not None:
+            self.changed = self.tensor._version != self.version
+            self.tensor = None
+
+    def get(self) -> Tensor:
+        tensor = self.tensor
+        if self.changed or (tensor is not None and tensor._version != self.version):
+            raise RuntimeError(
+                f"a tensor of shape {list(self.view[1])} that a forward saved for its backward was changed by an "
+                "in-place operation; clone it before"
+            )
+        if tensor is not None:
+            return tensor
+        assert self.block is not None
+        dtype, size, stride, offset = self.view
+        whole = self.block.here
+        return whole[: whole.numel() // dtype.itemsize * dtype.itemsize].view(dtype).as_strided(size, stride, offset)
+
+
+class _Kept:
+    """What one forward has saved."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, _Block] = {}  # by address of the storage, which the saved tensors keep alive
+        self.saved: list[_Saved] = []
+        self.wait: Wait | None = None
+
+
+class Offloads:
+    """Copies what the forwards of a rank's step keep to host memory and back, as the plan says.
+
+    ``keys``: the forwards that are offloaded; ``chunks``: the rank's model chunks. ``kept`` is empty after the step.
+    """
+
+    def __init__(self, copies: HostCopies, keys: frozenset[Key], chunks: Iterable[Any]) -> None:
+        self.copies = copies
+        self.keys = keys
+        self.kept: dict[Key, _Kept] = {}
+        modules = [chunk for chunk in chunks if isinstance(chunk, torch.nn.Module)]
+        own = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
+
+    def forward(self, handler: Callable[[Task], None], at: Task) -> None:
+        """``handler`` of the forward ``at``, with what it saves taken note of."""
+        if at.key not in self.keys:
+            handler(at)
+            return
+        kept = self.kept[at.key] = _Kept()
+        with saved_tensors_hooks(lambda tensor: self._pack(kept, tensor), _Saved.get):
+            handler(at)
+
+    def _pack(self, kept: _Kept, tensor: Tensor) -> _Saved:
+        if not self._is_to_go(tensor):
+            return _Saved(tensor, None)
+        tensor = tensor.detach()  # of the same version counter
+        address = tensor.untyped_storage().data_ptr()
+        block = kept.blocks.get(address)
+        if block is None:
+            block = kept.blocks[address] = _Block(tensor)
+        block.cover(tensor)
+        saved = _Saved(tensor, block)
+        kept.saved.append(saved)
+        return saved
+
+    def _is_to_go(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return False
+        if tensor.numel() * tensor.element_size() < SMALLEST:
+            return False
+        return tensor.untyped_storage().data_ptr() not in self._own
+
+    def offload(self, at: Task, shared: Sequence[Tensor]) -> None:
+        """Post the copy of what the forward has saved, without what shares memory with ``shared``."""
+        kept = self.kept[at.key]
+        device = self.copies.device.type
+        elsewhere = (s.tensor for s in kept.saved if s.tensor is not None and s.tensor.device.type != device)
+        for tensor in (*shared, *elsewhere):
+            kept.blocks.pop(tensor.untyped_storage().data_ptr(), None)
+        for block in kept.blocks.values():
+            block.host = self.copies.buffer(block.stop - block.start)
+        for saved in kept.saved:
+            saved.leave()
+        kept.saved.clear()
+        kept.wait = self.copies.post([block.copy() for block in kept.blocks.values()], to_host=True)
+
+    def free(self, at: Task) -> None:
+        """Wait for that copy, then give up the device memory."""
+        kept = self.kept[at.key]
+        self._wait(kept)
+        for block in kept.blocks.values():
+            block.memory = None
+
+    def load(self, at: Task) -> None:
+        """Allocate on the device, and post the copy back."""
+        kept = self.kept[at.key]
+        for block in kept.blocks.values():
+            block.memory = torch.empty(block.stop, dtype=torch.uint8, device=self.copies.device)
+        copies = [block.copy() for block in kept.blocks.values()]
+        kept.wait = self.copies.post([(device, host) for host, device in copies], to_host=False)
+
+    def wait_load(self, at: Task) -> None:
+        """Wait for that copy; the graph alone keeps the memory from here on."""
+        kept = self.kept.pop(at.key)
+        self._wait(kept)
+        for block in kept.blocks.values():
+            assert block.host is not None
+            self.copies.give_back(block.host)
+            block.host = None
+
+    @staticmethod
+    def _wait(kept: _Kept) -> None:
+        assert kept.wait is not None
+        kept.wait()
+        kept.wait = None
+
+
+def stand_in(tensor: Any) -> None:
+    """Take the data from a leaf (or a list of them), of which only the gradient is asked for from here on: one element
+    stands for all. Views of it keep the data.
+    """
+    for one in tensor if isinstance(tensor, (list, tuple)) else (tensor,):
+        if isinstance(one, Tensor):
+            one.data = one.new_empty(()).expand(one.shape)
+
+
+def view_of(tensor: Any) -> Any:
+    """``tensor`` (or each of a list) as another tensor that shares its data and gives it its gradient."""
+    if isinstance(tensor, (list, tuple)):
+        return [view_of(one) for one in tensor]
+    return tensor.view_as(tensor) if isinstance(tensor, Tensor) else tensor

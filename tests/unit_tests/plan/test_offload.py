@@ -1,0 +1,298 @@
+"""Offloading in plans: PipeOffload's numbers, rules that hold copies together, and their time and memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from megatron_pp.errors import InstructionError, PlanError
+from megatron_pp.plan.activations import activations_timeline, host_timeline
+from megatron_pp.plan.builder import build_plan, lowered_plan, verified_plan
+from megatron_pp.plan.costs import StageCosts
+from megatron_pp.plan.instruction import (
+    BACKWARD,
+    FORWARD,
+    FREE_OFFLOAD,
+    LOAD,
+    OFFLOAD,
+    WAIT_LOAD,
+    Instruction,
+    format_program,
+    parse_instruction,
+    parse_program,
+)
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.placement import LOOP, Placement
+from megatron_pp.plan.repeated import Repeated
+from megatron_pp.plan.serialize import format_plan, parse_plan
+from megatron_pp.plan.sim.memory import ModelShape, peak_bytes, peak_host_bytes
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.sim.simulation import Simulation
+from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, Plan, PlanSpec
+from megatron_pp.plan.verifier import verify
+
+COPIES = (OFFLOAD, FREE_OFFLOAD, LOAD, WAIT_LOAD)
+
+
+def simulated(spec: PlanSpec, copy: float = 0.0, device: Sequence[str] = (), half: float = 0.5) -> Simulation:
+    """With F = 1 and B = 2 ``half``, and copies of that length."""
+    plan = build_plan(spec)
+    costs = StageCosts.uniform(plan.placement.num_stages, 1.0, half, half)
+    return simulate(plan, replace(costs, offload=(copy,) * plan.placement.num_stages), device=device)
+
+
+# -- PipeOffload ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks", "offloaded", "peak"),
+    [(8, 4, None, 8), (8, 4, 0, 23), (8, 4, 4, 3), (16, 4, None, 14), (8, 6, None, 9), (4, 2, None, 3)],
+)
+def test_peaks_of_pipe_offload(size: int, chunks: int, offloaded: int | None, peak: float) -> None:
+    """With half of the chunks offloaded (V+2)/(8V) of the P V that GIS keeps, but for the forward that runs, one that
+    is being copied, and what turns are rounded up by; with all of them, those two alone.
+    """
+    plan, verdict = verified_plan(PlanSpec("pipe_offload", size, chunks, 32, offload_chunks=offloaded))
+    assert max(verdict.activations) == peak
+    assert max(verdict.on_host) == max(simulated(plan.spec).peak_on_host())
+    if offloaded is None:
+        kept = (chunks + 2) / (8 * chunks) * size * chunks
+        assert kept < peak <= kept + 2
+    if offloaded == 0:
+        assert not any(verdict.on_host)
+
+
+def test_table_1_of_pipe_offload() -> None:
+    """At P=8, V=4, M=32, F = B: chunks on the first rank, and the bubble, which offloading does not change."""
+    numbers = {}
+    for name in ("interleaved_1f1b", "gis", "gis_h", "pipe_offload"):
+        step = simulated(PlanSpec(name, 8, 4, 32))
+        numbers[name] = max(step.peak_activations()), step.makespan - 32 * 4 * 2
+    assert numbers == {
+        "interleaved_1f1b": (39, 14),
+        "gis": (32, 14),
+        "gis_h": (20, 38),
+        "pipe_offload": (8, 56),
+    }
+    assert simulated(PlanSpec("pipe_offload", 8, 4, 32, offload_chunks=0)).makespan == 56 + 32 * 4 * 2
+
+
+def test_steady_plans_of_it_are_repeated() -> None:
+    plan = build_plan(PlanSpec("pipe_offload", 4, 2, 64))
+    assert isinstance(plan.programs, Repeated)
+    assert plan.programs == lowered_plan(plan.spec).programs
+
+
+def test_copies_stand_where_they_belong() -> None:
+    plan = build_plan(PlanSpec("1f1b", 2, 1, 3, offload_chunks=1))
+    assert format_program(plan.programs[0]) == (
+        "F0.0 SEND_F0.0 F0.1 RECV_B0.0 SEND_F0.1 FREE_F0.0 OFFLOAD0.1 FREE_OFFLOAD0.1 WAIT_B0.0 B0.0 RECV_B0.1 "
+        "FREE_F0.1 LOAD0.1 F0.2 SEND_F0.2 WAIT_B0.1 WAIT_LOAD0.1 B0.1 RECV_B0.2 FREE_F0.2 WAIT_B0.2 ENABLE_GRAD_SYNC0 "
+        "B0.2"
+    ), "those of microbatches 0 and 2 would be back before they are gone"
+    assert not any(at.op in COPIES for at in plan.programs[1]), "the last rank runs each backward at once"
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+
+PLAN = build_plan(PlanSpec("pipe_offload", 2, 2, 6))
+
+
+def place_of(op: str, mb: int = 3) -> int:
+    return next(i for i, at in enumerate(PLAN.programs[0]) if at.op == op and at.mb == mb)
+
+
+def refusal(program: Sequence[Instruction]) -> str:
+    with pytest.raises(PlanError) as caught:
+        verify(replace(PLAN, programs=(tuple(program), *PLAN.programs[1:])))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("op", COPIES)
+@pytest.mark.parametrize("fault", ["dropped", "twice", "too early", "too late", "another microbatch", "another stage"])
+def test_faults_of_each_copy_are_refused(op: str, fault: str) -> None:
+    program, i = list(PLAN.programs[0]), place_of(op)
+    at = program.pop(i)
+    cell = [k for k, other in enumerate(program) if (other.chunk, other.mb) == (at.chunk, at.mb)]
+    before = max((k for k in cell if k < i), default=0)  # what it follows, of the same forward
+    while program[before].op not in (FORWARD, *COPIES):
+        before = max(k for k in cell if k < before)
+    after = next(k for k in cell if k >= i and program[k].op in (BACKWARD, *COPIES))
+    faults = {
+        "dropped": program,
+        "twice": [*program[:i], at, at, *program[i:]],
+        "too early": [*program[:before], at, *program[before:]],
+        "too late": [*program[: after + 1], at, *program[after + 1 :]],
+        "another microbatch": [*program[:i], at._replace(mb=at.mb - 1), *program[i:]],
+        "another stage": [*program[:i], at._replace(stage=at.stage + 2), *program[i:]],
+    }
+    assert refusal(faults[fault]).startswith("rank 0: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("B0.3 before WAIT_LOAD0.3", "it comes before what was offloaded is back"),
+        ("LOAD0.3 before FREE_OFFLOAD0.3", "it comes before its offload was waited for"),
+        ("OFFLOAD0.3 before F0.3", "it comes before its forward ran"),
+        ("FREE_OFFLOAD0.3 before OFFLOAD0.3", "it comes before its offload was posted"),
+    ],
+)
+def test_reasons(text: str, why: str) -> None:
+    first, second = (str(parse_instruction(word)) for word in text.split(" before "))
+    program = list(PLAN.programs[0])
+    moved = program.pop([str(at) for at in program].index(first))
+    program.insert([str(at) for at in program].index(second), moved)
+    assert f"{first} ({moved.name}): {why}" in refusal(program)
+
+
+def test_what_is_not_kept_any_more_cannot_be_offloaded() -> None:
+    program = [at for at in PLAN.programs[0] if at.op not in COPIES or at.mb != 3]
+    backward = next(i for i, at in enumerate(program) if (at.op, at.chunk, at.mb) == (BACKWARD, 0, 3))
+    offload = PLAN.programs[0][place_of(OFFLOAD)]
+    assert "it comes after its backward ran" in refusal([*program[: backward + 1], offload, *program[backward + 1 :]])
+    verify(replace(PLAN, programs=(tuple(program), *PLAN.programs[1:])))  # without any it stands
+
+
+def test_they_print_as_they_parse() -> None:
+    line = "OFFLOAD0.3 FREE_OFFLOAD0.3s1 LOAD1.2 WAIT_LOAD1.2"
+    assert format_program(parse_program(line)) == line
+    assert [at.name for at in parse_program(line)][:2] == [
+        "offload of chunk 0, microbatch 3",
+        "release after the offload of chunk 0, microbatch 3, slice 1",
+    ]
+    for wrong in ("OFFLOAD0", "LOAD0.1:skip", "OFFLOADS0.1"):
+        with pytest.raises(InstructionError):
+            parse_instruction(wrong)
+
+
+def test_a_plan_in_a_file_is_the_same_plan() -> None:
+    assert parse_plan(format_plan(PLAN, "json")) == PLAN
+    given = build_plan(replace(PLAN.spec, offload_chunks=1, offload_slots=2))
+    assert parse_plan(format_plan(given, "json")) == given
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"offload_chunks": 3}, "3 chunks of every rank are to be offloaded; it has 2"),
+        ({"offload_chunks": -1}, "number of offloaded chunks is -1"),
+        ({"offload_slots": 0}, "offload_slots is 0"),
+        ({"overlap_pairs": True}, "pairs .* do not go with offloading"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        build_plan(PlanSpec("pipe_offload", 2, 2, 4, **fields))
+
+
+# -- any schedule, any sizes ------------------------------------------------------------------------------------------
+
+NAMED = [name for name, family in SCHEDULES.items() if family.search is None]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_schedule_can_offload(name: str) -> None:
+    """Random sizes: ``verify`` accepts, nothing is left on the host, and copies that take no time change no step."""
+    rng, family = random.Random(name), SCHEDULES[name]
+    for _ in range(3):
+        chunks = family.chunks or rng.randint(1, 3)
+        slices = rng.randint(2, 3) if family.sliced else 1
+        sizes = rng.randint(1, 4), chunks, rng.randint(1, 9)
+        spec = PlanSpec(
+            name, *sizes, slices=slices, offload_chunks=rng.randint(1, chunks), offload_slots=rng.randint(1, 3)
+        )
+        plan, _ = verified_plan(spec)
+        for rank, (program, stages) in enumerate(zip(plan.programs, plan.placement.stages, strict=True)):
+            on_host = list(host_timeline(program, stages, (1.0,) * plan.placement.num_stages))
+            assert on_host[-1] == 0
+            assert min(on_host) == 0
+            assert list(activations_timeline(plan, rank))[-1] == pytest.approx(0)
+        assert simulated(spec).makespan == simulated(replace(spec, offload_chunks=0)).makespan
+
+
+def test_the_memory_on_host_and_device_is_what_would_be_kept() -> None:
+    """At every instruction the two together are the forwards before their backward, but for what is copied."""
+    placement, program = PLAN.placement, PLAN.programs[0]
+    ones = (1.0,) * placement.num_stages
+    kept, on_host = activations_timeline(PLAN, 0), host_timeline(program, placement.stages[0], ones)
+    open_, copied = set(), set()
+    for at, device, host in zip(program, kept, on_host, strict=True):
+        cell = at.chunk, at.mb
+        if at.op == FORWARD:
+            open_.add(cell)
+        elif at.op == BACKWARD:
+            open_.discard(cell)
+        elif at.op in (OFFLOAD, LOAD):
+            copied.add(cell)
+        elif at.op in (FREE_OFFLOAD, WAIT_LOAD):
+            copied.discard(cell)
+        assert device + host == len(open_) + len(copied)
+
+
+def test_bytes_on_device_and_host() -> None:
+    shape = ModelShape(num_layers=8, hidden_size=64, seq_length=32, num_attention_heads=4)
+    spec = PlanSpec("pipe_offload", 2, 2, 8)
+    plan, whole = build_plan(spec), build_plan(replace(spec, offload_chunks=0))
+    assert max(peak_bytes(plan, shape)) < max(peak_bytes(whole, shape))
+    each = 2 * shape.layer_bytes  # what a chunk keeps, its input included
+    peaks = simulated(spec).peak_on_host()
+    assert peak_host_bytes(plan, shape)[1] == pytest.approx(peaks[1] * each)
+    assert peak_host_bytes(whole, shape) == (0, 0)
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_copies_take_turns_on_an_engine_for_each_direction() -> None:
+    step = simulated(PlanSpec("gis", 4, 2, 8, offload_chunks=2), copy=0.7)
+    for made in step.copies:
+        for op in (OFFLOAD, LOAD):
+            spans = [(copy.start, copy.end) for copy in made if copy.instruction.op == op]
+            assert all(end - start == pytest.approx(0.7) for start, end in spans)
+            assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+@pytest.mark.parametrize(("copy", "slots", "exposed"), [(1.0, 1, False), (2.0, 2, False), (3.0, 1, True)])
+def test_copies_that_fit_their_slots_are_hidden(copy: float, slots: int, exposed: bool) -> None:
+    spec = PlanSpec("pipe_offload", 4, 4, 16, offload_slots=slots)
+    step = simulated(spec, copy)
+    assert (step.makespan > simulated(spec).makespan) == exposed
+
+
+def test_a_wait_for_a_copy_is_exposed_time() -> None:
+    """F0 F1 B0 B1: the first backward waits for what was copied away and back."""
+    plan = Plan(PlanSpec("1f1b", 1, 1, 2), Placement(LOOP, 1, 1), ())
+    order = "F0.0 OFFLOAD0.0 F0.1 FREE_OFFLOAD0.0 LOAD0.0 WAIT_LOAD0.0 B0.0 ENABLE_GRAD_SYNC0 B0.1"
+    plan = replace(plan, programs=(plan.placement.place(0, parse_program(order)),))
+    verify(plan)
+    costs = replace(StageCosts.uniform(1, 1.0, 0.5, 0.5), offload=(3.0,))
+    step = simulate(plan, costs)
+    # The copy runs from 1 to 4, beside F0.1; back from 4 to 7; then two backwards.
+    assert [(copy.start, copy.end) for copy in step.copies[0]] == [(1, 4), (4, 7)]
+    assert (step.makespan, step.waits[0].copy, step.busy[0]) == (9, 5, 4)
+
+
+def test_rules_of_the_device() -> None:
+    """Behind an unfinished copy of its engine a copy holds one hardware queue; a synchronisation waits for all."""
+    spec = PlanSpec("gis", 2, 2, 8, offload_chunks=2)
+    free, queued = (simulated(spec, 2.5, device) for device in ((), (ONE_QUEUE,)))
+    assert sum(w.queued for w in free.waits) == 0
+    assert sum(w.queued for w in queued.waits) > 0
+    synced = simulated(replace(spec, device=(DEVICE_SYNC,)), 2.5, (DEVICE_SYNC,))
+    for rank, made in enumerate(synced.copies):
+        ends = [event.end for event in synced.events(rank) if event.instruction.op in (FORWARD, BACKWARD)]
+        for copy in made:  # the first operation that ends behind its start does not end before it
+            assert min((end for end in ends if end > copy.start + 1e-9), default=copy.end) >= copy.end
+
+
+def test_copies_are_local() -> None:
+    """Whatever their place, they hang nothing: with all copies dropped the rest is the plan without offloading."""
+    spec = PlanSpec("pipe_offload", 4, 2, 8)
+    without = [tuple(at for at in program if at.op not in COPIES) for program in build_plan(spec).programs]
+    assert without == list(build_plan(replace(spec, offload_chunks=0)).programs)

@@ -1,0 +1,376 @@
+"""Steps that offload: numbers equal to the bit, memory as the plan counts it, and what is not offloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from examples.gpt.trainer import forward_step
+from megatron_pp import split_weight_grad
+from megatron_pp.comm import host_copies as copies
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.plan.activations import activations_timeline, host_timeline
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.instruction import LOAD, OFFLOAD, Instruction
+from megatron_pp.plan.lifetime import tensors_timeline
+from megatron_pp.plan.orders import SCHEDULES
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.runtime import offload
+from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
+from megatron_pp.testing.pipeline import run_in_threads
+from megatron_pp.testing.streams import StreamReport
+from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run
+from tests.harness.race_support import exact_block, exact_data, network_for, run_plan
+from tests.harness.stream_runs import plan_on_streams, toy_step_on_streams
+from tests.unit_tests.runtime import test_memory, test_sequence_slices
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    assert found[0] == wanted[0]
+    assert found[1].keys() == wanted[1].keys()
+    assert all(torch.equal(found[1][name], grad) for name, grad in wanted[1].items())
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+GPT = [
+    ("pipe_offload", 2, {}),
+    ("pipe_offload", 2, {"offload_chunks": 2, "offload_slots": 2, "batch_p2p_comm": True, "overlap_p2p_comm": False}),
+    ("1f1b", 1, {"offload_chunks": 1, "deallocate_pipeline_outputs": False}),
+    ("zb_h1", 1, {"offload_chunks": 1}),
+    ("interleaved_zb", 2, {"offload_chunks": 1}),
+    ("interleaved_seq_zb", 2, {"offload_chunks": 2, "sequence_slices": 3}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "fields"), GPT, ids=[f"{name} {list(f)}" for name, _, f in GPT])
+def test_a_gpt_has_the_numbers_of_the_schedule_without_offloading(
+    schedule: str, chunks: int, fields: dict[str, Any]
+) -> None:
+    posted = []
+    with pytest.MonkeyPatch.context() as patch:
+        post = copies._ThreadCopies.post
+        patch.setattr(copies._ThreadCopies, "post", lambda *args, **more: posted.append(args) or post(*args, **more))
+        found = test_sequence_slices.train(2, chunks, pipeline_schedule=schedule, **fields)
+    assert posted
+    wanted = test_sequence_slices.train(2, chunks, pipeline_schedule=schedule, **{**fields, "offload_chunks": 0})
+    assert_same(found, wanted)
+
+
+def test_recomputed_layers() -> None:
+    """What checkpointing keeps of a layer, its input, is offloaded; what it computes again in the backward is not."""
+    fields = {"pipeline_schedule": "1f1b", "step": lambda data, model: forward_step(data, model, True)}
+    found, wanted = (test_sequence_slices.train(2, offload_chunks=count, **fields) for count in (1, 0))
+    assert_same(found, wanted)
+
+
+class Reentrant(ToyBlock):
+    """Computed again as a whole, by torch's older checkpointing, which saves its input by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True) if x.requires_grad else super().forward(x)
+
+
+def test_reentrant_checkpoints() -> None:
+    fields = {"pipeline_schedule": "1f1b", "block": Reentrant}
+    found, wanted = (run_in_threads(2, 1, ToyData(4), offload_chunks=count, **fields) for count in (1, 0))
+    assert found.difference(wanted) == 0.0
+
+
+@pytest.mark.parametrize("schedule", [n for n, of in SCHEDULES.items() if of.search is None and not of.barriers])
+def test_every_schedule_can_offload(schedule: str) -> None:
+    family = SCHEDULES[schedule]
+    chunks, slices = family.chunks or 2, 2 if family.sliced else 1
+    prepare = split_weight_grad if family.splits_weight else None
+    fields = {"pipeline_schedule": schedule, "sequence_slices": slices, "overlap_p2p_comm": True, "prepare": prepare}
+    data = ToyData(6, seq_length=4)
+    found, wanted = (run_in_threads(2, chunks, data, offload_chunks=count, **fields) for count in (chunks, 0))
+    assert found.difference(wanted) == 0.0
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Keeps(torch.autograd.Function):
+    """Saves one large tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(large)
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (large,) = ctx.saved_tensors
+        assert float(large[-1]) == 7.0, "what comes back is what was saved"
+        return grad * 2.0, None
+
+
+LARGE = 100_000  # elements
+
+
+class KeepingBlock(ToyBlock):
+    """Its forward keeps one large tensor, which ``seen`` knows by its storage."""
+
+    seen: list[StorageWeakRef]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        large = torch.full((LARGE,), 7.0)
+        self.seen.append(StorageWeakRef(large.untyped_storage()))
+        return Keeps.apply(super().forward(x), large)
+
+
+@pytest.mark.parametrize("spec", [PlanSpec("pipe_offload", 2, 2, 8), PlanSpec("gis", 2, 2, 6, offload_chunks=2)])
+def test_memory_is_what_the_plan_counts_at_each_instruction(spec: PlanSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors alive on the device, and copies on the host, instruction by instruction."""
+    alive: dict[int, list[StorageWeakRef]] = {0: [], 1: []}
+    on_device: dict[int, list[int]] = {0: [], 1: []}
+    on_host: dict[int, list[int]] = {0: [], 1: []}
+    end, see = test_memory.Census.end, test_memory.Census._see
+
+    def ended(self: Any, at: Instruction) -> None:
+        rank, kept = self.executor.rank, self.executor.offloads.kept
+        blocks = [block for one in kept.values() for block in one.blocks.values()]
+        if at.op == LOAD:
+            loaded = kept[(at.stage, at.mb, at.slice)].blocks.values()
+            alive[rank] += [StorageWeakRef(block.here.untyped_storage()) for block in loaded if block.stop > LARGE]
+        on_host[rank].append(sum(block.host is not None and block.stop > LARGE for block in blocks))
+        on_device[rank].append(sum(not ref.expired() for ref in alive[rank]))
+        end(self, at)
+        away = {key for key, one in kept.items() if any(block.memory is None for block in one.blocks.values())}
+        inputs = self.executor.inputs.items()
+        self.counted[-1] += sum(is_stand_in(x) and key not in away for key, x in inputs)
+
+    def is_stand_in(x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and x.untyped_storage().nbytes() == x.element_size()
+
+    monkeypatch.setattr(test_memory.Census, "end", ended)
+    monkeypatch.setattr(test_memory.Census, "_see", lambda self, x: is_stand_in(x) or see(self, x))
+    ranks = {stage: rank for rank, stages in enumerate(build_plan(spec).placement.stages) for stage in stages}
+
+    def block(stage: int) -> KeepingBlock:
+        made = KeepingBlock(stage)
+        made.seen = alive[ranks[stage]]
+        return made
+
+    plan = build_plan(spec)
+    for rank, census in enumerate(test_memory.run_counted(spec, block=block)):
+        assert census.counted == list(tensors_timeline(plan, rank)), "pipeline tensors"
+        assert on_device[rank] == list(activations_timeline(plan, rank))
+        ones = (1.0,) * plan.placement.num_stages
+        assert on_host[rank] == list(host_timeline(plan.programs[rank], plan.placement.stages[rank], ones))
+    assert any(max(counts) > 0 for counts in on_host.values())
+
+
+def test_host_memory_is_pooled() -> None:
+    """A second step allocates none."""
+    allocated = []
+    with pytest.MonkeyPatch.context() as patch:
+        allocate = copies._ThreadCopies._allocate
+        patch.setattr(copies._ThreadCopies, "_allocate", lambda s, n: allocated.append(n) or allocate(s, n))
+        held = copies.host_copies(torch.device("cpu"))
+        for _ in range(2):
+            buffers = [held.buffer(100), held.buffer(100), held.buffer(40)]
+            for buffer in buffers:
+                held.give_back(buffer)
+    assert allocated == [100, 100, 40]
+
+
+# -- what is saved ----------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """One forward's saved tensors, offloaded and loaded by hand."""
+
+    def __init__(self, *chunks: torch.nn.Module) -> None:
+        plan = build_plan(PlanSpec("1f1b", 2, 1, 4, offload_chunks=1))
+        self.at = next(task for task in plan.tasks(0) if task.op == OFFLOAD)
+        self.offloads = offload.Offloads(copies.host_copies(torch.device("cpu")), frozenset({self.at.key}), chunks)
+        self.output = torch.tensor(())
+
+    def forward(self, function: Any) -> None:
+        def run(at: Any) -> None:
+            self.output = function()
+
+        self.offloads.forward(run, self.at)
+
+    def away_and_back(self, shared: Any = ()) -> list[int]:
+        """Bytes of the blocks that were copied."""
+        self.offloads.offload(self.at, shared)
+        sizes = sorted(block.stop - block.start for block in self.offloads.kept[self.at.key].blocks.values())
+        self.offloads.free(self.at)
+        self.offloads.load(self.at)
+        self.offloads.wait_load(self.at)
+        assert not self.offloads.kept
+        return sizes
+
+
+def test_tensors_that_share_memory_are_copied_once_and_parameters_not_at_all() -> None:
+    layer = torch.nn.Linear(32, 32)
+    x = torch.randn(64, 32, requires_grad=True)
+    step = Recorded(layer)
+
+    def function() -> torch.Tensor:
+        both = torch.tanh(layer(x))
+        first, second = both.t()[:16], both[:, 16:]  # views of one storage, one not contiguous
+        return (first.t() * second).sum() + (both * both).sum() + (x[:2] * x[1:3]).sum()
+
+    function().backward()
+    wanted, x.grad = x.grad, None
+    weight, layer.weight.grad = layer.weight.grad, None
+    step.forward(function)
+    assert step.away_and_back() == [64 * 32 * 4, 64 * 32 * 4]  # x, and the output of tanh
+    step.output.backward()
+    assert torch.equal(x.grad, wanted)
+    assert torch.equal(layer.weight.grad, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_bits_of_any_dtype(dtype: torch.dtype) -> None:
+    x = torch.randn(33, 5, dtype=dtype, requires_grad=True)
+    step = Recorded()
+    step.forward(lambda: (x[1:] * x[:-1].conj()).abs().sum())
+    step.away_and_back()
+    step.output.backward()
+    found, x.grad = x.grad, None
+    (x[1:] * x[:-1].conj()).abs().sum().backward()
+    assert torch.equal(found, x.grad)
+
+
+def test_what_the_user_holds_stays_whole() -> None:
+    held = []
+    x = torch.randn(40, requires_grad=True)
+    step = Recorded()
+
+    def function() -> torch.Tensor:
+        held.append(torch.exp(x))
+        return held[0] * held[0]
+
+    step.forward(function)
+    value = held[0].detach().clone()
+    assert len(step.away_and_back()) == 1
+    assert torch.equal(held[0], value)
+
+
+def test_what_changes_in_place_is_an_error_as_without_offloading() -> None:
+    for when in ("before", "after"):
+        x = torch.randn(64, requires_grad=True)
+        middle = torch.tensor(())
+        step = Recorded()
+
+        def function() -> torch.Tensor:
+            nonlocal middle
+            middle = x * 1.0  # noqa: B023
+            return (middle * middle).sum()
+
+        step.forward(function)
+        if when == "before":
+            with torch.no_grad():
+                middle.add_(1)
+            step.away_and_back()
+        else:  # of what stays on the device
+            step.offloads.offload(step.at, [middle])
+            with torch.no_grad():
+                middle.add_(1)
+        with pytest.raises(RuntimeError, match=r"shape \[64\] .* was changed by an in-place operation"):
+            step.output.backward()
+
+
+def test_the_stage_of_an_input_still_sees_it() -> None:
+    """The engine's own input loses its data; an operation that keeps its argument outside of autograd does not."""
+    given = torch.randn(8, 4, requires_grad=True)
+    seen = offload.view_of([given])[0]
+    value = given.detach().clone()
+    offload.stand_in([given])
+    assert torch.equal(seen, value)
+    assert given.untyped_storage().nbytes() == 4
+    (seen * 3.0).sum().backward()
+    assert torch.equal(given.grad, torch.full((8, 4), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"overlapped_forward_backward": lambda f, b: (f(), b())}, "pairs .* do not go with offloading"),
+        ({"cuda_graph_impl": "transformer_engine"}, "graphs keep activations in buffers of their own"),
+        ({"offload_chunks": 2}, "offload_chunks is 2, more than the 1 model chunk"),
+        ({"offload_chunks": -1}, "offload_chunks is -1"),
+        ({"offload_slots": 0}, "offload_slots is 0"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ScheduleInputError, match=why):
+        run_in_threads(2, 1, ToyData(4), **{"pipeline_schedule": "1f1b", "offload_chunks": 1, **fields})
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+SPEC = PlanSpec("pipe_offload", 2, 2, 6, offload_chunks=2)
+
+
+def of_streams(name: str, change: Any) -> StreamReport:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload.Offloads if hasattr(offload.Offloads, name) else copies._StreamCopies, name, change)
+        return plan_on_streams(SPEC)
+
+
+@pytest.mark.parametrize("schedule", ["pipe_offload", "zb_v", "interleaved_zb"])
+def test_copies_race_with_nothing(schedule: str) -> None:
+    more = {"overlap_p2p_comm": True, "offload_chunks": 2, "prepare": split_weight_grad}
+    report, difference = toy_step_on_streams(schedule, 2, ToyData(5), **more)
+    assert not report.races, str(report)
+    assert difference == 0.0
+
+
+def _frees_at_once(self: Any, at: Any) -> None:
+    for block in self.kept[at.key].blocks.values():
+        block.memory = None
+
+
+def _does_not_wait(self: Any, at: Any) -> None:
+    for block in self.kept.pop(at.key).blocks.values():
+        self.copies.give_back(block.host)
+
+
+def _post_without(edge: str) -> Any:
+    def post(self: Any, pieces: Any, to_host: bool) -> Any:
+        stream, current = self._streams[to_host], torch.cuda.current_stream()
+        if (edge == "out") != to_host:
+            stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for target, source in pieces:
+                target.copy_(source, non_blocking=True)
+        done = stream.record_event()
+        return lambda: current.wait_event(done)
+
+    return post
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "instruction"),
+    [
+        ("free", _frees_at_once, "OFFLOAD"),  # memory is reused while it is copied away
+        ("wait_load", _does_not_wait, "LOAD"),  # a backward reads what is not back yet
+        ("post", _post_without("out"), "OFFLOAD"),  # what a forward has not written yet is copied
+        ("post", _post_without("back"), "LOAD"),  # memory is written that an operation before still reads
+    ],
+    ids=["free", "wait", "out", "back"],
+)
+def test_a_missing_wait_is_a_race(name: str, change: Any, instruction: str) -> None:
+    report = of_streams(name, change)
+    assert any(r.first.instruction.startswith(instruction) or r.second.instruction.startswith(instruction)
+               for r in report.races), str(report)  # fmt: skip
+
+
+def test_hostile_networks() -> None:
+    plan, data = build_plan(SPEC), exact_data(SPEC.num_microbatches, False)
+    wanted = reference_run(plan.placement.num_stages, data, block=exact_block(SPEC))
+    for kind in HOSTILE_NETWORKS:
+        network = network_for(plan, kind, seed=3, pollable=True)
+        outcome = run_plan(plan, data, network)
+        assert not outcome.complaints + network.violations
+        assert outcome.result.difference(wanted) == 0.0
