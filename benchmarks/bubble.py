@@ -15,9 +15,9 @@ from benchmarks.rounds import slowest_rank, summary, timed_rounds
 from benchmarks.stages import SplitTimedStage, TimedStage
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import StageCosts
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.testing.toy import TOY_SCHEDULES
 
 HELP = "the bubble of each schedule, measured with sleeping compute, beside the simulator's"
 QUICK = {"rounds": 1}
@@ -50,7 +50,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_arguments(parser)
-    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
+    parser.add_argument("--schedules", nargs="+", choices=list(TOY_SCHEDULES), default=list(TOY_SCHEDULES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=280.0)
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _chunks(name: str) -> int:
-    fixed = SCHEDULES[name].chunks
+    fixed = TOY_SCHEDULES[name].chunks
     if fixed is not None:
         return fixed
     return 1 if name == "auto" else 2
@@ -96,7 +96,7 @@ def _rank(
 
     steps, reasons = {}, {}
     for work in works:
-        split = SCHEDULES[work.schedule].splits_weight
+        split = TOY_SCHEDULES[work.schedule].splits_weight
         make_stage = functools.partial(_stage, lengths.of_chunk(work.num_chunks), split)
         try:
             steps[work.schedule] = make_step("ours", work, rank, dist.group.WORLD, make_stage)

@@ -88,13 +88,14 @@ def _rank(rank: int, size: int, args: argparse.Namespace) -> dict[Case, Row]:
     for case in CASES:
         gpt = _gpt_step(rank, size, args, case)
         peak = peak_bytes(gpt)
-        found[case] = {"peak": peak, "gpt": _median_ms(gpt, args.steps)}
+        found[case] = {"peak": peak, "gpt": median_ms(gpt, args.steps)}
         if not case.balanced:
-            found[case]["sleeping"] = _median_ms(_sleeping_step(size, args, case), args.steps)
+            found[case]["sleeping"] = median_ms(_sleeping_step(size, args, case), args.steps)
     return found
 
 
-def _median_ms(step: Step, steps: int) -> float:
+def median_ms(step: Step, steps: int) -> float:
+    """Of ``steps`` steps that begin together, after one more."""
     import torch.distributed as dist
 
     times = []

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that the p
 from megatron_pp import PipelineStage, TransformerConfig, get_forward_backward_func, parallel_state
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.skip_tensors import BLOCKS, CACHES, traffic_of
+from megatron_pp.plan.skip_tensors import BLOCKS, CACHES, stage_blocks, traffic_of
 from megatron_pp.plan.spec import PlanSpec
 
 HIDDEN, SEQUENCE, SAMPLES, MICROBATCHES = 16, 8, 2, 4
@@ -78,6 +78,11 @@ def whole_step(step: int, model: list[Stage]) -> list[float]:
     return losses
 
 
+def gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, default=1, help="model chunks a rank; default: %(default)s")
@@ -104,7 +109,8 @@ def main() -> None:
     mine = Placement("loop", size, chunks).stages[rank]
     stages = [PipelineStage(copy.deepcopy(model[stage]), config, chunk) for chunk, stage in enumerate(mine)]
     if rank == 0:
-        spec = PlanSpec(config.schedule_name, size, chunks, MICROBATCHES, skip_tensors=BLOCKS, skip_cache=args.cache)
+        more = {"skip_tensors": stage_blocks(size * chunks), "skip_cache": args.cache}
+        spec = PlanSpec(config.schedule_name, size, chunks, MICROBATCHES, **more)
         print(f"blocks sent per microbatch, and on the busiest hop: {tuple(traffic_of(build_plan(spec).programs))}")
     for step in range(1, args.steps + 1):
         reports = get_forward_backward_func(size, virtual)(
@@ -119,13 +125,13 @@ def main() -> None:
         differences = [abs(a - b) for a, b in zip(reports, expected, strict=True)] if reports else []
         for number, stage in zip(mine, stages, strict=True):
             pairs = zip(stage.parameters(), model[number].parameters(), strict=True)
-            differences += [(a.grad - b.grad).abs().max().item() for a, b in pairs]
+            differences += [(gradient(a) - gradient(b)).abs().max().item() for a, b in pairs]
         loss, difference = sum(expected) / MICROBATCHES, max(differences)
         print(f"step {step} rank {rank}: loss {loss:.4f}, largest difference {difference:.1e}", flush=True)
         for module in (*stages, *model):
             with torch.no_grad():
                 for parameter in module.parameters():
-                    parameter -= 0.5 * parameter.grad
+                    parameter.sub_(0.5 * gradient(parameter))
                     parameter.grad = None
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

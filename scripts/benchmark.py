@@ -38,6 +38,7 @@ SUBCOMMANDS = (
     "bubble",
     "megatron_bubble",
     "slices",
+    "vocabulary",
     "training",
     "growth",
     "gpu",

@@ -24,13 +24,12 @@ from megatron_pp.comm.transport import ProcessGroupTransport
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_config
+from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData, reference_run, toy_config
 from tests.functional_tests.race_cases import run_cases
 
 LATE = 1.0  # seconds by which the receiver comes late in the check of the compute stream
@@ -101,7 +100,7 @@ def steps(rank: int, size: int, device: torch.device, p2p_debug: bool) -> dict[s
     # One for all: an NCCL communicator for each channel is made once, as in a program.
     assert dist.group.WORLD is not None
     transport = ProcessGroupTransport(dist.group.WORLD)
-    for schedule, family in SCHEDULES.items():
+    for schedule, family in TOY_SCHEDULES.items():
         num_chunks = family.chunks or 2
         for policy, flags in _POLICIES.items():
             data = DeviceData(4, hidden=64, seq_length=256, device=str(device))

@@ -33,6 +33,7 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError, PipelineError, PlanError
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
+from megatron_pp.runtime.measuring import FILE_NAME
 from megatron_pp.tracing.recorder import flush_traces
 from megatron_pp.tracing.report import listed, write_timeline
 
@@ -89,6 +90,7 @@ def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
             if settings.trace is not None:
                 config.trace_dir, config.trace_steps = str(start.folder / "traces"), settings.trace
                 config.trace_first_step = steps_done + 1
+            config.measure_out = config.measure_out or str(start.folder / FILE_NAME)
             chunks, split = _build_model(settings, config, device, libraries, timeout)
             if process.rank == 0:
                 save_settings(settings, start.folder, this_launcher())

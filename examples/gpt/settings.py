@@ -149,6 +149,11 @@ class Settings:
                 raise ArgumentError(f"--trace is {self.trace!r}; it must list steps, as in 3,10-12") from None
             if last > self.train_steps:
                 raise ArgumentError(f"--trace is {self.trace}, but the run ends after step {self.train_steps}")
+        if not 0 <= self.model.measure < max(self.train_steps, 1):
+            raise ArgumentError(
+                f"--measure is {self.model.measure}; it must be at least 0, and below --train-steps "
+                f"({self.train_steps}), as the first step is not measured"
+            )
         if self.wandb is not None and importlib.util.find_spec("wandb") is None:
             raise ArgumentError(
                 f"--wandb is {self.wandb}, but wandb is not installed; install it, or leave --wandb out"

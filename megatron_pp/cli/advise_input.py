@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_pp.cli import cost_options
+from megatron_pp.cli.advise_costs import FileCosts, layer_of, read_costs
 from megatron_pp.cli.cost_options import number, times
 from megatron_pp.cli.errors import UsageError
 from megatron_pp.cli.given import given, option, refuse
 from megatron_pp.cli.plan_options import device_rules, schedule_names, whole, whole_list
 from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
-from megatron_pp.errors import ExchangeError, PlanError
 from megatron_pp.plan.advise.megatron_args import read_megatron_args, transformer_of
 from megatron_pp.plan.advise.megatron_args import whole as whole_argument
-from megatron_pp.plan.advise.model import DECODER, EMBEDDING, LETTERS, LOSS, MTP, PART, Layer, Model, layer
+from megatron_pp.plan.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer
 from megatron_pp.plan.advise.question import Question
 from megatron_pp.plan.advise.transformer import EFFICIENCY, GB, GPUS, Gpu, Transformer, gpu_named
 from megatron_pp.plan.costs import Link
-from megatron_pp.plan.files import read_text
-from megatron_pp.plan.measured import measured_values
 from megatron_pp.plan.sim.memory import ModelShape
 from megatron_pp.plan.spec import BATCHED, OVERLAP, POLICIES
 from megatron_pp.tracing.analysis import Findings
@@ -34,8 +31,11 @@ _LAYERS = ("rank", "layer")
 _ENDS = {"embedding_ms": EMBEDDING, "mtp_ms": MTP, "loss_ms": LOSS}
 _SIZES = ("hidden_size", "seq_length", "num_layers")
 _MOE = ("experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "moe_layer_freq", "expert_parallel")
+_OF_SHAPE = (
+    *("hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size"),
+    *("tensor_parallel", "context_parallel", "sequence_parallel", "recompute"),
+)
 _OF_TRANSFORMER = (*_MOE, "gated", "query_groups")
-_KEYS = ("kind", "count", "forward_ms", "backward_ms", "weight_ms", "activation_gb", "static_gb")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,8 +110,9 @@ def question_of(args: argparse.Namespace) -> Question:
     sizes = args.micro_batch_size or [whole_argument(megatron, "micro_batch_size", 1)]
     if not all(sizes):
         raise UsageError(f"{option(args, 'micro_batch_size')} has a 0; a microbatch has at least 1 sequence")
-    traced = traced_findings(args)
+    traced, file = traced_findings(args), None if args.costs is None else read_costs(args.costs)
     ranks = args.pipeline_size or (traced.measured.plan.spec.pipeline_size if traced else None)
+    ranks = ranks or (file.ranks if file else None)
     ranks = ranks or whole_argument(megatron, "pipeline_model_parallel_size", 0)
     batch = args.global_batch or whole_argument(megatron, "global_batch_size", 0)
     for name, value in (("pipeline_size", ranks), ("global_batch", batch)):
@@ -121,7 +122,7 @@ def question_of(args: argparse.Namespace) -> Question:
     memory = args.memory_gb if args.memory_gb is not None else gpu.memory if gpu is not None else None
     if memory is None:
         raise UsageError("--memory-gb is missing; it is the memory of a device")
-    models = _Models(args, megatron, ranks, gpu, traced)
+    models = _Models(args, megatron, ranks, gpu, traced, file)
     question = Question(
         pipeline_size=ranks,
         global_batch=batch,
@@ -144,7 +145,9 @@ def question_of(args: argparse.Namespace) -> Question:
         seq_length=args.seq_length or whole_argument(megatron, "seq_length", 0) or None,
         peak_flops=gpu.flops if gpu is not None else None,
     )
-    return question if traced is None else _on_traced_links(question, traced)
+    if traced is not None:
+        return _on_traced_links(question, traced)
+    return question if file is None else file.on_its_links(question)
 
 
 def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
@@ -164,7 +167,7 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
         refuse(args, (*_TIMES, *_ENDS, "costs_per", "activation_gb", "static_gb"), f"does not go with {found[0]}")
     else:
         why = "is for --gpu, which works out times from sizes"
-        refuse(args, (*_OF_TRANSFORMER, "gpu_bandwidth", "gpu_efficiency"), why)
+        refuse(args, (*_OF_TRANSFORMER, *_OF_SHAPE, "gpu_bandwidth", "gpu_efficiency"), why)
     refuse(args, ["output_ms"], "is not for advise; --loss-ms is the output layer with the loss")
     if args.costs is not None:
         in_file = (*_TIMES, *_ENDS, "mtp_layers", "spread_mtp", "costs_per", "activation_gb", "static_gb")
@@ -224,13 +227,20 @@ class _Models:
     """The model's costs for microbatches of any size, as the options have them."""
 
     def __init__(
-        self, args: argparse.Namespace, megatron: dict[str, Any], ranks: int, gpu: Gpu | None, traced: Findings | None
+        self,
+        args: argparse.Namespace,
+        megatron: dict[str, Any],
+        ranks: int,
+        gpu: Gpu | None,
+        traced: Findings | None,
+        file: FileCosts | None,
     ) -> None:
         self.args = args
         self.megatron = megatron
         self.ranks = ranks
         self.gpu = gpu
         self.traced = traced
+        self.file = file
 
     def of(self, size: int, first: int) -> Model:
         """With ``size`` sequences in a microbatch; what was given is for ``first``. Raises UsageError, PlanError."""
@@ -238,8 +248,8 @@ class _Models:
             return self._transformer(size).model(self.gpu, self.args.gpu_efficiency or EFFICIENCY)
         if self.traced is not None:
             model = self._traced(self.traced)
-        elif self.args.costs is not None:
-            model = _from_file(self.args.costs)
+        elif self.file is not None:
+            model = self.file.model
         else:
             model = Model(self._layers(), self._message(), self.args.attention_share or 0.0)
         return model.times(size / first) if size != first else model
@@ -288,7 +298,7 @@ class _Models:
         # One number is of a rank: lists of more or fewer stages have it in equal shares.
         scale = 1.0 if per_layer else self.ranks / count
         rows = [{name: v[k] if len(v) > 1 else v[0] * scale for name, v in lists.items()} for k in range(count)]
-        parts = [_layer(DECODER if per_layer else PART, row) for row in rows]
+        parts = [layer_of(DECODER if per_layer else PART, row) for row in rows]
         if not per_layer and known:
             if lengths:
                 raise UsageError("lists are of stages, whose layers stay together; --costs-per layer takes them apart")
@@ -307,13 +317,6 @@ class _Models:
         mtp = ends[MTP] or replace(parts[-1], kind=MTP, recomputed=None)
         count = args.mtp_layers or 0
         return (embedding, *parts, *[mtp] * count, *[loss] * (1 + count if args.spread_mtp else 1))
-
-
-def _layer(kind: str, row: dict[str, float]) -> Layer:
-    """Without a time for weight gradients, the backward is both, in equal halves."""
-    backward = row["backward_ms"]
-    halves = (backward, row["weight_ms"]) if "weight_ms" in row else (backward / 2, backward / 2)
-    return layer(kind, row["forward_ms"], *halves, row.get("activation_gb", 0.0), row.get("static_gb", 0.0))
 
 
 def _end(args: argparse.Namespace, name: str, kind: str) -> Layer | None:
@@ -350,46 +353,3 @@ def _as_megatron(args: argparse.Namespace) -> dict[str, Any]:
     same = ("num_layers", "hidden_size", "seq_length", "num_attention_heads", "ffn_hidden_size", "vocab_size")
     names |= {name: name for name in (*same, "sequence_parallel", "moe_layer_freq")}
     return {names[name]: value for name, value in given(args, names).items()}
-
-
-def _from_file(path: str) -> Model:
-    """Raises ExchangeError naming the file."""
-    try:
-        content = json.loads(read_text(path))
-        if not isinstance(content, dict):
-            raise PlanError("it holds no object")
-        return _from_layers(content) if "layers" in content else _from_measured(content)
-    except (ValueError, RecursionError, TypeError) as error:  # PlanError is a ValueError
-        if isinstance(error, ExchangeError):
-            raise
-        raise ExchangeError(f"{path}: {error}") from error
-
-
-def _from_layers(content: dict[str, Any]) -> Model:
-    layers: list[Layer] = []
-    for row in content["layers"]:
-        unknown = sorted(set(row) - set(_KEYS))
-        if unknown or "forward_ms" not in row or "backward_ms" not in row:
-            problem = f"{unknown[0]!r} is not known" if unknown else "forward_ms and backward_ms are needed"
-            raise PlanError(f"a layer: {problem}; its keys are {', '.join(_KEYS)}")
-        kind = row.get("kind", DECODER)
-        if kind not in (*LETTERS, PART):
-            raise PlanError(f"a layer is of kind {kind!r}; it may be {', '.join((*LETTERS, PART))}")
-        layers += [_layer(kind, row)] * int(row.get("count", 1))
-    message = float(content.get("message_mb", 0.0)) / 1e3
-    return Model(tuple(layers), message, float(content.get("attention_share", 0.0)))
-
-
-def _from_measured(content: dict[str, Any]) -> Model:
-    """What the search reads; lists are of stages in model order."""
-    measured = measured_values(content)
-    assert measured is not None
-    values = (measured.forward, measured.backward_input, measured.weight, measured.activation)
-    lengths = {len(value) for value in values if isinstance(value, tuple)}
-    if len(lengths) > 1:
-        raise PlanError("its lists are of different lengths")
-    count = max(lengths, default=1)
-    if not lengths:
-        raise PlanError("it has no list with a number for each stage, so the number of stages is not known")
-    columns = [value if isinstance(value, tuple) else (value,) * count for value in values]
-    return Model(tuple(layer(PART, *row) for row in zip(*columns, strict=True)))

@@ -204,18 +204,20 @@ def pipeline_name(group: dist.ProcessGroup, backend: str, device: torch.device) 
 
 def _gloo(store: dist.Store, rank: int, timeout: timedelta, size: int = 2) -> dist.ProcessGroup:
     backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-    return _group_of(backend, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, store)
+    return _group_of(backend, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, store, rank, size)
 
 
 def _nccl(store: dist.Store, rank: int, options: Any, size: int = 2) -> dist.ProcessGroup:
     backend = dist.ProcessGroupNCCL(store, rank, size, options)
     device = torch.device("cuda", torch.cuda.current_device())
-    return _group_of(backend, device, dist.ProcessGroup.BackendType.NCCL, store)
+    return _group_of(backend, device, dist.ProcessGroup.BackendType.NCCL, store, rank, size)
 
 
-def _group_of(backend: Any, device: torch.device, kind: Any, store: dist.Store) -> dist.ProcessGroup:
+def _group_of(
+    backend: Any, device: torch.device, kind: Any, store: dist.Store, rank: int, size: int
+) -> dist.ProcessGroup:
     """A group around ``backend``, whose own methods would hold Python's interpreter lock while they work."""
-    group = dist.ProcessGroup(store, backend.rank(), backend.size())
+    group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
     return group

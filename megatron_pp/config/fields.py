@@ -47,6 +47,14 @@ def read_text(text: str) -> str | None:
     return text or None
 
 
+def read_count(text: str) -> int:
+    """A number in an environment variable; 0 where it is unset or empty. Raises ConfigError."""
+    try:
+        return int(text or 0)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no whole number") from None
+
+
 def _read_variable(variable: str, read: Callable[[str], Any]) -> Any:
     try:
         return read(os.environ.get(variable, ""))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_pp.config import rules
-from megatron_pp.config.fields import hook, read_flag, read_text, setting, setting_from_env
+from megatron_pp.config.fields import hook, read_count, read_flag, read_text, setting, setting_from_env
 from megatron_pp.config.layout import place_layers
 from megatron_pp.config.layout_text import Layout
 from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
@@ -24,6 +24,8 @@ from megatron_pp.plan.skip_tensors import CACHES, SkipTensor
 
 TRACE_DIR_VARIABLE = "MEGATRON_PP_TRACE_DIR"
 TRACE_STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"
+MEASURE_VARIABLE = "MEGATRON_PP_MEASURE"
+MEASURE_OUT_VARIABLE = "MEGATRON_PP_MEASURE_OUT"
 
 Config = TypeVar("Config", bound="ModelParallelConfig")
 Hook = Callable[..., Any] | None
@@ -151,6 +153,18 @@ class ModelParallelConfig:
         TRACE_STEPS_VARIABLE, read_text, "training steps to trace, from 1, as in 3,10-12; None: 2 to 21"
     )
     trace_first_step: int = setting(1, "the number of this process's first step, as after a resume", cli=False)
+    measure: int = setting_from_env(
+        MEASURE_VARIABLE,
+        read_count,
+        "training steps, after the first one, in which times and memory of stages are measured, and then transfers; "
+        "0: none",
+    )
+    measure_out: str | None = setting_from_env(
+        MEASURE_OUT_VARIABLE,
+        read_text,
+        "where that is written, for pipeline_measured and advise; None: megatron_pp_measured.json in trace_dir, or "
+        "else in the working folder",
+    )
 
     def __post_init__(self) -> None:
         rules.check_parallel_sizes(self)

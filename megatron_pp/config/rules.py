@@ -109,6 +109,7 @@ COMMUNICATION: dict[str, Callable[[str, Any], object]] = {
     "p2p_max_ctas": partial(_unless_none, partial(whole_number, hint="None for the pipeline group's own")),
     "p2p_timeout": check_seconds,
     "compute_timeout": partial(_unless_none, check_seconds),
+    "measure": partial(whole_number, at_least=0),
     "offload_chunks": partial(_unless_none, partial(whole_number, at_least=0, hint="None for the schedule's own")),
     "offload_slots": whole_number,
 }

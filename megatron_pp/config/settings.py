@@ -74,6 +74,8 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     trace_dir: str | None
     trace_steps: str | None
     trace_first_step: int
+    measure: int
+    measure_out: str | None
 
     @classmethod
     def from_config(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:

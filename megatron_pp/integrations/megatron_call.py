@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from megatron_pp.config import rules
 from megatron_pp.config.microbatch_counts import explain_microbatch_count
-from megatron_pp.config.settings import StepSettings
+from megatron_pp.config.settings import StepSettings, checked
 from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
 from megatron_pp.integrations import v_step
 from megatron_pp.integrations.combined import CombinedSteps, is_combined
@@ -109,7 +110,7 @@ class MegatronCall(StepCall):
                 "leave it out, or train stages that take and give named tensors without install()"
             )
         schedule = settings.pipeline_schedule
-        if schedule is not None and find_family(schedule).barriers:
+        if schedule is not None and checked(rules.known_family, schedule).barriers:
             raise ScheduleInputError(
                 f"config.pipeline_schedule is {schedule!r}, which splits the output layer over all ranks; Megatron's "
                 "GPTModel has it, its loss and its copy of the word embeddings on the last stage alone. Choose another "

@@ -265,6 +265,8 @@ _ROWS: tuple[tuple[str, Callable[[str, Any], Any], Callable[[str], Any]], ...] =
     ("trace_dir", _text, str),
     ("trace_steps", _steps, str),
     ("trace_first_step", _whole, _number),
+    ("measure", _communication, _number),
+    ("measure_out", _text, str),
 )
 
 PLUGIN = {

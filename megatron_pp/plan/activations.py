@@ -25,6 +25,8 @@ from megatron_pp.plan.instruction import (
     INPUT_GRAD,
     LOAD,
     OFFLOAD,
+    OUTPUT_S,
+    OUTPUT_T,
     SINGLE_COMPUTE_OPS,
     WAIT_LOAD,
     WEIGHT_GRAD,
@@ -101,6 +103,17 @@ def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
             now += key_values_change(at.op, at.slice, slices, forward_only)
             if at.op in BACKWARD_OPS and at.slice in (0, slices - 1):
                 now += (slices - 1) / slices * (-1 if at.slice == 0 else 1)
+        yield now
+
+
+def logits_timeline(plan: Plan, rank: int) -> Iterator[int]:
+    """Microbatches between S and T of a split output layer, right after each instruction of ``plan.timed(rank)``: of
+    each the rank keeps the logits of its rows. In evaluation none stays.
+    """
+    now = 0
+    for at in plan.timed(rank):
+        if not plan.spec.forward_only:
+            now += (at.op == OUTPUT_S) - (at.op == OUTPUT_T)
         yield now
 
 

@@ -161,8 +161,10 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
         return with_whole_backwards(lowered_plan(replace(spec, split_backward=True), announce))
     family = family_of(spec)
     placement = Placement(family.placement, spec.pipeline_size, spec.num_chunks, family.barriers)
-    orders = family.orders(spec.shape) if family.search is None else family.search(spec, announce)
     remark = family.remark(spec.shape)
+    if family.search is not None:
+        return replace(family.search(spec, announce), spec=spec, remark=remark)
+    orders = family.orders(spec.shape)
     programs = family.programs(spec) if family.programs is not None else None
     if programs is not None:
         return Plan(spec, placement, programs, tuple(map(placement.place, count(), orders)), remark)

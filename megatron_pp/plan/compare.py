@@ -116,11 +116,13 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
     ]
     transfer = sum(times) / len(times) if times else 0.0
     if memory is None and not transfer and len({*costs.forward, *costs.backward_input, *costs.weight}) == 1:
-        return spec
+        return spec  # without a limit nothing is offloaded
     lists = {"forward": costs.forward, "backward_input": costs.backward_input, "weight": costs.weight}
     limits = default_measured(placement)
     if memory is not None:
         limits = Measured(memory_limit=memory.limits, activation=memory.forward, weight_activation=memory.weight)
+    if any(costs.offload):
+        lists["offload"] = costs.offload
     return replace(spec, measured=replace(limits, **lists, backward=costs.backward, transfer=transfer))
 
 
@@ -137,7 +139,7 @@ def _plan(spec: PlanSpec, costs: StageCosts, network: Network, shape: ModelShape
         over = [max(0.0, peak - limit) for peak in peak_bytes(plan, shape)]
         if not any(over):
             break
-        kept = [peak_memory(plan.orders[r], plan.placement.stages[r], memory) for r in range(len(over))]
+        kept = [peak_memory(plan.programs[r], plan.placement.stages[r], memory) for r in range(len(over))]
         limits = [m if not o else max(0.0, k - o) for m, o, k in zip(memory.limits, over, kept, strict=True)]
         memory = replace(memory, limits=tuple(limits))
     return plan

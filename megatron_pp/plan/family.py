@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Instruction, instruction
 from megatron_pp.plan.placement import LOOP
 from megatron_pp.plan.repeated import Line
-from megatron_pp.plan.spec import PlanSpec, Shape
+from megatron_pp.plan.spec import Plan, PlanSpec, Shape
 
 Order = list[Instruction]
 Announce = Callable[[str], None]  # takes a sentence for the log
@@ -54,7 +54,7 @@ class Family:
     splits_weight  whether the orders have I and W (backward split into input and weight gradients)
     source         where the rule comes from
     summary        one line for people who choose
-    search         for families that search: PlanSpec -> orders, for its measured times and memory, announced where it
+    search         for families that search: PlanSpec -> its plan, for its measured times and memory, announced where it
                    takes long; ``orders`` is then the search with default values
     remark         Shape -> a sentence where the orders are not the family's own but a substitute; empty otherwise
     programs       for families from files: PlanSpec -> the file's whole programs, None where they are lowered otherwise
@@ -75,7 +75,7 @@ class Family:
     placement: str = LOOP
     chunks: int | None = None
     splits_weight: bool = False
-    search: Callable[[PlanSpec, Announce | None], list[Order]] | None = None
+    search: Callable[[PlanSpec, Announce | None], Plan] | None = None
     remark: Callable[[Shape], str] = no_remark
     programs: Callable[[PlanSpec], Sequence[Line] | None] | None = None
     digest: str = ""

@@ -63,6 +63,7 @@ from megatron_pp.plan.instruction import (
     pair_up,
     placed,
 )
+from megatron_pp.plan.message_ends import Post, Way, named_posts, post_of, receives_first, releases_of, waits_of
 from megatron_pp.plan.offload import Copies, copies_of
 from megatron_pp.plan.order_check import check_orders, run_of
 from megatron_pp.plan.output_layer import collectives_of, placed_collectives
@@ -78,48 +79,12 @@ _POSTS, _WAITS, _BEHIND_WAITS = range(3)
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 
-class _Post(NamedTuple):
-    """One end of one message. Sorted, posts stand in the order in which both ends agree: round, activations first,
-    receiving stage, microbatch.
-    """
-
-    round: int
-    towards: int  # -1 for an activation, so that it comes first
-    stage: int
-    mb: int
-    post: Instruction
-    finish: Instruction  # the WAIT or FREE that belongs to it
-    use: int  # for a receive, the entry that consumes it; for a send, the one that produced it
-    slack: int = 0  # for a send, the slots between its round and the operation that uses it
-    place: int = 0  # in its message: 0, and of the named tensors that go with it 1, 2, ...
-
-    @property
-    def channel(self) -> tuple[int, str]:
-        """Among the one-way channels of its rank."""
-        return self.post.peer, self.post.op
-
-
-class _Way(NamedTuple):
-    """How a result goes to stage ``to``: by way of ``post`` and ``finish``, to or from rank ``peer``, and with it the
-    tensors ``names``; ``ends``, by microbatch and slice: of the operation that produces what comes, or that uses what
-    is sent.
-    """
-
-    peer: int
-    to: int
-    towards: int
-    post: str
-    finish: str
-    ends: dict[tuple[int, int], int]
-    names: tuple[str, ...]
-
-
 class _Site(NamedTuple):
     """How the input of an operation comes, handed on this rank or received, and where its result is sent."""
 
     hand: str | None
-    came: _Way | None
-    went: _Way | None
+    came: Way | None
+    went: Way | None
 
 
 def lowered(
@@ -174,12 +139,12 @@ class _RankLowering:
         self.sends_within = self.looks_ahead and DEVICE_SYNC not in spec.device
         self.routes = routes_of(spec.skip_tensors, spec.skip_cache, placement) if spec.skip_tensors else None
         self.within: dict[tuple[int, str], Instruction] = {}  # by entry of a pair and op: its sends
-        self.posts: dict[int, list[_Post]] = defaultdict(list)
+        self.posts: dict[int, list[Post]] = defaultdict(list)
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
         self.collectives: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)  # round and post of each
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
         self.inputs: dict[int, list[tuple[_Turn, Instruction]]] = defaultdict(list)
-        self.behind: dict[Instruction, list[_Post]] = {}  # receives of the named tensors that come with another one
+        self.behind: dict[Instruction, list[Post]] = {}  # receives of the named tensors that come with another one
         self._sites: dict[tuple[str, int], _Site] = {}  # by op and stage
 
     def program(self) -> list[Instruction]:
@@ -205,12 +170,12 @@ class _RankLowering:
             self._place_collectives()
         return self._emit()
 
-    def _messages(self) -> tuple[list[_Post], list[_Post]]:
+    def _messages(self) -> tuple[list[Post], list[Post]]:
         """This rank's ends of all messages, sends and receives, in the order of rounds; hand-offs within the rank go to
         their place at once.
         """
-        sends: list[_Post] = []
-        receives: list[_Post] = []
+        sends: list[Post] = []
+        receives: list[Post] = []
         sites, ends, inputs = self._sites, self.ends, self.inputs
         for i, entry in enumerate(self.order):
             for at in entry.members or (entry,):
@@ -219,13 +184,13 @@ class _RankLowering:
                     inputs[i].append(((0, _POSTS, 0), placed(hand, at.stage, at.mb, NONE, at.chunk, at.slice)))
                 elif came is not None:
                     due = came.ends[(at.mb, at.slice)]
-                    receives.append(_post(came, due, at, i))
+                    receives.append(post_of(came, due, at, i))
                     if came.names:
-                        self.behind[receives[-1].post] = list(_named(came, due, at, i))
+                        self.behind[receives[-1].post] = list(named_posts(came, due, at, i))
                 if went is not None:
-                    sends.append(_post(went, ends[i], at, i))
+                    sends.append(post_of(went, ends[i], at, i))
                     if went.names:
-                        sends += _named(went, ends[i], at, i)
+                        sends += named_posts(went, ends[i], at, i)
         return sorted(sends), sorted(receives)
 
     def _site(self, op: str, stage: int) -> _Site:
@@ -241,13 +206,13 @@ class _RankLowering:
         site = self._sites[(op, stage)] = _Site(hand, came, went if went and went.peer != self.rank else None)
         return site
 
-    def _way(self, result: str, source: int, target: int, post: str, finish: str) -> _Way:
+    def _way(self, result: str, source: int, target: int, post: str, finish: str) -> Way:
         other = target if post in SEND_OPS else source
         home = self.placement.homes[other]
         names = () if self.routes is None else self.routes.over(result, min(source, target))
-        return _Way(home[0], target, -TOWARDS[result], post, finish, self.result_ends[(result, other)], names)
+        return Way(home[0], target, -TOWARDS[result], post, finish, self.result_ends[(result, other)], names)
 
-    def _place_releases(self, sends: list[_Post]) -> None:
+    def _place_releases(self, sends: list[Post]) -> None:
         """Under ``overlap``, some entries after the send; with several chunks a rank up to P / 2 more, where the
         message is there too early.
 
@@ -302,19 +267,19 @@ class _RankLowering:
         length = len(self.order[use].members) or 1
         return bisect_right(self.ends, self.ends[use] - length - self.lookahead)
 
-    def _with_named(self, receives: list[_Post]) -> Iterable[_Post]:
+    def _with_named(self, receives: list[Post]) -> Iterable[Post]:
         """The receives, each with those of the named tensors that come with it."""
         return (one for at in receives for one in (at, *self.behind.get(at.post, ()))) if self.behind else receives
 
-    def _due(self, receive: _Post) -> int:
+    def _due(self, receive: Post) -> int:
         """The boundary of its round."""
         return bisect_right(self.ends, receive.round)
 
-    def _place_ahead(self, receives: list[_Post]) -> None:
+    def _place_ahead(self, receives: list[Post]) -> None:
         """Post each receive when it is due, or by look-ahead earlier, but behind the wait of the one before it on its
         channel; where that comes too late, when it is due or as late as the sender does not have to wait for it.
         """
-        lines: dict[tuple[int, str], list[_Post]] = defaultdict(list)
+        lines: dict[tuple[int, str], list[Post]] = defaultdict(list)
         for receive in receives:
             lines[receive.channel].append(receive)
         for line in lines.values():
@@ -331,7 +296,7 @@ class _RankLowering:
                 for named in self.behind.get(receive.post, ()) if self.behind else ():
                     self.inputs[boundary].append(((receive.round, _POSTS, named.place), named.post))
 
-    def _latest(self, receive: _Post, after: _Post | None) -> int:
+    def _latest(self, receive: Post, after: Post | None) -> int:
         """The last boundary at which nothing waits for the receive yet: one slot after its round, as its sender runs
         another operation before the release or the channel's next send; at its round where that operation is the next
         send's own, or synchronises the device, or where named tensors are sent behind the message.
@@ -397,11 +362,11 @@ class _RankLowering:
         if posts:
             self._emit_posts(posts, program)
 
-    def _emit_posts(self, posts: list[_Post], program: list[Instruction]) -> None:
+    def _emit_posts(self, posts: list[Post], program: list[Instruction]) -> None:
         if self.spec.policy == BATCHED:
-            for together in map(_receives_first, self._batches(posts)):
+            for together in map(receives_first, self._batches(posts)):
                 program.append(batch(p.post for p in together))
-                program += _waits(together) + _releases(together)
+                program += waits_of(together) + releases_of(together)
         elif self.spec.channels == ONE_WAY:
             emit = self._emit_named if any(p.place for p in posts) else self._emit_one_way
             emit(posts, program)
@@ -410,11 +375,11 @@ class _RankLowering:
                 program += (p.post, p.finish) if p.post.op in RECV_OPS else (p.post,)
         else:
             program += [p.post for p in posts]
-            program += [] if self.spec.policy == OVERLAP else _waits(posts)
+            program += [] if self.spec.policy == OVERLAP else waits_of(posts)
         if self.spec.policy == PLAIN:
-            program += _releases(posts)
+            program += releases_of(posts)
 
-    def _batches(self, posts: list[_Post]) -> Iterable[list[_Post]]:
+    def _batches(self, posts: list[Post]) -> Iterable[list[Post]]:
         """All messages of a boundary in one batch; where shapes travel ahead as a batch of their own, a batch per
         round, which the peers' batches match one to one.
         """
@@ -422,10 +387,10 @@ class _RankLowering:
             return [posts]
         return [list(same) for _, same in groupby(posts, key=lambda p: p.round)]
 
-    def _emit_one_way(self, posts: list[_Post], program: list[Instruction]) -> None:
+    def _emit_one_way(self, posts: list[Post], program: list[Instruction]) -> None:
         """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel."""
         receives = [p for p in posts if p.post.op in RECV_OPS]
-        first: dict[tuple[int, str], _Post] = {}
+        first: dict[tuple[int, str], Post] = {}
         for p in receives:
             first.setdefault(p.channel, p)
         program += [p.post for p in first.values()]
@@ -434,42 +399,18 @@ class _RankLowering:
             for p in receives:
                 program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
 
-    def _emit_named(self, posts: list[_Post], program: list[Instruction]) -> None:
+    def _emit_named(self, posts: list[Post], program: list[Instruction]) -> None:
         """The same where named tensors are among them. On one hardware queue one waits for that before it on its
         channel, so within a round they go out by their places, which both ends and all ranks agree on.
         """
-        first: dict[tuple[int, str], _Post] = {}
+        first: dict[tuple[int, str], Post] = {}
         for p in posts:
             first.setdefault(p.channel, p)
         at_once = [p for p in posts if (p.post.op in SEND_OPS and not p.place) or first[p.channel] is p]
-        program += [p.post for p in _receives_first(at_once)]
+        program += [p.post for p in receives_first(at_once)]
         each_by_itself = self.spec.variable_shapes  # a receive is not complete before its shape came
         ordered = sorted(posts, key=lambda p: (p.round, p.place))
         for _, same in groupby(ordered, key=lambda p: (p.round, p.place if each_by_itself else 0)):
             together = list(same)
             program += [p.post for p in together if p not in at_once]
-            program += _waits(together)
-
-
-def _named(way: _Way, due: int, at: Instruction, use: int) -> Iterable[_Post]:
-    return (_post(way, due, at, use, name, place) for place, name in enumerate(way.names, 1))
-
-
-def _post(way: _Way, due: int, at: Instruction, use: int, name: str = "", place: int = 0) -> _Post:
-    peer, to, towards, post, finish, ends, _ = way
-    _, stage, mb, _, chunk, part, _, _ = at
-    first, last = placed(post, stage, mb, peer, chunk, part, name), placed(finish, stage, mb, peer, chunk, part, name)
-    return tuple.__new__(_Post, (due, towards, to, mb, first, last, use, max(0, ends[(mb, part)] - 1 - due), place))
-
-
-def _receives_first(posts: list[_Post]) -> list[_Post]:
-    """Sends stay in their order, and receives in theirs."""
-    return sorted(posts, key=lambda p: p.post.op in SEND_OPS)
-
-
-def _waits(posts: list[_Post]) -> list[Instruction]:
-    return [p.finish for p in posts if p.post.op in RECV_OPS]
-
-
-def _releases(posts: list[_Post]) -> list[Instruction]:
-    return [p.finish for p in posts if p.post.op in SEND_OPS]
+            program += waits_of(together)

@@ -94,7 +94,7 @@ class QueueMachine:
     """All queues and channels of a pipeline. ``met`` collects meetings until the caller takes them.
 
     ``ordered``: whether a rank's queues hold back what stands behind their head, as NCCL's streams do and gloo's
-    connections do not.
+    connections do not; collectives always do.
     """
 
     def __init__(self, plan: Plan, ordered: bool = True) -> None:
@@ -116,7 +116,8 @@ class QueueMachine:
         for one in posts:
             direction, queue = self._sites.get((rank, one.op, one.peer, grouped)) or self._site(rank, one, grouped)
             directions.append(direction)
-        entry = Entry(rank, at, queue if self.ordered else deque(), now)
+        in_order = self.ordered or at.op in ins.COLLECTIVE_POSTS
+        entry = Entry(rank, at, queue if in_order else deque(), now)
         entry.ends = [End(one, way, part, entry) for one, way in zip(posts, directions, strict=True)]
         entry.left = len(directions)
         entry.queue.append(entry)

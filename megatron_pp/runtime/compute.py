@@ -127,6 +127,18 @@ def scaled_loss(
     return loss
 
 
+def is_any_there(grad: Activation) -> bool:
+    """Whether an input has a gradient, or one of several has."""
+    return any(g is not None for g in grad) if isinstance(grad, list) else grad is not None
+
+
+def detached(output: Activation) -> Activation:
+    """The tensors of an output without their graph; what is no tensor is left for the send to refuse."""
+    if isinstance(output, (list, tuple)):
+        return [detached(item) for item in output]
+    return output.detach() if isinstance(output, torch.Tensor) else output
+
+
 def backward_through(
     input_tensor: Activation, output: Activation, output_grad: Activation, grad_scale_func: Callable[[Any], Any] | None
 ) -> Activation:

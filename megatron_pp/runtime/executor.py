@@ -23,7 +23,7 @@ from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
 from megatron_pp.plan.tasks import Key, MessageKey, Task
-from megatron_pp.runtime.compute import Activation, Steps
+from megatron_pp.runtime.compute import Activation, Steps, detached, is_any_there
 from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.joint_pair import JointPair, RunJointly
 from megatron_pp.runtime.log_once import warn_once
@@ -183,7 +183,7 @@ class PlanExecutor:
         if self._checks_shapes and not (isinstance(output, torch.Tensor) and output.shape == expected):
             self._check_shapes(at, output)
         if self.forward_only and self.graphs:
-            output = _detached(output)  # the graph ends with the forward, not with the send
+            output = detached(output)  # the graph ends with the forward, not with the send
         self.outputs[key] = list(output) if isinstance(output, (list, tuple)) else output
 
     def _check_shapes(self, at: Task, output: Activation) -> None:
@@ -235,7 +235,7 @@ class PlanExecutor:
         """
         if not self.placement.crosses_ranks(at.stage - 1):
             return grad
-        if not _is_any_there(grad):
+        if not is_any_there(grad):
             warn_once(
                 f"stage {at.stage} makes no use of its input: the rank of the stage before gets gradients of zero, "
                 "where one process would leave them None, so that its optimizer may still decay weights or move by "
@@ -389,7 +389,7 @@ class PlanExecutor:
         grads = self.input_grads.pop((at.stage + 1, at.mb, at.slice))
         if not isinstance(grads, list):
             self.output_grads[key] = grads
-        elif _is_any_there(grads):
+        elif is_any_there(grads):
             used = [(output, grad) for output, grad in zip(self.outputs[key], grads, strict=True) if grad is not None]
             self.outputs[key], self.output_grads[key] = map(list, zip(*used, strict=True))
         else:
@@ -442,17 +442,6 @@ class PlanExecutor:
 
 def _by_name(plain: Handler, named: Handler, at: Task) -> None:
     (named if at.tensor else plain)(at)
-
-
-def _is_any_there(grad: Activation) -> bool:
-    return any(g is not None for g in grad) if isinstance(grad, list) else grad is not None
-
-
-def _detached(output: Activation) -> Activation:
-    """The tensors of an output without their graph; what is no tensor is left for the send to refuse."""
-    if isinstance(output, (list, tuple)):
-        return [_detached(item) for item in output]
-    return output.detach() if isinstance(output, torch.Tensor) else output
 
 
 def _shown(shapes: list[list[int]]) -> str:

@@ -84,7 +84,7 @@ def measure_footprint(
     output); the output's gradient is zero, so the parameters' gradients stay what they were (zero where they were
     None) and no accumulation hook fires. The input counts where something keeps it alive.
     """
-    own = list(_of_the_model(chunks))
+    own = list(own_tensors(chunks))
     with LiveStorages() as storages, store.step({}):  # no microbatch is a last one: no hooks fire
         given, output = forward()
         if isinstance(given, Tensor):
@@ -112,7 +112,8 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from (v for v in value if isinstance(v, Tensor))
 
 
-def _of_the_model(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
+def own_tensors(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
+    """What is the model's, not a microbatch's."""
     for chunk in chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()
@@ -120,4 +121,5 @@ def _of_the_model(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
 
 
 def _gradients(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
-    return (p.grad for chunk in chunks for p in chunk.parameters() if p.grad is not None)
+    found = (getattr(p, name, None) for chunk in chunks for p in chunk.parameters() for name in ("grad", "main_grad"))
+    return (gradient for gradient in found if gradient is not None)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
 
 from megatron_pp.comm.host_copies import HostCopies, Wait
 from megatron_pp.plan.tasks import Key, Task
@@ -110,8 +111,9 @@ class Offloads:
         self.copies = copies
         self.keys = keys
         self.kept: dict[Key, _Kept] = {}
-        modules = [chunk for chunk in chunks if isinstance(chunk, torch.nn.Module)]
-        own = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        modules = [chunk for chunk in chunks if isinstance(chunk, Module)]
+        # Megatron's wrapper has a list of its own under the name of the method.
+        own = (tensor for module in modules for tensor in (*module.parameters(), *Module.buffers(module)))
         self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
 
     def forward(self, handler: Callable[[Task], None], at: Task) -> None:

@@ -30,6 +30,24 @@ def rows_of_rank(vocab_size: int, rank: int, size: int) -> range:
     return range(min(rank * each, vocab_size), min((rank + 1) * each, vocab_size))
 
 
+@dataclass
+class _Microbatch:
+    """What a rank keeps of one microbatch.
+
+    ``exponentials`` are ``[tokens, rows]``, of logits less their row's maximum here; ``statistics`` ``[3, tokens]``:
+    that maximum, the sum of exponentials and the target's logit, of the rank's rows, then of all.
+    """
+
+    labels: Tensor
+    loss_func: Callable[..., Any]
+    x: Tensor | None = None
+    exponentials: Tensor | None = None
+    statistics: Tensor | None = None
+    part: Tensor | None = None
+    loss_grad: Tensor | None = None
+    dtype: torch.dtype | None = None  # of X
+
+
 class SplitOutputLayer(torch.nn.Module):
     """A rank's rows of an output layer ``logits = hidden @ weight.T`` with cross-entropy, for schedules that split it
     (``vocab_1f1b``, ``vocab_1f1b_alg1``). Every rank's model chunk has one, as a submodule, and calls it with its
@@ -69,6 +87,58 @@ class SplitOutputLayer(torch.nn.Module):
         labels, self.__dict__["_labels"] = self._labels, None
         return labels
 
+    def pass_s(self, of: _Microbatch, with_input_grad: bool) -> None:
+        """Logits of the rank's rows, and what follows from them alone; with ``with_input_grad`` the gradient of X as
+        far as it does, ``exponentials @ weight``.
+        """
+        weight, rows = self.weight, self.rows
+        assert of.x is not None
+        x = of.x.flatten(0, -2)
+        logits = (x @ weight.to(x.dtype).t()).to(torch.promote_types(x.dtype, torch.float32))
+        maximum = logits.amax(1) if len(rows) else logits.new_full((len(x),), -torch.inf)
+        place, mine = _own_labels(of.labels, rows)
+        target = (
+            logits.gather(1, place[:, None])[:, 0].masked_fill(~mine, 0.0) if len(rows) else torch.zeros_like(maximum)
+        )
+        of.exponentials = logits.sub_(maximum[:, None]).exp_()
+        of.statistics = torch.stack((maximum, of.exponentials.sum(1), target))
+        of.part = of.exponentials @ weight.to(of.exponentials.dtype) if with_input_grad else None
+
+    def combine(self, of: _Microbatch, gathered: Tensor) -> None:
+        """The statistics of all ranks from ``gathered``, ``[ranks, 3, tokens]``, in the order of ranks. Scales the
+        rank's exponentials to its softmax, and makes its part of X's gradient whole, but for that of the loss.
+        """
+        weight, rows = self.weight, self.rows
+        assert of.statistics is not None
+        assert of.exponentials is not None
+        maximum = gathered[:, 0].amax(0)
+        total, target = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(0), gathered[:, 2].sum(0)
+        scale = ((of.statistics[0] - maximum).exp() / total)[:, None]
+        of.statistics = torch.stack((maximum, total, target))
+        of.exponentials.mul_(scale)
+        if of.part is not None and len(rows):
+            place, mine = _own_labels(of.labels, rows)
+            of.part.mul_(scale).sub_(weight[place].masked_fill(~mine[:, None], 0.0))
+
+    def pass_t(self, of: _Microbatch, with_input_grad: bool) -> None:
+        """The weight gradient of the rank's rows, added to the parameter's as autograd does, its hooks included; with
+        ``with_input_grad`` the rank's part of X's gradient.
+        """
+        weight, rows = self.weight, self.rows
+        assert of.x is not None
+        assert of.exponentials is not None
+        assert of.loss_grad is not None
+        grad, (place, mine) = of.exponentials, _own_labels(of.labels, rows)
+        if len(rows):
+            grad.scatter_add_(1, place[:, None], -mine[:, None].to(grad.dtype))
+        grad.mul_(of.loss_grad[:, None])
+        of.part = grad @ weight.to(grad.dtype) if with_input_grad else None
+        x = of.x.flatten(0, -2)
+        of_weight = (grad.to(x.dtype).t() @ x).to(weight.dtype)
+        of.exponentials = of.x = None
+        with torch.enable_grad():
+            torch.autograd.backward((weight.view_as(weight),), (of_weight,))
+
 
 def split_layers(chunks: Iterable[torch.nn.Module]) -> list[SplitOutputLayer]:
     """All split output layers of a rank."""
@@ -95,24 +165,6 @@ def check_split_layer(inputs: StepInputs, schedule: str, barriers: int, messages
             f"schedule {schedule} splits the output layer: it gives losses, no other data (collect_non_loss_data), and "
             "stages send tensors, no dicts"
         )
-
-
-@dataclass
-class _Microbatch:
-    """What a rank keeps of one microbatch.
-
-    ``exponentials`` are ``[tokens, rows]``, of logits less their row's maximum here; ``statistics`` ``[3, tokens]``:
-    that maximum, the sum of exponentials and the target's logit, of the rank's rows, then of all.
-    """
-
-    labels: Tensor
-    loss_func: Callable[..., Any]
-    x: Tensor | None = None
-    exponentials: Tensor | None = None
-    statistics: Tensor | None = None
-    part: Tensor | None = None
-    loss_grad: Tensor | None = None
-    dtype: torch.dtype | None = None  # of X
 
 
 class OutputLayerSteps(ModelSteps):
@@ -159,56 +211,6 @@ class OutputLayerSteps(ModelSteps):
             return torch.autograd.grad(loss, losses)[0]
 
 
-def pass_s(weight: Tensor, rows: range, of: _Microbatch, with_input_grad: bool) -> None:
-    """Logits of the rank's rows, and what follows from them alone; with ``with_input_grad`` the gradient of X as far as
-    it does, ``exponentials @ weight``.
-    """
-    assert of.x is not None
-    x = of.x.flatten(0, -2)
-    logits = (x @ weight.to(x.dtype).t()).to(torch.promote_types(x.dtype, torch.float32))
-    maximum = logits.amax(1) if len(rows) else logits.new_full((len(x),), -torch.inf)
-    place, mine = _own_labels(of.labels, rows)
-    target = logits.gather(1, place[:, None])[:, 0].masked_fill(~mine, 0.0) if len(rows) else torch.zeros_like(maximum)
-    of.exponentials = logits.sub_(maximum[:, None]).exp_()
-    of.statistics = torch.stack((maximum, of.exponentials.sum(1), target))
-    of.part = of.exponentials @ weight.to(of.exponentials.dtype) if with_input_grad else None
-
-
-def combine(weight: Tensor, rows: range, of: _Microbatch, gathered: Tensor) -> None:
-    """The statistics of all ranks from ``gathered``, ``[ranks, 3, tokens]``, in the order of ranks. Scales the rank's
-    exponentials to its softmax, and makes its part of X's gradient whole, but for that of the loss.
-    """
-    assert of.statistics is not None
-    assert of.exponentials is not None
-    maximum = gathered[:, 0].amax(0)
-    total, target = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(0), gathered[:, 2].sum(0)
-    scale = ((of.statistics[0] - maximum).exp() / total)[:, None]
-    of.statistics = torch.stack((maximum, total, target))
-    of.exponentials.mul_(scale)
-    if of.part is not None and len(rows):
-        place, mine = _own_labels(of.labels, rows)
-        of.part.mul_(scale).sub_(weight[place].masked_fill(~mine[:, None], 0.0))
-
-
-def pass_t(weight: torch.nn.Parameter, rows: range, of: _Microbatch, with_input_grad: bool) -> None:
-    """The weight gradient of the rank's rows, added to the parameter's as autograd does, its hooks included; with
-    ``with_input_grad`` the rank's part of X's gradient.
-    """
-    assert of.x is not None
-    assert of.exponentials is not None
-    assert of.loss_grad is not None
-    grad, (place, mine) = of.exponentials, _own_labels(of.labels, rows)
-    if len(rows):
-        grad.scatter_add_(1, place[:, None], -mine[:, None].to(grad.dtype))
-    grad.mul_(of.loss_grad[:, None])
-    of.part = grad @ weight.to(grad.dtype) if with_input_grad else None
-    x = of.x.flatten(0, -2)
-    of_weight = (grad.to(x.dtype).t() @ x).to(weight.dtype)
-    of.exponentials = of.x = None
-    with torch.enable_grad():
-        torch.autograd.backward((weight.view_as(weight),), (of_weight,))
-
-
 def _own_labels(labels: Tensor, rows: range) -> tuple[Tensor, Tensor]:
     """Of each token, the place of its label among ``rows`` (0 where it is none of them), and whether it is one."""
     place = labels.flatten() - rows.start
@@ -230,7 +232,6 @@ class OutputLayerRunner:
 
     def __post_init__(self) -> None:
         self.layer = self.steps.layer
-        self.weight, self.rows = self.layer.weight, self.layer.rows
         self.root = self.placement.output_root
         self.is_root = self.communicator.rank == self.root
         self.early = self.placement.barriers == 1  # S makes the part of X's gradient
@@ -276,13 +277,13 @@ class OutputLayerRunner:
         if self.is_root:
             x = self.executor.outputs[at.key].detach().contiguous()
         else:
-            x = self.communicator.allocate((*microbatch.labels.shape, self.weight.shape[1]), False)
+            x = self.communicator.allocate((*microbatch.labels.shape, self.layer.weight.shape[1]), False)
         microbatch.x, microbatch.dtype = x, x.dtype
         self._post(at, lambda group: group.broadcast(x, root), "broadcast of the last stage's output")
 
     def _s(self, at: Task) -> None:
         with torch.no_grad(), self._timed("forward-compute"):
-            pass_s(self.weight, self.rows, self.kept[at.mb], self.early and self.trains)
+            self.layer.pass_s(self.kept[at.mb], self.early and self.trains)
         if self.forward_only:
             self.kept[at.mb].x = None
             self._give_back(at)
@@ -292,7 +293,7 @@ class OutputLayerRunner:
 
         def run(group: Collectives) -> None:
             assert of.statistics is not None
-            combine(self.weight, self.rows, of, group.all_gather(of.statistics))
+            self.layer.combine(of, group.all_gather(of.statistics))
             if of.part is not None:
                 group.reduce(of.part, root)
 
@@ -312,7 +313,7 @@ class OutputLayerRunner:
     def _t(self, at: Task) -> None:
         of = self.kept[at.mb]
         with torch.no_grad(), self._timed("backward-compute"):
-            pass_t(self.weight, self.rows, of, not self.early)
+            self.layer.pass_t(of, not self.early)
         self._give_back(at)
         if self.early:
             del self.kept[at.mb]
@@ -330,7 +331,7 @@ class OutputLayerRunner:
 
     def _give_gradient(self, at: Task, of: _Microbatch, grad: Tensor) -> None:
         """To the last stage's backward."""
-        shape = *of.labels.shape, self.weight.shape[1]
+        shape = *of.labels.shape, self.layer.weight.shape[1]
         self.executor.output_grads[at.key] = grad.view(shape).to(of.dtype)
 
     def _give_back(self, at: Task) -> None:

@@ -9,6 +9,7 @@ from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.attach import describe_step, guarded, instruction_marks
 from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.measured import MeasuredStep
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import BATCHED, Plan, PlanSpec
 from megatron_pp.plan.sync_marks import prepares_in_forward
@@ -20,6 +21,7 @@ from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
 from megatron_pp.runtime.graph_order import check_graph_order
 from megatron_pp.runtime.log_once import certify_once, warn_once
+from megatron_pp.runtime.measuring import ObservedStep, measuring_of
 from megatron_pp.runtime.message_shapes import group_sizes, messages, shapes_of_slices, slices_of, tensor_shapes
 from megatron_pp.runtime.output_layer import OutputLayerRunner, OutputLayerSteps, check_split_layer
 from megatron_pp.runtime.pairs import PairRunner
@@ -84,6 +86,7 @@ class StepCall:
             check_skip_tensors(fields["skip_tensors"], inputs, settings)
         if settings.cuda_graph_impl == TE_GRAPHS:
             check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)
+        self.measuring = measuring_of(inputs.chunks[0], settings, inputs.forward_only)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
         self.spec = plan_spec(fields, settings, self.communicator)
@@ -105,23 +108,31 @@ class StepCall:
         sent = received = message_bytes(shapes.send, communicator.dtype)
         if shapes.receive != shapes.send:
             received = message_bytes(shapes.receive, communicator.dtype)
-        recording = step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
-        executor = self._executor(plan, steps, recording)
-        # Traced steps begin with messages that all ranks have to take part in.
+        traced = step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
+        measured = self._measured(plan)
+        recordings = [one for one in (traced, measured) if one is not None]
+        executor = self._executor(plan, steps, observers(*recordings))
+        if measured is not None:
+            measured.watch(executor)
+        # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
         wired = communicator.wire is not None
-        agreed = (self.spec, self.shapes, traced_steps(self.settings), communicator.dtype, wired)
+        agreed = (self.spec, self.shapes, traced_steps(self.settings), self.settings.measure, communicator.dtype, wired)
         step = executor, agreed, self.describe, self.number, self.followed_by
         with guarded(communicator, self.settings, *step) as guard:
             collectives = plan.placement.barriers > 0
             communicator.prepare(plan.placement.rank_edges, received, sent, self.spec.policy == BATCHED, collectives)
-            if recording is not None:
+            for recording in recordings:
                 recording.start()
             executor.run()
-            if recording is not None:
+            for recording in recordings:
                 recording.finish()
             if guard is not None:
                 guard.phase("the work after the plan (gradient synchronisation and finalisation)")
             self.finish(steps)
+            if self.measuring is not None:
+                if guard is not None:
+                    guard.phase("measuring what transfers take (config.measure)")
+                self.measuring.after_step(plan, self._measured_run())
         return steps.record.data
 
     def describe(self) -> dict[str, str]:
@@ -131,6 +142,7 @@ class StepCall:
             "p2p_debug": str(self.communicator.wire is not None),
             **describe_step(self.spec, self.shapes[0], self.communicator.dtype),
             "tracing (trace_dir, trace_steps)": f"steps {traced}" if traced else "off",
+            "measure": str(self.settings.measure),
         }
 
     def read_settings(self) -> StepSettings:
@@ -200,6 +212,22 @@ class StepCall:
             collect_non_loss_data=inputs.collect_non_loss_data,
             first_val_step=inputs.first_val_step,
             checkpoint_flags=flags,
+        )
+
+    def _measured(self, plan: Plan) -> ObservedStep | None:
+        if self.measuring is None:
+            return None
+        return self.measuring.next_step(plan, self.communicator.transport, self.inputs.chunks, self.weights)
+
+    def _measured_run(self) -> MeasuredStep:
+        spec, inputs = self.spec, self.inputs
+        return MeasuredStep(
+            schedule=spec.schedule,
+            pipeline_size=spec.pipeline_size,
+            num_chunks=spec.num_chunks,
+            num_microbatches=spec.num_microbatches,
+            micro_batch_size=inputs.micro_batch_size,
+            seq_length=inputs.seq_length,
         )
 
     def _communicator(self, group: Any) -> P2PCommunicator:

@@ -15,7 +15,7 @@ A seed schedules the ranks (``deterministic_threads.py``): a run repeats exactly
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_pp.comm.collectives import Collective
 from megatron_pp.testing.deterministic_threads import Turns
 from megatron_pp.testing.memory_transport import End, MemoryNetwork, MemoryTransport, MemoryWork, Queue
 
@@ -108,6 +109,7 @@ class HostileNetwork(WindowNetwork):
         self.rng = random.Random(seed)
         self._turns = Turns(size, self.rng, self._move_one)
         self._in_flight: list[Pair] = []
+        self._collectives_met: list[Sequence[tuple[MemoryWork, Collective]]] = []
         self._awaited: set[MemoryWork] = set()
         self._running = size
 
@@ -128,8 +130,8 @@ class HostileNetwork(WindowNetwork):
         finally:
             self._running -= 1
             if self._running == 0:
-                while self._in_flight:  # sends that no rank waited for
-                    self._move(self._in_flight[0])
+                while self._in_flight or self._collectives_met:  # what no rank waited for
+                    self._move_one()
 
     def post(self, rank: int, queue: Queue, ends: list[End]) -> MemoryWork:
         for end in ends:
@@ -185,8 +187,15 @@ class HostileNetwork(WindowNetwork):
         self.complete_end(pair.send)
         self.complete_end(pair.receive)
 
+    def meet_collective(self, posted: Sequence[tuple[MemoryWork, Collective]]) -> None:
+        """It runs as late as it may: when no rank can go on without it."""
+        self._collectives_met.append(posted)
+
     def _move_one(self) -> bool:
-        """No rank can run: transfer a pair that a rank waits for, else any."""
+        """No rank can run: transfer a pair that a rank waits for, else any; without one, the oldest collective runs."""
+        if self._collectives_met and not self._in_flight:
+            super().meet_collective(self._collectives_met.pop(0))
+            return True
         wanted = [p for p in self._in_flight if p.send.work in self._awaited or p.receive.work in self._awaited]
         pairs = wanted or self._in_flight
         if not pairs:

@@ -8,20 +8,16 @@ for batches; a batch leaves its queue as a whole. What passes here passes on NCC
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 
 from megatron_pp.comm.collectives import Collective, InThread
-from megatron_pp.comm.gloo import ChannelThreads
 from megatron_pp.comm.transport import P2PRequest, Transport, Work
 
 Queue = tuple[object, ...]
@@ -69,7 +65,7 @@ class MemoryNetwork:
         self.failure: str | None = None
         self._queues: defaultdict[Queue, deque[MemoryWork]] = defaultdict(deque)
         self._open: dict[tuple[bool, tuple[int, int, str]], deque[End]] = defaultdict(deque)
-        self._gathered: defaultdict[int, dict[int, torch.Tensor]] = defaultdict(dict)  # by number of the exchange
+        self._collectives: list[deque[tuple[MemoryWork, Collective]]] = [deque() for _ in range(size)]
 
     def transport(self, rank: int) -> MemoryTransport:
         return MemoryTransport(self, rank)
@@ -107,17 +103,27 @@ class MemoryNetwork:
             self.failure = why
             self.changed.notify_all()
 
-    def exchange(self, rank: int, number: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that all ranks give to their exchange of that number. Waits for all."""
+    def post_collective(self, rank: int, collective: Collective) -> MemoryWork:
+        """It runs on all ranks when all of them have posted it."""
         with self.changed:
-            gathered = self._gathered[number]
-            gathered[rank] = tensor.clone()
+            work = MemoryWork(self, rank, (rank, "collectives"), [])
+            work.left = 1
+            self._collectives[rank].append((work, collective))
+            if all(self._collectives):
+                self.meet_collective([posted.popleft() for posted in self._collectives])
+        return work
+
+    def meet_collective(self, posted: Sequence[tuple[MemoryWork, Collective]]) -> None:
+        """All ranks have posted a collective."""
+        try:
+            run_together([collective for _, collective in posted])
+        except RuntimeError as error:
+            self.abort(str(error))
+            return
+        with self.changed:
+            for work, _ in posted:
+                work.left = 0
             self.changed.notify_all()
-            self.changed.wait_for(lambda: len(gathered) == self.size or self.failure is not None)
-            if len(gathered) < self.size:
-                raise RuntimeError(f"aborted: {self.failure}")
-            self._gathered.pop(number - 1, None)  # all have read what they came here after
-            return [gathered[one] for one in range(self.size)]
 
     def transfer(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the bytes."""
@@ -164,24 +170,49 @@ class MemoryNetwork:
 
 
 class MemoryCollectives:
-    """Collectives of a MemoryNetwork, on one rank."""
+    """Of one rank, in a collective that all ranks run together, each in a thread."""
 
-    def __init__(self, network: MemoryNetwork, rank: int) -> None:
-        self.network = network
+    def __init__(self, rank: int, gathered: list[torch.Tensor], barrier: threading.Barrier) -> None:
         self.rank = rank
-        self.number = count()
+        self.gathered = gathered
+        self.barrier = barrier
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        gathered = self.all_gather(tensor)
+        source = self.all_gather(tensor)[root]
         if self.rank != root:
-            tensor.copy_(gathered[root])
+            tensor.copy_(source)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.network.exchange(self.rank, next(self.number), tensor))
+        self.gathered[self.rank] = tensor.clone()
+        self.barrier.wait()
+        stacked = torch.stack(self.gathered)
+        self.barrier.wait()
+        return stacked
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        gathered = self.all_gather(tensor)
-        tensor.copy_(gathered.sum(0) if self.rank == root else torch.full_like(tensor, torch.nan))
+        stacked = self.all_gather(tensor)
+        tensor.copy_(stacked.sum(0) if self.rank == root else torch.full_like(tensor, torch.nan))
+
+
+def run_together(collectives: Sequence[Collective]) -> None:
+    """Run ``collectives``, one of each rank, as one. Raises RuntimeError where one of them fails."""
+    size = len(collectives)
+    gathered, barrier, failures = [torch.empty(0)] * size, threading.Barrier(size), list[BaseException]()
+
+    def run(rank: int) -> None:
+        try:
+            InThread(collectives[rank], MemoryCollectives(rank, gathered, barrier)).wait()
+        except BaseException as error:  # raised below
+            failures.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise RuntimeError(f"a collective failed: {failures[0]!r}")
 
 
 class MemoryTransport(Transport):
@@ -194,15 +225,9 @@ class MemoryTransport(Transport):
         self.rank = rank
         self.size = network.size
         self.device = torch.device("cpu")
-        self._collectives = MemoryCollectives(network, rank)
-        self._threads: ChannelThreads | None = None
 
     def collective(self, collective: Collective) -> Work:
-        """A thread runs them, in posting order."""
-        if self._threads is None:
-            self._threads = ChannelThreads()
-            weakref.finalize(self, self._threads.interrupt, "the transport is gone")
-        return self._threads.post("collectives", partial(InThread, collective, self._collectives))
+        return self.network.post_collective(self.rank, collective)
 
     @property
     def store(self) -> Any:

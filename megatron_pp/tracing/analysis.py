@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from megatron_pp.errors import ExchangeError
 from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.instruction import BACKWARD, COMPUTE_OPS, FORWARD, INPUT_GRAD, OUTPUT_S, OUTPUT_T, WEIGHT_GRAD
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.tracing.run import TracedRun
+from megatron_pp.tracing.stage_times import StageTimes, stage_costs
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,11 @@ def analyse(run: TracedRun, step: int | None = None) -> Findings:
 
 def _measured_costs(steps: Sequence[Simulation]) -> StageCosts:
     """Median time of each operation of each stage; of slices, times their number."""
-    plan = steps[0].plan
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for rank in range(len(plan.programs)):
-        for i, at in enumerate(plan.timed(rank)):
-            if at.op in COMPUTE_OPS:
-                times[(at.op, at.stage)] += [step.ends[rank][i] - step.starts[rank][i] for step in steps]
-
-    def median(op: str) -> list[float]:
-        stages = range(plan.placement.num_stages)
-        return [plan.spec.slices * statistics.median(times[(op, s)]) if times[(op, s)] else 0.0 for s in stages]
-
-    # Whole backwards count as two equal halves; where they ran in halves, a whole one as their sum.
-    whole, halves, weight = median(BACKWARD), median(INPUT_GRAD), median(WEIGHT_GRAD)
-    for s, (both, one, other) in enumerate(zip(whole, halves, weight, strict=True)):
-        if one == other == 0:
-            halves[s] = weight[s] = both / 2
-        elif both == 0:
-            whole[s] = one + other
-    passes = statistics.mean(median(OUTPUT_S)), statistics.mean(median(OUTPUT_T))
-    return StageCosts(tuple(median(FORWARD)), tuple(whole), tuple(halves), tuple(weight), passes=passes)
+    plan, times = steps[0].plan, StageTimes()
+    for step in steps:
+        for rank in range(len(plan.programs)):
+            times.add(plan.timed(rank), step.starts[rank], step.ends[rank])
+    return stage_costs(times.medians(), plan.placement.num_stages, plan.spec.slices)
 
 
 def _measured_network(steps: Sequence[Simulation], on_cpu: bool) -> Network:

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
+from megatron_pp.comm.exchange import receive_numbers, send_numbers
 from megatron_pp.comm.transport import ACT, GRAD, Transport
 
 _ROUNDS = 8
@@ -44,33 +43,22 @@ def agree_on_clocks(transport: Transport, clock: Clock, run: int = 0) -> Agreeme
     return known
 
 
-def _send(transport: Transport, peer: int, kind: str, *numbers: int) -> None:
-    message = torch.tensor(numbers, dtype=torch.int64, device=transport.device)
-    transport.isend(message, peer, kind).wait()
-
-
-def _receive(transport: Transport, peer: int, kind: str, count: int) -> list[int]:
-    message = torch.empty(count, dtype=torch.int64, device=transport.device)
-    transport.irecv(message, peer, kind).wait()
-    return [int(number) for number in message.tolist()]  # on a GPU this waits for the message
-
-
 def _ask(transport: Transport, peer: int, clock: Clock, known: Agreement) -> None:
     rounds: list[tuple[int, int]] = []  # round trip, how far the neighbour is ahead
     for _ in range(_ROUNDS):
         asked = clock()
-        _send(transport, peer, ACT, 0)
-        (theirs,) = _receive(transport, peer, GRAD, 1)
+        send_numbers(transport, peer, ACT, [0])
+        (theirs,) = map(int, receive_numbers(transport, peer, GRAD, 1))
         answered = clock()
         rounds.append((answered - asked, theirs - (asked + answered) // 2))
-    _send(transport, peer, ACT, *known, *min(rounds, key=lambda one: one[0]), _machine_number())
+    send_numbers(transport, peer, ACT, [*known, *min(rounds, key=lambda one: one[0]), _machine_number()])
 
 
 def _answer(transport: Transport, peer: int, clock: Clock) -> Agreement:
     for _ in range(_ROUNDS):
-        _receive(transport, peer, ACT, 1)
-        _send(transport, peer, GRAD, clock())
-    run, their_ahead, round_trip, ahead, machine = _receive(transport, peer, ACT, 5)
+        receive_numbers(transport, peer, ACT, 1)
+        send_numbers(transport, peer, GRAD, [clock()])
+    run, their_ahead, round_trip, ahead, machine = map(int, receive_numbers(transport, peer, ACT, 5))
     if machine == _machine_number() and abs(ahead) <= round_trip:
         ahead = 0
     return Agreement(run, their_ahead + ahead)

@@ -115,30 +115,56 @@ class _Nested:
             one.end(at)
 
 
-class Tracer:
+class Keeper:
+    """What recorded steps are for. ``keep`` takes each once its times are known: on CPUs when the step is over, on GPUs
+    in ``resolve_pending``. Times are nanoseconds of ``clock``."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.clock: Callable[[], int] = time.perf_counter_ns
+        self.pending: list[_CudaRecording] = []
+
+    def recording(self, plan: Plan, step: int, size: float = 0.0) -> Recording:
+        """Of the step that starts now."""
+        kind = _CudaRecording if self.transport.device.type == "cuda" else Recording
+        return kind(self, plan, step, size)
+
+    def before(self, plan: Plan, size: float) -> int:
+        """Called when a recorded step begins, with what ``recording`` was given. Returns the plan's number, for
+        ``keep``."""
+        return 0
+
+    def keep(self, plan: Plan, record: files.StepRecord) -> None:
+        raise NotImplementedError
+
+    def resolve_pending(self) -> None:
+        """Read the times of GPU steps that have finished; called where waiting for them costs nothing."""
+        for recording in self.pending:
+            self.keep(recording.plan, recording.resolved())
+        self.pending.clear()
+
+
+class Tracer(Keeper):
     """One rank's trace of one model: counts steps, compares clocks, writes the file. A disk error ends the trace, never
     the training."""
 
     def __init__(self, folder: str, steps: Sequence[range], transport: Transport, first_step: int = 1) -> None:
+        super().__init__(transport)
         self.number = next(_NUMBERS)
         self.folder = folder
         self.steps = steps
-        self.transport = transport
         self.step = first_step - 1
         self.recorded = 0
-        self.clock: Callable[[], int] = time.perf_counter_ns
         self.plans: dict[PlanSpec, int] = {}
         self.path: Path | None = None  # of the file; None before it is made
         self.broken = False
-        self.pending: list[_CudaRecording] = []
 
     def next_step(self, plan: Plan, size: float) -> Recording | None:
         """Count the step that starts now, and return its recording if it is chosen."""
         self.step += 1
         if not any(self.step in chosen for chosen in self.steps):
             return None
-        kind = _CudaRecording if self.transport.device.type == "cuda" else Recording
-        return kind(self, plan, self.step, size)
+        return self.recording(plan, self.step, size)
 
     def before(self, plan: Plan, size: float) -> int:
         """Write all that precedes a step of ``plan`` in the file. Returns the plan's number."""
@@ -150,11 +176,8 @@ class Tracer:
             self.write(files.plan_line(plan, self.transport.rank, size))
         return self.plans[plan.spec]
 
-    def resolve_pending(self) -> None:
-        """Read the times of GPU steps that have finished; called where waiting for them costs nothing."""
-        for recording in self.pending:
-            self.write(files.step_line(recording.resolved()))
-        self.pending.clear()
+    def keep(self, plan: Plan, record: files.StepRecord) -> None:
+        self.write(files.step_line(record))
 
     def _compare_clocks(self) -> None:
         run = self._run_number() if self.transport.rank == 0 else 0
@@ -210,19 +233,19 @@ class Recording:
     """One step that is being recorded, by the monotonic clock. ``start`` is called right before its first instruction,
     with all ranks' channels prepared (collective over the pipeline), ``finish`` after the last one."""
 
-    tracer: Tracer
+    keeper: Keeper
     plan: Plan
     step: int
     size: float
 
     def __post_init__(self) -> None:
-        self.clock = self.tracer.clock
+        self.clock = self.keeper.clock
         self.number = 0  # of the plan, in the file
         self.begun: list[Any] = []
         self.ended: list[Any] = []
 
     def start(self) -> None:
-        self.number = self.tracer.before(self.plan, self.size)
+        self.number = self.keeper.before(self.plan, self.size)
 
     def begin(self, at: Instruction) -> None:
         self.begun.append(self.clock())
@@ -233,7 +256,7 @@ class Recording:
     def finish(self) -> None:
         base = self.begun[0] if self.begun else self.clock()
         starts, ends = [t - base for t in self.begun], [t - base for t in self.ended]
-        self.tracer.write(files.step_line(files.StepRecord(self.step, self.number, base, starts, ends)))
+        self.keeper.keep(self.plan, files.StepRecord(self.step, self.number, base, starts, ends))
 
 
 class _CudaRecording(Recording):
@@ -247,8 +270,8 @@ class _CudaRecording(Recording):
     def start(self) -> None:
         super().start()
         # The one synchronisation, before the step: the moment at which the device's time and the host's are the same.
-        torch.cuda.synchronize(self.tracer.transport.device)
-        self.tracer.resolve_pending()
+        torch.cuda.synchronize(self.keeper.transport.device)
+        self.keeper.resolve_pending()
         self.origin.record()
         self.origin.synchronize()
         self.base = self.clock()
@@ -260,9 +283,9 @@ class _CudaRecording(Recording):
         self.ended.append(_recorded_event())
 
     def finish(self) -> None:
-        if not self.tracer.pending:
-            atexit.register(call_if_alive, weakref.WeakMethod(self.tracer.resolve_pending))
-        self.tracer.pending.append(self)
+        if not self.keeper.pending:
+            atexit.register(call_if_alive, weakref.WeakMethod(self.keeper.resolve_pending))
+        self.keeper.pending.append(self)
 
     def resolved(self) -> files.StepRecord:
         """The step's times; waits for its last event."""

@@ -188,9 +188,15 @@ class WeightGradStore:
         if self.timers is not None:
             self.timers("weight-compute").stop()
 
+    def kept_tensors(self, chunk: int, mb: Part) -> list[Tensor]:
+        """What the backward of (chunk, mb), which is just over, has left for W."""
+        waiting = [one.deferred for one in self._queues.get((chunk, mb), ())]
+        queued = [run.queued() for run in waiting if isinstance(run, DelayedRun)]
+        return [tensor for kept in (*(one.kept for one in waiting), *queued) for tensor in kept]
+
     def kept_bytes(self, chunk: int, mb: Part) -> int:
-        """Bytes kept for the W of (chunk, mb), each storage counted once; without layers that have their own queue."""
-        storages = [t.untyped_storage() for d in self._queues.get((chunk, mb), ()) for t in d.deferred.kept]
+        """Bytes of that, each storage counted once."""
+        storages = [tensor.untyped_storage() for tensor in self.kept_tensors(chunk, mb)]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
     # -- called by layers ------------------------------------------------------------------------------------------

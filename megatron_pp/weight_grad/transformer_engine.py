@@ -123,6 +123,10 @@ class DelayedRun:
             have = [grad is not None for grad in self._grads]
             self.parameters, self._grads = list(compress(self.parameters, have)), list(compress(self._grads, have))
 
+    def queued(self) -> list[Tensor]:
+        """What the layer has queued in this backward, which is just over."""
+        return list(_tensors(list(self.layer.wgrad_store.context.queue)[-self._entries :] if self._entries else ()))
+
     def prepare(self) -> None:
         """Nothing runs ahead of ``compute``."""
 
@@ -158,6 +162,15 @@ class DelayedRun:
 
     def _queued(self) -> int:
         return int(self.layer.wgrad_store.context.qsize())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those in nested lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
 
 
 def _exchange(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> list[Tensor | None]:

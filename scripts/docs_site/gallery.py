@@ -11,7 +11,16 @@ from pathlib import Path
 
 from made_parts import markdown_table
 
-from docs_site.schedule_numbers import MICROBATCHES, RANKS, WORK_MS, Numbers, all_numbers, chunks_of, slices_of
+from docs_site.schedule_numbers import (
+    MICROBATCHES,
+    RANKS,
+    WORK_MS,
+    Numbers,
+    all_numbers,
+    chunks_of,
+    output_of,
+    slices_of,
+)
 from megatron_pp.cli.command_line import main as megatron_pp
 from megatron_pp.plan.orders import SCHEDULES
 
@@ -43,6 +52,8 @@ def draw_command(name: str) -> list[str]:
         sizes += ["--sequence-slices", str(slices_of(SCHEDULES[name]))]
     work = f"{WORK_MS:g}"
     costs = ["--forward-ms", work, "--backward-ms", work, "--weight-ms", work]
+    if name in SCHEDULES and output_of(SCHEDULES[name]):
+        costs += ["--output-ms", f"{output_of(SCHEDULES[name]):g}"]
     return ["megatron-pp", "draw", "-s", name, *sizes, *costs, "--width", PIXELS]
 
 

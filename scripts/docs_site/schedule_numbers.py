@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import StageCosts
@@ -15,6 +15,9 @@ from megatron_pp.plan.spec import PlanSpec
 RANKS, MICROBATCHES, SLICES = 4, 8, 4
 WORK_MS = 12.0
 """Of a rank's whole forward, of its input gradients, and of its weight gradients, for one microbatch."""
+
+OUTPUT_MS = 0.6 * WORK_MS
+"""Forward of the whole output layer, which the schedules that split it over all ranks have besides."""
 
 _ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 
@@ -48,12 +51,18 @@ def slices_of(family: Family) -> int:
     return SLICES if family.sliced else 1
 
 
+def output_of(family: Family) -> float:
+    """Milliseconds of the output layer's forward, where it counts by itself."""
+    return OUTPUT_MS if family.barriers else 0.0
+
+
 def numbers_of(family: Family) -> Numbers:
     chunks = chunks_of(family)
     slices = slices_of(family)
     plan = build_plan(PlanSpec(family.name, RANKS, chunks, MICROBATCHES, slices=slices))
     one = WORK_MS / chunks
-    result = simulate(plan, StageCosts.uniform(plan.placement.num_stages, one, one, one))
+    costs = StageCosts.uniform(plan.placement.num_stages, one, one, one)
+    result = simulate(plan, replace(costs, output_layer=(output_of(family),) * 3))
     return Numbers(
         family,
         chunks,

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import logging
 import os
 import pickle
 import sys
+import tempfile
 import types
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -212,6 +215,8 @@ def impossible_arguments_are_errors(case: Case) -> list[str]:
             ({"pipeline_schedule": "zb_v"}, {}, "zb_v"),
             ({"pipeline_schedule": "zigzag"}, {}, "zigzag"),
             ({"sequence_slices": 2}, {}, "attention keeps no keys and values from slice to slice"),
+            ({"pipeline_schedule": "vocab_1f1b"}, {}, "which splits the output layer over all ranks"),
+            ({"skip_tensors": "a=0>1"}, {}, "Megatron's models give a stage one tensor"),
         ):
             with _fields(run.config, fields):
                 messages.append(_raises(ScheduleInputError, words, lambda a=arguments: _call(run, **a)))
@@ -300,6 +305,7 @@ OVERRIDES: tuple[dict[str, Any], ...] = (
     {"overlap_p2p_comm": False, "batch_p2p_comm": False, "p2p_debug": True, "deallocate_pipeline_outputs": True},
     {"overlap_p2p_comm": True, "pipeline_schedule": "eager_1f1b", "max_pending_sends": 4},
     {"overlap_p2p_comm": True, "variable_seq_lengths": False},
+    {"overlap_p2p_comm": True, "offload_chunks": 1},
     {"overlap_p2p_comm": True, "variable_seq_lengths": True, "overlapped_forward_backward": "in_turn"},
 )
 
@@ -324,9 +330,28 @@ def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
                 # Where shapes vary, later releases of Megatron know none.
                 assert not any(call.kwargs["config"].variable_seq_lengths for call in shapes.call_args_list)
             policies.append(built.call_args.args[0].policy)
+            if overrides.get("offload_chunks"):
+                assert built.call_args.args[0].offload_chunks, "the plan offloads"
             ours = _taken_gradients(run)
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs), overrides
     return policies
+
+
+def what_its_stages_cost_is_measured(case: Case) -> dict[str, Any]:
+    """The file that two ranks' steps leave under `install(measure=2)`; gradients are equal to the last bit."""
+    run = megatron_lab.Run(case)
+    with megatron_core.installed(strict=True):
+        _call(run, forward_only=False)
+    unmeasured = _taken_gradients(run)
+    with tempfile.TemporaryDirectory() as folder:  # each rank's own: the first one writes
+        path = os.path.join(folder, "measured.json")
+        with megatron_core.installed(strict=True, measure=2, measure_out=path):
+            for _ in range(3):
+                _call(run, forward_only=False)
+                measured = _taken_gradients(run)
+                assert all(torch.equal(measured[name], unmeasured[name]) for name in unmeasured)
+        content: dict[str, Any] = json.loads(Path(path).read_text()) if os.path.exists(path) else {}
+    return content
 
 
 def _taken_gradients(run: megatron_lab.Run) -> dict[str, torch.Tensor]:

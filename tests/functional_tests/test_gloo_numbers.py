@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.runtime.communicators import communicator_for
 from megatron_pp.testing.pipeline import run_rank
-from megatron_pp.testing.toy import ToyData, ToyResult, merged, reference_run, toy_config
+from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData, ToyResult, merged, reference_run, toy_config
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.processes import run_processes
 
@@ -76,7 +75,7 @@ def schedules() -> list[Case]:
     """Every registered schedule at four ranks, in training and in evaluation; those that each rank searches, once."""
     cases = []
     ways = (("overlap", False), ("batched", False), ("plain", True))
-    for name, family in SCHEDULES.items():
+    for name, family in TOY_SCHEDULES.items():
         chunks = family.chunks or 2
         for policy, only in ways if family.search is None else ways[:1]:
             cases.append(Case(4, chunks, 8, policy, forward_only=only, fields=(("pipeline_schedule", name),)))
@@ -86,7 +85,7 @@ def schedules() -> list[Case]:
 def split_backwards() -> list[Case]:
     """Backwards in two halves, layers converted: ragged numbers of microbatches, and fewer than ranks."""
     cases = []
-    for name, family in SCHEDULES.items():
+    for name, family in TOY_SCHEDULES.items():
         if not family.splits_weight and name not in ("eager_1f1b", "1f1b_v"):
             continue
         fields = (("pipeline_schedule", name),)

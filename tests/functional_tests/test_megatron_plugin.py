@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from megatron_pp.plan.measured import MeasuredFile
 from tests.functional_tests.megatron_support import needs_megatron
 
 from tests.megatron.cases import Case, Job, Model, Outcome  # isort: skip
@@ -36,6 +37,7 @@ JOBS = {
     "evaluation_gives_graphs_back": dataclasses.replace(PAIR, policy="overlap"),
     "settings_reach_the_engine_and_not_the_config": SINGLE,
     "wrong_settings_install_nothing": SINGLE,
+    "what_its_stages_cost_is_measured": PAIR,
 }
 
 
@@ -94,7 +96,21 @@ def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[s
 
 def test_settings_decide_how_transfers_go_out(outcomes: dict[str, Outcome]) -> None:
     for policies in outcomes["settings_reach_the_engine_and_not_the_config"].facts:
-        assert policies == ["batched", "overlap", "overlap", "plain", *["overlap"] * 3] * 2
+        assert policies == ["batched", "overlap", "overlap", "plain", *["overlap"] * 4] * 2
+
+
+def test_the_first_rank_writes_what_all_stages_cost(outcomes: dict[str, Outcome]) -> None:
+    first, second = outcomes["what_its_stages_cost_is_measured"].facts
+    assert second == {}
+    file = MeasuredFile.from_dict(first)
+    assert file.run is not None
+    assert (file.run.schedule, file.run.pipeline_size, file.run.num_chunks) == ("interleaved_1f1b", 2, 2)
+    for values in (file.values.forward, file.values.backward, file.values.activation):
+        assert isinstance(values, tuple)
+        assert len(values) == 4
+        assert min(values) > 0
+    assert file.network is not None
+    assert file.network.message > 0
 
 
 def test_wrong_settings_are_errors_on_every_rank(outcomes: dict[str, Outcome]) -> None:

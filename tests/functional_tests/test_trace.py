@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
+from unittest import mock
+
 import pytest
 import torch.distributed as dist
 
 from megatron_pp.cli.command_line import main
+from megatron_pp.errors import PipelinePeerError
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.plan.measured import MeasuredFile
 from megatron_pp.plan.placement import Placement
+from megatron_pp.runtime import measuring
 from megatron_pp.testing.pipeline import toy_step
-from megatron_pp.testing.toy import ToyData, toy_chunks, toy_config
+from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.run import load_run
 from tests.harness.processes import RankFailedError, run_processes
 
+SECONDS = 0.005
 
-def train_rank(rank, size, folder, pipelines, policy, traced_ranks):
+
+class SleepingBlock(ToyBlock):
+    """Stage s takes s + 1 times SECONDS."""
+
+    def __init__(self, stage):
+        super().__init__(stage)
+        self.seconds = SECONDS * (stage + 1)
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+def train_rank(rank, size, folder, pipelines, policy, traced_ranks, measured_ranks=()):
     """A few steps of the toy model; ranks form ``pipelines`` pipelines, interleaved as data parallelism does it."""
     length = size // pipelines
     groups = [dist.new_group(list(range(k, size, pipelines))) for k in range(pipelines)]
@@ -26,9 +48,11 @@ def train_rank(rank, size, folder, pipelines, policy, traced_ranks):
         trace_steps="2-3",
         overlap_p2p_comm=policy == "overlap",
         batch_p2p_comm=policy == "batched",
+        measure=1 if rank in measured_ranks else 0,
+        measure_out=f"{folder}/of-pipeline-{rank % pipelines}.json",
     )
     communicator = P2PCommunicator(group, config)
-    chunks = toy_chunks(Placement("loop", length, 1), group.rank(), config)
+    chunks = toy_chunks(Placement("loop", length, 1), group.rank(), config, SleepingBlock)
     data = ToyData(6)
     for _ in range(3):
         toy_step(chunks, data, communicator)
@@ -55,13 +79,36 @@ def test_ranks_of_a_job_write_one_run(tmp_path, policy, capsys):
 
 
 def test_pipelines_of_a_job_share_the_run_number(tmp_path):
-    run_processes(train_rank, 4, (str(tmp_path), 2, "overlap", range(4)), timeout=120, start_method="forkserver")
+    arguments = (str(tmp_path), 2, "overlap", range(4), range(4))
+    run_processes(train_rank, 4, arguments, timeout=120, start_method="forkserver")
+    assert [path.name for path in tmp_path.glob("*.json")] == ["of-pipeline-0.json"], "the first rank's alone"
+    measured = MeasuredFile.from_dict(json.loads((tmp_path / "of-pipeline-0.json").read_text()))
+    for stage, seconds in enumerate(measured.values.forward):
+        assert 1 <= seconds / (SECONDS * (stage + 1)) < 4
+    assert measured.values.activation == (2 * 3 * 2 * 4 * 4, 3 * 3 * 2 * 4 * 4 + 4)
+    assert measured.network is not None
+    assert measured.network.message == measured.network.transfers[-2][0] == 3 * 2 * 4 * 4
     assert len(list(tmp_path.glob("*.jsonl"))) == 4
     one, other = load_run(tmp_path, rank=0), load_run(tmp_path, rank=1)
     assert one.name == other.name
     assert [t.header.pipeline for t in (*one.ranks, *other.ranks)] == [(0, 2), (0, 2), (1, 3), (1, 3)]
 
 
-def test_tracing_on_some_ranks_alone_is_an_error_not_a_hang(tmp_path):
-    with pytest.raises(RankFailedError, match="tracing"):
-        run_processes(train_rank, 2, (str(tmp_path), 1, "overlap", [0]), timeout=120, start_method="forkserver")
+@pytest.mark.parametrize(("traced", "measured", "what"), [([0], [], "tracing"), ([], [1], "measure")])
+def test_tracing_or_measuring_on_some_ranks_alone_is_an_error_not_a_hang(tmp_path, traced, measured, what):
+    arguments = (str(tmp_path), 1, "overlap", traced, measured)
+    with pytest.raises(RankFailedError, match=what):
+        run_processes(train_rank, 2, arguments, timeout=120, start_method="forkserver")
+
+
+def fail_while_links_are_timed(rank, size, folder):
+    """Rank 1 fails there; what each rank raises."""
+    fault = mock.patch.object(measuring, "measure_links", side_effect=ValueError("no link"))
+    raised = ValueError if rank == 1 else PipelinePeerError
+    with fault if rank == 1 else contextlib.nullcontext(), pytest.raises(raised, match="no link"):
+        train_rank(rank, size, folder, 1, "overlap", [], range(size))
+
+
+def test_a_rank_that_fails_while_links_are_timed_is_every_ranks_error(tmp_path):
+    run_processes(fail_while_links_are_timed, 3, (str(tmp_path),), timeout=60, start_method="forkserver")
+    assert not list(tmp_path.glob("*.json"))

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from megatron_pp.plan.instruction import COMPUTE_OPS, FREE_OPS, WAIT_OPS
+from megatron_pp.plan.measured import measured_values
+from megatron_pp.plan.placement import Placement
+from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.run import TracedRun, load_run
 from tests.functional_tests.test_train_script import INTERLEAVED, SHORT
 from tests.harness.training_ranks import train
@@ -21,9 +24,10 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder and the output of four steps, of which the second and the last are traced."""
+    """The folder and the output of four steps, of which the second and the last are traced, and two are measured."""
     folder = tmp_path_factory.mktemp("traced")
     flags = [*SHORT, *INTERLEAVED, "--train-steps", "4", "--eval-interval", "0", "--trace", "2,4", "--run-dir", "run"]
+    flags += ["--measure", "2"]
     return folder / "run", train(RANKS, folder, flags)
 
 
@@ -37,6 +41,19 @@ def test_the_run_says_where_to_open_the_timeline(traced: tuple[Path, str]) -> No
     (plan,) = [json.loads(line) for line in file.read_text().splitlines() if '"kind":"plan"' in line]
     assert f"order; programs {plan['certificate']['digest']}" in (folder / "log.txt").read_text()
     assert "certificate:" not in output
+
+
+def test_what_the_stages_cost_is_in_the_runs_folder(traced: tuple[Path, str]) -> None:
+    folder, _ = traced
+    assert "measured over 2 steps: times of 4 stages" in (folder / "log.txt").read_text()
+    measured = measured_values(str(folder / "megatron_pp_measured.json"))
+    assert measured is not None
+    assert measured.memory(Placement("loop", RANKS, 2)).forward[0] > 0
+    recorded = analyse(load_run(folder / "traces"), 2).costs  # milliseconds
+    for ours, theirs in ((measured.forward, recorded.forward), (measured.backward, recorded.backward)):
+        assert isinstance(ours, tuple)
+        for seconds, milliseconds in zip(ours, theirs, strict=True):
+            assert milliseconds / 10 < 1e3 * seconds < milliseconds * 10
 
 
 def test_the_chosen_steps_alone_are_recorded_with_every_instruction(traced: tuple[Path, str]) -> None:

@@ -24,12 +24,11 @@ from megatron_pp.comm.solo_transport import SoloTransport
 from megatron_pp.comm.transport import P2PRequest, Preparation, ProcessGroupTransport
 from megatron_pp.errors import P2PTransferError
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.pairs import on_two_streams
 from megatron_pp.testing.streams import StreamNetwork
 from megatron_pp.testing.streams.cuda import replaced
-from megatron_pp.testing.toy import ToyData
+from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData
 from megatron_pp.tracing.recorder import Tracer, chosen_steps
 from megatron_pp.weight_grad.fused import add_weight_grad, fused_kernels
 from tests.functional_tests import race_cases
@@ -64,11 +63,14 @@ def on_ranks(size: int, program: Callable[[dist.ProcessGroup], None]) -> None:
 
 
 def steps(folder: Path) -> None:
-    """Channels, batches and their synchronisation, traces by events, NVTX ranges, pairs on two streams, debug mode."""
+    """Channels, batches and their synchronisation, traces by events, NVTX ranges, pairs on two streams, debug mode,
+    copies to host memory and back.
+    """
     for fields in (
         {"overlap_p2p_comm": True, "trace_dir": str(folder), "trace_steps": "1"},
         {"batch_p2p_comm": True, "batch_p2p_sync": True},
         {"overlap_p2p_comm": True, "p2p_debug": True},
+        {"overlap_p2p_comm": True, "pipeline_schedule": "pipe_offload"},
         {"overlap_p2p_comm": True, "pipeline_schedule": "dualpipe_v", "overlapped_forward_backward": on_two_streams},
     ):
         report, _ = step_on_nccl(2, 2, ToyData(4), **fields)
@@ -156,11 +158,11 @@ def kernels(folder: Path) -> None:
 
 def the_gpu_check(folder: Path) -> None:
     """scripts/gpu_check.py with all its sections, and the engines of benchmarks/gpu.py."""
-    few = {"1f1b": SCHEDULES["1f1b"]}
+    few = {"1f1b": TOY_SCHEDULES["1f1b"]}
     places = [
         *((module, "run_processes", run_on_virtual_devices) for module in (gpu_check, processes)),
         *((module, "LATE", 0.05) for module in (gpu_ranks, race_cases)),
-        (gpu_ranks, "SCHEDULES", few),
+        (gpu_ranks, "TOY_SCHEDULES", few),
         (gpu_check, "STARTING", 60.0),
     ]
     out = folder / "results.md"
@@ -196,7 +198,7 @@ def the_training_program(folder: Path) -> None:
     flags += ["--max-data-bytes", "100000"]
     network = StreamNetwork(1, seed=None)
     with virtual_machine((training, "plot_metrics", lambda *_: None)), network.running(0):
-        train_here([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2"])
+        train_here([*flags, "--run-dir", str(folder / "run"), "--train-steps", "2", "--measure", "1"])
         trainer = train_here([*flags, "--resume", str(folder / "run"), "--train-steps", "3"])
     assert trainer.steps_done == 3
     assert not network.devices[0].races, list(network.devices[0].races.values())

@@ -7,13 +7,12 @@ from typing import Any
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import ONE_WAY, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.streams import StreamNetwork, StreamReport, check_streams, virtual_cuda
 from megatron_pp.testing.threads import run_ranks
-from megatron_pp.testing.toy import ToyData, ToyResult, reference_run
+from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData, ToyResult, reference_run
 from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
 from tests.harness.race_support import exact_data, run_plan
 
@@ -28,7 +27,7 @@ def toy_step_on_streams(
     schedule: str, size: int, data: ToyData, *, forward_only: bool = False, seed: int = 0, **more: Any
 ) -> tuple[StreamReport, float]:
     """A step of the toy model; its report, and how far losses and gradients are from those of one process."""
-    chunks = SCHEDULES[schedule].chunks or (1 if schedule in ("1f1b", "gpipe") else 2)
+    chunks = TOY_SCHEDULES[schedule].chunks or (1 if schedule in ("1f1b", "gpipe") else 2)
     network = StreamNetwork(size, more.get("p2p_channels", ONE_WAY) == ONE_WAY, seed=seed)
     with virtual_cuda():
         result: ToyResult = run_in_threads(

@@ -189,8 +189,8 @@ def _alternately(first: Sequence[Estimate], second: Sequence[Estimate]) -> list[
     return [*result, *others]
 
 
-def _promise(one: Estimate) -> float:
-    return one.bound * (1 + _CHUNK * one.candidate.num_chunks)
+def _promise(one: Estimate) -> tuple[float, float]:
+    return one.bound * (1 + _CHUNK * one.candidate.num_chunks), one.peak
 
 
 class _InTurn:

@@ -9,7 +9,7 @@ from megatron_pp.plan.orders.loop import COMBINED, INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.placement import LOOP, V_SHAPE
 
 _SEARCHING_FAMILIES = (
-    auto.searching_family("auto", loop.FAMILIES, LOOP, chunks=None),
+    auto.searching_family("auto", loop.FAMILIES + offloaded.FAMILIES, LOOP, chunks=None),
     auto.searching_family("auto_v", v.FAMILIES, V_SHAPE, chunks=2),
 )
 

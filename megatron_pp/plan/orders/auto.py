@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_pp.plan.family import Announce, Family, Order, Shape
 from megatron_pp.plan.sim.search import SearchResult, search
-from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.plan.spec import Plan, PlanSpec
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,13 @@ class AutoOrders:
     def result(self, spec: PlanSpec, announce: Announce | None = None) -> SearchResult:
         return search(spec, self.families, self.placement, announce)
 
-    def of_spec(self, spec: PlanSpec, announce: Announce | None = None) -> list[Order]:
-        return [list(order) for order in self.result(spec, announce).best.plan.orders]
+    def of_spec(self, spec: PlanSpec, announce: Announce | None = None) -> Plan:
+        return self.result(spec, announce).best.plan
 
     def of_shape(self, shape: Shape) -> list[Order]:
         """Without measured values."""
-        return self.of_spec(
-            PlanSpec(self.name, shape.pipeline_size, shape.num_chunks, shape.num_microbatches, shape.group_size)
-        )
+        sizes = shape.pipeline_size, shape.num_chunks, shape.num_microbatches, shape.group_size
+        return [list(order) for order in self.of_spec(PlanSpec(self.name, *sizes)).orders]
 
 
 def searching_family(name: str, families: Sequence[Family], placement: str, chunks: int | None) -> Family:

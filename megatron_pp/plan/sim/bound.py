@@ -12,8 +12,9 @@ link a to b     The messages of a directed link take turns on the wire in the sa
 memory          Of a stage, at most K microbatches fit on their way from forward to backward, with what their earlier
                 chunks keep on the rank. So forward k + K waits for backward k: more paths, and later warm-ups.
 memory of a rank  Each microbatch keeps a stage's memory from its forward to its backward, at least a round trip through
-                the later stages. These areas, memory times time, do not overlap, and the limit times the time between
-                the rank's first forward and its last backward has to hold them all.
+                the later stages, and then its share for W until that is over. These areas, memory times time, do not
+                overlap, and the limit times the time from the rank's first forward on has to hold them all. The same
+                holds for numbers: of forwards that fit at once, and of forwards and waiting W.
 
 The microbatches are taken to be alike. Where sequences are cut into slices, every slice counts as the cheapest one on
 paths, and memory is left out.
@@ -206,15 +207,31 @@ class _Problem:
         return found
 
     def _area(self, rank: int, memory: MemoryModel, heads: Paths, tails: Paths) -> float:
-        """The least step in which the areas of a rank fit under its limit."""
-        stages, limit = self.placement.stages[rank], memory.limits[rank]
-        kept = [memory.forward[stage] for stage in stages]
-        area = sum(mine * self.times.trips[stage] for mine, stage in zip(kept, stages, strict=True))
-        if not area or math.isinf(limit):
+        """The least step in which the areas of a rank fit under its limit, by what is kept, by the number of forwards
+        that fit, and by that of forwards and waiting weight gradients together.
+        """
+        stages, limit = self.placement.stages[rank], memory.limits[rank] * (1 + ROUNDING)
+        kept, late = ([of[stage] for stage in stages] for of in (memory.forward, memory.weight))
+        if not all(kept) or math.isinf(limit):
             return 0.0
-        limit *= 1 + ROUNDING
-        if min(kept) == max(kept):
-            limit = kept[0] * math.floor(limit / kept[0])
-        first = stages[0]
-        after = tails.backward[-1][first] - self.times.backward[first] - self.times.early[first]
-        return heads.forward[0][first] + self.num_microbatches * area / limit + max(0.0, after)
+        ones, none = [1.0] * len(stages), [0.0] * len(stages)
+        ways = [(kept, late, limit), (ones, none, math.floor(limit / min(kept)))]
+        if all(late):
+            ways.append((ones, ones, math.floor(limit / min(*kept, *late))))
+        first, longest = stages[0], 0.0
+        after = max(0.0, tails.backward[-1][first] - self.times.backward[first] - self.times.early[first])
+        for alive, waiting, room in ways:
+            area = sum(one * self.times.trips[stage] for one, stage in zip(alive, stages, strict=True))
+            each = zip(alive, waiting, stages, strict=True)
+            more = sum(self._late_area(one, other, stage) for one, other, stage in each)
+            areas = self.num_microbatches * area / room, self.num_microbatches * (area + more) / room
+            longest = max(longest, areas[0] + after, areas[1])
+        return heads.forward[0][first] + longest
+
+    def _late_area(self, alive: float, waiting: float, stage: int) -> float:
+        """What a microbatch still keeps when its backward could be over: in the rest of B, or until W is."""
+        if not self.split:
+            return 0.0
+        least, whole = self.times.backward[stage], self.costs.backward[stage]
+        half = alive * (self.costs.backward_input[stage] - least) + waiting * self.costs.weight[stage]
+        return min(alive * (whole - least), half)

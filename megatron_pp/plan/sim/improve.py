@@ -95,7 +95,9 @@ class _Shop:
         return line
 
     def keeps_to_limits(self, rank: int, row: Sequence[int]) -> bool:
-        """Whether every backward follows its forward, every W its backward, and memory stays under the limit."""
+        """Whether every W follows its backward, and memory stays under the limit. A backward before its forward waits
+        for ever on the clock.
+        """
         stages = self.placement.stages[rank]
         limit = self.memory.limits[rank] * (1 + ROUNDING)
         alive, waiting = [0] * len(stages), [0] * len(stages)
@@ -107,8 +109,6 @@ class _Shop:
             elif kind == _B:
                 alive[chunk] -= 1
                 waiting[chunk] += self.split
-                if alive[chunk] < 0:
-                    return False
             else:
                 waiting[chunk] -= 1
                 if waiting[chunk] < 0:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import add
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.activations import host_timeline, kept_timeline, key_values_timeline
+from megatron_pp.plan.activations import host_timeline, kept_timeline, key_values_timeline, logits_timeline
 from megatron_pp.plan.lifetime import tensors_timeline
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.recorded import recorded_timeline
@@ -133,9 +134,7 @@ class ModelShape:
         kept = self.layers_per_stage(num_stages) * self.layer_bytes
         if stage > 0:
             kept = max(0.0, kept - self.message_bytes)
-        if stage == num_stages - 1:  # logits in fp32
-            kept += 4 * self.tokens * self.vocab_size / self.tensor_parallel
-        return kept
+        return kept + (self.logits_bytes if stage == num_stages - 1 else 0.0)
 
     def kept_for_weights(self, stage: int, num_stages: int) -> float:
         """What a stage holds of a microbatch from its input gradients until its weight gradients are done."""
@@ -151,11 +150,19 @@ class ModelShape:
         whole = self.kept_bytes(stage, num_stages) + (self.message_bytes if stage > 0 else 0.0)
         return self.kept_for_weights(stage, num_stages) / whole
 
-    def static_bytes(self, stages: Sequence[int], num_stages: int) -> float:
-        """Parameters, gradients and optimizer states of a rank that holds ``stages``."""
+    @property
+    def logits_bytes(self) -> float:
+        """Logits of one microbatch, in fp32."""
+        return 4 * self.tokens * self.vocab_size / self.tensor_parallel
+
+    def static_bytes(self, stages: Sequence[int], num_stages: int, output_share: float | None = None) -> float:
+        """Parameters, gradients and optimizer states of a rank that holds ``stages``. ``output_share``: of the output
+        layer's rows, where that is not whole on the last stage.
+        """
         parameters = self.layers_per_stage(num_stages) * self.layer_parameters * len(stages)
         table = self.vocab_size * self.hidden_size / self.tensor_parallel
-        parameters += table * ((0 in stages) + (num_stages - 1 in stages))
+        share = (num_stages - 1 in stages) if output_share is None else output_share
+        parameters += table * ((0 in stages) + share)
         return parameters * self.bytes_per_parameter
 
 
@@ -181,18 +188,22 @@ class RankMemory:
 def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = True) -> RankMemory:
     """Bytes of ``rank`` along its program. Raises PlanError where the layers do not divide over the stages."""
     stages, total, slices = plan.placement.stages[rank], plan.placement.num_stages, plan.spec.slices
+    share = 1 / plan.placement.pipeline_size if plan.placement.barriers else None
+    static, logits = shape.static_bytes(stages, total, share), shape.logits_bytes * (share or 0.0)
+    shape = shape if share is None else replace(shape, vocab_size=0)  # the output layer is no stage's
     key_values = shape.layers_per_stage(total) * shape.layer_key_value_bytes
     shared = key_values if slices > 1 and shape.recompute != FULL else 0.0  # by slices, and so counted by itself
     kept = [0.0 if plan.spec.forward_only else (shape.kept_bytes(s, total) - shared) / slices for s in range(total)]
     late = [shape.kept_for_weights(s, total) / slices for s in range(total)]
     inside = kept_timeline(plan.programs[rank], stages, kept, late)  # the chunks' own activations
     tensors, recorded = tensors_timeline(plan, rank, deallocate), recorded_timeline(plan, rank, deallocate)
-    timelines = zip(inside, tensors, recorded, key_values_timeline(plan, rank), strict=True)
+    passes = (n * logits for n in logits_timeline(plan, rank))
+    timelines = zip(map(add, inside, passes), tensors, recorded, key_values_timeline(plan, rank), strict=True)
     message = shape.message_bytes / slices
     after = array("d", (i + (t + r) * message + k * key_values for i, t, r, k in timelines))
     copied = [kept[s] + (message if s > 0 else 0.0) for s in range(total)]  # a stage's input is offloaded too
     on_host = array("d", host_timeline(plan.programs[rank], stages, copied))
-    return RankMemory(shape.static_bytes(stages, total), after, on_host)
+    return RankMemory(static, after, on_host)
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, deallocate: bool = True) -> tuple[float, ...]:

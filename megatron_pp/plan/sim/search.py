@@ -11,6 +11,7 @@ one under the limit.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -137,11 +138,12 @@ class _Search:
         orders = self._named_orders()
         named = [self._candidate(name, order) for name, order in orders.items()]
         found = [c for c in named if self._fits(c.peaks)]
+        offloaded = [c for c in self._offloaded(orders) if self._fits(c.peaks)]
         least = self._least_makespan(named)
         if min((c.makespan for c in found), default=UNKNOWN) > least * (1 + ROUNDING):
             grown = sorted([*self._grow(orders), *self._one_at_a_time()], key=lambda trial: trial.result.makespan)
             found += self._fitting([*grown, *self._improved(grown, least)])
-        for candidate in sorted(found, key=lambda c: c.makespan):  # of equals, the named one comes first
+        for candidate in sorted([*found, *offloaded], key=lambda c: c.makespan):  # of equals, the named one comes first
             if _is_accepted(candidate.plan):
                 return SearchResult(candidate, tuple((c, self._fits(c.peaks)) for c in named))
         raise PlanError(self._why_none(named))
@@ -152,7 +154,8 @@ class _Search:
         return [c for c in grown if self._fits(c.peaks)]
 
     def _named_orders(self) -> dict[str, list[Order]]:
-        return {family.name: family.orders(self.shape) for family in self.families}
+        """Of the families that do not offload by themselves."""
+        return {family.name: family.orders(self.shape) for family in self.families if not family.offloads(self.shape)}
 
     def _seeds(self, named: dict[str, list[Order]]) -> dict[str, list[Order]]:
         """What grows: the named orders and, where their groups are larger than P microbatches, the same families in
@@ -161,7 +164,14 @@ class _Search:
         if self.shape.group_size <= size:
             return named
         shape = replace(self.shape, group_size=size)
-        return {**named, **{f"{family.name} in groups of {size}": family.orders(shape) for family in self.families}}
+        return {
+            **named,
+            **{
+                f"{family.name} in groups of {size}": family.orders(shape)
+                for family in self.families
+                if family.name in named
+            },
+        }
 
     def _least_makespan(self, named: Sequence[Candidate]) -> float:
         """No plan is shorter. Raises PlanError where not even one microbatch fits."""
@@ -187,6 +197,26 @@ class _Search:
         makespan = simulate(plan, self.costs, self.measured.network()).makespan
         peaks = tuple(peak_memory(o, self.placement.stages[r], self.memory) for r, o in enumerate(orders))
         return Candidate(name, plan, makespan, peaks)
+
+    def _offloaded(self, orders: dict[str, list[Order]]) -> Iterator[Candidate]:
+        """The named orders with chunks offloaded, where it was measured how long copies take: with as many slots as
+        hide the longest one behind operations of mean length.
+        """
+        costs, chunks = self.costs, self.spec.num_chunks
+        if self.measured.offload is None or not math.isfinite(max(self.memory.limits)):
+            return
+        mean = sum((*costs.forward, *costs.backward)) / (2 * costs.num_stages)
+        slots = max(1, math.ceil(max(costs.offload) / mean - ROUNDING)) if mean else 1
+        wanted = self.spec.offload_chunks
+        made = {family.name: family.orders(self.shape) for family in self.families if family.name not in orders}
+        for name, order in (orders | made).items():
+            for count in range(1, chunks + 1) if wanted is None else [wanted] * (wanted > 0):
+                self.patience.look()
+                plan = lowered(replace(self.spec, offload_slots=slots), self.placement, order, offloaded=count)
+                makespan = simulate(plan, costs, self.measured.network()).makespan
+                ranks = enumerate(plan.programs)
+                peaks = tuple(peak_memory(p, self.placement.stages[r], self.memory) for r, p in ranks)
+                yield Candidate(f"{name} with {count} chunk(s) offloaded", plan, makespan, peaks)
 
     def _fits(self, peaks: Sequence[float]) -> bool:
         return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.memory.limits, strict=True))

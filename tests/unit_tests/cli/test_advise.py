@@ -128,6 +128,7 @@ def test_a_file_of_layers(command, tmp_path):
         (("--forward-ms", 1), "go together"),
         ((*COSTS, "--mtp-ms", "1,1,1"), "--mtp-layers, which is missing"),
         ((*COSTS, "--gated"), "is for --gpu"),
+        ((*COSTS, "--hidden-size", 64), "is for --gpu"),
         ((*COSTS, "--micro-batch-size", 3), "cannot be made of microbatches of 3"),
         ((*COSTS, "--micro-batch-size", 0), "has a 0"),
         ((*COSTS, "--plot", "x.gif"), "writes .svg and .png, not '.gif'"),

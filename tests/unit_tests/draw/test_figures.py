@@ -21,8 +21,8 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.orders import SCHEDULES
 from tests.unit_tests.draw.timelines import compared, timeline_of
 
-BLOCK = re.compile(r"[FBIW]\d+(\.\d+)?")
-LETTER, NUMBER = re.compile("[FBIW]"), re.compile(r"\d+(\.\d+)?")
+BLOCK = re.compile(r"[FBIWST]\d+(\.\d+)?")
+LETTER, NUMBER = re.compile("[FBIWST]"), re.compile(r"\d+(\.\d+)?")
 
 
 parsed = lru_cache(maxsize=2)(ElementTree.fromstring)
@@ -163,7 +163,7 @@ def test_svg_escapes_titles():
 
 @pytest.mark.slow
 def test_png_has_two_dots_a_pixel_and_the_colours_on_light_and_dark_paper():
-    timelines = [timeline_of("dualpipe_v")]
+    timelines = [timeline_of("dualpipe_v"), timeline_of("vocab_1f1b")]
     for dark in (False, True):
         pixels = matplotlib.image.imread(io.BytesIO(draw.png(timelines, 1200, dark)))[..., :3]
         assert pixels.shape[1] == 2400

@@ -54,7 +54,7 @@ def test_html_holds_every_block_wait_transfer_and_peak():
     for rank, lane in enumerate(timeline.lanes):
         columns = shown["lanes"][rank]
         codes = column(data, columns["compute"]["codes"])
-        decoded = [("FBIW"[c >> 30], c >> 20 & 1023, c & 0xFFFFF) for c in codes]
+        decoded = [("FBIWST"[c >> 29], c >> 20 & 511, c & 0xFFFFF) for c in codes]
         assert decoded == [(at.op, at.chunk, at.mb) for at in (e.instruction for e in lane.compute)]
         starts = column(data, columns["compute"]["starts"])
         assert starts == pytest.approx([e.start / shown["tick"] for e in lane.compute], abs=1)

@@ -33,7 +33,7 @@ def test_text_names_every_operation_once(schedule, m):
     for rank, program in enumerate(plan.orders):
         row = "".join(line.removeprefix(f"rank {rank}").strip() for line in lines if line.startswith(f"rank {rank}"))
         expected = [str(at) if timeline.num_chunks > 1 else f"{at.op}{at.mb}" for at in program]
-        assert re.findall(r"[FBIW]\d+(?:\.\d+)?", row) == expected
+        assert re.findall(r"[FBIWST]\d+(?:\.\d+)?", row) == expected
 
 
 def test_text_of_1f1b_is_the_textbook_figure():

@@ -9,8 +9,12 @@ import torch
 
 from examples.gpt.gpt import EMBEDDING, OUTPUT, CausalSelfAttention, GPTStage, RotaryEmbedding, build_gpt_chunks
 from examples.gpt.optimizer import sum_tied_gradients
+from examples.gpt.trainer import forward_step
+from megatron_pp import P2PCommunicator, get_forward_backward_func
 from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.errors import ConfigError
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.threads import ThreadGroup, run_ranks
 
 VOCAB, SEQ, BATCH, LAYERS = 29, 12, 3, 5
 
@@ -217,3 +221,38 @@ def test_chunks_of_a_rank_know_what_they_are() -> None:
 def test_odd_heads_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"hidden_size 18 over 6 .* multiple of 12"):
         make_stages(WHOLE, make_config(hidden_size=18, num_attention_heads=6))
+
+
+@pytest.mark.parametrize("schedule", ["vocab_1f1b", "vocab_1f1b_alg1"])
+def test_a_split_output_layer_has_the_losses_and_gradients_of_the_whole_one(schedule: str) -> None:
+    """In float64 to 1e-12, over three ranks; the rows of all ranks are the whole projection's."""
+    cut, microbatches = [[0, 1], [2, 3], [4]], 4
+    config = make_config(pipeline_dtype=torch.float64, pipeline_schedule=schedule)
+    untied = {"share_embeddings_and_output_weights": False}
+    ranks = [make_stages(cut, config, output_split=(rank, 3), **untied)[rank].double() for rank in range(3)]
+    network = MemoryNetwork(3)
+
+    def rank_main(rank: int) -> list[Any]:
+        communicator = P2PCommunicator(ThreadGroup(rank, 3), config, network.transport(rank))
+        return get_forward_backward_func(3)(
+            forward_step_func=forward_step,
+            data_iterator=((number, *make_batch(number)) for number in range(microbatches)),
+            model=ranks[rank],
+            num_microbatches=microbatches,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+            p2p_communicator=communicator,
+        )
+
+    reports = run_ranks(3, rank_main, network.abort, 60.0)[-1]
+    (whole,) = (stage.double() for stage in make_stages(WHOLE, config, **untied))
+    for number, report in enumerate(reports):
+        loss = whole(*make_batch(number)).mean()
+        (loss / microbatches).backward()
+        assert float(report["loss"]) == pytest.approx(loss.item(), rel=1e-12)
+    expected, found = parameters_of([whole]), parameters_of(ranks)
+    rows = [found.pop(f"output_rows.{rank}.weight").grad for rank in range(3)]
+    torch.testing.assert_close(torch.cat(rows), expected.pop(OUTPUT).grad, rtol=1e-12, atol=1e-15)
+    assert found.keys() == expected.keys()
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-12, atol=1e-14)

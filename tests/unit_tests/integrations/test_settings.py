@@ -45,6 +45,8 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "trace_dir": ("traces", '"traces"', "traces"),
     "trace_steps": ("3,10-12", '"3,10-12"', "3,10-12"),
     "trace_first_step": ("101", "101", 101),
+    "measure": ("5", "5", 5),
+    "measure_out": ("out.json", '"out.json"', "out.json"),
     "strict": ("1", "true", True),
     "any_microbatch_count": ("yes", "true", True),
     "split_weight_grad": ("no", "false", False),
@@ -52,7 +54,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
 # Fields that the engine reads and that are the model's, or the training loop's.
 NOT_SETTINGS = {
     # Megatron's layers run sequences whole.
-    *("sequence_slices", "balance_sequence_slices"),
+    *("sequence_slices", "balance_sequence_slices", "skip_tensors", "skip_cache"),
     *("tensor_model_parallel_size", "context_parallel_size", "virtual_pipeline_model_parallel_size", "hidden_size"),
     *("sequence_parallel", "enable_autocast", "autocast_dtype", "calculate_per_token_loss", "mtp_standalone"),
     *("num_microbatches_with_partial_activation_checkpoints", "defer_embedding_wgrad_compute", "cuda_graph_impl"),

@@ -120,6 +120,15 @@ def test_memory_for_one_microbatch_makes_a_round_trip_of_each():
     assert bound.reason.startswith("memory")
 
 
+def test_memory_that_is_free_after_the_input_gradient_lets_the_next_forward_go():
+    """F and I of both ranks, 4 slots, one microbatch after the other; W fits into the waits but for the last one."""
+    placement = Placement(LOOP, 2, 1)
+    memory = MemoryModel((1.0, 9.0), (1.0, 1.0), (0.0, 0.0))
+    assert lower_bound(placement, 3, StageCosts.uniform(2), memory=memory).step == 3 * 4 + 1
+    kept = replace(memory, weight=(1.0, 1.0))  # now W has to come before the next forward
+    assert lower_bound(placement, 3, StageCosts.uniform(2), memory=kept).step == 3 * 5
+
+
 def test_chunks_share_the_memory_of_their_rank():
     """One microbatch in both chunks fills a rank, so that rank 0 runs a microbatch to its end before the next one's
     second chunk: the areas add up over chunks, which no chunk shows alone.

@@ -15,12 +15,11 @@ import pytest
 
 from megatron_pp.errors import PipelineError, PlanError
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.skip_tensors import CACHES
 from megatron_pp.plan.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
-from megatron_pp.testing.toy import ToyResult, reference_run
+from megatron_pp.testing.toy import TOY_SCHEDULES, ToyResult, reference_run
 from tests.harness.plan_mutants import KINDS, mutants
 from tests.harness.race_support import exact_block, exact_data, network_for, run_plan
 from tests.harness.sweeps import EXHAUSTIVE
@@ -30,7 +29,7 @@ MICROBATCHES = 4
 
 def specs_of(schedule: str) -> list[PlanSpec]:
     """Every policy, with the other choices spread over schedules and policies; all combinations when exhaustive."""
-    turn, slices = list(SCHEDULES).index(schedule), 2 if SCHEDULES[schedule].sliced else 1
+    turn, slices = list(TOY_SCHEDULES).index(schedule), 2 if TOY_SCHEDULES[schedule].sliced else 1
     choices = [(p, c, v) for p in POLICIES for c in CHANNELS for v in (False, True)]
     if not EXHAUSTIVE:
         choices = [choices[4 * i + (turn + i) % 4] for i in range(len(POLICIES))]
@@ -38,7 +37,7 @@ def specs_of(schedule: str) -> list[PlanSpec]:
         PlanSpec(
             schedule,
             pipeline_size=2 if EXHAUSTIVE or (turn + i) % 3 else 3,
-            num_chunks=SCHEDULES[schedule].chunks or 2,
+            num_chunks=TOY_SCHEDULES[schedule].chunks or 2,
             num_microbatches=MICROBATCHES // slices,
             policy=policy,
             channels=channels,
@@ -89,11 +88,11 @@ class Judge:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", TOY_SCHEDULES)
 def test_every_harmful_plan_mutant_is_refused(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
     count: Counter[tuple[str, str]] = Counter()
     escaped = []
-    for turn, spec in enumerate(specs_of(schedule), list(SCHEDULES).index(schedule)):
+    for turn, spec in enumerate(specs_of(schedule), list(TOY_SCHEDULES).index(schedule)):
         plan = build_plan(spec)
         judge = Judge(plan)
         for what, mutant in sampled(plan, turn):

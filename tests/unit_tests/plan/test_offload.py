@@ -26,6 +26,7 @@ from megatron_pp.plan.instruction import (
     parse_instruction,
     parse_program,
 )
+from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.plan.repeated import Repeated
@@ -296,3 +297,27 @@ def test_copies_are_local() -> None:
     spec = PlanSpec("pipe_offload", 4, 2, 8)
     without = [tuple(at for at in program if at.op not in COPIES) for program in build_plan(spec).programs]
     assert without == list(build_plan(replace(spec, offload_chunks=0)).programs)
+
+
+# -- auto -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("copy", "offloads"), [(None, False), (0.5, True), (20.0, False)])
+def test_auto_offloads_where_copies_are_measured_and_hidden(copy: float | None, offloads: bool) -> None:
+    """Under a limit in which a faster order fits when it offloads; the plan that runs is the one that was chosen."""
+    measured = Measured(memory_limit=3.0, offload=copy)
+    spec = PlanSpec("auto", 2, 2, 4, measured=measured)
+    searching = SCHEDULES["auto"].search
+    best = searching.__self__.result(spec).best  # type: ignore[union-attr]
+    plan, verdict = verified_plan(spec)
+    assert plan.offloads == offloads
+    assert max(verdict.activations) <= 3.0
+    assert plan.programs == best.plan.programs
+    costs, network = measured.costs(4), measured.network()
+    assert simulate(plan, costs, network).makespan == best.makespan
+    whole = build_plan(replace(spec, measured=replace(measured, offload=None)))
+    assert (best.makespan < simulate(whole, costs, network).makespan) == offloads
+
+
+def test_without_a_limit_auto_offloads_nothing() -> None:
+    assert not build_plan(PlanSpec("auto", 2, 2, 4, measured=Measured(offload=0.0))).offloads

@@ -15,6 +15,7 @@ from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.instruction import format_program, parse_program
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.serialize import format_plan, parse_plan
+from megatron_pp.plan.sim.memory import ModelShape, peak_bytes, rank_memory
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import BATCHED, DEVICE_RULES, ONE_WAY, PLAIN, SHARED, Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
@@ -45,6 +46,17 @@ def test_a_step_takes_no_longer_than_balanced_stages(name: str, output: float) -
     assert step < 1.03 * balanced
     on_last_stage = simulate(build_plan(PlanSpec("1f1b", size, 1, microbatches)), costs, network).makespan
     assert on_last_stage > (1 + 0.7 * output / layers) * step / (1 + output / size / layers)
+
+
+def test_ranks_share_the_output_layers_memory() -> None:
+    """Each has a quarter of the table and of the logits; without them the ranks differ by the embedding alone."""
+    shape = ModelShape(num_layers=8, hidden_size=64, seq_length=32, vocab_size=50_000)
+    static = [rank_memory(build_plan(PlanSpec("vocab_1f1b", 4, 1, 8)), rank, shape).static for rank in range(4)]
+    table = shape.vocab_size * shape.hidden_size * shape.bytes_per_parameter
+    none = replace(shape, vocab_size=0).static_bytes([1], 4)
+    assert static == pytest.approx([none + 1.25 * table, *[none + 0.25 * table] * 3])
+    whole, split = (peak_bytes(build_plan(PlanSpec(name, 4, 1, 8)), shape) for name in ("1f1b", "vocab_1f1b"))
+    assert whole[3] - split[3] > 0.75 * table + 0.5 * shape.logits_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -21,6 +21,7 @@ from megatron_pp.plan.instruction import (
     ENABLE_GRAD_SYNC,
     GRAD_SYNC,
     INPUT_GRAD,
+    OUTPUT_T,
     WEIGHT_GRAD,
     Instruction,
     instruction,
@@ -55,13 +56,17 @@ class Reductions:
         elif at.op == GRAD_SYNC and self.explicit:
             self._reduce(at.chunk, "whole")
             self._reduce(at.chunk, "split")
+            self._reduce(at.chunk, "output layer")
             self.enabled = False
-        elif at.op in BACKWARD_OPS or at.op == WEIGHT_GRAD:
+        elif at.op in BACKWARD_OPS or at.op in (WEIGHT_GRAD, OUTPUT_T):
             self._complete(at)
             if self.closes:
                 self.enabled = self.closes = False
 
     def _complete(self, at: Instruction) -> None:
+        if at.op == OUTPUT_T:
+            self._add(at, "output layer")
+            return
         puts_off = (at.chunk, at.mb) in self.split
         if at.op in BACKWARD_OPS:
             self._add(at, "whole")

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import CHANNELS, ONE_WAY, POLICIES
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS, HostileNetwork
 from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.toy import ToyData, ToyResult, reference_run
+from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData, ToyResult, reference_run
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.sweeps import EXHAUSTIVE
 
@@ -28,7 +27,7 @@ FLAGS: dict[str, dict[str, bool]] = {
     "plain": {},
 }
 # As at import time: "auto" schedules search for minutes at large shapes.
-LARGE = [name for name in SCHEDULES if not name.startswith("auto")]
+LARGE = [name for name in TOY_SCHEDULES if not name.startswith("auto")]
 CHUNKED = "interleaved_1f1b"
 
 
@@ -39,7 +38,7 @@ def reference(num_stages: int, data: ToyData, forward_only: bool) -> ToyResult:
 
 
 def chunks_of(schedule: str, wanted: int) -> int:
-    return SCHEDULES[schedule].chunks or wanted
+    return TOY_SCHEDULES[schedule].chunks or wanted
 
 
 def difference(
@@ -63,7 +62,7 @@ def difference(
         data,
         network=network,
         forward_only=forward_only,
-        prepare=split_weight_grad if convert and SCHEDULES[schedule].splits_weight else None,
+        prepare=split_weight_grad if convert and TOY_SCHEDULES[schedule].splits_weight else None,
         timeout=120.0,
         pipeline_schedule=schedule,
         p2p_channels=ONE_WAY if network.one_way else "shared",
@@ -77,13 +76,13 @@ def difference(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HOSTILE_NETWORKS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", TOY_SCHEDULES)
 def test_every_schedule_and_policy(schedule: str, policy: str, kind: type[HostileNetwork]) -> None:
     """On one of the eight combinations of size, channels and polling. They take turns, so that every schedule, and
     every policy on every network, meets all of them.
     """
     combinations = list(enumerate(product((2, 3), CHANNELS, (False, True))))
-    turn = list(SCHEDULES).index(schedule) + 3 * POLICIES.index(policy) + HOSTILE_NETWORKS.index(kind)
+    turn = list(TOY_SCHEDULES).index(schedule) + 3 * POLICIES.index(policy) + HOSTILE_NETWORKS.index(kind)
     some = combinations if EXHAUSTIVE else [combinations[turn % len(combinations)]]
     for seed, (size, channels, pollable) in some:
         num_chunks = chunks_of(schedule, 2)
@@ -118,7 +117,7 @@ def test_sixteen_ranks_and_up_to_eight_chunks(schedule: str, policy: str, kind: 
 @st.composite
 def runs(draw: st.DrawFn) -> dict[str, Any]:
     """A pipeline of any shape, a schedule, a policy, and a network with a seed."""
-    schedule = draw(st.sampled_from(list(SCHEDULES)))
+    schedule = draw(st.sampled_from(list(TOY_SCHEDULES)))
     size = draw(st.integers(1, 6))
     num_chunks = chunks_of(schedule, draw(st.integers(1, 4)))
     kind = draw(st.sampled_from(HOSTILE_NETWORKS))

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pp.integrations.freed_outputs import freed_output, leave_freed_outputs, take_freed_outputs
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.runtime.deallocate import accumulate, backward_root, custom_backward
 from megatron_pp.runtime.pairs import in_turn
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import (
     HIDDEN,
+    TOY_SCHEDULES,
     ToyBlock,
     ToyData,
     ToyResult,
@@ -99,7 +99,7 @@ def both_alone(size: int, kind: str, flip: bool) -> ToyResult:
 
 def both_in_threads(size: int, kind: str, flip: bool, wrap: Callable[[Any], Any], **fields: Any) -> ToyResult:
     """One step of ``size`` ranks. ``wrap`` makes of a stage's list what it gives."""
-    splits = SCHEDULES[fields["pipeline_schedule"]].splits_weight
+    splits = TOY_SCHEDULES[fields["pipeline_schedule"]].splits_weight
 
     def forward_step(data_iterator: Iterator[Any], model: Any) -> Any:
         x, target = next(data_iterator)
@@ -132,7 +132,7 @@ POLICIES = ({"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {}, {"overlap_
     size=st.sampled_from([2, 3]),
     flip=st.booleans(),
     wrap=st.sampled_from([list, tuple]),
-    schedule=st.sampled_from([name for name, family in SCHEDULES.items() if family.chunks == 1]),
+    schedule=st.sampled_from([name for name, family in TOY_SCHEDULES.items() if family.chunks == 1]),
     policy=st.sampled_from(POLICIES),
 )
 def test_a_stage_that_gives_what_its_graph_has_saved(
@@ -185,13 +185,13 @@ class EndsInTanh(ToyBlock):
 @settings(max_examples=10, derandomize=True, deadline=None, database=None)
 @given(
     size=st.sampled_from([2, 3]),
-    schedule=st.sampled_from([name for name, family in SCHEDULES.items() if family.search is None]),
+    schedule=st.sampled_from([name for name, family in TOY_SCHEDULES.items() if family.search is None]),
     policy=st.sampled_from(POLICIES),
 )
 def test_one_output_under_every_schedule(
     block: Callable[[int], Any], size: int, schedule: str, policy: dict[str, Any]
 ) -> None:
-    family = SCHEDULES[schedule]
+    family = TOY_SCHEDULES[schedule]
     chunks = family.chunks or 2
     result = run_in_threads(
         *(size, chunks, DATA),

@@ -17,7 +17,6 @@ from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import PipelineError, ScheduleInputError, SendBufferError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.instruction import POST_OF, parse_instruction
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.spec import BATCHED, OVERLAP, PLAIN, PlanSpec
 from megatron_pp.plan.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor
@@ -26,7 +25,7 @@ from megatron_pp.runtime.send_buffer_check import WatchedExecutor, checksum, exe
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork
 from megatron_pp.testing.memory_transport import MemoryTransport
 from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run
+from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData, reference_run
 from tests.harness.executor_mutants import EARLY_RELEASES, DeallocatesWhatItDefers, OwnsNothing
 from tests.harness.race_support import PlanRun, exact_data, network_for, run_plan
 
@@ -127,10 +126,10 @@ def test_the_write_is_caught_by_nothing_else_before_it_has_done_harm() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", FLAGS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", TOY_SCHEDULES)
 def test_a_sound_engine_is_left_alone(schedule: str, policy: str) -> None:
     """Through the entry points, with both checks of debug mode on, over the network that poisons."""
-    num_chunks = SCHEDULES[schedule].chunks or 2
+    num_chunks = TOY_SCHEDULES[schedule].chunks or 2
     for forward_only, deallocate in ((False, True), (True, True), (False, False)):
         data = ToyData(5)
         result = run_in_threads(
@@ -155,7 +154,7 @@ def backward_first(forward_call: HalfCall, backward_call: HalfCall) -> None:
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    schedule=st.sampled_from(sorted(set(SCHEDULES) - {"auto"})),
+    schedule=st.sampled_from(sorted(set(TOY_SCHEDULES) - {"auto"})),
     policy=st.sampled_from(sorted(FLAGS)),
     pairs=st.sampled_from([None, in_turn, backward_first]),
     size=st.integers(2, 4),
@@ -177,7 +176,7 @@ def test_no_sound_run_is_reported(
     seed: int,
 ) -> None:
     """With overlapped pairs an output may be used up by its backward before its FREE_F has been done."""
-    num_chunks = SCHEDULES[schedule].chunks or 1 + seed % 2
+    num_chunks = TOY_SCHEDULES[schedule].chunks or 1 + seed % 2
     data = ToyData(microbatches)
     fields = {"pipeline_schedule": schedule, "max_pending_sends": sends, **FLAGS[policy]}
     network = PoisoningNetwork(size, seed=seed, pollable=pollable)

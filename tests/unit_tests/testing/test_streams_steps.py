@@ -9,12 +9,11 @@ import torch
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.errors import PipelineError
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
 from megatron_pp.runtime.pairs import HalfCall, on_two_streams
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.streams import check_streams
-from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config, toy_loss
+from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData, toy_chunks, toy_config, toy_loss
 from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.stream_runs import POLICIES, toy_step_on_streams
 
@@ -31,7 +30,7 @@ def assert_sound(schedule: str, size: int, data: ToyData, **more: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", TOY_SCHEDULES)
 def test_no_schedule_races(schedule: str, policy: str, variable: bool) -> None:
     assert_sound(schedule, 2, ToyData(4, variable=variable), **POLICIES[policy])
 
@@ -42,7 +41,7 @@ def test_nor_do_they_when_sends_are_found_done_early(schedule: str, seed: int) -
     assert_sound(schedule, 3, ToyData(5), seed=seed, **OVERLAP)
 
 
-@pytest.mark.parametrize("schedule", [name for name, family in SCHEDULES.items() if family.splits_weight])
+@pytest.mark.parametrize("schedule", [name for name, family in TOY_SCHEDULES.items() if family.splits_weight])
 def test_split_backwards(schedule: str) -> None:
     assert_sound(schedule, 2, ToyData(4), prepare=split_weight_grad, **OVERLAP)
 

@@ -15,7 +15,6 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.instruction import PAIR, pair_up
-from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime import log_once
@@ -23,6 +22,7 @@ from megatron_pp.runtime.pairs import HalfCall, in_turn, on_two_streams
 from megatron_pp.runtime.step import StepCall
 from megatron_pp.testing.pipeline import run_in_threads, run_rank, toy_step
 from megatron_pp.testing.toy import (
+    TOY_SCHEDULES,
     ToyBlock,
     ToyData,
     gradients_of,
@@ -35,13 +35,13 @@ from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
 from tests.harness.step_runs import on_ranks
 from tests.harness.sweeps import EXHAUSTIVE
 
-NAMED = [name for name, family in SCHEDULES.items() if family.search is None]
-SPLITTING = [name for name in NAMED if SCHEDULES[name].splits_weight]
+NAMED = [name for name, family in TOY_SCHEDULES.items() if family.search is None]
+SPLITTING = [name for name in NAMED if TOY_SCHEDULES[name].splits_weight]
 OVERLAP = {"overlap_p2p_comm": True}
 
 
 def chunks_of(name: str, wanted: int = 2) -> int:
-    return SCHEDULES[name].chunks or wanted
+    return TOY_SCHEDULES[name].chunks or wanted
 
 
 @pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
@@ -118,7 +118,7 @@ def test_weight_gradients_wait_as_the_plan_says(name: str) -> None:
 @pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"])
 def test_two_steps_without_zero_grad_give_twice_the_gradient_and_evaluation_touches_none(name: str) -> None:
     size, chunks, data = 2, chunks_of(name), ToyData(5)
-    placement = Placement(SCHEDULES[name].placement, size, chunks)
+    placement = Placement(TOY_SCHEDULES[name].placement, size, chunks)
     virtual = chunks if chunks > 1 else None
 
     def rank_main(rank: int, config: Any, communicator: P2PCommunicator) -> dict[str, torch.Tensor]:

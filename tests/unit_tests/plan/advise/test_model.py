@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,16 @@ def test_the_busiest_rank_has_as_little_as_can_be(ranks, chunks, most):
     stages = stages_of(units, best_counts(units, room(placement), True))
     assert max(sum(one.forward for s in row for one in stages[s]) for row in placement.stages) == most
     assert [one.kind for layers in stages for one in layers] == [EMBEDDING, *[DECODER] * 10, LOSS]
+
+
+@pytest.mark.parametrize("loss", [0.5, 2.0, 6.0])
+def test_stages_are_cut_so_that_the_dearest_is_cheapest(loss):
+    units = gpt(10, loss=loss).units(4)
+    work = [sum(one.work for one in unit) for unit in units]
+    cuts = itertools.combinations(range(1, len(work)), 3)
+    least = min(max(sum(work[a:b]) for a, b in itertools.pairwise((0, *cut, len(work)))) for cut in cuts)
+    found = stages_of(units, balanced(units, 4))
+    assert max(sum(one.work for one in layers) for layers in found) == least
 
 
 def test_memory_moves_layers_away_from_ranks_that_keep_more():

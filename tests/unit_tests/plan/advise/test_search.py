@@ -79,10 +79,12 @@ def test_recomputation_where_nothing_else_fits():
 
 def test_a_search_for_these_costs_is_at_least_as_good():
     named = search(question(pipeline_size=2, global_batch=4, schedules=("1f1b", "zb_h1")), budget=30.0).best
-    asked = question(pipeline_size=2, global_batch=4, schedules=("1f1b", "zb_h1", "auto"), max_chunks=1, memory=10.0)
+    model = Model((layer(PART, 4.0, 4.0, 4.0, 8.0, static=4.0),))
+    asked = question(pipeline_size=2, global_batch=4, schedules=("auto",), max_chunks=1, memory=12.0)
+    asked = replace(asked, models=((1, model),))
     outcome = next(evaluate(asked, one) for one in candidates(asked) if one.schedule == "auto")
     assert outcome.step <= named.step
-    assert outcome.spec.measured.memory_limit == (10.0, 10.0)  # 1.5 P microbatches need 12
+    assert outcome.spec.measured.memory_limit == (10.0, 10.0)  # 1.5 P microbatches need 12, and static memory 2
     assert our_flags(outcome, "m.json")[:4] == ["--pipeline-schedule", "auto", "--pipeline-measured", "m.json"]
 
 

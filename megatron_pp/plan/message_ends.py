@@ -1,0 +1,70 @@
+"""Ends of messages, as lowering lays them out on a rank's boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megatron_pp.plan.instruction import RECV_OPS, SEND_OPS, Instruction, placed
+
+
+class Post(NamedTuple):
+    """One end of one message. Sorted, posts stand in the order in which both ends agree: round, activations first,
+    receiving stage, microbatch.
+    """
+
+    round: int
+    towards: int  # -1 for an activation, so that it comes first
+    stage: int
+    mb: int
+    post: Instruction
+    finish: Instruction  # the WAIT or FREE that belongs to it
+    use: int  # for a receive, the entry that consumes it; for a send, the one that produced it
+    slack: int = 0  # for a send, the slots between its round and the operation that uses it
+    place: int = 0  # in its message: 0, and of the named tensors that go with it 1, 2, ...
+
+    @property
+    def channel(self) -> tuple[int, str]:
+        """Among the one-way channels of its rank."""
+        return self.post.peer, self.post.op
+
+
+class Way(NamedTuple):
+    """How a result goes to stage ``to``: by way of ``post`` and ``finish``, to or from rank ``peer``, and with it the
+    tensors ``names``; ``ends``, by microbatch and slice: of the operation that produces what comes, or that uses what
+    is sent.
+    """
+
+    peer: int
+    to: int
+    towards: int
+    post: str
+    finish: str
+    ends: dict[tuple[int, int], int]
+    names: tuple[str, ...]
+
+
+def named_posts(way: Way, due: int, at: Instruction, use: int) -> Iterable[Post]:
+    """Those of the named tensors that go with the message of ``post_of``."""
+    return (post_of(way, due, at, use, name, place) for place, name in enumerate(way.names, 1))
+
+
+def post_of(way: Way, due: int, at: Instruction, use: int, name: str = "", place: int = 0) -> Post:
+    """This rank's end of the message that ``at``, of its entry ``use``, needs or makes; ``due``: its round."""
+    peer, to, towards, post, finish, ends, _ = way
+    _, stage, mb, _, chunk, part, _, _ = at
+    first, last = placed(post, stage, mb, peer, chunk, part, name), placed(finish, stage, mb, peer, chunk, part, name)
+    return tuple.__new__(Post, (due, towards, to, mb, first, last, use, max(0, ends[(mb, part)] - 1 - due), place))
+
+
+def receives_first(posts: list[Post]) -> list[Post]:
+    """Sends stay in their order, and receives in theirs."""
+    return sorted(posts, key=lambda p: p.post.op in SEND_OPS)
+
+
+def waits_of(posts: list[Post]) -> list[Instruction]:
+    return [p.finish for p in posts if p.post.op in RECV_OPS]
+
+
+def releases_of(posts: list[Post]) -> list[Instruction]:
+    return [p.finish for p in posts if p.post.op in SEND_OPS]

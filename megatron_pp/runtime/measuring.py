@@ -1,0 +1,295 @@
+"""What a pipeline's stages, links and copies cost, measured in the first steps of a run (``config.measure``).
+
+The first training step is left out. In the next ones every compute operation is timed as a trace records it, and in
+the first of these KeptBytes counts two microbatches of each stage. When the last is over, between two steps, all ranks
+of the pipeline time their links, gather what they have found, and the job's first rank writes its pipeline's as JSON
+(``plan.measured.MeasuredFile``): ``auto`` reads it as ``pipeline_measured``, and ``megatron-pp advise --costs``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import json
+import logging
+import math
+import os
+import statistics
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_pp.comm.copy_rates import copy_rates
+from megatron_pp.comm.exchange import gather_numbers
+from megatron_pp.comm.link_times import measure_links, sizes_around
+from megatron_pp.comm.transport import Transport
+from megatron_pp.config.settings import StepSettings
+from megatron_pp.errors import ExchangeError, ScheduleInputError
+from megatron_pp.plan.costs import Link, StageCosts
+from megatron_pp.plan.files import write_whole
+from megatron_pp.plan.instruction import WEIGHT_GRAD, Instruction
+from megatron_pp.plan.measured import (
+    CopyRates,
+    Measured,
+    MeasuredFile,
+    MeasuredStep,
+    TransferTimes,
+    Units,
+    fitted_link,
+)
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.spec import Plan
+from megatron_pp.runtime.kept_bytes import Engine, KeptBytes
+from megatron_pp.tracing.files import StepRecord
+from megatron_pp.tracing.recorder import Keeper, Recording
+from megatron_pp.tracing.stage_times import TIMED, StageTimes, stage_costs
+from megatron_pp.weight_grad.store import WeightGradStore
+
+logger = logging.getLogger("megatron_pp")
+
+FILE_NAME = "megatron_pp_measured.json"
+_NOT_MEASURED = math.nan  # among numbers that are gathered
+
+# As tracers: one belongs to a model, and goes with it.
+_MEASURINGS: weakref.WeakKeyDictionary[Any, Measuring] = weakref.WeakKeyDictionary()
+
+
+def measuring_of(model: Any, settings: StepSettings, forward_only: bool) -> Measuring | None:
+    """What measures the steps of ``model``, this rank's first chunk; None where nothing is left to measure. Raises
+    ScheduleInputError where the file cannot be written.
+    """
+    if not settings.measure or forward_only:
+        return None
+    found = _MEASURINGS.get(model)
+    if found is None:
+        path = settings.measure_out or os.path.join(settings.trace_dir or "", FILE_NAME)
+        _check_path(path)
+        found = _MEASURINGS[model] = Measuring(settings.measure, path)
+    return None if found.progress.over else found
+
+
+def _check_path(path: str) -> None:
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ScheduleInputError(
+            f"config.measure_out is {path!r}, which cannot be written ({why}); name a file in a folder that can be"
+        ) from error
+
+
+class TimeKeeper(Keeper):
+    """Takes the times of steps, in seconds, while they go on; may be asked for all ranks' as often as is wished."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.times = StageTimes()
+        self.counting: KeptBytes | None = None  # in the step that is recorded now
+
+    def keep(self, plan: Plan, record: StepRecord) -> None:
+        """A slice of a sequence counts as its share of the whole."""
+        scale, counting = 1e-9 * plan.spec.slices, self.counting
+        starts, ends = ([scale * time for time in times] for times in (record.starts, record.ends))
+        disturbed = None if counting is None else counting.hooked
+        self.times.add(plan.timed(self.transport.rank), starts, ends, disturbed)
+        self.counting = None
+
+    def gathered(self, placement: Placement) -> tuple[StageCosts, bool]:
+        """The median costs of every stage, and whether all of them split their backward. Collective over the pipeline,
+        between two steps.
+        """
+        self.resolve_pending()
+        medians, stages = self.times.medians(), placement.stages[self.transport.rank]
+        mine = {stage: [medians.get((op, stage), _NOT_MEASURED) for op in TIMED] for stage in stages}
+        rows = gather_by_stage(self.transport, placement, mine)
+        known = {
+            (op, stage): time
+            for stage, row in enumerate(rows)
+            for op, time in zip(TIMED, row, strict=True)
+            if not math.isnan(time)
+        }
+        return stage_costs(known, placement.num_stages), all(
+            (WEIGHT_GRAD, stage) in known for stage in range(placement.num_stages)
+        )
+
+
+def gather_by_stage(
+    transport: Transport, placement: Placement, mine: Mapping[int, Sequence[float]]
+) -> list[list[float]]:
+    """Rows of numbers of all stages, each as long as the others, from those of this rank's. Collective."""
+    numbers = [number for stage in placement.stages[transport.rank] for number in mine[stage]]
+    width = len(numbers) // placement.num_chunks
+    rows: dict[int, list[float]] = {}
+    for rank, found in enumerate(gather_numbers(transport, numbers)):
+        for chunk, stage in enumerate(placement.stages[rank]):
+            rows[stage] = found[chunk * width : (chunk + 1) * width]
+    return [rows[stage] for stage in range(placement.num_stages)]
+
+
+@dataclass
+class _Progress:
+    """Alive until the program ends, when it says that a run was too short."""
+
+    steps: int
+    measured: int = 0
+    over: bool = False
+
+    def at_exit(self) -> None:
+        if not self.over:
+            logger.warning(
+                "the run ended after %d of the %d steps of config.measure, and nothing was written: it takes one "
+                "training step more than that",
+                *(self.measured, self.steps),
+            )
+
+
+@dataclass
+class ObservedStep:
+    """The observer of a step that is measured."""
+
+    recording: Recording
+    counting: KeptBytes | None
+
+    def watch(self, engine: Engine) -> None:
+        """The engine that runs the step, before it does."""
+        if self.counting is not None:
+            self.counting.engine = engine
+
+    def start(self) -> None:
+        self.recording.start()
+
+    def begin(self, at: Instruction) -> None:
+        self.recording.begin(at)
+        if self.counting is not None:
+            self.counting.begin(at)
+
+    def end(self, at: Instruction) -> None:
+        if self.counting is not None:
+            self.counting.end(at)
+        self.recording.end(at)
+
+    def finish(self) -> None:
+        self.recording.finish()
+        if self.counting is not None:
+            self.counting.engine = None
+
+
+class Measuring:
+    """Of one model on one rank: ``next_step`` when a training step begins, ``after_step`` when it is over."""
+
+    def __init__(self, steps: int, path: str) -> None:
+        self.path = path
+        self.progress = _Progress(steps)
+        self.keeper: TimeKeeper | None = None  # None before the first step
+        self.counted: KeptBytes | None = None
+
+    def next_step(
+        self, plan: Plan, transport: Transport, chunks: Sequence[Any], weights: WeightGradStore | None
+    ) -> ObservedStep | None:
+        """What observes the step that starts now; None for the first."""
+        if self.keeper is None:
+            self.keeper = TimeKeeper(transport)
+            if _writes(transport):
+                atexit.register(self.progress.at_exit)
+            return None
+        recording = self.keeper.recording(plan, self.progress.measured + 1)
+        if self.counted is not None:
+            return ObservedStep(recording, None)
+        self.counted = self.keeper.counting = KeptBytes(plan, transport.rank, chunks, weights)
+        return ObservedStep(recording, self.counted)
+
+    def after_step(self, plan: Plan, run: MeasuredStep) -> None:
+        """Behind the last measured step: times links, gathers and writes. Collective over the pipeline."""
+        if self.counted is None or self.keeper is None:
+            return
+        self.progress.measured += 1
+        if self.progress.measured < self.progress.steps:
+            return
+        transport, placement = self.keeper.transport, plan.placement
+        costs, split = self.keeper.gathered(placement)
+        counts = (self.counted.forward, self.counted.weight, self.counted.received)
+        mine = {
+            stage: [counted.get(stage, _NOT_MEASURED) for counted in counts]
+            for stage in placement.stages[transport.rank]
+        }
+        kept, left, received = zip(*gather_by_stage(transport, placement, mine), strict=True)
+        message = max((size for size in received if not math.isnan(size)), default=0.0)
+        network = None
+        if transport.size > 1 and message > 0:
+            network = network_times(transport, placement, message)
+        copies = _copies(transport)
+        self.progress.over = True
+        self.keeper = self.counted = None
+        atexit.unregister(self.progress.at_exit)
+        if _writes(transport):
+            values = Measured(
+                costs.forward,
+                costs.backward_input,
+                costs.weight,
+                costs.backward,
+                transfer=0.0 if network is None else dict(network.transfers)[message],
+                **_if_known("activation", kept),
+                **_if_known("weight_activation", left),
+            )
+            if transport.device.type == "cuda" and isinstance(values.activation, tuple):
+                slower = min(copies.to_host, copies.to_device)
+                values = replace(values, offload=tuple(size / slower for size in values.activation))
+            run = replace(run, steps=self.progress.steps, device=transport.device.type, split_backward=split)
+            self._write(MeasuredFile(values, Units("s", "bytes"), network, copies, run))
+
+    def _write(self, file: MeasuredFile) -> None:
+        try:
+            write_whole(self.path, json.dumps(file.to_dict(), indent=1) + "\n")
+        except ExchangeError as error:
+            logger.warning("what config.measure has found is lost: %s", error)
+            return
+        counted = isinstance(file.values.activation, tuple)
+        memory = "memory" if counted else "no memory, as stages that offload all forwards were not counted"
+        logger.warning(
+            "measured over %d steps: times of %d stages, transfers, copies, and %s, are in %s; give it to "
+            "megatron-pp advise --costs, or, with a memory_limit added, as pipeline_measured to pipeline_schedule auto",
+            *(self.progress.steps, len(file.values.forward), memory, self.path),  # type: ignore[arg-type]
+        )
+
+
+def network_times(transport: Transport, placement: Placement, message: float) -> TransferTimes:
+    """Seconds of transfers of sizes around ``message`` bytes, on all links of the pipeline. Collective over it, between
+    two steps.
+    """
+    edges, sizes = placement.rank_edges, sizes_around(message)
+    mine = measure_links(transport, edges, sizes)
+    numbers = [time for edge in edges for time in mine.get(edge, [_NOT_MEASURED] * len(sizes))]
+    of_ranks = gather_numbers(transport, numbers)
+    rows = {}
+    for at, (source, target) in enumerate(edges):
+        rows[source, target] = of_ranks[source][at * len(sizes) : (at + 1) * len(sizes)]
+    usual = [statistics.median(times) for times in zip(*rows.values(), strict=True)]
+    links = [(*edge, *_link_values(fitted_link(list(zip(sizes, times, strict=True))))) for edge, times in rows.items()]
+    whole = _link_values(fitted_link(list(zip(sizes, usual, strict=True))))
+    return TransferTimes(message, *whole, tuple(zip(sizes, usual, strict=True)), tuple(links))
+
+
+def _link_values(link: Link) -> tuple[float, float | None]:
+    return link.latency, link.bandwidth if math.isfinite(link.bandwidth) else None
+
+
+def _copies(transport: Transport) -> CopyRates:
+    """The median over the pipeline's ranks. Collective."""
+    between, *mine = copy_rates(transport.device)
+    out, back = (statistics.median(rates) for rates in zip(*gather_numbers(transport, mine), strict=True))
+    return CopyRates(between, out, back)
+
+
+def _if_known(name: str, values: Sequence[float]) -> dict[str, Any]:
+    return {} if any(map(math.isnan, values)) else {name: tuple(map(int, values))}
+
+
+def _writes(transport: Transport) -> bool:
+    """Whether this is the job's first rank."""
+    return transport.global_rank(transport.rank) == 0

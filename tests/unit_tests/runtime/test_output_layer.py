@@ -1,0 +1,241 @@
+"""A step whose output layer is split over all ranks: the losses and gradients of the whole one, in float64 to 1e-12."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_pp import PipelineStage, SplitOutputLayer
+from megatron_pp.errors import MegatronPPError, PlanError, ScheduleInputError
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.instruction import OUTPUT_LAYER_OPS
+from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.verifier import verify
+from megatron_pp.runtime.output_layer import rows_of_rank
+from megatron_pp.schedules import get_forward_backward_func
+from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
+from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.threads import run_ranks
+from megatron_pp.testing.toy import HIDDEN, ToyBlock
+from tests.harness.plan_mutants import mutants
+from tests.harness.step_runs import P2PCommunicator, ThreadGroup, toy_config
+
+SEQ, BATCH = 3, 2
+NAMES = ("vocab_1f1b", "vocab_1f1b_alg1")
+
+
+def mean_loss(losses: torch.Tensor) -> Any:
+    return losses.mean(), {"loss": float(losses.detach().mean())}
+
+
+def weighted_sum(losses: torch.Tensor) -> Any:
+    """A mask over tokens, as a loss function's gradient differs from token to token."""
+    weight = torch.arange(losses.numel(), dtype=losses.dtype).view(losses.shape) % 3
+    loss = (losses * weight).sum()
+    return loss, weight.sum().int(), {"loss": float(loss.detach())}
+
+
+@dataclass(frozen=True)
+class Case:
+    schedule: str
+    size: int
+    microbatches: int
+    vocab: int = 11
+    loss: Callable[[torch.Tensor], Any] = mean_loss
+    dtype: torch.dtype = torch.float64
+
+    def weight(self) -> torch.Tensor:
+        return torch.randn(self.vocab, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=self.dtype)
+
+    def data(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        draw = torch.Generator().manual_seed(3)
+        for _ in range(self.microbatches):
+            x = torch.randn(SEQ, BATCH, HIDDEN, generator=draw, dtype=self.dtype)
+            yield x, torch.randint(self.vocab, (SEQ, BATCH), generator=draw)
+
+
+class Stage(torch.nn.Module):
+    def __init__(self, case: Case, rank: int, split: bool = True) -> None:
+        super().__init__()
+        self.block = ToyBlock(rank).to(case.dtype)
+        if split:
+            self.output = SplitOutputLayer(HIDDEN, case.vocab, rank, case.size, dtype=case.dtype)
+            with torch.no_grad():
+                self.output.weight.copy_(case.weight()[self.output.rows.start : self.output.rows.stop])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+def step(
+    case: Case, network: MemoryNetwork | None = None, split: bool = True, block: Any = Stage, **more: Any
+) -> tuple[list[list[Any]], list[Stage]]:
+    """Reports and stages of all ranks."""
+    stages = [block(case, rank, split) for rank in range(case.size)]
+    network = network or MemoryNetwork(case.size)
+    fields = {name: more.pop(name) for name in list(more) if name != "forward_only"}
+
+    def forward_step(data: Any, model: Any) -> Any:
+        x, labels = next(data)
+        hidden = model(x)
+        return (model.inner.output(hidden, labels) if split else hidden), case.loss
+
+    def rank_main(rank: int) -> list[Any]:
+        config = toy_config(pipeline_dtype=case.dtype, pipeline_schedule=case.schedule, **fields)
+        with network.running(rank):
+            return get_forward_backward_func(case.size)(
+                forward_step_func=forward_step,
+                data_iterator=case.data(),
+                model=PipelineStage(stages[rank], config),
+                num_microbatches=case.microbatches,
+                seq_length=SEQ,
+                micro_batch_size=BATCH,
+                p2p_communicator=P2PCommunicator(ThreadGroup(rank, case.size), config, network.transport(rank)),
+                **more,
+            )
+
+    return run_ranks(case.size, rank_main, network.abort, 60.0), stages
+
+
+def check(case: Case, reports: list[list[Any]], stages: list[Stage]) -> None:
+    """Against the same model in one process, its output layer whole."""
+    blocks, weight = [ToyBlock(stage).to(case.dtype) for stage in range(case.size)], case.weight().requires_grad_()
+    losses = []
+    for x, labels in case.data():
+        for block in blocks:
+            x = block(x)
+        token_losses = F.cross_entropy((x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none")
+        loss, *tokens, report = case.loss(token_losses.view(labels.shape))
+        (loss / (tokens[0] if tokens else 1) / case.microbatches).backward()
+        losses.append(report["loss"])
+    assert reports[:-1] == [[]] * (case.size - 1)
+    assert [report["loss"] for report in reports[-1]] == pytest.approx(losses, rel=1e-12)
+    pairs = [(torch.cat([stage.output.weight.grad for stage in stages]), weight.grad)]
+    for stage, block in zip(stages, blocks, strict=True):
+        pairs += [(a.grad, b.grad) for a, b in zip(stage.block.parameters(), block.parameters(), strict=True)]
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("size", "microbatches", "vocab"), [(1, 2, 7), (2, 1, 11), (3, 5, 4), (4, 9, 11)])
+def test_losses_and_gradients_are_those_of_the_whole_layer(name: str, size: int, microbatches: int, vocab: int) -> None:
+    """Where rows do not divide, the last rank has fewer, or none."""
+    case = Case(name, size, microbatches, vocab)
+    check(case, *step(case))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "fields", [{"batch_p2p_comm": True}, {"variable_seq_lengths": True}, {"deallocate_pipeline_outputs": False}]
+)
+def test_so_they_are_with_other_communication_and_a_sum_over_tokens(name: str, fields: dict[str, Any]) -> None:
+    case = Case(name, 3, 5, loss=weighted_sum)
+    check(case, *step(case, **fields))
+
+
+@pytest.mark.parametrize("network", HOSTILE_NETWORKS)
+def test_so_they_are_on_hostile_networks(network: type[MemoryNetwork]) -> None:
+    for name in NAMES:
+        case = Case(name, 3, 6)
+        check(case, *step(case, network(case.size)))
+
+
+def test_steps_are_equal_to_the_bit_from_run_to_run() -> None:
+    case = Case("vocab_1f1b", 3, 5, dtype=torch.float32)
+    first, second = (step(case) for _ in range(2))
+    assert first[0] == second[0]
+    for one, other in zip(first[1], second[1], strict=True):
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_evaluation_gives_the_losses_and_no_gradients(name: str) -> None:
+    case = Case(name, 3, 4)
+    reports, stages = step(case, forward_only=True)
+    assert reports == step(case)[0]
+    assert all(parameter.grad is None for stage in stages for parameter in stage.parameters())
+
+
+def test_hooks_of_the_rows_fire_once_a_microbatch() -> None:
+    """As data-parallel wrappers count on."""
+    case, fired = Case("vocab_1f1b", 2, 3), []
+
+    def hooked(case: Case, rank: int, split: bool) -> Stage:
+        stage = Stage(case, rank, split)
+        stage.output.weight.register_post_accumulate_grad_hook(lambda _: fired.append(rank))
+        return stage
+
+    step(case, block=hooked)
+    assert sorted(fired) == [0] * 3 + [1] * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_verify_accepts_of_mutants_gives_the_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On hostile networks; `test_output_layer.py` of the plans counts what it refuses."""
+    case, rng = Case(name, 2, 4), random.Random(3)
+    plan = build_plan(PlanSpec(name, case.size, 1, case.microbatches))
+    accepted = [mutant for what, mutant in mutants(plan, rng, 4) if is_of_output_layer(what) and is_accepted(mutant)]
+    assert len(accepted) >= 5
+    for turn, mutant in enumerate(accepted[:12]):
+        monkeypatch.setattr("megatron_pp.runtime.step.build_plan", lambda *_, mutant=mutant: mutant)
+        check(case, *step(case, HOSTILE_NETWORKS[turn % 3](case.size, seed=turn), overlap_p2p_comm=True))
+
+
+def is_of_output_layer(what: str) -> bool:
+    return any(f" {op}0" in what for op in OUTPUT_LAYER_OPS)
+
+
+def is_accepted(plan: Plan) -> bool:
+    try:
+        verify(plan)
+    except PlanError:
+        return False
+    return True
+
+
+def test_rows_are_padded_on_the_last_ranks() -> None:
+    assert [rows_of_rank(11, rank, 4) for rank in range(4)] == [range(3), range(3, 6), range(6, 9), range(9, 11)]
+    assert [len(rows_of_rank(5, rank, 4)) for rank in range(4)] == [2, 2, 1, 0]
+
+
+def test_model_and_schedule_have_to_agree() -> None:
+    with pytest.raises(ScheduleInputError, match=r"this rank's model has 0 megatron_pp\.SplitOutputLayer"):
+        step(Case("vocab_1f1b", 2, 2), split=False)
+    with pytest.raises(ScheduleInputError, match="schedule 1f1b leaves the output layer to the last stage"):
+        step(Case("1f1b", 2, 2))
+
+
+def test_labels_of_another_shape_are_refused() -> None:
+    layer = SplitOutputLayer(HIDDEN, 5, 0, 1)
+    with pytest.raises(ScheduleInputError, match=r"labels have shape \[2, 3\]; .* \[3, 2\]"):
+        layer(torch.zeros(3, 2, HIDDEN), torch.zeros(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_that_fails_ends_the_collectives_of_the_others(name: str) -> None:
+    """They would otherwise wait for it without end."""
+
+    class Failing(Stage):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count = getattr(self, "count", 0) + 1
+            if self.count == 3 and isinstance(self.rank, int) and self.rank == 0:
+                raise MegatronPPError("rank 0 fails")
+            return super().forward(x)
+
+    def block(case: Case, rank: int, split: bool) -> Stage:
+        stage = Failing(case, rank, split)
+        stage.rank = rank
+        return stage
+
+    before = threading.active_count()
+    with pytest.raises(MegatronPPError, match="rank 0 fails"):
+        step(Case(name, 2, 4), block=block)
+    assert threading.active_count() <= before + 4
