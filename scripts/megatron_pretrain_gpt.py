@@ -94,7 +94,7 @@ def equal(one: Steps, other: Steps) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--schedules", default="interleaved_1f1b,zb_v,v_half,v_min,1f1b_v,dualpipe_v")
+    parser.add_argument("--schedules", default="interleaved_1f1b,zb_v,dualpipe_v")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each run")
     options = parser.parse_args()
     checkout, schedules = options.checkout.resolve(), options.schedules.split(",")
