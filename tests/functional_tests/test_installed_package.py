@@ -33,7 +33,7 @@ print("difference", result.difference(reference_run(4, data)))
 EVERY_HELP = """
 from contextlib import suppress
 from megatron_pp.cli import main
-for command in ([], ["plan"], ["verify"], ["simulate"], ["draw"], ["report"]):
+for command in ([], ["plan"], ["verify"], ["simulate"], ["advise"], ["draw"], ["report"]):
     with suppress(SystemExit):
         main([*command, "--help"])
 """

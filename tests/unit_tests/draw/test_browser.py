@@ -197,8 +197,9 @@ def test_zooming_shows_a_part_of_all_charts_and_fit_the_whole(browser, screensho
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_colours_are_on_the_canvas(browser, screenshots, tmp_path, scheme):
-    picture = screenshots / f"dualpipe_v_{scheme}.png"
-    opened(browser, tmp_path, [timeline_of("dualpipe_v")], 1200, scheme=scheme).save_screenshot(str(picture))
+    picture = screenshots / f"colours_{scheme}.png"
+    timelines = [timeline_of(schedule) for schedule in ("dualpipe_v", "vocab_1f1b")]  # every operation is in one
+    opened(browser, tmp_path, timelines, 1200, scheme=scheme).save_screenshot(str(picture))
     pixels = matplotlib.image.imread(picture)[..., :3]
     assert (pixels[0, 0].mean() < 0.2) == (scheme == "dark")
     for colour in OPERATIONS.values():

@@ -13,7 +13,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan, lowered_plan
 from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.dataflow import KIND_OF, RESULT_OF, inputs_of
-from megatron_pp.plan.family import Order
+from megatron_pp.plan.family import Order, no_offloads
 from megatron_pp.plan.instruction import (
     BACKWARD,
     COMPUTE_OPS,
@@ -170,19 +170,19 @@ def sweep(schedule: str, sizes: Iterable[int], chunks: Iterable[int], every: int
     """Default plans for each kind of run, and in turn every other choice. Of the numbers of microbatches each
     ``every``, beginning with another one for the next schedule; without it, a few.
     """
-    fixed = SCHEDULES[schedule].chunks
+    family = SCHEDULES[schedule]
     choices = itertools.cycle(
         {"policy": policy, "channels": channels, "variable_shapes": variable, "overlap_pairs": pairs, **more}
         for policy, channels, variable, pairs, more in itertools.product(
             POLICIES,
             CHANNELS,
             (False, True),
-            (False, True),
+            (False, True) if family.offloads is no_offloads else (False,),
             ({}, {"forward_only": True}, {"lookahead": 3, "release_after": 3}, {"split_backward": False}),
         )
     )
     for p in sizes:
-        for v in chunks if fixed is None else (fixed,):
+        for v in chunks if family.chunks is None else (family.chunks,):
             for m in range(1 + NAMED.index(schedule) % every, 3 * p + 3, every) if every else (1, 2, p, 2 * p + 1):
                 for device in RUNS:
                     spec = PlanSpec(schedule, p, v, m, device=device)

@@ -13,7 +13,7 @@ import pytest
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import builder, lower
 from megatron_pp.plan.builder import build_plan, forget_plans, lowered_plan, verified_plan
-from megatron_pp.plan.family import Order, every_microbatch
+from megatron_pp.plan.family import Order, every_microbatch, no_offloads
 from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.orders import SCHEDULES, register
 from megatron_pp.plan.orders.loop import one_f_one_b
@@ -54,7 +54,7 @@ def sampled_spec(schedule: str, rng: random.Random) -> PlanSpec:
         lookahead=rng.choice((0, 1, 1, 2)),
         grad_sync=rng.choice((HOOKS, EXPLICIT)),
         param_sync=rng.random() < 0.5,
-        overlap_pairs=rng.random() < 0.3,
+        overlap_pairs=rng.random() < 0.3 and family.offloads is no_offloads,
         split_backward=rng.random() < 0.7,
         device=tuple(rule for rule in DEVICE_RULES[1:] if rng.random() < 0.2),
     )
