@@ -114,7 +114,7 @@ class SplitOutputLayer(torch.nn.Module):
         maximum = gathered[:, 0].amax(0)
         total, target = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(0), gathered[:, 2].sum(0)
         scale = ((of.statistics[0] - maximum).exp() / total)[:, None]
-        of.statistics = torch.stack((maximum, total, target))
+        of.statistics.copy_(torch.stack((maximum, total, target)))  # in place: its memory is the compute stream's
         of.exponentials.mul_(scale)
         if of.part is not None and len(rows):
             place, mine = _own_labels(of.labels, rows)

@@ -32,7 +32,7 @@ from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData
 from megatron_pp.tracing.recorder import Tracer, chosen_steps
 from megatron_pp.weight_grad.fused import add_weight_grad, fused_kernels
 from tests.functional_tests import race_cases
-from tests.harness import processes
+from tests.harness import output_layer_runs, processes
 from tests.harness.nccl_runs import FailingBlock, step_on_nccl
 from tests.harness.train_flags import SMALL_MODEL
 from tests.harness.training_ranks import train_here
@@ -76,6 +76,12 @@ def steps(folder: Path) -> None:
         report, _ = step_on_nccl(2, 2, ToyData(4), **fields)
         assert not report.races, report
     assert len(list(folder.glob("trace-*.jsonl"))) == 2
+
+
+def a_split_output_layer(folder: Path) -> None:
+    """Collectives on a stream of their own."""
+    report, *_ = output_layer_runs.step_on_nccl(output_layer_runs.Case("vocab_1f1b", 2, 3))
+    assert not report.races, report
 
 
 def pairs_by_schedule_plans(folder: Path) -> None:
@@ -213,6 +219,7 @@ def the_soak_on_nccl(folder: Path) -> None:
 
 SCENARIOS: tuple[Scenario, ...] = (
     steps,
+    a_split_output_layer,
     pairs_by_schedule_plans,
     times_of_events,
     a_failure,

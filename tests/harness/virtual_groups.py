@@ -181,6 +181,10 @@ class VirtualGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """What the other ranks have afterwards is undefined."""
+        return self.allreduce(tensors)
+
     def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None) -> Any:
         everyone = self._exchange(tensors[0])
         everyone.insert(self.rank(), tensors[0])

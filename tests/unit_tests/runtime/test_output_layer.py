@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_pp import PipelineStage, SplitOutputLayer
+from megatron_pp import SplitOutputLayer
 from megatron_pp.errors import MegatronPPError, PlanError, ScheduleInputError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.instruction import OUTPUT_LAYER_OPS
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
 from megatron_pp.runtime.output_layer import rows_of_rank
-from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import HIDDEN, ToyBlock
+from tests.harness.output_layer_runs import Case, Stage, step, step_on_nccl
 from tests.harness.plan_mutants import mutants
-from tests.harness.step_runs import P2PCommunicator, ThreadGroup, toy_config
 
-SEQ, BATCH = 3, 2
 NAMES = ("vocab_1f1b", "vocab_1f1b_alg1")
-
-
-def mean_loss(losses: torch.Tensor) -> Any:
-    return losses.mean(), {"loss": float(losses.detach().mean())}
 
 
 def weighted_sum(losses: torch.Tensor) -> Any:
@@ -40,68 +31,6 @@ def weighted_sum(losses: torch.Tensor) -> Any:
     weight = torch.arange(losses.numel(), dtype=losses.dtype).view(losses.shape) % 3
     loss = (losses * weight).sum()
     return loss, weight.sum().int(), {"loss": float(loss.detach())}
-
-
-@dataclass(frozen=True)
-class Case:
-    schedule: str
-    size: int
-    microbatches: int
-    vocab: int = 11
-    loss: Callable[[torch.Tensor], Any] = mean_loss
-    dtype: torch.dtype = torch.float64
-
-    def weight(self) -> torch.Tensor:
-        return torch.randn(self.vocab, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=self.dtype)
-
-    def data(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        draw = torch.Generator().manual_seed(3)
-        for _ in range(self.microbatches):
-            x = torch.randn(SEQ, BATCH, HIDDEN, generator=draw, dtype=self.dtype)
-            yield x, torch.randint(self.vocab, (SEQ, BATCH), generator=draw)
-
-
-class Stage(torch.nn.Module):
-    def __init__(self, case: Case, rank: int, split: bool = True) -> None:
-        super().__init__()
-        self.block = ToyBlock(rank).to(case.dtype)
-        if split:
-            self.output = SplitOutputLayer(HIDDEN, case.vocab, rank, case.size, dtype=case.dtype)
-            with torch.no_grad():
-                self.output.weight.copy_(case.weight()[self.output.rows.start : self.output.rows.stop])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x)
-
-
-def step(
-    case: Case, network: MemoryNetwork | None = None, split: bool = True, block: Any = Stage, **more: Any
-) -> tuple[list[list[Any]], list[Stage]]:
-    """Reports and stages of all ranks."""
-    stages = [block(case, rank, split) for rank in range(case.size)]
-    network = network or MemoryNetwork(case.size)
-    fields = {name: more.pop(name) for name in list(more) if name != "forward_only"}
-
-    def forward_step(data: Any, model: Any) -> Any:
-        x, labels = next(data)
-        hidden = model(x)
-        return (model.inner.output(hidden, labels) if split else hidden), case.loss
-
-    def rank_main(rank: int) -> list[Any]:
-        config = toy_config(pipeline_dtype=case.dtype, pipeline_schedule=case.schedule, **fields)
-        with network.running(rank):
-            return get_forward_backward_func(case.size)(
-                forward_step_func=forward_step,
-                data_iterator=case.data(),
-                model=PipelineStage(stages[rank], config),
-                num_microbatches=case.microbatches,
-                seq_length=SEQ,
-                micro_batch_size=BATCH,
-                p2p_communicator=P2PCommunicator(ThreadGroup(rank, case.size), config, network.transport(rank)),
-                **more,
-            )
-
-    return run_ranks(case.size, rank_main, network.abort, 60.0), stages
 
 
 def check(case: Case, reports: list[list[Any]], stages: list[Stage]) -> None:
@@ -130,6 +59,16 @@ def test_losses_and_gradients_are_those_of_the_whole_layer(name: str, size: int,
     """Where rows do not divide, the last rank has fewer, or none."""
     case = Case(name, size, microbatches, vocab)
     check(case, *step(case))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_nccl_collectives_run_on_a_stream_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On virtual devices, by the transport for NCCL: nothing is read before a collective has written it."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    case = Case(name, 3, 4)
+    report, *results = step_on_nccl(case)
+    assert not report.races, str(report)
+    check(case, *results)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,26 +15,7 @@ from tests.harness.processes import run_processes
 PROGRAMS = ("tests.harness.device_scenarios", "tests.harness.device_scenario_megatron")
 # (file, line): why no scenario runs it.
 _ONLY_WITHOUT_A_GPU = "part of what replaces torch.zeros on machines that have no GPU"
-_NO_COLLECTIVES = "the virtual NCCL has none; not yet run on a GPU"
 EXEMPT = {
-    **{
-        ("megatron_pp/comm/collectives.py", line): _NO_COLLECTIVES
-        for line in (
-            "stream.wait_stream(torch.cuda.current_stream())",
-            "with torch.cuda.stream(stream), torch.no_grad():",
-            "collective(collectives)",
-            "self._event = stream.record_event()",
-            "torch.cuda.current_stream().wait_event(self._event)",
-            "return True",
-        )
-    },
-    **{
-        ("megatron_pp/comm/transport.py", line): _NO_COLLECTIVES
-        for line in (
-            'if self.backend == "nccl":',
-            "self._collective_stream = torch.cuda.Stream(self.device, priority=-1)",
-        )
-    },
     ("benchmarks/engine_megatron.py", 'if kwargs.get("device") == "cuda":'): _ONLY_WITHOUT_A_GPU,
     ("benchmarks/engine_megatron.py", 'kwargs["device"] = "cpu"'): _ONLY_WITHOUT_A_GPU,
     ("scripts/megatron_own_tests.py", "if not torch.cuda.is_available():"): "in processes of Megatron's tests",
