@@ -108,7 +108,7 @@ def checked_tensors(tensors: Iterable[SkipTensor], num_stages: int) -> tuple[Ski
         if wrong or not one.users:
             given = f"stage {wrong[0]} uses it" if wrong else "no stage uses it"
             raise PlanError(
-                f"tensor {one.name} of stage {one.source}: {given}; later stages do, up to {num_stages - 1}"
+                f"tensor {one.name} of stage {one.source}: {given}; only stages behind it may, up to {num_stages - 1}"
             )
     return tuple(found)
 

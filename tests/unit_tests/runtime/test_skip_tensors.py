@@ -184,7 +184,7 @@ def test_a_stage_that_gives_something_else_is_named(fault, error, words, monkeyp
     [
         (
             {"skip_tensors": "a=0>2"},
-            "config.skip_tensors: tensor a of stage 0: stage 2 uses it; later stages do, up to 1",
+            "config.skip_tensors: tensor a of stage 0: stage 2 uses it; only stages behind it may, up to 1",
         ),
         ({"skip_tensors": "a=0>1", "skip_cache": "some"}, "cache of skip tensors"),
         ({"skip_tensors": "a=0>1", "cuda_graph_impl": "transformer_engine"}, "does not go with cuda_graph_impl"),
