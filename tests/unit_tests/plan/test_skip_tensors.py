@@ -99,7 +99,7 @@ def test_stages_declare_what_they_produce_and_use():
         ("a=0>", "declares no tensor"),
         ("a=0>1 nograd", "declares no tensor"),
         ("a=3>4", "there is no stage 4|stage 4 uses it; only stages behind it may, up to 3"),
-        ("a=1>1", "stage 1 uses it; later stages do"),
+        ("a=1>1", "stage 1 uses it; only stages behind it may"),
         ("a=7>8", "there is no stage 7"),
         ("a=0>1; a=1>2", "declared 2 times"),
         ("9=0>1", "no name of a tensor"),
