@@ -50,7 +50,7 @@ EXAMPLES = """examples:
 
 exit codes: 0 done, 1 nothing fits into the memory, 2 wrong arguments
 """
-_BUDGETS = ((8, 8.0), (16, 50.0))  # seconds up to so many ranks
+_BUDGETS = ((8, 7.0), (16, 50.0))  # seconds up to so many ranks
 _LONGEST = 100.0
 _ORDER_SHARE = 0.2  # of the budget, for the order of unequal microbatches
 _JOBS = 2
@@ -58,7 +58,7 @@ _JOBS = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     advise_input.add_arguments(parser)
-    budget = "seconds to search; default 8 up to 8 ranks, 50 up to 16, then 100"
+    budget = "seconds to search; default 7 up to 8 ranks, 50 up to 16, then 100"
     parser.add_argument("--budget-s", type=number, metavar="S", help=budget)
     parser.add_argument("--jobs", type=whole, metavar="N", help="processes that search; default 2, or fewer cores")
     parser.add_argument("--plot", metavar="FILE", help="step time against memory, as .svg or .png")
