@@ -33,9 +33,9 @@ ranks="${NPROC:-$((gpus >= 2 ? gpus : 2))}"
 defaults=()
 if [[ " $* " != *" --resume"* && " $* " != *" --config"* ]]; then
     defaults=(--overlap-p2p-comm --num-layers "$((ranks > 2 ? 2 * ranks : 4))")
-    # A schedule brings its number of model chunks.
+    # A schedule brings its number of model chunks; without one it is interleaved 1F1B, also of --sequence-slices.
     if [[ " $* " != *" --pipeline-schedule"* ]]; then
-        defaults+=(--pipeline-schedule interleaved_1f1b --virtual-pipeline-model-parallel-size 2)
+        defaults+=(--virtual-pipeline-model-parallel-size 2)
     fi
 fi
 

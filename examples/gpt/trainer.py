@@ -225,7 +225,7 @@ class Trainer:
             is_middle = not (chunk.pre_process or chunk.post_process or chunk.output_rows)
             data_rank = parallel_state.get_data_parallel_rank()
             iterators.append(samples.step_iterator(step, data_rank, self.device, numbers_only=is_middle))
-        several = len(self.chunks) > 1
+        several = self.config.virtual_pipeline_model_parallel_size is not None
         self.timers.take_seconds()
         start = time.perf_counter()
         reports = self._schedule(

@@ -23,14 +23,18 @@ SIZES = [*SHORT, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(S
 SLICED = [name for name, family in SCHEDULES.items() if family.sliced]
 SPLIT_OUTPUT = [name for name, family in SCHEDULES.items() if family.barriers]
 FILES = {"own.json": "json", "pytorch.csv": "torch-csv"}
+NO_SCHEDULE = {  # what is asked for without naming one
+    "one chunk": ["--virtual-pipeline-model-parallel-size", "1"],
+    "slices": ["--virtual-pipeline-model-parallel-size", "2", "--sequence-slices", "4"],
+}
 
 
 def flags_of(name: str, folder: Path) -> list[str]:
     schedule = str(folder / name) if name in FILES else name
     more = ["--overlap-pairs", "in_turn"] if name == "dualpipe_v" else []
     more += ["--sequence-slices", "4"] if name in SLICED else []
-    flags = ["--overlap-p2p-comm", "--pipeline-schedule", schedule, "--run-dir", str(folder / "runs" / name)]
-    return [*SIZES, *flags, *more]
+    named = NO_SCHEDULE.get(name, ["--pipeline-schedule", schedule])
+    return [*SIZES, "--overlap-p2p-comm", *named, "--run-dir", str(folder / "runs" / name), *more]
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = build_plan(PlanSpec("zb_v", RANKS, 2, MICROBATCHES, policy="overlap"))
     for name, form in FILES.items():
         save_plan(plan, folder / name, form)
-    train(RANKS, folder, *(flags_of(name, folder) for name in (*SCHEDULES, *FILES)))
+    train(RANKS, folder, *(flags_of(name, folder) for name in (*SCHEDULES, *FILES, *NO_SCHEDULE)))
     return folder
 
 
 @pytest.mark.parametrize(
-    "name", [*(name for name in SCHEDULES if name not in ("1f1b", *SLICED, *SPLIT_OUTPUT)), *FILES]
+    "name", [*(name for name in SCHEDULES if name not in ("1f1b", *SLICED, *SPLIT_OUTPUT)), *FILES, "one chunk"]
 )
 def test_every_schedule_takes_the_steps_of_1f1b(name: str, folder: Path) -> None:
     """Losses, gradient norms and validation losses, to the last bit."""
@@ -55,8 +59,8 @@ def test_every_schedule_takes_the_steps_of_1f1b(name: str, folder: Path) -> None
 
 def test_slices_take_the_steps_of_1f1b_but_for_rounding(folder: Path) -> None:
     """And the same ones, to the last bit, whatever the schedule of slices."""
-    runs = [numbers(folder / "runs" / name) for name in SLICED]
-    assert runs == [runs[0]] * len(SLICED)
+    runs = [numbers(folder / "runs" / name) for name in (*SLICED, "slices")]
+    assert runs == [runs[0]] * len(runs)
     assert losses(folder / "runs" / SLICED[0]) == pytest.approx(losses(folder / "runs" / "1f1b"), rel=1e-5)
 
 
@@ -78,6 +82,8 @@ def test_the_script_brings_the_chunks_that_a_schedule_needs_and_says_what_is_spl
     monkeypatch.setenv("MEGATRON_PP_PYTHON", str(python))
     monkeypatch.setenv("NPROC", str(RANKS))
     script = str(ROOT / "scripts" / "train.sh")
+    sliced = subprocess.run(["bash", script, "--sequence-slices", "4"], capture_output=True, text=True, check=True)
+    assert sliced.stdout.splitlines()[-4:] == NO_SCHEDULE["slices"]
     asked = [*SIZES, "--pipeline-schedule", schedule, "--run-dir", str(folder / "runs" / "script")]
     started = subprocess.run(["bash", script, *asked], capture_output=True, text=True, check=True).stdout.splitlines()
     launcher, program = (str(ROOT / "scripts" / name) for name in ("launch.py", "train.py"))

@@ -138,7 +138,7 @@ def test_a_grid_takes_no_trace(command, option):
         ("plan --forward-only --grad-sync explicit", ["--grad-sync does not go with --forward-only"]),
         ("plan --param-sync", ["--param-sync marks the parameters of several model chunks"]),
         ("plan --skip-cache all", ["--skip-cache says what ranks keep of --skip-tensors, and there are none"]),
-        ("plan -P 2 --skip-tensors a=0>2", ["tensor a of stage 0: stage 2 uses it; only stages behind it may, up to 1"]),
+        ("plan -P 2 --skip-tensors a=0>2", ["stage 2 uses it; only stages behind it may, up to 1"]),
         ("plan --list -P 4", ["--pipeline-size does not go with --list"]),
         ("plan --compute-only --format json", ["--compute-only is for text, not json"]),
         ("plan --import whole.json --policy plain", ["--policy is plain; the plan in whole.json was lowered with"]),
