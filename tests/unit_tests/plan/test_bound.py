@@ -44,6 +44,7 @@ def memory_of(plan, rng):
     return replace(free, limits=tuple(peaks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_simulated_plan_is_below_the_bound(family, policy):

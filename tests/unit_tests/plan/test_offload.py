@@ -302,6 +302,7 @@ def test_copies_are_local() -> None:
 # -- auto -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("copy", "offloads"), [(None, False), (0.5, True), (20.0, False)])
 def test_auto_offloads_where_copies_are_measured_and_hidden(copy: float | None, offloads: bool) -> None:
     """Under a limit in which a faster order fits when it offloads; the plan that runs is the one that was chosen."""

@@ -59,6 +59,7 @@ def test_ranks_share_the_output_layers_memory() -> None:
     assert whole[3] - split[3] > 0.75 * table + 0.5 * shape.logits_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_hold_under_all_policies_and_rules(name: str) -> None:
     for size, microbatches in ((2, 1), (3, 7), (6, 15)):
@@ -83,6 +84,7 @@ def test_a_split_output_layer_has_one_chunk_a_rank() -> None:
         Placement("loop", 2, 2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_at_least_four_mutants_of_each_new_instruction_are_caught(name: str) -> None:
     """Dropped, repeated, exchanged or moved: refused, or harmless where it stays within its bounds."""

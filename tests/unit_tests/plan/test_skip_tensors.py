@@ -150,6 +150,7 @@ def shapes() -> list[PlanSpec]:
     return specs
 
 
+@pytest.mark.slow
 def test_every_shape_verifies():
     specs = shapes()
     assert len(specs) > 60

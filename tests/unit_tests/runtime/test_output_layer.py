@@ -116,6 +116,7 @@ def test_hooks_of_the_rows_fire_once_a_microbatch() -> None:
     assert sorted(fired) == [0] * 3 + [1] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_what_verify_accepts_of_mutants_gives_the_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On hostile networks; `test_output_layer.py` of the plans counts what it refuses."""

@@ -57,6 +57,7 @@ def test_a_bound_is_for_equal_ones():
         lower_bound(plan.placement, 3, replace(StageCosts.uniform(2), microbatches=(1.0, 2.0, 3.0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_the_order_is_nearly_the_best_of_all(schedule):
     model = Model((layer(PART, 2.0, 2.0, 2.0, 1.0),))
