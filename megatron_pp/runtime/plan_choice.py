@@ -67,7 +67,7 @@ def spec_fields(
 
 
 def _check_offloading(settings: StepSettings, pairs: bool) -> None:
-    """Raises ScheduleInputError where what a forward saves cannot be told, or is not its own."""
+    """Raises ScheduleInputError where what a forward saves cannot be known, or is not its own."""
     if pairs:
         raise ScheduleInputError(
             "pairs of a forward and a backward (overlapped_forward_backward) do not go with offloading: of what they "

@@ -20,7 +20,7 @@ Report = Callable[[int, int, str], None]
 """Takes how many candidates are done, of how many, and what is looked at."""
 
 _GAIN = 0.002  # a search whose bound is not this much below the best step is not worth its time
-_AS_FAST = 1e-3  # steps that differ by less are told apart by their memory
+_AS_FAST = 1e-3  # of steps that differ by less, the one with less memory is better
 _EXTRA = 1.0  # of the budget, where nothing that fits was found within it
 _CHUNK = 0.01  # for so much of the bound a search with one chunk more, which takes longer, comes later
 _POLL = 0.02  # seconds
