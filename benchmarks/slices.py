@@ -13,7 +13,7 @@ from benchmarks.engines import Step
 from benchmarks.memory import peak_bytes
 from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row
-from benchmarks.stages import TimedStage
+from benchmarks.stages import TimedStage, mean_loss
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.sim.simulate import simulate
@@ -117,7 +117,7 @@ def _sleeping_step(size: int, args: argparse.Namespace, case: Case) -> Step:
     def forward_step(data_iterator: Any, model: Any) -> Any:
         (x,) = next(data_iterator)
         part = sequence_slice()
-        return model(x if part is None else part.of(x, 0)), _mean_loss
+        return model(x if part is None else part.of(x, 0)), mean_loss
 
     def data(torch: Any) -> Any:
         return ((torch.zeros(args.seq, 1, args.hidden),) for _ in range(args.microbatches))
@@ -186,8 +186,3 @@ def _scheduled(
         )
 
     return step
-
-
-def _mean_loss(output: Any) -> tuple[Any, dict[str, Any]]:
-    loss = output.mean()
-    return loss, {"loss": loss.detach()}

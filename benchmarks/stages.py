@@ -116,3 +116,9 @@ def sleep_until(when: float) -> None:
     left = when - time.perf_counter()
     if left > 0:
         time.sleep(left)
+
+
+def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss function, and its report."""
+    loss = output.mean()
+    return loss, {"loss": loss.detach()}

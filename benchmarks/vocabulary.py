@@ -11,7 +11,7 @@ from benchmarks.engines import Step
 from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row
 from benchmarks.slices import median_ms
-from benchmarks.stages import TimedStage, sleep_until
+from benchmarks.stages import TimedStage, mean_loss, sleep_until
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.orders import SCHEDULES
@@ -129,7 +129,7 @@ def _step(rank: int, size: int, args: argparse.Namespace, name: str) -> Step:
     def forward_step(data_iterator: Any, model: Any) -> Any:
         x, labels = next(data_iterator)
         hidden = model(x)
-        return (stage.output(hidden, labels) if barriers else hidden), _mean_loss
+        return (stage.output(hidden, labels) if barriers else hidden), mean_loss
 
     def step() -> None:
         get_forward_backward_func(size)(
@@ -143,8 +143,3 @@ def _step(rank: int, size: int, args: argparse.Namespace, name: str) -> Step:
         )
 
     return step
-
-
-def _mean_loss(output: Any) -> tuple[Any, dict[str, Any]]:
-    loss = output.mean()
-    return loss, {"loss": loss.detach()}

@@ -97,6 +97,9 @@ POST_OF = {
 }
 """What a WAIT or FREE of a message or a collective waits for."""
 
+FINISHED_BY = {post: finish for finish, post in POST_OF.items()}
+"""The WAIT or FREE that waits for it."""
+
 COPY_OF = {FREE_OFFLOAD: OFFLOAD, WAIT_LOAD: LOAD}
 """The copy that FREE_OFFLOAD or WAIT_LOAD waits for."""
 
@@ -274,6 +277,11 @@ def pair_up(order: Iterable[Instruction]) -> list[Instruction]:
 def each(program: Iterable[Instruction]) -> Iterator[Instruction]:
     """The program with the members of each group in its place."""
     return (one for at in program for one in at.members or (at,))
+
+
+def numbered(program: Iterable[Instruction]) -> Iterator[tuple[int, Instruction]]:
+    """As ``each``, with the index of the entry that each stands in."""
+    return ((i, one) for i, at in enumerate(program) for one in at.members or (at,))
 
 
 def without_pairs(program: Iterable[Instruction]) -> Iterator[Instruction]:

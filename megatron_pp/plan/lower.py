@@ -59,6 +59,7 @@ from megatron_pp.plan.instruction import (
     SENT_BY,
     Instruction,
     batch,
+    numbered,
     pair,
     pair_up,
     placed,
@@ -223,12 +224,7 @@ class _RankLowering:
         An output is released before its own backward at the latest: the gradient that comes back shows that the send is
         done, and what is released then needs no memory in the backward.
         """
-        backwards = {
-            (at.stage, at.mb, at.slice): i
-            for i, entry in enumerate(self.order)
-            for at in entry.members or (entry,)
-            if at.op in BACKWARD_OPS
-        }
+        backwards = {(at.stage, at.mb, at.slice): i for i, at in numbered(self.order) if at.op in BACKWARD_OPS}
         turns = sorted(set(backwards.values())) if STATIC_BUFFERS in self.spec.device else []
         last, after = len(self.order), 1 + self.spec.release_after
         apart = self.spec.pipeline_size // 2 if self.placement.num_chunks > 1 else 0

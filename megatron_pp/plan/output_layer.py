@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import Result
-from megatron_pp.plan.instruction import NONE, Instruction, placed
+from megatron_pp.plan.instruction import NONE, Instruction, each, numbered, placed
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import DEVICE_SYNC, PlanSpec
 
@@ -56,7 +56,7 @@ def collectives_of(
     there.
     """
     found = sorted(_each(order, ends, placement, forward_only), key=lambda each: each[0])
-    at = {(one.op, one.mb): i for i, entry in enumerate(order) for one in entry.members or (entry,)}
+    at = {(one.op, one.mb): i for i, one in numbered(order)}
     is_root = rank == placement.output_root
     made = []
     for (due, _, mb), op in found:
@@ -70,8 +70,8 @@ def collectives_of(
         else:
             uses = at.get((ins.OUTPUT_T, mb)), backward if is_root else None
             use = min((one for one in uses if one is not None), default=None)
-        stage, wait = placement.stages[rank][0], next(wait for wait, post in ins.POST_OF.items() if post == op)
-        ends_of = placed(op, stage, mb, NONE, 0), placed(wait, stage, mb, NONE, 0)
+        stage = placement.stages[rank][0]
+        ends_of = placed(op, stage, mb, NONE, 0), placed(ins.FINISHED_BY[op], stage, mb, NONE, 0)
         made.append(Collective(due, *ends_of, ready, use, op == ins.BROADCAST and not is_root))
     return made
 
@@ -84,7 +84,7 @@ def _each(
 ) -> Iterator[tuple[tuple[int, int, int], str]]:
     """((round, place in _ORDER, microbatch), op) of every collective; ``order``: that of any rank."""
     trains_with_two = placement.barriers == 2 and not forward_only
-    for mb in (one.mb for entry in order for one in entry.members or (entry,) if one.op == ins.OUTPUT_S):
+    for mb in (one.mb for one in each(order) if one.op == ins.OUTPUT_S):
         for place, op in enumerate(_ORDER if trains_with_two else _ORDER[1:]):
             stages = placement.output_stages if op != ins.BROADCAST else placement.output_stages[-1:]
             yield (max(ends[(MADE_BY[op], stage)][(mb, NONE)] for stage in stages), place, mb), op

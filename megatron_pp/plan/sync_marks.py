@@ -8,7 +8,7 @@ behind rank 0 in the forward direction and ahead in the backward one (Megatron's
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
@@ -22,6 +22,7 @@ from megatron_pp.plan.instruction import (
     SYNC_OPS,
     WEIGHT_GRAD,
     Instruction,
+    numbered,
 )
 from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 
@@ -41,18 +42,13 @@ def syncs_of(spec: PlanSpec, rank: int, order: Sequence[Instruction]) -> tuple[S
     return before, after
 
 
-def _singles(order: Sequence[Instruction]) -> Iterator[tuple[int, Instruction]]:
-    """(index of its entry, operation) of every operation, those of pairs included."""
-    return ((i, at) for i, entry in enumerate(order) for at in entry.members or (entry,))
-
-
 def _param_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before: Syncs) -> None:
     """Chunks 0 and 1 up front; chunk c + 1 when the first microbatch of chunk c is due on rank 0. One chunk alone is
     left to the wrapper's own pre-forward hooks, as in Megatron.
     """
     if spec.num_chunks == 1:
         return
-    forwards = [(i, at) for i, at in _singles(order) if at.op == FORWARD]
+    forwards = [(i, at) for i, at in numbered(order) if at.op == FORWARD]
     first = {at.chunk: k for k, (_, at) in reversed(list(enumerate(forwards))) if at.mb == 0}
     stages = {at.chunk: at.stage for _, at in forwards}
     for chunk in range(spec.num_chunks):
@@ -61,7 +57,7 @@ def _param_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before
 
 
 def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before: Syncs, after: Syncs) -> None:
-    singles = list(_singles(order))
+    singles = list(numbered(order))
     stages = {at.chunk: at.stage for _, at in singles}
     completing = [(i, at) for i, at in singles if at.op in GRADIENT_OPS]
     last = {at.chunk: k for k, (_, at) in enumerate(completing)}  # chunk -> ordinal of the one that completes it
