@@ -264,6 +264,7 @@ class FaultGuard:
 
     def _act(self) -> bool:
         """For the watchdog: if there is a failure, make every transfer here fail. Returns whether there is one."""
+        in_step = self._tracker.source is not None  # read first: once it fails, the step ends at any time
         known = self.failure or self._heartbeat.peers.failure
         here = self._tracker.observe()
         if here is None:
@@ -274,7 +275,7 @@ class FaultGuard:
         failure = known or self._find_late_mismatch(here) or self._find_stall(here)
         if failure is not None:
             self._conclude(failure, known is None)
-            if self._tracker.source is None:
+            if not in_step:
                 logger.error("pipeline rank %d, %s: %s", self.rank, here.text, self._error())
         return failure is not None
 

@@ -335,7 +335,7 @@ def test_an_error_of_one_rank_ends_all_ranks_also_in_a_validation(tmp_path: Path
     assert f"PipelinePeerError: {said}" in output
     after = output.partition("Traceback")[2].splitlines()
     assert after[-1].startswith(f"launch.py: failed: {said}")
-    assert len(after) <= 30
+    assert len(after) <= 30, output
 
 
 def test_an_error_in_the_optimizer_of_one_rank_reaches_the_other(tmp_path: Path) -> None:

@@ -86,6 +86,26 @@ def test_a_failure_elsewhere_is_found_after_the_step() -> None:
     rank.guard.close()
 
 
+def test_a_step_that_raises_the_failure_does_not_log_it_too(caplog: pytest.LogCaptureFixture) -> None:
+    """The abort makes the step fail at once: it is over before the watchdog goes on."""
+    rank = Rank()
+    aborted, over, acted = threading.Event(), threading.Event(), threading.Event()
+
+    def abort() -> None:
+        aborted.set()
+        assert over.wait(SECONDS)
+        acted.set()
+
+    rank.guard._abort = abort
+    rank.other.publish_failure(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad"))
+    with pytest.raises(PipelinePeerError, match="ValueError"), rank.guard.step(rank.source, after=WORK):
+        assert aborted.wait(SECONDS)
+    over.set()
+    assert acted.wait(SECONDS)
+    rank.guard.close()
+    assert not [record for record in caplog.records if record.levelno == logging.ERROR]
+
+
 @pytest.mark.slow
 def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
     """Its process is gone before the next read shows that it was done."""
