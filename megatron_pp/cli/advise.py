@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -130,8 +130,8 @@ def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, meas
     for sentence in sentences(question, best):
         print_line(console, f"    {sentence}")
     if order is not None:
-        numbers = f"{order.step:.4g} ms; {order.step_as_given:.4g} ms as given"
-        print_line(console, f"    microbatches, which are unequal, in the order {_listed(order.order)}: {numbers}")
+        listed, numbers = ",".join(map(str, order.order)), f"{order.step:.4g} ms; {order.step_as_given:.4g} ms as given"
+        print_line(console, f"    microbatches, which are unequal, in the order {listed}: {numbers}")
     certificate = best.certificate or {}
     rules = ", ".join(certificate.get("rules", ()))
     print_line(console, f"    verified: {rules}; {certificate.get('digest', '')}")
@@ -163,10 +163,6 @@ def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, meas
 def _name(one: Outcome) -> str:
     policy = "" if one.candidate.policy == "overlap" else f" {one.candidate.policy}"
     return f"{one.candidate}{policy}"
-
-
-def _listed(order: Sequence[int]) -> str:
-    return ",".join(map(str, order))
 
 
 def _excess(one: Outcome) -> str:

@@ -30,8 +30,7 @@ class WaitHandle:
     """One posted message (a tensor or a list of tensors).
 
     Until ``wait()`` has returned, the handle, and the communicator that keeps it, hold the tensors: dropping the handle
-    or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a send.
-    """
+    or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a send."""
 
     __slots__ = ("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "tensor")
 

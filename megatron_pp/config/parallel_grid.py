@@ -51,8 +51,7 @@ def fit_grid(
     """The grid of ``world_size`` ranks; data parallelism takes what the others leave.
 
     Raises WorldSizeError, with the nearest world sizes that fit, where something is left over, and ConfigError for
-    sizes below 1.
-    """
+    sizes below 1."""
     whole_number("tensor_model_parallel_size", tensor_parallel)
     whole_number("pipeline_model_parallel_size", pipeline_parallel)
     whole_number("context_parallel_size", context_parallel)

@@ -197,8 +197,7 @@ def schedule_name(schedule: str | None, num_chunks: int, slices: int) -> str:
 
 def schedule_family(schedule: str | None, num_chunks: int, slices: int) -> Family:
     """The family that ``config.pipeline_schedule`` names. Raises ScheduleError for an unknown name, a file that cannot
-    be read, or another number of chunks, or of slices of a sequence, than the family has.
-    """
+    be read, or another number of chunks, or of slices of a sequence, than the family has."""
     whole_number("sequence_slices", slices)
     name = schedule_name(schedule, num_chunks, slices)
     family = known_family(name)

@@ -24,8 +24,7 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     """The options of one step, by the names of the config's fields (see `TransformerConfig`).
 
     A field that the config lacks, as Megatron's configs lack ours, or that is None, has the default of
-    `TransformerConfig`, environment variables included.
-    """
+    `TransformerConfig`, environment variables included."""
 
     tensor_model_parallel_size: int
     context_parallel_size: int
@@ -80,8 +79,7 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     @classmethod
     def from_config(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
         """Reads every field of ``config`` once; values in ``overrides``, by field, stand instead of its own. Raises
-        ScheduleInputError for an impossible value.
-        """
+        ScheduleInputError for an impossible value."""
         if isinstance(config, cls):
             return config
         read = [default if (given := getattr(config, name, None)) is None else given for name, default in _DEFAULTS]

@@ -29,8 +29,7 @@ class FaultStore:
     Failures are visible in the whole job: tensor- and data-parallel peers of a failed pipeline would hang as well. The
     epoch hides keys from before a re-initialisation. It counts the objects made over these ranks, as a rank may be in
     more pipelines than its peers, one after the other. Threads may make those of several pipelines over the same ranks
-    in different orders, so the first member to make one sets its epoch.
-    """
+    in different orders, so the first member to make one sets its epoch."""
 
     def __init__(
         self, store: Any, pipeline: str, rank: int, size: int, global_rank: int, members: Iterable[int] = ()

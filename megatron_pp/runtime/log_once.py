@@ -24,8 +24,7 @@ def warn_once(message: str) -> None:
 
 def certify_once(plan: Plan) -> None:
     """Log, for information and once per process, what is proven of ``plan``, and what is predicted of one that was
-    searched for measured times.
-    """
+    searched for measured times."""
     if logger.isEnabledFor(logging.INFO):
         with _LOCK:
             _inform(f"{plan.spec.describe()}: {plan.certificate}")

@@ -104,8 +104,7 @@ class _Kept:
 class Offloads:
     """Copies what the forwards of a rank's step keep to host memory and back, as the plan says.
 
-    ``keys``: the forwards that are offloaded; ``chunks``: the rank's model chunks. ``kept`` is empty after the step.
-    """
+    ``keys``: the forwards that are offloaded; ``chunks``: the rank's model chunks. ``kept`` is empty after the step."""
 
     def __init__(self, copies: HostCopies, keys: frozenset[Key], chunks: Iterable[Any]) -> None:
         self.copies = copies
@@ -192,8 +191,7 @@ class Offloads:
 
 def stand_in(tensor: Any) -> None:
     """Take the data from a leaf (or a list of them), of which only the gradient is asked for from here on: one element
-    stands for all. Views of it keep the data.
-    """
+    stands for all. Views of it keep the data."""
     for one in tensor if isinstance(tensor, (list, tuple)) else (tensor,):
         if isinstance(one, Tensor):
             one.data = one.new_empty(()).expand(one.shape)

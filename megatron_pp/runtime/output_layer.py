@@ -35,8 +35,7 @@ class _Microbatch:
     """What a rank keeps of one microbatch.
 
     ``exponentials`` are ``[tokens, rows]``, of logits less their row's maximum here; ``statistics`` ``[3, tokens]``:
-    that maximum, the sum of exponentials and the target's logit, of the rank's rows, then of all.
-    """
+    that maximum, the sum of exponentials and the target's logit, of the rank's rows, then of all."""
 
     labels: Tensor
     loss_func: Callable[..., Any]
@@ -62,8 +61,7 @@ class SplitOutputLayer(torch.nn.Module):
         vocab_size: rows of the whole weight.
         rank, size: this rank's place in the pipeline.
 
-    ``weight``: ``[rows, hidden_size]``, ``rows`` the numbers of its rows; drawn by the caller.
-    """
+    ``weight``: ``[rows, hidden_size]``, ``rows`` the numbers of its rows; drawn by the caller."""
 
     def __init__(self, hidden_size: int, vocab_size: int, rank: int, size: int, **factory: Any) -> None:
         super().__init__()
@@ -89,8 +87,7 @@ class SplitOutputLayer(torch.nn.Module):
 
     def pass_s(self, of: _Microbatch, with_input_grad: bool) -> None:
         """Logits of the rank's rows, and what follows from them alone; with ``with_input_grad`` the gradient of X as
-        far as it does, ``exponentials @ weight``.
-        """
+        far as it does, ``exponentials @ weight``."""
         weight, rows = self.weight, self.rows
         assert of.x is not None
         x = of.x.flatten(0, -2)
@@ -106,8 +103,7 @@ class SplitOutputLayer(torch.nn.Module):
 
     def combine(self, of: _Microbatch, gathered: Tensor) -> None:
         """The statistics of all ranks from ``gathered``, ``[ranks, 3, tokens]``, in the order of ranks. Scales the
-        rank's exponentials to its softmax, and makes its part of X's gradient whole, but for that of the loss.
-        """
+        rank's exponentials to its softmax, and makes its part of X's gradient whole, but for that of the loss."""
         weight, rows = self.weight, self.rows
         assert of.statistics is not None
         assert of.exponentials is not None
@@ -122,8 +118,7 @@ class SplitOutputLayer(torch.nn.Module):
 
     def pass_t(self, of: _Microbatch, with_input_grad: bool) -> None:
         """The weight gradient of the rank's rows, added to the parameter's as autograd does, its hooks included; with
-        ``with_input_grad`` the rank's part of X's gradient.
-        """
+        ``with_input_grad`` the rank's part of X's gradient."""
         weight, rows = self.weight, self.rows
         assert of.x is not None
         assert of.exponentials is not None
@@ -147,8 +142,7 @@ def split_layers(chunks: Iterable[torch.nn.Module]) -> list[SplitOutputLayer]:
 
 def check_split_layer(inputs: StepInputs, schedule: str, barriers: int, messages: Messages) -> None:
     """Raises ScheduleInputError where the model and the schedule do not agree on whether the output layer is split, or
-    the step asks for what a split one cannot give.
-    """
+    the step asks for what a split one cannot give."""
     count = len(split_layers(inputs.chunks))
     if barriers and count != 1:
         raise ScheduleInputError(
@@ -169,8 +163,7 @@ def check_split_layer(inputs: StepInputs, schedule: str, barriers: int, messages
 
 class OutputLayerSteps(ModelSteps):
     """``ModelSteps`` whose loss is the split output layer's: a forward notes the microbatch's labels and loss function,
-    and the last stage gives its output.
-    """
+    and the last stage gives its output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,8 +185,7 @@ class OutputLayerSteps(ModelSteps):
 
     def loss_grad(self, microbatch: _Microbatch) -> Tensor | None:
         """The gradient of each token's loss, ``[tokens]``; None in evaluation. On the last stage's rank the loss
-        function's report counts.
-        """
+        function's report counts."""
         options, reports = self.options, any(self._reports)
         if options.forward_only and not reports:
             return None
@@ -221,8 +213,7 @@ def _own_labels(labels: Tensor, rows: range) -> tuple[Tensor, Tensor]:
 @dataclass(eq=False)
 class OutputLayerRunner:
     """Runs S, T and the collectives of one rank; ``steps`` are those of the step. Of the engine's tables it reads the
-    last stage's ``outputs`` and makes its ``output_grads``.
-    """
+    last stage's ``outputs`` and makes its ``output_grads``."""
 
     placement: Placement
     communicator: P2PCore

@@ -36,8 +36,7 @@ def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
 
 class WatchedExecutor(PlanExecutor):
     """The engine, with a watch on the memory of its pending sends; it holds no tensor that it watches, which would hide
-    an early release. Raises SendBufferError.
-    """
+    an early release. Raises SendBufferError."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

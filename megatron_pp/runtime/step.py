@@ -18,7 +18,7 @@ from megatron_pp.runtime.communicators import communicator_for, lone_communicato
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.dict_activations import NamedSteps
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
+from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients, unsynchronised
 from megatron_pp.runtime.graph_order import check_graph_order
 from megatron_pp.runtime.log_once import certify_once, warn_once
 from megatron_pp.runtime.measuring import ObservedStep, measuring_of
@@ -33,12 +33,16 @@ from megatron_pp.runtime.plan_choice import (
     warn_of_limits,
 )
 from megatron_pp.runtime.send_buffer_check import executor_for
-from megatron_pp.runtime.sequence_slices import SliceRunner
+from megatron_pp.runtime.sequence_slices import SlicedSteps, SliceRunner
 from megatron_pp.runtime.skip_tensors import SkipRunner, check_skip_tensors
-from megatron_pp.runtime.sliced_steps import SlicedSteps
-from megatron_pp.runtime.sync_advice import unsynchronised
-from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
-from megatron_pp.tracing.recorder import Observer, message_bytes, observers, step_recording, traced_steps
+from megatron_pp.tracing.recorder import (
+    Observer,
+    message_bytes,
+    observers,
+    ranges_if_profiling,
+    step_recording,
+    traced_steps,
+)
 from megatron_pp.weight_grad import WeightGradStore, check_wrappers, store_of
 
 
@@ -49,8 +53,7 @@ class StepCall:
     ``alone``: without a pipeline. Raises ScheduleInputError before any communication. A plug-in for another training
     stack overrides ``read_settings``, ``weight_store``, ``tensor_shapes``, ``begin``, ``make_steps`` and ``finish``;
     with ``followed_by``, what its training loop does with other ranks between steps, in words, that is watched for
-    failures too.
-    """
+    failures too."""
 
     followed_by = ""
     graph_in_evaluation = False  # whether evaluation leaves autograd as the caller has it, or builds no graph

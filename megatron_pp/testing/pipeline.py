@@ -43,8 +43,7 @@ def toy_step(
 ) -> list[Any]:
     """Call the schedule function with ``chunks``, this rank's model chunks, wrapped or not. Returns its result.
 
-    ``iterators``: one per chunk in place of the data's own; ``more``: further arguments of the schedule.
-    """
+    ``iterators``: one per chunk in place of the data's own; ``more``: further arguments of the schedule."""
     chunked = len(chunks) > 1
     iterators = [data.iterator() for _ in chunks] if iterators is None else iterators
     return get_forward_backward_func(communicator.size, len(chunks) if chunked else None)(
@@ -73,8 +72,7 @@ def run_rank(
 ) -> ToyResult:
     """One step of the toy model on ``rank``; the losses (on the last stage) and the gradients of this rank's stages.
 
-    ``prepare`` is called with the rank's model chunks before the step.
-    """
+    ``prepare`` is called with the rank's model chunks before the step."""
     placement = placement_of(config, pipeline_size, num_chunks)
     chunks = toy_chunks(placement, rank, config, block)
     if prepare is not None:

@@ -59,8 +59,7 @@ class SkipBlock(ToyBlock):
 @dataclass(frozen=True)
 class ToyData:
     """Inputs and targets of M microbatches; [sequence, microbatch, hidden], float32. With ``variable`` sequence lengths
-    differ. ``first`` is the number of the first one, from which the contents are generated.
-    """
+    differ. ``first`` is the number of the first one, from which the contents are generated."""
 
     num_microbatches: int
     seq_length: int = 3

@@ -58,8 +58,7 @@ class TracedRun:
 def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> TracedRun:
     """The pipeline of global rank ``rank`` in run ``run`` (needed only where the folder holds several).
 
-    Raises ExchangeError: no traces, several runs, a missing rank, unreadable files, no step that all ranks recorded.
-    """
+    Raises ExchangeError: no traces, several runs, a missing rank, unreadable files, no step that all ranks recorded."""
     runs = run_names(folder)
     if not runs:
         raise ExchangeError(f"{folder}: there are no traces (files named trace-RUN-rankN.jsonl)")

@@ -93,8 +93,7 @@ def percent(share: float) -> str:
 def weight_work(layer: nn.Module, name: str) -> float:
     """FLOPs of a layer's weight gradients for one token of the model's input, halved: the elements of its trained
     matrices. ``name``: in its chunk; those of Megatron's ``experts`` get their even share of the tokens. A look-up
-    counts nothing.
-    """
+    counts nothing."""
     if hasattr(layer, "num_embeddings"):
         return 0.0
     matrices = (p for p in layer._parameters.values() if p is not None and p.requires_grad and p.dim() > 1)

@@ -20,9 +20,15 @@ from torch import Tensor, nn
 from megatron_pp.errors import WeightGradError
 from megatron_pp.plan.tasks import Part
 from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waiting, frozen, versions
-from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
 from megatron_pp.weight_grad.linear import Casts
-from megatron_pp.weight_grad.parameter_leaf import accumulates, follow, new_leaf, take_gradient
+from megatron_pp.weight_grad.parameter_leaf import (
+    accumulates,
+    add_and_fire,
+    add_silently,
+    follow,
+    new_leaf,
+    take_gradient,
+)
 from megatron_pp.weight_grad.report import SplitReport, percent
 from megatron_pp.weight_grad.transformer_engine import DelayedRun, SwitchedQueue, hooked_names
 
@@ -46,8 +52,7 @@ class _Backward:
 
     def puts_off(self, weight: Tensor) -> bool:
         """Whether a layer queues its gradients: for W, or in the last backward for its end, since hooks must not fire
-        inside of autograd's run.
-        """
+        inside of autograd's run."""
         return (self.split or self.final) and id(weight) not in self.whole
 
 
@@ -101,8 +106,7 @@ class WeightGradStore:
 
     def begin_step(self, last: Mapping[int, Part]) -> None:
         """Start a step. ``last`` names, per chunk, the microbatch whose W (or unsplit B) completes the chunk's
-        gradients.
-        """
+        gradients."""
         self.abort_step()
         self._last.update(last)
         self._look_up_parameters()
@@ -141,8 +145,7 @@ class WeightGradStore:
     @contextmanager
     def backward(self, chunk: int, mb: Part, split: bool = True) -> Iterator[None]:
         """Around the backward of (chunk, mb): input gradients only where ``split``, else all gradients. A slice of a
-        sequence is (mb, slice).
-        """
+        sequence is (mb, slice)."""
         key = (chunk, mb)
         if not self.armed:
             raise WeightGradError(
@@ -243,8 +246,7 @@ class WeightGradStore:
 
     def arrive(self, parameter: Tensor, leaf: Tensor) -> None:
         """Called when autograd has finished a leaf's gradient; there is none where layers queued it, or added it to
-        ``main_grad`` themselves.
-        """
+        ``main_grad`` themselves."""
         current, grad = self._current, take_gradient(leaf)
         run = None if current is None else current.switched.get(id(parameter))
         if run is not None and grad is not None and run.takes(parameter, grad):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_pp.comm.communicator import P2PCore
-from megatron_pp.config.hardware_queues import VARIABLE
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
@@ -20,6 +19,7 @@ from megatron_pp.plan.tasks import Task
 from megatron_pp.runtime import log_once, plan_choice, step
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.pairs import in_turn
+from megatron_pp.runtime.plan_choice import VARIABLE
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
 from megatron_pp.testing.pipeline import run_in_threads
