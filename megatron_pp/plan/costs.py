@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import (
@@ -124,11 +125,8 @@ class StageCosts:
         n = self.num_stages
         if n % count and count % n:
             raise PlanError(f"times of {n} stages cannot be regrouped into {count}; give a multiple or a divisor of it")
-        lists = (self.forward, self.backward, self.backward_input, self.weight, self.offload)
-        forward, backward, backward_input, weight, offload = (regrouped(times, count) for times in lists)
-        return replace(
-            self, forward=forward, backward=backward, backward_input=backward_input, weight=weight, offload=offload
-        )
+        lists: dict[str, Any] = {name: regrouped(getattr(self, name), count) for name in (*_TIMES, "offload")}
+        return replace(self, **lists)
 
     def placed(self, placement: Placement) -> StageCosts:
         """The costs where the output layer is as in ``placement``: added to the last stage's, or as passes S and T.
@@ -145,11 +143,9 @@ class StageCosts:
             s, t = (time / placement.pipeline_size for time in times)
             return replace(self, output_layer=none, passes=(s, t))
         added = forward, backward_input + weight, backward_input, weight
-        lists = (self.forward, self.backward, self.backward_input, self.weight)
-        grown = [(*times[:-1], times[-1] + more) for times, more in zip(lists, added, strict=True)]
-        return replace(
-            self, forward=grown[0], backward=grown[1], backward_input=grown[2], weight=grown[3], output_layer=none
-        )
+        lists = {name: (getattr(self, name), more) for name, more in zip(_TIMES, added, strict=True)}
+        grown: dict[str, Any] = {name: (*times[:-1], times[-1] + more) for name, (times, more) in lists.items()}
+        return replace(self, **grown, output_layer=none)
 
     def of(self, op: str, stage: int) -> float:
         """Time of a single compute operation or copy of ``stage``, of a whole sequence."""

@@ -55,14 +55,8 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "seq_length", "micro_batch_size", "element_bytes")
-        for name in (
-            *sizes,
-            "num_attention_heads",
-            "vocab_size",
-            "tensor_parallel",
-            "context_parallel",
-            "data_parallel",
-        ):
+        ranks = ("tensor_parallel", "context_parallel", "data_parallel")
+        for name in (*sizes, "num_attention_heads", "vocab_size", *ranks):
             least = 0 if name in ("num_attention_heads", "vocab_size") else 1
             if getattr(self, name) < least:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be at least {least}")
