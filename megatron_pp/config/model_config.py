@@ -305,7 +305,6 @@ class TransformerConfig(ModelParallelConfig):
 
     def layers_of_stages(self) -> list[list[int]]:
         """Layer numbers (from 0) of each of the P * V stages in model order; `plan.placement` maps stages to ranks.
-
         Raises LayoutError."""
         return place_layers(
             self.num_layers,

@@ -125,7 +125,6 @@ def check_communication(config: Any) -> None:
 
 
 def check_timeouts(config: Any) -> None:
-    """The two against each other."""
     if config.compute_timeout is not None and config.compute_timeout < config.p2p_timeout:
         raise ConfigError(
             f"compute_timeout is {config.compute_timeout!r}, below p2p_timeout, {config.p2p_timeout!r}; it must be "

@@ -100,17 +100,15 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     @property
     def device_rules(self) -> tuple[str, ...]:
         """The plan's rules of a CUDA device that runs this step; see ``plan.spec``."""
+        timed = (
+            getattr(self.timers, "_log_level", 0) >= 2
+        )  # Megatron's, around each forward and backward: they synchronise
         holds = {
             ONE_QUEUE: True,
-            DEVICE_SYNC: self._timers_synchronise if self.device_sync is None else self.device_sync,
+            DEVICE_SYNC: timed if self.device_sync is None else self.device_sync,
             STATIC_BUFFERS: self.cuda_graph_impl == TE_GRAPHS,
         }
         return tuple(rule for rule, true in holds.items() if true)
-
-    @property
-    def _timers_synchronise(self) -> bool:
-        """Whether Megatron's timers run around each forward and backward, where they synchronise the device."""
-        return getattr(self.timers, "_log_level", 0) >= 2
 
     @property
     def one_way(self) -> bool:

@@ -26,12 +26,10 @@ from megatron_pp.plan.spec import PlanSpec
 logger = logging.getLogger("megatron_pp")
 
 # What each rank decides for itself, or what follows from the rest.
-_PRIVATE_FIELDS = frozenset(
-    {
-        *("release_after", "lookahead", "grad_sync", "param_sync", "split_backward", "device"),
-        *("offload_chunks", "offload_slots"),
-    }
-)
+_PRIVATE_FIELDS = {
+    *("release_after", "lookahead", "grad_sync", "param_sync", "split_backward", "device"),
+    *("offload_chunks", "offload_slots"),
+}
 _SHOWN_AS = {
     "pipeline_size": "pipeline size (P)",
     "num_chunks": "model chunks per rank (V)",

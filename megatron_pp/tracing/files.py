@@ -60,8 +60,6 @@ class RunHeader:
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """A plan as one rank has it."""
-
     spec: PlanSpec
     placement: str
     program: tuple[Instruction, ...]
@@ -81,8 +79,6 @@ class StepRecord:
 
 @dataclass
 class RankTrace:
-    """What a file contains."""
-
     path: str
     header: RunHeader
     version: int = _VERSION

@@ -64,8 +64,6 @@ class _SplitGemm:
 
 @dataclass(slots=True)
 class DeferredProduct(Deferred):
-    """Of one grouped product."""
-
     gmm: Any
     batch_sizes: Tensor
     trans_b: bool

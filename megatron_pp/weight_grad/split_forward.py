@@ -49,7 +49,6 @@ class SplitState:
 
 
 def state_of(layer: Any) -> SplitState:
-    """The state of a converted layer."""
     state: SplitState = layer.__dict__[MARK]
     return state
 
