@@ -8,7 +8,7 @@ microbatches fill do so by their sizes, and so do two whole ones that leave a th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,7 +20,8 @@ from megatron_pp.plan.sim.greedy import ROUNDING
 
 _PARTS = range(1, 9)  # dual feasible functions that are tried, besides those of the memory's own sizes
 _CLOSE = 1e-6
-Event = tuple[float, float]  # from that time on, so much more of the memory can be in use
+Event = tuple[float, int]  # from that time on, more of the memory can be in use
+Ramp = tuple[Sequence[Event], Sequence[float]]  # how much more, for each kind of event
 
 
 def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tuple[Wait, ...]:
@@ -28,8 +29,8 @@ def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tu
 
     Of n microbatches between their forward of a stage and their backward of ``until``, the same stage or a later one of
     the rank, the first to run that backward keeps all chunks up to ``until`` and the others at least those up to
-    ``stage``. Of n between their forward and the end of their W, the last keeps its activations when its forward starts,
-    and the others those or what waits for W.
+    ``stage``. Of n between their forward and the end of their W, the last keeps its activations when its forward
+    starts, and the others those or what waits for W.
     """
     waits: list[Wait] = []
     for rank, stages in enumerate(placement.stages):
@@ -63,41 +64,45 @@ class RankRoom:
 
     def least_step(self, heads: Paths, tails: Paths) -> float:
         """No step is shorter, by any of the functions. ``heads`` and ``tails`` are paths to and from operations."""
-        if math.isinf(self.limit) or not any(self.memory.forward[s] for s in self.stages):
+        kept, late = self._sizes
+        if math.isinf(self.limit) or not any(kept):
             return 0.0
-        kept, late = ([of[s] for s in self.stages] for of in (self.memory.forward, self.memory.weight))
         parts = {math.floor(self.limit * (1 + ROUNDING) / size) for size in (*accumulate(kept), *kept, *late) if size}
-        return max(self._step(count, heads, tails) for count in {0, *_PARTS, *parts})
+        coming = sorted((row[s], chunk) for row in heads.forward for chunk, s in enumerate(self.stages))
+        leaving = [
+            (max(0.0, row[s] - self.times.backward[s] - self.times.early[s]), chunk)
+            for row in tails.backward
+            for chunk, s in enumerate(self.stages)
+        ]
+        for k in range(len(tails.backward)):  # of n that wait for their W, n - 1 are still to run
+            leaving += [(k * self.costs.weight[s], chunk) for chunk, s in enumerate(self.stages, len(self.stages))]
+        leaving.sort()
+        return max(self._step(count, len(heads.forward), coming, leaving) for count in {0, *_PARTS, *parts})
+
+    @property
+    def _sizes(self) -> tuple[list[float], list[float]]:
+        return [self.memory.forward[s] for s in self.stages], [self.memory.weight[s] for s in self.stages]
 
     def alone_from(self) -> int | None:
         """The first chunk from whose forward until the last chunk's backward the rank can keep nothing else, not even
         what waits for a W; None where there is none.
         """
-        kept, late = ([of[s] for s in self.stages] for of in (self.memory.forward, self.memory.weight))
+        kept, late = self._sizes
         left = self.limit * (1 + ROUNDING) - min(kept[0], *late)
         return next((chunk for chunk, own in enumerate(accumulate(kept)) if own > left), None)
 
-    def _step(self, parts: int, heads: Paths, tails: Paths) -> float:
+    def _step(self, parts: int, rounds: int, coming: Sequence[Event], leaving: Sequence[Event]) -> float:
         """By one function: all areas, and what cannot be used while the first forwards come and the last ones leave."""
-        stages, rounds = self.stages, len(heads.forward)
-        values = [self._value(kept, parts) for kept in accumulate(self.memory.forward[s] for s in stages)]
-        most = [max(self.memory.forward[s], self.memory.weight[s]) for s in stages]
-        filling = _gains([self._value(kept, parts) for kept in accumulate(most)])
-        coming = [(heads.forward[k][s], gain) for k in range(rounds) for s, gain in zip(stages, filling, strict=True)]
-        last = [self.times.backward[s] + self.times.early[s] for s in stages]
-        leaving = [
-            (max(0.0, tails.backward[k][s] - time), gain)
-            for k in range(rounds)
-            for s, time, gain in zip(stages, last, _gains(values), strict=True)
-        ]
-        waiting = [
-            (k * self.costs.weight[s], self._value(size, parts))
-            for k in range(rounds)
-            for s, size in zip(stages, most, strict=True)
-        ]
-        area = rounds * self._trip(values)
-        late = rounds * sum(self._late(stage, parts) for stage in stages)
-        return max(_least(area, coming, leaving), _least(area + late, coming, [*leaving, *waiting]) if late else 0.0)
+        kept, late = self._sizes
+        values = [self._value(size, parts) for size in accumulate(kept)]
+        if not values[-1]:
+            return 0.0
+        most = [max(pair) for pair in zip(kept, late, strict=True)]
+        filling = _gains([self._value(size, parts) for size in accumulate(most)])
+        drained, waiting = _gains(values), [self._value(size, parts) for size in most]
+        area, later = rounds * self._trip(values), rounds * sum(self._late(stage, parts) for stage in self.stages)
+        least = _least(area, (coming, filling), (leaving, [*drained, *(0.0 for _ in waiting)]))
+        return max(least, _least(area + later, (coming, filling), (leaving, [*drained, *waiting]))) if later else least
 
     def _value(self, size: float, parts: int) -> float:
         """Of so much memory; 0 parts: its share of the limit."""
@@ -131,7 +136,7 @@ def _gains(values: Sequence[float]) -> list[float]:
     return [value - before for value, before in zip(values, [0.0, *values], strict=False)]
 
 
-def _least(area: float, coming: Sequence[Event], leaving: Sequence[Event]) -> float:
+def _least(area: float, coming: Ramp, leaving: Ramp) -> float:
     """The least time that holds ``area`` where the memory fills up and empties like this."""
     (before, first), (after, last) = _unused(coming), _unused(leaving)
     least = area + max(before, after)
@@ -141,12 +146,15 @@ def _least(area: float, coming: Sequence[Event], leaving: Sequence[Event]) -> fl
     return max(least, area + before + after)
 
 
-def _unused(events: Iterable[Event], until: float = math.inf) -> tuple[float, float]:
+def _unused(ramp: Ramp, until: float = math.inf) -> tuple[float, float]:
     """How much of the memory, times time, cannot be in use, and when all of it can for the first time."""
     now = filled = unused = 0.0
-    for time, gain in sorted(events):
-        if filled >= 1 or now >= until:
+    events, gains = ramp
+    for time, kind in events:
+        if filled >= 1 or time >= until:
             break
-        unused += (min(time, until) - now) * (1 - filled)
-        now, filled = min(time, until), filled + gain
+        unused += (time - now) * (1 - filled)
+        now, filled = time, filled + gains[kind]
+    if filled < 1 and until < math.inf:
+        unused, now = unused + (until - now) * (1 - filled), until
     return unused, now
