@@ -35,7 +35,7 @@ class FaultStore:
     def __init__(
         self, store: Any, pipeline: str, rank: int, size: int, global_rank: int, members: Iterable[int] = ()
     ) -> None:
-        self.store = _private_client(store)
+        self.store = private_client(store)
         self.pipeline = pipeline
         self.rank = rank
         self.size = size
@@ -93,7 +93,7 @@ class FaultStore:
         return f"{self._life}/{what}/{rank}"
 
 
-def _private_client(store: Any) -> Any:
+def private_client(store: Any) -> Any:
     """A client of the same store with a connection of its own, if the kind of store has connections."""
     from torch.distributed import PrefixStore, TCPStore
 
