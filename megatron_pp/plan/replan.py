@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import family_of, with_whole_backwards
+from megatron_pp.plan.certificate import Certificate
 from megatron_pp.plan.costs import Network, StageCosts
 from megatron_pp.plan.instruction import (
     BACKWARD,
@@ -26,19 +27,24 @@ from megatron_pp.plan.instruction import (
     parse_program,
     without_pairs,
 )
+from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines
 from megatron_pp.plan.serialize import spec_from_values, spec_values
 from megatron_pp.plan.sim.bound import bound_of
-from megatron_pp.plan.sim.search import default_measured, peak_memory
+from megatron_pp.plan.sim.greedy import Problem, Scheduled
+from megatron_pp.plan.sim.improve import improved
+from megatron_pp.plan.sim.search import EFFORT, default_measured, peak_memory
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
 
 LEAST_GAIN = 0.01
 """A plan whose step is not predicted to be shorter by this share is not worth a change."""
+
+_MOVED = 6  # orders that local search makes of the one that runs
 
 _SEARCHING = {family.placement: name for name, family in SCHEDULES.items() if family.search is not None}
 
@@ -162,26 +168,57 @@ def proposed(
 
     kind = plan.placement.kind
     spec = replace(plan.spec, schedule=_SEARCHING[kind], measured=measured, split_backward=splits, offload_chunks=0)
-    search = SCHEDULES[spec.schedule].search
-    assert search is not None
-    found = replace(search(replace(spec, split_backward=True), None, adds_up_alike), spec=spec)
-    if not splits:
-        found = replace(with_whole_backwards(found), spec=spec)
-    certificate = verify(found).certificate
-    assert certificate is not None
     device = () if network.gloo else spec.device
-    old, new = (simulate(one, costs, network, device).makespan for one in (plan, found))
+
+    def step_of(other: Plan) -> float:
+        return simulate(other, costs, network, device).makespan
+
+    found, certificate = _best(list(_found(plan, spec, measured, adds_up_alike)), step_of)
+    old, new = step_of(plan), step_of(found)
     gain = 1.0 - new / old if old else 0.0
     if gain < LEAST_GAIN:
         return f"{spec.schedule} finds none that is shorter by {LEAST_GAIN:.0%} (the best one: {gain:.1%})"
-    beside = "" if shares else f", {bound_of(found, costs, network, measured.memory(plan.placement)).beside(new, "ms")}"
-    sentence = (
-        f"from {plan.spec.describe()}, predicted step {old:.4g} ms, to {spec.schedule}, {new:.4g} ms: shorter by {gain:.1%}"
-        f"{beside}"
-    )
+    beside = "" if shares else f", {bound_of(found, costs, network, measured.memory(plan.placement)).beside(new, 'ms')}"
+    steps = f"from {plan.spec.describe()}, predicted step {old:.4g} ms, to {spec.schedule}, {new:.4g} ms"
+    sentence = f"{steps}: shorter by {gain:.1%}{beside}"
     programs = tuple(map(format_program, found.programs))
     proof = certificate.rules, certificate.device, certificate.digest
     return Proposal(spec, kind, programs, *proof, sentence)
+
+
+def _found(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Plan], bool]) -> Iterator[Plan]:
+    """What the search finds, and what local search makes of the order that runs."""
+    split = replace(spec, split_backward=True)
+    search = SCHEDULES[spec.schedule].search
+    assert search is not None
+    plans = [search(split, None, allowed)]
+    ops = {at.op for order in plan.orders for at in without_pairs(order)}
+    if not (spec.split_backward and BACKWARD in ops and WEIGHT_GRAD in ops):  # local search moves one kind of both
+        placement, costs = plan.placement, measured.costs(plan.placement.num_stages)
+        memory, links = measured.memory(placement), measured.each_link
+        problem = Problem(placement, spec.num_microbatches, memory, costs, measured.transfer, links)
+        budget = EFFORT * sum(map(len, plan.orders))
+        moved = improved(problem, Scheduled([list(order) for order in plan.orders], 0.0), 0.0, budget, _MOVED)
+        plans += [lowered(split, placement, one.orders) for one in moved]
+    for one in plans:
+        if one is plans[0] or allowed(one):
+            yield replace(one if spec.split_backward else with_whole_backwards(one), spec=spec)
+
+
+def _best(plans: Sequence[Plan], step_of: Callable[[Plan], float]) -> tuple[Plan, Certificate]:
+    """The first that ``verify`` accepts, from the shortest on."""
+    *others, last = sorted(plans, key=step_of)
+    for plan in others:
+        try:
+            verify(plan)
+        except PlanError:
+            continue
+        break
+    else:
+        plan = last
+        verify(plan)
+    assert plan.certificate is not None
+    return plan, plan.certificate
 
 
 def _measured(plan: Plan, costs: StageCosts, network: Network) -> Measured:

@@ -21,7 +21,7 @@ from megatron_pp.faults.store import private_client
 from megatron_pp.plan.spec import Plan
 from megatron_pp.tracing import files
 from megatron_pp.tracing.clock_sync import agree_on_clocks
-from megatron_pp.tracing.proposing import Answer, Recorded, answer_text, question_text, read_answer, start_search
+from megatron_pp.tracing.proposing import Answer, Recorded, answer_text, read_answer, searched
 from megatron_pp.tracing.recorder import Keeper
 
 logger = logging.getLogger("megatron_pp")
@@ -176,13 +176,14 @@ class Exchange:
             return
         text = self._store.get(self.key("answer", number))
         self._read = number  # one that cannot be used is passed over, and then not used by any rank
-        made = []
-        for proposal in read_answer(text).proposals:
-            plan = proposal.plan()
-            plan.tasks(self.mine)
-            made.append(Change(plan, proposal.shares, proposal.sentence))
-        self.changes[number] = made
+        self.changes[number] = self._made(read_answer(text))
         self._store.add(self.key("ready", number), 1)
+
+    def _made(self, answer: Answer) -> list[Change]:
+        made = [Change(proposal.plan(), proposal.shares, proposal.sentence) for proposal in answer.proposals]
+        for change in made:
+            change.plan.tasks(self.mine)
+        return made
 
     def key(self, what: str, number: int) -> str:
         return f"{self._prefix}/{what}/{number}"
@@ -234,17 +235,15 @@ class _Leader:
     def _search(self, recorded: Recorded) -> None:
         """In a thread of its own, which waits for the process that searches."""
         try:
-            self._process = start_search(recorded)
-            out, errors = self._process.communicate(question_text(recorded))
-            if self._process.returncode != 0:
-                last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-                raise RuntimeError(f"the search ended with code {self._process.returncode}: {last[-400:]}")
-            self._answer = read_answer(out)
+            self._answer = searched(recorded, self._note)
         except Exception as error:
             if not self.exchange._closed:
                 self.exchange.say_once(f"pipeline_replan: no plan was searched, and the present one stays: {error}")
             self._answer = Answer([], [])
         self._process = None
+
+    def _note(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
 
     def _publish(self, store: Any, answer: Answer) -> None:
         self._answer = self._thread = None

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -91,8 +91,20 @@ def _slowest_links(found: Sequence[Findings]) -> Network:
     return replace(network, links=links)
 
 
-def start_search(recorded: Recorded) -> subprocess.Popen[bytes]:
-    """The process; what ``search_plans`` answers goes to its standard output (``read_answer``)."""
+def searched(recorded: Recorded, started: Callable[[subprocess.Popen[bytes]], None]) -> Answer:
+    """What ``search_plans`` answers, in a process of its own, which ``started`` is given. Raises RuntimeError where it
+    fails.
+    """
+    process = _process()
+    started(process)
+    out, errors = process.communicate(json.dumps(asdict(recorded)).encode())
+    if process.returncode != 0:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RuntimeError(f"the search ended with code {process.returncode}: {last[-400:]}")
+    return read_answer(out)
+
+
+def _process() -> subprocess.Popen[bytes]:
     place = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(path for path in (place, os.environ.get("PYTHONPATH")) if path)
     return subprocess.Popen(
@@ -102,11 +114,6 @@ def start_search(recorded: Recorded) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-
-
-def question_text(recorded: Recorded) -> bytes:
-    """What the process reads."""
-    return json.dumps(asdict(recorded)).encode()
 
 
 def read_answer(text: bytes | str) -> Answer:

@@ -35,7 +35,7 @@ from megatron_pp.plan.verifier import verify
 
 _FINALISTS = 6  # searched orders that are lowered and simulated
 _IMPROVED = 3  # seeds whose best orders local search goes on from
-_EFFORT = 800  # of it, per operation; a million take some 2 s
+EFFORT = 800  # of it, per operation; a million take some 2 s
 _MOST_EFFORT = 400_000
 _ROUNDS = 2  # times that the best results become patterns in turn
 _PATIENCE = 5.0  # seconds of search before it is announced
@@ -196,7 +196,7 @@ class _Search:
         for trial in sorted(of_seeds.values(), key=lambda one: one.result.makespan)[:_IMPROVED]:
             self.patience.look()
             size = sum(map(len, trial.result.orders))
-            effort = min(_EFFORT * size, _MOST_EFFORT)
+            effort = min(EFFORT * size, _MOST_EFFORT)
             for result in improved(self.problem, trial.result, least, effort, _FINALISTS):
                 yield replace(trial, result=result)
 
