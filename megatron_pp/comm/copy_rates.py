@@ -13,8 +13,7 @@ _COPIES = 5
 
 def copy_rates(device: torch.device) -> tuple[str, float, float]:
     """What is copied, in words, and bytes per second to the host and back; on a CPU, of a copy in memory. Waits for the
-    device.
-    """
+    device."""
     on_device = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
     if device.type == "cuda":
         host = torch.zeros(_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -30,8 +30,7 @@ def sizes_around(message: float) -> tuple[int, ...]:
 
 def measure_links(transport: Transport, edges: Iterable[Edge], sizes: Sequence[int]) -> dict[Edge, list[float]]:
     """Of each of ``edges`` whose source this rank is: seconds of a transfer of each of ``sizes`` bytes, medians.
-    Collective over the pipeline; the channels of ``edges`` must have been prepared.
-    """
+    Collective over the pipeline; the channels of ``edges`` must have been prepared."""
     times: dict[Edge, list[float]] = {}
     for together in in_rounds([(source, target, ACT) for source, target in sorted(set(edges))]):
         for source, target, _ in together:

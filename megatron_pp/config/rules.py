@@ -149,7 +149,6 @@ def check_communication(config: Any) -> None:
 
 
 def check_timeouts(config: Any) -> None:
-    """The two against each other."""
     if config.compute_timeout is not None and config.compute_timeout < config.p2p_timeout:
         raise ConfigError(
             f"compute_timeout is {config.compute_timeout!r}, below p2p_timeout, {config.p2p_timeout!r}; it must be "
@@ -221,8 +220,7 @@ def schedule_name(schedule: str | None, num_chunks: int, slices: int) -> str:
 
 def schedule_family(schedule: str | None, num_chunks: int, slices: int) -> Family:
     """The family that ``config.pipeline_schedule`` names. Raises ScheduleError for an unknown name, a file that cannot
-    be read, or another number of chunks, or of slices of a sequence, than the family has.
-    """
+    be read, or another number of chunks, or of slices of a sequence, than the family has."""
     whole_number("sequence_slices", slices)
     name = schedule_name(schedule, num_chunks, slices)
     family = known_family(name)

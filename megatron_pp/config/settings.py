@@ -24,8 +24,7 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     """The options of one step, by the names of the config's fields (see `TransformerConfig`).
 
     A field that the config lacks, as Megatron's configs lack ours, or that is None, has the default of
-    `TransformerConfig`, environment variables included.
-    """
+    `TransformerConfig`, environment variables included."""
 
     tensor_model_parallel_size: int
     context_parallel_size: int
@@ -82,8 +81,7 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     @classmethod
     def from_config(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
         """Reads every field of ``config`` once; values in ``overrides``, by field, stand instead of its own. Raises
-        ScheduleInputError for an impossible value.
-        """
+        ScheduleInputError for an impossible value."""
         if isinstance(config, cls):
             return config
         read = [default if (given := getattr(config, name, None)) is None else given for name, default in _DEFAULTS]
@@ -104,17 +102,15 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     @property
     def device_rules(self) -> tuple[str, ...]:
         """The plan's rules of a CUDA device that runs this step; see ``plan.spec``."""
+        timed = (
+            getattr(self.timers, "_log_level", 0) >= 2
+        )  # Megatron's, around each forward and backward: they synchronise
         holds = {
             ONE_QUEUE: True,
-            DEVICE_SYNC: self._timers_synchronise if self.device_sync is None else self.device_sync,
+            DEVICE_SYNC: timed if self.device_sync is None else self.device_sync,
             STATIC_BUFFERS: self.cuda_graph_impl == TE_GRAPHS,
         }
         return tuple(rule for rule, true in holds.items() if true)
-
-    @property
-    def _timers_synchronise(self) -> bool:
-        """Whether Megatron's timers run around each forward and backward, where they synchronise the device."""
-        return getattr(self.timers, "_log_level", 0) >= 2
 
     @property
     def one_way(self) -> bool:

@@ -17,22 +17,19 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.faults import nccl_settings
-from megatron_pp.faults.completed_work import CompletedWork
 from megatron_pp.faults.consistency import RECEIVES, SENDS
 from megatron_pp.faults.diagnosis import Source
 from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.faults.tracker import InstructionMarks
+from megatron_pp.faults.tracker import CompletedWork, InstructionMarks
 from megatron_pp.plan.spec import PlanSpec
 
 logger = logging.getLogger("megatron_pp")
 
 # What each rank decides for itself, or what follows from the rest.
-PRIVATE_FIELDS = frozenset(
-    {
-        *("release_after", "lookahead", "grad_sync", "param_sync", "split_backward", "device"),
-        *("offload_chunks", "offload_slots"),
-    }
-)
+PRIVATE_FIELDS = {
+    *("release_after", "lookahead", "grad_sync", "param_sync", "split_backward", "device"),
+    *("offload_chunks", "offload_slots"),
+}
 _SHOWN_AS = {
     "pipeline_size": "pipeline size (P)",
     "num_chunks": "model chunks per rank (V)",

@@ -17,8 +17,7 @@ import torch
 
 from megatron_pp.config import rules
 from megatron_pp.config.checks import one_of, whole_number
-from megatron_pp.config.fields import read_flag
-from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp.config.model_config import TransformerConfig, read_flag
 from megatron_pp.errors import ConfigError, ExchangeError, ScheduleInputError
 from megatron_pp.plan.files import read_text
 from megatron_pp.plan.names import unknown

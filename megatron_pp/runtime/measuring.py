@@ -40,10 +40,10 @@ from megatron_pp.plan.measured import (
 )
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import Plan
-from megatron_pp.runtime.kept_bytes import Engine, KeptBytes
+from megatron_pp.runtime.footprint import Engine, KeptBytes
+from megatron_pp.tracing.analysis import TIMED, StageTimes, stage_costs
 from megatron_pp.tracing.files import StepRecord
 from megatron_pp.tracing.recorder import Keeper, Recording
-from megatron_pp.tracing.stage_times import TIMED, StageTimes, stage_costs
 from megatron_pp.weight_grad.store import WeightGradStore
 
 logger = logging.getLogger("megatron_pp")

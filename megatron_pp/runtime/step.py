@@ -19,10 +19,10 @@ from megatron_pp.runtime.communicators import communicator_for, lone_communicato
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.dict_activations import NamedSteps
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
+from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients, unsynchronised
 from megatron_pp.runtime.graph_order import check_graph_order
 from megatron_pp.runtime.log_once import certify_once, warn_once
-from megatron_pp.runtime.measuring import ObservedStep, measuring_of
+from megatron_pp.runtime.measuring import measuring_of
 from megatron_pp.runtime.message_shapes import group_sizes, messages, shapes_of_slices, slices_of, tensor_shapes
 from megatron_pp.runtime.output_layer import OutputLayerRunner, OutputLayerSteps, check_split_layer
 from megatron_pp.runtime.pairs import PairRunner
@@ -35,12 +35,16 @@ from megatron_pp.runtime.plan_choice import (
 )
 from megatron_pp.runtime.replanning import in_steps, replanning_of
 from megatron_pp.runtime.send_buffer_check import executor_for
-from megatron_pp.runtime.sequence_slices import SliceRunner
+from megatron_pp.runtime.sequence_slices import SlicedSteps, SliceRunner
 from megatron_pp.runtime.skip_tensors import SkipRunner, check_skip_tensors
-from megatron_pp.runtime.sliced_steps import SlicedSteps
-from megatron_pp.runtime.sync_advice import unsynchronised
-from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
-from megatron_pp.tracing.recorder import Observer, message_bytes, observers, step_recording, traced_steps
+from megatron_pp.tracing.recorder import (
+    Observer,
+    message_bytes,
+    observers,
+    ranges_if_profiling,
+    step_recording,
+    traced_steps,
+)
 from megatron_pp.weight_grad import WeightGradStore, check_wrappers, store_of
 
 
@@ -51,8 +55,7 @@ class StepCall:
     ``alone``: without a pipeline. Raises ScheduleInputError before any communication. A plug-in for another training
     stack overrides ``read_settings``, ``weight_store``, ``tensor_shapes``, ``begin``, ``make_steps`` and ``finish``;
     with ``followed_by``, what its training loop does with other ranks between steps, in words, that is watched for
-    failures too.
-    """
+    failures too."""
 
     followed_by = ""
     graph_in_evaluation = False  # whether evaluation leaves autograd as the caller has it, or builds no graph
@@ -116,7 +119,8 @@ class StepCall:
         if shapes.receive != shapes.send:
             received = message_bytes(shapes.receive, communicator.dtype)
         traced = step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
-        measured = self._measured(plan)
+        models = communicator.transport, self.inputs.chunks, self.weights
+        measured = None if self.measuring is None else self.measuring.next_step(plan, *models)
         replanned = None if self.replanning is None else self.replanning.recording(plan, sent)
         recordings = [one for one in (traced, measured, replanned) if one is not None]
         executor = self._executor(plan, steps, observers(*recordings))
@@ -157,7 +161,6 @@ class StepCall:
         }
 
     def read_settings(self) -> StepSettings:
-        """The config, as the engine takes it."""
         return StepSettings.from_config(self.config)
 
     def check_output_layer(self, schedule: str) -> None:
@@ -185,7 +188,6 @@ class StepCall:
         return self.settings.given_step_number()
 
     def begin(self) -> None:
-        """Before the first instruction."""
         timers = self.settings.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=self.settings.barrier_with_L1_time)
@@ -225,11 +227,6 @@ class StepCall:
             checkpoint_flags=flags,
         )
 
-    def _measured(self, plan: Plan) -> ObservedStep | None:
-        if self.measuring is None:
-            return None
-        return self.measuring.next_step(plan, self.communicator.transport, self.inputs.chunks, self.weights)
-
     def _measured_run(self) -> MeasuredStep:
         spec, inputs = self.spec, self.inputs
         return MeasuredStep(
@@ -255,7 +252,12 @@ class StepCall:
             steps = NamedSteps(steps, received, sent, self._is_last_stage(plan))
         if self.weights is not None:
             check_wrappers(self.weights, chunks)
-        pairs = settings.overlapped_forward_backward
+        pairs, skips, output_layer = settings.overlapped_forward_backward, None, None
+        if plan.spec.skip_tensors:
+            graphs = self.graph_in_evaluation or not plan.spec.forward_only
+            skips = SkipRunner(plan, [one.send for one in self.shapes], self.communicator.dtype, graphs)
+        if plan.placement.barriers:
+            output_layer = OutputLayerRunner(plan.placement, self.communicator, steps, plan.spec.forward_only)
         executor = executor_for(self.communicator)(
             plan,
             self.communicator,
@@ -268,27 +270,13 @@ class StepCall:
             pair_runner=None if pairs is None else PairRunner(pairs, chunks),
             graph_in_evaluation=self.graph_in_evaluation,
             slices=SliceRunner(plan, self.slices, self.shapes) if self.slices else None,
-            output_layer=self._output_layer(plan, steps),
-            skips=self._skips(plan),
+            output_layer=output_layer,
+            skips=skips,
             observer=observers(instruction_marks(self.communicator, settings), recording, ranges_if_profiling()),
         )
         if self.communicator.wire is not None:
             self.communicator.wire.source = executor
         return executor
-
-    def _output_layer(self, plan: Plan, steps: Any) -> OutputLayerRunner | None:
-        placement = plan.placement
-        return (
-            OutputLayerRunner(placement, self.communicator, steps, plan.spec.forward_only)
-            if placement.barriers
-            else None
-        )
-
-    def _skips(self, plan: Plan) -> SkipRunner | None:
-        if not plan.spec.skip_tensors:
-            return None
-        graphs = self.graph_in_evaluation or not plan.spec.forward_only
-        return SkipRunner(plan, [one.send for one in self.shapes], self.communicator.dtype, graphs)
 
     def _is_last_stage(self, plan: Plan) -> list[bool]:
         rank = self.communicator.rank

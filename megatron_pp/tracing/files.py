@@ -60,8 +60,6 @@ class RunHeader:
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """A plan as one rank has it."""
-
     spec: PlanSpec
     placement: str
     program: tuple[Instruction, ...]
@@ -81,8 +79,6 @@ class StepRecord:
 
 @dataclass
 class RankTrace:
-    """What a file contains."""
-
     path: str
     header: RunHeader
     version: int = _VERSION
@@ -127,8 +123,7 @@ def _line(kind: str, **content: Any) -> str:
 def read_rank_trace(path: str | Path) -> RankTrace:
     """Read one rank's file. Raises ExchangeError naming the file, the line and what is wrong with it.
 
-    A last line without its end, as a killed run leaves it, is ignored.
-    """
+    A last line without its end, as a killed run leaves it, is ignored."""
     return parse_rank_trace(read_text(path), path)
 
 

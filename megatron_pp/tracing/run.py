@@ -56,10 +56,8 @@ class TracedRun:
 
 
 def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> TracedRun:
-    """The pipeline of global rank ``rank`` in run ``run`` (needed only where the folder holds several).
-
-    Raises ExchangeError: no traces, several runs, a missing rank, unreadable files, no step that all ranks recorded.
-    """
+    """The pipeline of global rank ``rank`` in run ``run`` (needed only where the folder holds several). Raises
+    ExchangeError: no traces, several runs, a missing rank, unreadable files, no step that all ranks recorded."""
     runs = run_names(folder)
     if not runs:
         raise ExchangeError(f"{folder}: there are no traces (files named trace-RUN-rankN.jsonl)")
@@ -130,7 +128,6 @@ class _Merge:
         return Simulation(self.plan, self.starts, self.ends, log, waits, busy)
 
     def _timed(self, rank: int) -> Iterator[tuple[ins.Instruction, float, float]]:
-        """Instructions of ``rank`` with their start and end."""
         return zip(self.plan.timed(rank), self.starts[rank], self.ends[rank], strict=True)
 
     def _collect(self) -> None:

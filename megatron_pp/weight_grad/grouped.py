@@ -46,8 +46,7 @@ def forward_with_split_gemms(
 
 class _SplitGemm:
     """``gmm(a, b, batch_sizes, trans_b)``: rows of ``a`` [tokens, in] times their expert's matrix of ``b``, which is
-    [experts, in, out], with ``trans_b`` [experts, out, in], and a view of a weight.
-    """
+    [experts, in, out], with ``trans_b`` [experts, out, in], and a view of a weight."""
 
     def __init__(self, ops: Any, new_layer: NewLayer, anchor: Tensor) -> None:
         self._ops, self._new_layer, self._anchor = ops, new_layer, anchor
@@ -65,8 +64,6 @@ class _SplitGemm:
 
 @dataclass(slots=True)
 class DeferredProduct(Deferred):
-    """Of one grouped product."""
-
     gmm: Any
     batch_sizes: Tensor
     trans_b: bool

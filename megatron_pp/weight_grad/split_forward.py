@@ -12,8 +12,7 @@ from torch.autograd import forward_ad
 
 from megatron_pp.weight_grad.deferred import SplitLayer
 from megatron_pp.weight_grad.grouped import forward_with_split_gemms, has_grouped_gemms
-from megatron_pp.weight_grad.linear import SplitEmbedding, split_linear
-from megatron_pp.weight_grad.megatron_linear import SplitTensorParallelLinear
+from megatron_pp.weight_grad.linear import SplitEmbedding, SplitTensorParallelLinear, split_linear
 from megatron_pp.weight_grad.parameter_leaf import parameter_behind
 from megatron_pp.weight_grad.store import WeightGradStore
 from megatron_pp.weight_grad.transformer_engine import SwitchedQueue
@@ -50,7 +49,6 @@ class SplitState:
 
 
 def state_of(layer: Any) -> SplitState:
-    """The state of a converted layer."""
     state: SplitState = layer.__dict__[MARK]
     return state
 
