@@ -12,18 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.instruction import (
-    ALL_REDUCE,
-    BACKWARD,
-    BROADCAST,
-    FORWARD,
-    INPUT_GRAD,
-    LOAD,
-    OFFLOAD,
-    OUTPUT_S,
-    OUTPUT_T,
-    WEIGHT_GRAD,
-)
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.slice_costs import slice_shares
 
@@ -168,12 +158,12 @@ class StageCosts:
         return {
             FORWARD: self.forward,
             BACKWARD: self.backward,
-            INPUT_GRAD: self.backward_input,
-            WEIGHT_GRAD: self.weight,
-            OUTPUT_S: self.passes[:1] * self.num_stages,
-            OUTPUT_T: self.passes[1:] * self.num_stages,
-            OFFLOAD: self.offload,
-            LOAD: self.offload,
+            ins.INPUT_GRAD: self.backward_input,
+            ins.WEIGHT_GRAD: self.weight,
+            ins.OUTPUT_S: self.passes[:1] * self.num_stages,
+            ins.OUTPUT_T: self.passes[1:] * self.num_stages,
+            ins.OFFLOAD: self.offload,
+            ins.LOAD: self.offload,
         }
 
 
@@ -270,8 +260,8 @@ class Network:
         softmax statistics are taken to have no size.
         """
         hops = math.ceil(math.log2(ranks)) if ranks > 1 else 0
-        kind = FORWARD if op == BROADCAST else BACKWARD
-        size = 0.0 if op == ALL_REDUCE and barriers == 2 else self.message_bytes(kind)
+        kind = FORWARD if op == ins.BROADCAST else BACKWARD
+        size = 0.0 if op == ins.ALL_REDUCE and barriers == 2 else self.message_bytes(kind)
         return hops * self.link.latency + (self.link.wire_time(size) if hops else 0.0)
 
     def between(self, source: int, target: int) -> Link:

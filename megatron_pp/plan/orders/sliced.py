@@ -40,10 +40,5 @@ FAMILIES = (
         "interleaved 1F1B on slices of every sequence; V chunks a rank take turns after P slices",
     ),
     _sliced("zb_h1", "seq_zb", _SPLIT, "Seq1F1B with weight gradients in its bubble"),
-    _sliced(
-        "interleaved_zb",
-        "interleaved_seq_zb",
-        _SPLIT,
-        "interleaved Seq1F1B with weight gradients in its bubble",
-    ),
+    _sliced("interleaved_zb", "interleaved_seq_zb", _SPLIT, "interleaved Seq1F1B with weight gradients in its bubble"),
 )

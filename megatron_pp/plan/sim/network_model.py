@@ -89,11 +89,9 @@ class TimedQueues(QueueMachine):
 
     def _start_met(self, now: float) -> None:
         met, self.met = self.met, []
-        for meeting in met:
-            if isinstance(meeting, Meeting):
-                self.started.append(Arrival(self._transfer(meeting, now), meeting))
-            else:
-                self.started.append(Arrival(self._collective(meeting, now), meeting))
+        for one in met:
+            transfer = self._transfer(one, now) if isinstance(one, Meeting) else self._collective(one, now)
+            self.started.append(Arrival(transfer, one))
 
     def _collective(self, ends: Gathering, now: float) -> Transfer:
         """A collective: a transfer of no link, from the root or to it, that is under way as soon as all are there."""
