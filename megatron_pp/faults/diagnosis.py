@@ -1,4 +1,8 @@
-"""What an error reports: what each rank waits for, its last position and the instructions around that."""
+"""What an error reports: what each rank waits for, its last position and the instructions around that.
+
+Exceptions of user code may raise when they are inspected; such errors are caught here, and no decision rests on the
+text of a user's exception.
+"""
 
 from __future__ import annotations
 

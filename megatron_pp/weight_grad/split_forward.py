@@ -45,7 +45,11 @@ def forward_with_split_gemms(
 
 
 class _SplitGemm:
-    """``gmm(a, b, batch_sizes, trans_b)``: rows of ``a`` [tokens, in] times their expert's matrix of ``b``, which is
+    """The forward of Megatron's GroupedMLP, whose experts' weights are two matrices that ``grouped_gemm`` takes, runs
+    as it is; only ``grouped_gemm.ops.gmm`` is in split form, with the products of the library's own backward,
+    ``grouped_gemm.backend.gmm``.
+
+    ``gmm(a, b, batch_sizes, trans_b)``: rows of ``a`` [tokens, in] times their expert's matrix of ``b``, which is
     [experts, in, out], with ``trans_b`` [experts, out, in], and a view of a weight."""
 
     def __init__(self, ops: Any, new_layer: NewLayer, anchor: Tensor) -> None:
