@@ -143,6 +143,13 @@ class FaultGuard:
         steps: failures are handled as in a step."""
         return self.step(Outside(), phase=what)
 
+    def check(self) -> None:
+        """Raises the failure that ends this step, if there is one; for a rank that waits for something else than a
+        transfer.
+        """
+        if self.failure is not None:
+            raise self._error()
+
     def phase(self, text: str) -> None:
         """Name what this rank does after the plan, within the step."""
         self._tracker.phase = text
