@@ -70,7 +70,7 @@ def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> Trace
     for trace in traces:
         if trace.header.run not in Path(trace.path).name:
             raise ExchangeError(f"{trace.path}: this is a trace of run {trace.header.run}, under another one's name")
-    return _pipeline(str(folder), traces, rank)
+    return pipeline_of(traces, rank, str(folder))
 
 
 def run_names(folder: str | Path) -> list[str]:
@@ -78,7 +78,8 @@ def run_names(folder: str | Path) -> list[str]:
     return sorted({path.name.split("-")[1] for path in Path(folder).glob("trace-*-rank*.jsonl")})
 
 
-def _pipeline(folder: str, traces: list[RankTrace], rank: int) -> TracedRun:
+def pipeline_of(traces: Sequence[RankTrace], rank: int, folder: str) -> TracedRun:
+    """The pipeline of global rank ``rank``, of traces of one run; ``folder`` names their place in errors."""
     by_rank = {trace.header.pipeline[trace.header.rank]: trace for trace in traces}
     member = by_rank.get(rank) or next((t for t in traces if rank in t.header.pipeline), None)
     if member is None:
