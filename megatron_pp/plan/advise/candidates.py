@@ -218,7 +218,13 @@ def states_of(candidate: Candidate, pipeline_size: int) -> States:
         return _offloaded_states(replace(candidate, num_microbatches=count), pipeline_size)
     shapes = [candidate.shape(pipeline_size, pilot * pipeline_size) for pilot in _PILOTS]
     few, many = (_states(name, shape) for shape in shapes)
-    return many if few == many else _states(name, candidate.shape(pipeline_size))  # it grows with the microbatches
+    if [_most(rank) for rank in few] == [_most(rank) for rank in many]:
+        return many
+    return _states(name, candidate.shape(pipeline_size))  # it grows with the microbatches
+
+
+def _most(states: Sequence[Kept]) -> int:
+    return max(sum(flight) + sum(waiting) for flight, waiting in states)
 
 
 @lru_cache(maxsize=256)
