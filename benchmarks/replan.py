@@ -79,8 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--chunks", type=int, default=1)
     parser.add_argument("--microbatches", type=int, default=6)
-    parser.add_argument("--forward-ms", type=float, default=15.0, help="of a rank's whole forward")
-    parser.add_argument("--backward-ms", type=float, default=45.0, help="of its whole backward, with recomputation")
+    parser.add_argument("--forward-ms", type=float, default=25.0, help="of a rank's whole forward")
+    parser.add_argument("--backward-ms", type=float, default=75.0, help="of its whole backward, with recomputation")
     parser.add_argument("--transfer", type=float, default=0.15, help="of one message, in forwards, as the run begins")
     parser.add_argument("--rate-mbit", type=float, default=400.0)
     parser.add_argument("--memory", type=float, default=8.0, help="microbatches that a rank may keep")
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> Report:
             "Compute sleeps; gloo over shaped links. All plans but 1F1B are `auto`'s: of the first column by what the "
             "run has measured by itself, of the second one by the true times of the phase (or another static plan, "
             "where that is faster), of the third one by those of the first phase. Steps of the run: the median of the "
-            "last fifth of a phase. Static plans: medians, in turns. Wanted: at most 1.05 times the best static plan, "
+            "second half of a phase. Static plans: medians, in turns. Wanted: at most 1.05 times the best static plan, "
             "and the first plan at least 1.15 times the re-planned one."
         ],
     )
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> Report:
 def _row(phase: int, begins: tuple[int, ...], per_rank: list[dict[str, Any]]) -> Row:
     steps = [max(times) for times in zip(*(rank["steps"] for rank in per_rank), strict=True)]
     begin, end = begins[phase] - 1, begins[phase + 1] - 1
-    own = statistics.median(steps[end - max(2, (end - begin) // 5) : end])
+    own = statistics.median(steps[(begin + end) // 2 : end])
     static = {
         name: statistics.median(max(times) for times in zip(*(r["static"][phase][name] for r in per_rank), strict=True))
         for name in per_rank[0]["static"][phase]
