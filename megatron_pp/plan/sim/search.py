@@ -35,8 +35,9 @@ from megatron_pp.plan.verifier import verify
 
 _FINALISTS = 6  # searched orders that are lowered and simulated
 _IMPROVED = 3  # seeds whose best orders local search goes on from
-EFFORT = 800  # of it, per operation; a million take some 2 s
-_MOST_EFFORT = 400_000
+EFFORT = 800  # of it, per operation, while a step runs; a million take some 2 s
+_EFFORT = 400_000  # of it for a new plan
+_SIMULATED = 2_000  # operations in all finalists of one seed: orders that promise the same differ as they are lowered
 _ROUNDS = 2  # times that the best results become patterns in turn
 _PATIENCE = 5.0  # seconds of search before it is announced
 _PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first: the steady state repeats itself
@@ -192,8 +193,7 @@ class _Search:
         for trial in sorted(of_seeds.values(), key=lambda one: one.result.makespan)[:_IMPROVED]:
             self.patience.look()
             size = sum(map(len, trial.result.orders))
-            effort = min(EFFORT * size, _MOST_EFFORT)
-            for result in improved(self.problem, trial.result, least, effort, _FINALISTS):
+            for result in improved(self.problem, trial.result, least, _EFFORT, max(_FINALISTS, _SIMULATED // size)):
                 yield replace(trial, result=result)
 
     def _candidate(self, name: str, orders: Sequence[Order]) -> Candidate:
