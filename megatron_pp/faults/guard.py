@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
 from megatron_pp.faults import consistency, diagnosis
-from megatron_pp.faults.exceptions import is_consequence, is_raised_by_python, tail_of, text_of, type_name
+from megatron_pp.faults.diagnosis import is_consequence, is_raised_by_python, tail_of, text_of, type_name
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
 from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, Progress

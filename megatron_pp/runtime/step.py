@@ -174,14 +174,8 @@ class StepCall:
     def tensor_shapes(self) -> list[Any]:
         """Shapes of the tensors between stages, one per tensor, before ``adjust_tensor_shapes_fn``."""
         inputs = self.inputs
-        return tensor_shapes(
-            seq_length=inputs.seq_length,
-            micro_batch_size=inputs.micro_batch_size,
-            decoder_seq_length=inputs.decoder_seq_length,
-            config=self.settings,
-            tp_size=self.tp_size,
-            cp_size=self.cp_size,
-        )
+        lengths = inputs.seq_length, inputs.micro_batch_size, inputs.decoder_seq_length
+        return tensor_shapes(*lengths, self.settings, self.tp_size, self.cp_size)
 
     def step_number(self) -> int | None:
         """The program's own number of this step, which all ranks compare; None where it gives none."""
