@@ -77,8 +77,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def searches(item: pytest.Item) -> bool:
+    """Whether the test is parametrised with a schedule whose order is searched for, which takes most of a second."""
+    call = getattr(item, "callspec", None)
+    return call is not None and any(isinstance(v, str) and v in ("auto", "auto_v") for v in call.params.values())
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests that -m names are chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place_of)
+    for item in filter(searches, items):
+        item.add_marker(pytest.mark.slow)
     needing_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not needing_gpu:
         return

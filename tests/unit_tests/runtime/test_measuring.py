@@ -112,6 +112,7 @@ def found(path: str = "megatron_pp_measured.json") -> MeasuredFile:
 # --- what is in the file
 
 
+@pytest.mark.slow
 def test_times_of_stages_are_those_that_they_take_and_auto_and_advise_read_them(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,6 +154,7 @@ def test_disturbed_operations_count_where_there_are_no_others() -> None:
     assert times.medians() == {("F", 0): 2, ("B", 0): 5}
 
 
+@pytest.mark.slow
 def test_bytes_are_what_a_microbatch_keeps() -> None:
     train(2, measure=1, split=True, pipeline_schedule="zb_h1")
     # The input and tanh's output; on the last stage also the difference that pow saves, and the loss.
