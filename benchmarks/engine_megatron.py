@@ -111,8 +111,6 @@ class _Chunk(torch.nn.Module):
 
 
 class _Solo:
-    """A group of one rank."""
-
     def size(self) -> int:
         return 1
 

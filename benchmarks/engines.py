@@ -130,7 +130,6 @@ def surroundings(engine: str) -> AbstractContextManager[None]:
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
-    """The loss of every engine."""
     return output.sum()
 
 

@@ -69,9 +69,8 @@ def source() -> Path | None:
 
 @functools.cache
 def load(engine: str) -> Library:
-    """The library of ``engine``: "megatron" is the installed package, "megatron-main" the checkout.
-
-    Raises Unavailable."""
+    """The library of ``engine``: "megatron" is the installed package, "megatron-main" the checkout. Raises
+    Unavailable."""
     if engine != MAIN:
         return _imported()
     folder = source()

@@ -64,17 +64,13 @@ def _rank(rank: int, size: int, works: list[Work]) -> list[dict[str, int]]:
 
     peaks: list[dict[str, int]] = []
     for work in works:
-        steps, _ = available_steps(work, rank, dist.group.WORLD, _stage)
+        steps, _ = available_steps(work, rank, dist.group.WORLD, lambda stage: TimedStage(0.0, 0.0))
         peaks.append({})
         for engine in list(steps):
             dist.barrier()
             with surroundings(engine):
                 peaks[-1][engine] = peak_bytes(steps.pop(engine))
     return peaks
-
-
-def _stage(stage: int) -> TimedStage:
-    return TimedStage(0.0, 0.0)
 
 
 def peak_bytes(step: Step) -> int:

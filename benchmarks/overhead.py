@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> Report:
     if not works:
         raise BenchmarkError(f"no setting of this benchmark has {args.only!r} in its name")
     for work, rank in works:
-        rows += _not_measured(work) if args.only_gloo else _stubbed(work, rank, args)
+        rows += [_row(work, e, {}, "") for e in MEASURED] if args.only_gloo else _stubbed(work, rank, args)
     if not args.no_gloo:
         on_gloo = _on_gloo([work for work, _ in works], args)
         rows = [{**row, **on_gloo.get((row["setting"], row["engine"]), {})} for row in rows]
@@ -94,10 +94,6 @@ def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
         us = _outside(seconds[engine], bare, scale) if engine in seconds else {}
         rows.append(_row(work, engine, us, remarks[engine]))
     return rows
-
-
-def _not_measured(work: Work) -> list[Row]:
-    return [_row(work, engine, {}, "") for engine in MEASURED]
 
 
 def _outside(whole: list[float], bare: list[float], scale: float) -> dict[str, float]:

@@ -20,7 +20,6 @@ def run_ranks(
     function: Callable[..., Any], size: int, args: tuple[Any, ...], peers: bool = False, **options: Any
 ) -> list[Any]:
     """`tests.harness.processes.run_processes`, with its options: ``function(rank, size, *args)`` on every rank.
-
     ``peers``: import Megatron-core and the checkout before the ranks are forked."""
     from tests.harness.processes import run_processes
 

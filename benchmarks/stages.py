@@ -55,7 +55,6 @@ class TimedStage(torch.nn.Module):
         return output
 
     def taking(self, seconds: float) -> AbstractContextManager[None]:
-        """The context of compute that takes ``seconds``."""
         return lasting(seconds)
 
     def weight_gradient(self) -> torch.Tensor | None:
@@ -130,6 +129,5 @@ class _Timed(torch.autograd.Function):
 
 
 def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A loss function, and its report."""
     loss = output.mean()
     return loss, {"loss": loss.detach()}

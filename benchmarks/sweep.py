@@ -35,7 +35,6 @@ class Sweep:
         return cls(args.forward_ms / 1e3, 2 * args.forward_ms / 1e3, args.rate_mbit, args.rounds)
 
     def stage(self, stage: int) -> TimedStage:
-        """The model of ``stage``."""
         return TimedStage(self.forward, self.backward)
 
     def message_bytes(self, ratio: float) -> float:
@@ -56,7 +55,6 @@ def add_arguments(
 
 
 def sweep_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """For the line below the table."""
     return {
         "forward ms": args.forward_ms,
         "backward ms": 2 * args.forward_ms,

@@ -306,10 +306,9 @@ def build_gpt_chunks(
     device: torch.device | None = None,
     **options: Any,
 ) -> list[GPTStage]:
-    """The model chunks of one rank, on ``device`` (the CPU by default); ``options``: see GPTStage.
-
-    ``stages``: the stage that each chunk is, in chunk order; ``layers_of_stage``: for every stage of the model, the
-    numbers of its layers."""
+    """The model chunks of one rank, on ``device`` (the CPU by default); ``options``: see GPTStage. ``stages``: the
+    stage that each chunk is, in chunk order; ``layers_of_stage``: for every stage of the model, the numbers of its
+    layers."""
     chunks = []
     for chunk, stage in enumerate(stages):
         options |= {"pre_process": stage == 0, "post_process": stage == len(layers_of_stage) - 1}

@@ -44,9 +44,8 @@ class Libraries(NamedTuple):
 
 
 def choose_libraries(settings: Settings, device: torch.device, split: bool) -> Libraries:
-    """Choose as the settings say; ``split``: the schedule has weight-gradient operations.
-
-    Raises ArgumentError: a library that was asked for is not there, or needs a GPU."""
+    """Choose as the settings say; ``split``: the schedule has weight-gradient operations. Raises ArgumentError: a
+    library that was asked for is not there, or needs a GPU."""
     on_gpu = device.type == "cuda"
     fused_adam = _find("--optimizer-impl", settings.optimizer_impl, "apex", "apex.optimizers", "FusedAdam", on_gpu)
     optimizer = "apex FusedAdam" if fused_adam else f"torch AdamW (fused={on_gpu})"
@@ -151,10 +150,8 @@ class TransformerEngineBlock(nn.Module):
 
 
 class TransformerEngineParts(LayerParts):
-    """LayerParts from ``te``, the module transformer_engine.pytorch.
-
-    ``split``: leave weight gradients to ``backward_dw()``. ``recipe``: of FP8, or None; its largest values are reduced
-    over the replicas."""
+    """LayerParts from ``te``, the module transformer_engine.pytorch. ``split``: leave weight gradients to
+    ``backward_dw()``. ``recipe``: of FP8, or None; its largest values are reduced over the replicas."""
 
     def __init__(self, te: Any, device: torch.device, split: bool, recipe: Any = None) -> None:
         super().__init__(te.LayerNorm)

@@ -110,12 +110,10 @@ class Recorder:
             self.say(f"step {step}/{self._total}: {line.format(**values)}")
 
     def say(self, line: str) -> None:
-        """Print a line."""
         if self._file is not None:
             print(line, flush=True)
 
     def close(self) -> None:
-        """Close the files."""
         for part in (self._file, self._board):
             if part is not None:
                 part.close()

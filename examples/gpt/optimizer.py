@@ -45,9 +45,8 @@ def finalize_gradients(
 
 
 def sum_tied_gradients(chunks: Sequence[GPTStage], group: Any) -> None:
-    """Add the gradients of the tied embedding's two copies, in place, on whichever ranks hold them.
-
-    Called once a step on every rank. ``group`` is not used where one rank holds both copies."""
+    """Add the gradients of the tied embedding's two copies, in place, on whichever ranks hold them. Called once a step
+    on every rank. ``group`` is not used where one rank holds both copies."""
     tied = [dict(chunk.named_parameters()) for chunk in chunks if chunk.share_embeddings_and_output_weights]
     copies: list[Any] = [parameters[name] for name in (EMBEDDING, OUTPUT) for parameters in tied if name in parameters]
     if len(copies) == 2:
@@ -119,7 +118,6 @@ def learning_rate(step: int, peak: float, final: float, warmup_steps: int, total
 
 class NamedAdamW:
     """AdamW over this rank's chunks: torch's, or apex's ``fused_adam``. Matrices are decayed, vectors (norms) are not.
-
     The state exists from the start, so a checkpoint holds and expects the same tensors at any step."""
 
     def __init__(

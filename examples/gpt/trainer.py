@@ -167,9 +167,8 @@ class Trainer:
             self.recorder.say("the text is not the one that this run began with")
 
     def train(self) -> None:
-        """Run all steps that are left, or until a signal. Collective.
-
-        Raises NonFiniteLossError, which leaves the weights as they were, or CheckpointWriteError on every rank."""
+        """Run all steps that are left, or until a signal. Collective. Raises NonFiniteLossError, which leaves the
+        weights as they were, or CheckpointWriteError on every rank."""
         self._validate_and_save()
         while self.steps_done < self.settings.train_steps and self.stopped_by is None:
             self._step()
@@ -213,7 +212,6 @@ class Trainer:
 
     def _run_schedule(self, samples: SampleOrder, step: int, forward_only: bool) -> tuple[list[float], float]:
         """Global batch ``step`` (0-based) of ``samples``; gradients stay in the parameters unless ``forward_only``.
-
         Returns the mean loss of each microbatch, on the last stage, and the share of the time that this rank idled."""
         iterators: list[Any] = []
         for chunk in self.chunks:

@@ -195,13 +195,19 @@ def refuse_copies(args: argparse.Namespace, schedule: str, offloads: bool) -> No
 
 
 def costs_of(
-    args: argparse.Namespace, spec: PlanSpec, traced: Findings | None, shape: ModelShape | None
+    args: argparse.Namespace,
+    spec: PlanSpec,
+    traced: Findings | None,
+    shape: ModelShape | None,
+    of_one_model: bool = False,
 ) -> tuple[StageCosts, Network]:
-    """What compute and transfers cost: as measured, or as the options say."""
+    """What compute and transfers cost: as measured, or as the options say. ``of_one_model``: without any, the model
+    takes P slots for each of F, I and W, not one a stage.
+    """
     stages = spec.pipeline_size * spec.num_chunks
     if traced is not None:
         return traced.costs.regrouped(stages), traced.network
-    costs = cost_profile(args, shape, spec.pipeline_size, spec.num_chunks, spec.slices)
+    costs = cost_profile(args, shape, spec.pipeline_size, 1 if of_one_model else spec.num_chunks, spec.slices)
     return costs.regrouped(stages), network(args, shape, spec.pipeline_size)
 
 

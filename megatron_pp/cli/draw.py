@@ -116,12 +116,9 @@ def _timelines(args: argparse.Namespace) -> list[Timeline]:
         return [simulated_timeline(traced.measured, cost_options.MILLISECONDS, title=title)]
     shape = cost_options.model_shape(args)
     plans = _plans(args)
-    if len(plans) > 1:
-        steps = _compared(args, plans)
-    else:
-        spec = plans[0].spec
-        cost_options.refuse_copies(args, spec.schedule, plans[0].offloads)
-        steps = [simulate(plans[0], *cost_options.costs_of(args, spec, None, shape), args.device)]
+    if len(plans) == 1:
+        cost_options.refuse_copies(args, plans[0].spec.schedule, plans[0].offloads)
+    steps = _simulated(args, plans, of_one_model=len(plans) > 1)
     return [simulated_timeline(step, cost_options.cost_unit(args), shape) for step in steps]
 
 
@@ -133,16 +130,11 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
     return [plan_options.verified(plan_options.named_plan(spec)) for spec in specs]
 
 
-def _compared(args: argparse.Namespace, plans: Sequence[Plan]) -> list[Simulation]:
-    """Steps of one model: without costs, a rank's share of it takes 1 slot for each of F, I and W, whatever V is."""
+def _simulated(args: argparse.Namespace, plans: Sequence[Plan], of_one_model: bool) -> list[Simulation]:
+    """``of_one_model``: without costs, a rank's share takes 1 slot for each of F, I and W, whatever V is."""
     shape = cost_options.model_shape(args)
-    links = cost_options.network(args, shape, plans[0].spec.pipeline_size)
-    steps = []
-    for plan in plans:
-        costs = cost_options.cost_profile(args, shape, plan.spec.pipeline_size, 1, plan.spec.slices)
-        costs = costs.regrouped(plan.placement.num_stages)
-        steps.append(simulate(plan, costs, links, args.device))
-    return steps
+    costs = [cost_options.costs_of(args, plan.spec, None, shape, of_one_model) for plan in plans]
+    return [simulate(plan, *each, args.device) for plan, each in zip(plans, costs, strict=True)]
 
 
 def _draw_grids(args: argparse.Namespace, console: Console) -> None:
@@ -154,7 +146,7 @@ def _draw_grids(args: argparse.Namespace, console: Console) -> None:
         for line in render_grid(plan, args.width or console.width, _has_few_colours(console)):
             console.print(line, soft_wrap=True)
         console.print()
-    steps = _compared(args, plans)
+    steps = _simulated(args, plans, of_one_model=True)
     unit = cost_options.cost_unit(args)
     print_table(
         console,

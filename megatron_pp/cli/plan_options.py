@@ -13,12 +13,14 @@ from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.family import Family, no_offloads
+from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES, ONE_F_ONE_B, SCHEDULES
 from megatron_pp.plan.orders.sliced import SEQ_1F1B
+from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
 from megatron_pp.plan.serialize import load_plan
-from megatron_pp.plan.sim.naive import NAIVE, NAIVE_FAMILY, naive_plan
+from megatron_pp.plan.sim.naive import NAIVE, NAIVE_FAMILY, naive_orders
 from megatron_pp.plan.skip_tensors import BLOCKS, CACHES, skip_tensors
 from megatron_pp.plan.spec import (
     CHANNELS,
@@ -135,7 +137,7 @@ def verified(plan: Plan, device: Sequence[str] | None = None) -> Plan:
 def named_plan(spec: PlanSpec) -> Plan:
     """The plan of a family, of a schedule file, or the naive one, before it is verified."""
     if spec.schedule == NAIVE:
-        return naive_plan(spec)
+        return lowered(spec, Placement(LOOP, spec.pipeline_size, 1), naive_orders(spec.shape))
     if names_a_file(spec.schedule):
         with refusing():
             return lowered_plan(spec)

@@ -89,7 +89,6 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether the groups exist."""
     return _state is not None
 
 

@@ -61,10 +61,8 @@ class WaitHandle:
 
     def wait(self) -> None:
         """Return when the transfer is done (on CUDA: make the current stream wait for it, not the host); waiting again
-        is a no-op.
-
-        Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where the
-        communicator or its process group is gone, P2PTransferError where the transfer failed."""
+        is a no-op. Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where
+        the communicator or its process group is gone, P2PTransferError where the transfer failed."""
         works = self._works
         if works is None:
             if self._error is not None:

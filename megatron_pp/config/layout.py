@@ -32,10 +32,9 @@ _LONGEST_TEXT = 1_000_000  # a repetition that unrolls to more is a typing error
 
 
 def layers_per_stage(layout: Layout) -> list[int]:
-    """The number of layers of each stage, in model order.
-
-    Raises LayoutError where the layout is none of the accepted kinds, names an unknown layer, repeats, skips or
-    reorders layer numbers, or puts embedding or loss anywhere but at the two ends."""
+    """The number of layers of each stage, in model order. Raises LayoutError where the layout is none of the accepted
+    kinds, names an unknown layer, repeats, skips or reorders layer numbers, or puts embedding or loss anywhere but at
+    the two ends."""
     if isinstance(layout, str):
         return _read_text(layout)
     if isinstance(layout, Sequence) and layout:

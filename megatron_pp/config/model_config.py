@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -217,6 +217,17 @@ class ModelParallelConfig:
         "where that is written, for pipeline_measured and advise; None: megatron_pp_measured.json in trace_dir, or "
         "else in the working folder",
     )
+    pipeline_replan: str | None = setting(
+        None,
+        "every:N: after every N training steps, search for a plan that is faster under what stages and links take by "
+        "then, and change to it between two steps; None: never",
+    )
+    microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None = setting(
+        None,
+        "what each microbatch of the step costs, in any unit, or a function that returns that: with pipeline_replan, "
+        "steps of unequal microbatches have plans of their own; None: all cost the same",
+        cli=False,
+    )
 
     def __post_init__(self) -> None:
         rules.check_parallel_sizes(self)
@@ -305,7 +316,6 @@ class TransformerConfig(ModelParallelConfig):
 
     def layers_of_stages(self) -> list[list[int]]:
         """Layer numbers (from 0) of each of the P * V stages in model order; `plan.placement` maps stages to ranks.
-
         Raises LayoutError."""
         return place_layers(
             self.num_layers,

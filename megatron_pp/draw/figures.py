@@ -45,11 +45,6 @@ _MEASURE = 100.0  # the font size that widths are measured at
 _RC = {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "megatron_pp"}  # over the defaults
 
 
-def render_svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> str:
-    """The picture, ``width`` pixels wide; by default as wide as its labels need, within limits."""
-    return as_svg(lambda: figure(timelines, width, dark), ", ".join(timeline.title for timeline in timelines))
-
-
 def as_svg(drawing: Callable[[], Figure], title: str) -> str:
     """The figure that ``drawing`` makes, of 72 dots an inch."""
     out = io.StringIO()
@@ -64,11 +59,6 @@ def _tidied(svg: str) -> str:
     svg = re.sub(r' transform="rotate\(-0 [^"]*"', "", svg)
     svg = re.sub(r"; font-family: [^;]*", "", svg)
     return svg.replace("*{", f"*{{font-family: {_FAMILY}; ", 1)
-
-
-def render_png(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> bytes:
-    """The picture with two dots a pixel. Raises PlanError where it would be too large for a file."""
-    return as_png(lambda: figure(timelines, width, dark))
 
 
 def as_png(drawing: Callable[[], Figure]) -> bytes:
@@ -168,7 +158,7 @@ class _Picture:
         self.theme = theme
         self.end = max(t.end for t in timelines) or 1.0
         self.scale = (width - _LEFT - _RIGHT) / self.end
-        self.shapes: dict[tuple[Colour, float], list[tuple[float, float, float, float]]] = defaultdict(list)
+        self.shapes: dict[tuple[Colour, float], list[list[tuple[float, float]]]] = defaultdict(list)
         self.texts: list[tuple[float, float, str, dict[str, Any]]] = []
         self.curves: list[tuple[list[tuple[float, float]], Colour]] = []
         self.panels: list[tuple[float, float]] = []
@@ -178,7 +168,8 @@ class _Picture:
     # ---- primitives, collected first: the height of the figure follows from what is in it
 
     def _box(self, x: float, y: float, width: float, height: float, colour: Colour, order: float = 2.0) -> None:
-        self.shapes[colour, order].append((round(x, 1), round(y, 1), round(x + width, 1), round(y + height, 1)))
+        left, top, right, bottom = round(x, 1), round(y, 1), round(x + width, 1), round(y + height, 1)
+        self.shapes[colour, order].append([(left, top), (right, top), (right, bottom), (left, bottom)])
 
     def _text(
         self, x: float, y: float, text: str, colour: Colour, size: float = _TEXT, ha: str = "left", bold: bool = False
@@ -192,7 +183,7 @@ class _Picture:
         axes: Axes = drawn.add_axes((0, 0, 1, 1), xlim=(0, self.width), ylim=(height, 0))
         axes.set_axis_off()
         for (colour, order), boxes in self.shapes.items():
-            path = Path.make_compound_path(*map(_outline, boxes))
+            path = Path.make_compound_path(*(Path([*box, box[0]], closed=True) for box in boxes))
             axes.add_artist(PathPatch(path, fc=colour.hex, lw=0, zorder=order, clip_on=False))
         for points, colour in self.curves:
             axes.add_artist(PathPatch(Path(points), fc="none", ec=colour.hex, lw=1.4, zorder=3, clip_on=False))
@@ -325,8 +316,3 @@ class _Picture:
                 self._box(x - 0.4, top, 0.8, floor - top, self.theme.rule, 0)
         self._text(_LEFT - 8, y + 18, self.timelines[0].unit, self.theme.soft, 11, ha="right")
         return y + 18
-
-
-def _outline(box: tuple[float, float, float, float]) -> Path:
-    left, top, right, bottom = box
-    return Path([(left, top), (right, top), (right, bottom), (left, bottom), (left, top)], closed=True)

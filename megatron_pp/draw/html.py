@@ -15,18 +15,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from megatron_pp.draw.facts import (
-    ACTIVATION,
-    GRADIENT,
-    LOADING,
-    MEMORY,
-    OFFLOADING,
-    SHADES,
-    WAIT,
-    costs_line,
-    legend_keys,
-    summary,
-)
+from megatron_pp.draw import facts
 from megatron_pp.draw.palette import DARK, LIGHT, NAMES, OPERATIONS, block_colour, ink_on
 from megatron_pp.draw.ticks import value_ticks
 from megatron_pp.draw.timeline import Lane, Timeline, thinned
@@ -56,7 +45,7 @@ def render_html(timelines: Sequence[Timeline], title: str, tables: Sequence[Tabl
     page = files("megatron_pp.draw").joinpath("page")
     parts = {
         "TITLE": escape(title),
-        "COSTS": escape(costs_line(timelines)),
+        "COSTS": escape(facts.costs_line(timelines)),
         "STYLE": _colours() + page.joinpath("timeline.css").read_text(encoding="utf-8"),
         "LEGEND": _legend(timelines),
         "CHARTS": "\n".join(_chart(k, t) for k, t in enumerate(timelines)),
@@ -71,22 +60,22 @@ def render_html(timelines: Sequence[Timeline], title: str, tables: Sequence[Tabl
 
 def _legend(timelines: Sequence[Timeline]) -> str:
     keys = []
-    for key in legend_keys(timelines):
-        colours = [colour.hex for colour in key.colours] or ([f"var(--{key.kind})"] if key.kind != SHADES else [])
-        if key.kind == MEMORY:
+    for key in facts.legend_keys(timelines):
+        colours = [colour.hex for colour in key.colours] or ([f"var(--{key.kind})"] if key.kind != facts.SHADES else [])
+        if key.kind == facts.MEMORY:
             colours.append("var(--memory_last)")
-        thin = ' class="thin"' if key.kind in (WAIT, ACTIVATION, GRADIENT, OFFLOADING, LOADING, MEMORY) else ""
+        thin = "" if key.kind in (*OPERATIONS, facts.IDLE) else ' class="thin"'
         boxes = "".join(f'<i{thin} style="background:{colour}"></i>' for colour in colours)
         keys.append(f'<span class="key">{boxes} {escape(key.label)}</span>')
     return "\n".join(keys)
 
 
 def _chart(number: int, timeline: Timeline) -> str:
-    facts = ", ".join(summary(timeline))
-    label = escape(f"{timeline.title}: {facts}", quote=True)
+    numbers = ", ".join(facts.summary(timeline))
+    label = escape(f"{timeline.title}: {numbers}", quote=True)
     note = f'<p class="note">{escape(timeline.note)}</p>\n' if timeline.note else ""
     return (
-        f'<h2>{escape(timeline.title)} <span class="soft">{escape(facts)}</span></h2>\n{note}'
+        f'<h2>{escape(timeline.title)} <span class="soft">{escape(numbers)}</span></h2>\n{note}'
         f'<canvas id="chart{number}" role="img" aria-label="{label}"></canvas>'
     )
 
@@ -134,12 +123,9 @@ def timeline_columns(timeline: Timeline, store: ColumnStore) -> dict[str, Any]:
             f"the page shows at most {_MOST_CHUNKS} chunks and {_MOST_MICROBATCHES} microbatches, or slices of them"
         )
     end = timeline.end or 1.0
-    tick = end / _TICKS
-    sent = timeline.sent()
-    most, of_all = _MOST_MEMORY_STEPS
-    steps = min(most, of_all // len(timeline.lanes))
-    each = zip(timeline.lanes, sent, timeline.stages, strict=True)
-    scale = tick, timeline.slices
+    tick, (most, of_all) = end / _TICKS, _MOST_MEMORY_STEPS
+    steps, scale = min(most, of_all // len(timeline.lanes)), (tick, timeline.slices)
+    each = zip(timeline.lanes, timeline.sent(), timeline.stages, strict=True)
     lanes = [{**_lane(lane, parts, scale, steps, store), "stages": list(stages)} for lane, parts, stages in each]
     shades = [[block_colour(op, c, timeline.num_chunks) for c in range(timeline.num_chunks)] for op in _COMPUTE]
     return {

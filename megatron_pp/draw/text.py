@@ -25,21 +25,11 @@ from megatron_pp.draw.palette import NAMES, OPERATIONS, block_name, block_style,
 from megatron_pp.draw.ticks import tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.plan.clock import run_clock
-from megatron_pp.plan.instruction import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    LOAD,
-    OUTPUT_S,
-    OUTPUT_T,
-    WEIGHT_GRAD,
-    Instruction,
-    without_pairs,
-)
+from megatron_pp.plan.instruction import FORWARD, LOAD, Instruction, without_pairs
 from megatron_pp.plan.sim.simulation import Event, Transfer
 from megatron_pp.plan.spec import Plan
 
-_FILL = {FORWARD: "-", BACKWARD: "=", INPUT_GRAD: "+", WEIGHT_GRAD: "~", OUTPUT_S: ":", OUTPUT_T: ";"}
+_FILL = dict(zip(OPERATIONS, "-=+~:;", strict=True))
 _IDLE = "."
 _MAX_PANELS = 6
 
@@ -84,7 +74,8 @@ def _panels(timeline: Timeline, scale: Scale, margin: int, few_colours: bool) ->
     for rank, lane in enumerate(timeline.lanes):
         rows.append((lane.name, _lane_row(lane, timeline, scale, few_colours)))
         if lane.copies:
-            rows.append(("", Text(_copies_row(lane, scale), style="dim")))
+            copies = [(copy, copy.instruction.op == LOAD) for copy in lane.copies]
+            rows.append(("", Text(_marks(copies, scale, " olc"), style="dim")))
         if rank in transfers:
             rows.append(("", Text(transfers[rank], style="dim")))
     lines: list[Text] = []
@@ -151,7 +142,9 @@ def _lane_row(lane: Lane, timeline: Timeline, scale: Scale, few_colours: bool) -
         start, stop = max(scale.column(event.start), len(row)), scale.column(event.end)
         row.append(_IDLE * (start - len(row)), style="dim")
         if stop > start:
-            row.append(_block(event, timeline, stop - start), style=_style(event, timeline, few_colours))
+            op, label = event.instruction.op, block_name(event.instruction, timeline.num_chunks)
+            block = (label if len(label) <= stop - start else op).ljust(stop - start, _FILL[op])
+            row.append(block, style=_style(event, timeline, few_colours))
     row.append(_IDLE * (scale.columns - len(row)), style="dim")
     return row
 
@@ -176,11 +169,6 @@ def _crowded_row(lane: Lane, timeline: Timeline, scale: Scale, few_colours: bool
     return row
 
 
-def _block(event: Event, timeline: Timeline, width: int) -> str:
-    op, label = event.instruction.op, block_name(event.instruction, timeline.num_chunks)
-    return (label if len(label) <= width else op).ljust(width, _FILL[op])
-
-
 def _style(event: Event, timeline: Timeline, few_colours: bool) -> str:
     return block_style(event.instruction.op, event.instruction.chunk, timeline.num_chunks, few_colours)
 
@@ -196,22 +184,14 @@ def _transfer_rows(timeline: Timeline, scale: Scale) -> dict[int, str]:
     return {rank: _marks(spans, scale, " v^x") for rank, spans in under.items()}
 
 
-def _copies_row(lane: Lane, scale: Scale) -> str:
-    return _marks([(copy, copy.instruction.op == LOAD) for copy in lane.copies], scale, " olc")
-
-
 def _marks(spans: Iterable[tuple[Event | Transfer, bool]], scale: Scale, marks: str) -> str:
     """``marks`` of columns with no span, one that goes forth, one that goes back (True), and both."""
     row = [0] * scale.columns
     for span, back in spans:
-        for column in _columns(span, scale):
+        first = scale.within(span.start)
+        for column in range(first, max(first + 1, scale.column(span.end))):
             row[column] |= 2 if back else 1
     return "".join(marks[found] for found in row)
-
-
-def _columns(span: Event | Transfer, scale: Scale) -> range:
-    first = scale.within(span.start)
-    return range(first, max(first + 1, scale.column(span.end)))
 
 
 def _axis(scale: Scale, start: int, stop: int) -> str:

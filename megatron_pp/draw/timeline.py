@@ -168,11 +168,8 @@ def simulated_timeline(
             kept = (value / spec.num_chunks for value in activations_timeline(plan, rank))
             lane.memory = _steps(simulation.ends[rank], kept, 0.0)
         lanes.append(lane)
-    title = title or short_title(spec)
-    stages = plan.placement.stages
-    size = spec.num_microbatches
-    of = simulation.transfers, size, shape is not None, plan.remark, spec.slices
-    return Timeline(title, unit, lanes, stages, *of)
+    sizes = simulation.transfers, spec.num_microbatches, shape is not None, plan.remark, spec.slices
+    return Timeline(title or short_title(spec), unit, lanes, plan.placement.stages, *sizes)
 
 
 def short_title(spec: PlanSpec) -> str:

@@ -18,14 +18,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
 from megatron_pp.faults import consistency, diagnosis
-from megatron_pp.faults.exceptions import is_consequence, is_raised_by_python, tail_of, text_of, type_name
+from megatron_pp.faults.diagnosis import is_consequence, is_raised_by_python, tail_of, text_of, type_name
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
 from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, Progress
@@ -77,7 +77,7 @@ class FaultGuard:
     completed: CompletedWork | None = None
     global_rank: int | None = None
     world_size: int | None = None
-    members: Iterable[int] = ()
+    members: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self.patience = self.timeout
@@ -143,12 +143,18 @@ class FaultGuard:
         steps: failures are handled as in a step."""
         return self.step(Outside(), phase=what)
 
+    def check(self) -> None:
+        """Raises the failure that ends this step, if there is one; for a rank that waits for something else than a
+        transfer.
+        """
+        if self.failure is not None:
+            raise self._error()
+
     def phase(self, text: str) -> None:
         """Name what this rank does after the plan, within the step."""
         self._tracker.phase = text
 
     def close(self) -> None:
-        """End the threads."""
         self._over = self._over or "it was closed"
         self._tracker.end()
         self._tracker.rest()
@@ -345,12 +351,10 @@ class FaultGuard:
         )  # fmt: skip
 
     def _stack(self) -> str:
-        """Where the thread that runs the step is."""
         frame = sys._current_frames().get(self._main)
         return "".join(traceback.format_stack(frame)[-8:]) if frame is not None else ""
 
     def _error(self) -> PipelineError:
-        """What this rank raises because of ``failure``."""
         assert self.failure is not None
         self._raised = error = diagnosis.error_of(self.failure, self.pipeline, self.rank, self._tracker.doing())
         return error
@@ -375,5 +379,4 @@ class FaultGuard:
 
 
 def _by_text(by_rank: Mapping[int, str]) -> dict[str, str]:
-    """With the keys of a JSON object."""
     return {str(rank): value for rank, value in by_rank.items()}

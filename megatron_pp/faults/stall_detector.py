@@ -98,8 +98,6 @@ class Stall:
 
 @dataclass(frozen=True)
 class OwnState:
-    """This rank."""
-
     rank: int  # in the pipeline
     size: int
     step: int

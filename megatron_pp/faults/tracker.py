@@ -49,7 +49,6 @@ class CompletedWork:
         self._marks.append((place, event))
 
     def poll(self) -> None:
-        """Remove the marks that are over."""
         try:
             while self._marks[0][1].query():
                 self._marks.popleft()
@@ -60,7 +59,6 @@ class CompletedWork:
             self._marks.clear()
 
     def clear(self) -> None:
-        """Forget what is not over."""
         self._marks.clear()
 
     @property

@@ -165,7 +165,7 @@ class KeptBytes:
     def begin(self, at: Instruction) -> None:
         if at.op == FORWARD and self.hooked(at):
             saved = self._saved[at.stage, at.mb]
-            self._hooks = saved_tensors_hooks(lambda tensor: _noted(saved, tensor), _itself)
+            self._hooks = saved_tensors_hooks(lambda tensor: _noted(saved, tensor), lambda tensor: tensor)
             self._hooks.__enter__()
         elif at.op in BACKWARD_OPS and at.mb == self._counted.get(at.stage) and at.stage not in self.forward:
             self._count(at)
@@ -218,10 +218,6 @@ def _two_microbatches(plan: Plan, rank: int) -> tuple[dict[int, int], dict[int, 
 
 def _noted(saved: dict[StorageWeakRef, int], tensor: Tensor) -> Tensor:
     saved.update(_storages([tensor]))
-    return tensor
-
-
-def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 

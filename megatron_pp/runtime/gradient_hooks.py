@@ -151,9 +151,8 @@ def unsynchronised(
     settings: StepSettings, chunks: Sequence[Any], placement: Placement, pp_group: Any, pg_collection: Any
 ) -> Iterator[str]:
     """A sentence each for data-parallel replicas and for tied embeddings whose gradients nothing synchronises; nothing
-    from the second step of a model on.
-
-    Both are for warnings, not errors: a program may reduce gradients itself after the step."""
+    from the second step of a model on. Both are for warnings, not errors: a program may reduce gradients itself after
+    the step."""
     known = isinstance(chunks[0], torch.nn.Module) and chunks[0] not in _SEEN
     if settings.finalize_model_grads_func is not None or not known:
         return

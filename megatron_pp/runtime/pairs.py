@@ -145,7 +145,6 @@ def in_turn(forward_call: HalfCall, backward_call: HalfCall) -> None:
 
 def on_two_streams(forward_call: HalfCall, backward_call: HalfCall) -> None:
     """The backward on the current CUDA stream, the forward on another one beside it; in turn without a CUDA device.
-
     Both streams wait for each other before and after, so that memory can go from one to the other. The other stream is
     the same for all pairs: torch has 32 of a priority, and the next one would be that of an NCCL communicator."""
     if not torch.cuda.is_available():
@@ -164,20 +163,14 @@ PAIR_FUNCTIONS: dict[str, OverlappedForwardBackward] = {"in_turn": in_turn, "on_
 """By the name that a flag or a file has for them."""
 
 
-class _SideStreams(threading.local):
-    """By device; a thread has its own, as it has a current stream of its own."""
-
-    def __init__(self) -> None:
-        self.of: dict[torch.device, torch.cuda.Stream] = {}
-
-
-_SIDE_STREAMS = _SideStreams()
+_SIDE_STREAMS = threading.local()  # a thread has its own, by device, as it has a current stream of its own
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _SIDE_STREAMS.of:
-        _SIDE_STREAMS.of[device] = torch.cuda.Stream(device)
-    return _SIDE_STREAMS.of[device]
+    streams: dict[str, torch.cuda.Stream] = vars(_SIDE_STREAMS)
+    if str(device) not in streams:
+        streams[str(device)] = torch.cuda.Stream(device)
+    return streams[str(device)]
 
 
 def _run(handlers: Mapping[str, Callable[[Task], None]], half: Sequence[Task]) -> None:

@@ -167,7 +167,6 @@ class SkipRunner:
         return Send(table[_key(held, at)], at.peer, channel, dtype)
 
     def received(self, at: Task, tensor: Any) -> None:
-        """A receive is over."""
         key = _key(self._of(at), at)
         if at.op == ins.WAIT_F:
             self.held[key] = tensor

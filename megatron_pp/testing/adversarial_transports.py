@@ -61,9 +61,8 @@ class Window:
 
 
 class WindowNetwork(MemoryNetwork):
-    """Keeps the addresses of what is sent and received, and nothing alive, as a DMA engine does.
-
-    ``seed`` schedules the ranks, one at a time; None: they run freely."""
+    """Keeps the addresses of what is sent and received, and nothing alive, as a DMA engine does. ``seed`` schedules the
+    ranks, one at a time; None: they run freely."""
 
     def __init__(self, size: int, one_way: bool = True, store: Any = None, seed: int | None = 0) -> None:
         super().__init__(size, one_way, store)
@@ -194,7 +193,6 @@ class HostileNetwork(WindowNetwork):
         self.when_met(self._in_flight[-1])
 
     def _move(self, pair: Pair) -> None:
-        """Transfer one pair."""
         self._in_flight.remove(pair)
         self.transfers += 1
         freed = self.deliver(pair.send, pair.receive)

@@ -25,8 +25,6 @@ Queue = tuple[object, ...]
 
 
 class MemoryWork:
-    """One posted operation or batch."""
-
     def __init__(self, network: MemoryNetwork, rank: int, queue: Queue, ends: list[End]) -> None:
         self.network = network
         self.rank = rank
@@ -127,7 +125,6 @@ class MemoryNetwork:
             self.changed.notify_all()
 
     def transfer(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy the bytes."""
         if source.dtype != target.dtype or source.numel() != target.numel():
             raise RuntimeError(
                 f"sent {source.dtype} {tuple(source.shape)}, receiving {target.dtype} {tuple(target.shape)}"

@@ -14,8 +14,6 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class ThreadGroup:
-    """The pipeline group of ranks that are threads."""
-
     _rank: int
     _size: int
 
@@ -29,10 +27,9 @@ class ThreadGroup:
 def run_ranks(
     size: int, rank_main: Callable[[int], T], on_failure: Callable[[str], None] | None = None, timeout: float = 60.0
 ) -> list[T]:
-    """Run ``rank_main(rank)`` in a thread per rank and return the results in rank order.
-
-    Raises the first exception of any rank, after ``on_failure`` (called with its text, to unblock the others); raises
-    TimeoutError where ranks are still running after ``timeout`` seconds."""
+    """Run ``rank_main(rank)`` in a thread per rank and return the results in rank order. Raises the first exception of
+    any rank, after ``on_failure`` (called with its text, to unblock the others); raises TimeoutError where ranks are
+    still running after ``timeout`` seconds."""
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 

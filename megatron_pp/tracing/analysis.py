@@ -83,7 +83,6 @@ class Findings:
 
     @property
     def slowest_rank(self) -> int:
-        """The one that computes longest."""
         return max(range(len(self.measured.busy)), key=lambda r: self.measured.busy[r])
 
     @property

@@ -126,7 +126,6 @@ class Keeper:
         self.pending: list[_CudaRecording] = []
 
     def recording(self, plan: Plan, step: int, size: float = 0.0) -> Recording:
-        """Of the step that starts now."""
         kind = _CudaRecording if self.transport.device.type == "cuda" else Recording
         return kind(self, plan, step, size)
 
@@ -199,7 +198,6 @@ class Tracer(Keeper):
         self.write(files.header_line(header))
 
     def write(self, line: str) -> None:
-        """Append one line to the file."""
         if self.broken or self.path is None:
             return
         try:

@@ -90,9 +90,8 @@ def unsplit_weight_grad(model: nn.Module | Sequence[nn.Module]) -> None:
 
 
 def store_of(chunks: Sequence[Any]) -> WeightGradStore | None:
-    """The store of a rank's chunks (wrapped or not), None where they are not converted.
-
-    Raises WeightGradSplitError where only some are, or where they were converted one by one."""
+    """The store of a rank's chunks (wrapped or not), None where they are not converted. Raises WeightGradSplitError
+    where only some are, or where they were converted one by one."""
     stores: list[WeightGradStore | None] = [wrapped_attribute(chunk, _STORE) for chunk in chunks]
     if any(store is not stores[0] for store in stores):
         raise WeightGradSplitError(

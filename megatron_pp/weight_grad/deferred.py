@@ -11,8 +11,6 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class SplitLayer:
-    """A layer with deferred weight gradients."""
-
     store: Any  # its WeightGradStore
     name: str
     weight: Tensor

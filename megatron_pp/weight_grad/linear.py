@@ -117,7 +117,6 @@ class Gathering:
         self._work: Any = dist.all_gather_into_tensor(self._whole, self._part, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """The whole."""
         self._work.wait()
         return self._whole
 

@@ -37,9 +37,8 @@ def add_silently(parameter: Tensor, grad: Tensor) -> None:
 
 
 def add_and_fire(parameter: Tensor, grad: Tensor | None) -> None:
-    """Add the last gradient of a step (None where all are added already) and fire every accumulation hook once.
-
-    With a ``main_grad``, hooks get Megatron's signal ``grad_added_to_main_grad`` and a zero gradient."""
+    """Add the last gradient of a step (None where all are added already) and fire every accumulation hook once. With a
+    ``main_grad``, hooks get Megatron's signal ``grad_added_to_main_grad`` and a zero gradient."""
     frozen = not parameter.requires_grad  # since its backward: autograd would call no hook
     has_main_grad = getattr(parameter, "main_grad", None) is not None
     if grad is not None and (frozen or has_main_grad):
@@ -145,7 +144,9 @@ def _leaf_class(original: Any) -> Any:
         "__slots__": (_BEHIND, _ASSIGNED),
         "__module__": original.__module__,
         "data": property(lambda leaf: parameter_behind(leaf).data, _assign_data),
-        "grad": property(lambda leaf: parameter_behind(leaf).grad, _assign_grad),
+        "grad": property(
+            lambda leaf: parameter_behind(leaf).grad, lambda leaf, new: setattr(parameter_behind(leaf), "grad", new)
+        ),
         **{name: partialmethod(_call_behind, name) for name in methods},
     }
     return type(original)(original.__name__, (original,), attributes)
@@ -159,7 +160,3 @@ def _assign_data(leaf: Tensor, data: Tensor) -> None:
     parameter_behind(leaf).data = data
     _DATA.__set__(leaf, data)
     setattr(leaf, _ASSIGNED, assignments(leaf) + 1)
-
-
-def _assign_grad(leaf: Tensor, grad: Tensor | None) -> None:
-    parameter_behind(leaf).grad = grad

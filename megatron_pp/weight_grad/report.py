@@ -64,7 +64,6 @@ def shares_of(fates: Iterable[Fate]) -> dict[str, tuple[str, float]]:
 
 
 def report_of(fates: Iterable[Fate]) -> SplitReport:
-    """The report of a rank's layers."""
     fates = list(fates)
     count = [fate.what for fate in fates].count
     total = sum(fate.work for fate in fates)
@@ -86,7 +85,6 @@ def warn_of_whole_layers(report: SplitReport) -> None:
 
 
 def percent(share: float) -> str:
-    """In words, for messages."""
     return f"{100 * share:.1f}% of the weight gradients' FLOPs"
 
 

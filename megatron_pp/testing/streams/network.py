@@ -157,7 +157,6 @@ class StreamNetwork(WindowNetwork):
             )
 
     def progress(self) -> None:
-        """Finish what can finish on the devices."""
         with self.changed:
             moved = True
             while moved:

@@ -141,7 +141,7 @@ def test_the_streams_of_the_pipeline_are_counted(
     fields = {"pipeline_schedule": schedule, "overlap_p2p_comm": True, **fields}
     for queues, warnings in ((max(2, streams - 1), streams > 2), (streams, False)):
         monkeypatch.setenv(VARIABLE, str(queues))
-        log_once._warn.cache_clear()
+        log_once._log.cache_clear()
         plan_choice._kept_advice.cache_clear()
         caplog.clear()
         network = DeviceNetwork(3, fields.get("p2p_channels") != "shared")
