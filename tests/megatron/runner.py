@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import multiprocessing
@@ -120,14 +121,18 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 def serve() -> None:
     """The body of the process: for each line of the input, the list's process id, an Outcome for each job, ENDED.
 
-    All that ranks need is imported before they are forked, so that none of them pays for it again.
+    All that ranks need is imported before they are forked, so that none of them pays for it again, nor for looking
+    through it for garbage.
     """
+    gc.disable()
     for name in ("tests.megatron.lab", "megatron_pp.integrations.megatron_core"):
         importlib.import_module(name)
     importlib.import_module("megatron_pp.integrations.megatron_release").load_megatron()
+    gc.enable()
     for line in sys.stdin.buffer:
         jobs = [Job.from_dict(raw) for raw in json.loads(line)]
         _import_checks(jobs)
+        gc.freeze()
         child = os.fork()
         if child == 0:
             os.setsid()
