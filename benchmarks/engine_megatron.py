@@ -96,9 +96,7 @@ class _Chunk(torch.nn.Module):
 
     def __init__(self, inner: torch.nn.Module, config: Any, vp_stage: int, library: Library) -> None:
         super().__init__()
-        self.inner = inner
-        self.config = config
-        self.vp_stage = vp_stage
+        self.inner, self.config, self.vp_stage = inner, config, vp_stage
         self.model_type = library.module("enums").ModelType.encoder_or_decoder
         self.received: torch.Tensor | None = None
 

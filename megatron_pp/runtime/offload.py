@@ -105,8 +105,7 @@ class Offloads:
     that are offloaded; ``chunks``: the rank's model chunks. ``kept`` is empty after the step."""
 
     def __init__(self, copies: HostCopies, keys: frozenset[Key], chunks: Iterable[Any]) -> None:
-        self.copies = copies
-        self.keys = keys
+        self.copies, self.keys = copies, keys
         self.kept: dict[Key, _Kept] = {}
         modules = [chunk for chunk in chunks if isinstance(chunk, Module)]
         # Megatron's wrapper has a list of its own under the name of the method.
