@@ -71,6 +71,11 @@ class Measured:
         _check_names("measured values", values, [field.name for field in fields(cls)])
         return cls(**values)
 
+    def taking(self, costs: StageCosts, **others: Any) -> Measured:
+        """With the times of ``costs``, and other fields as given."""
+        times = {name: getattr(costs, name) for name in ("forward", "backward_input", "weight", "backward")}
+        return replace(self, **times, **others)
+
     def costs(self, num_stages: int) -> StageCosts:
         """Times per stage."""
         backward = None if self.backward is None else self._each("backward", num_stages)

@@ -20,7 +20,6 @@ from megatron_pp.plan.instruction import (
     BACKWARD,
     BACKWARD_OPS,
     FORWARD,
-    SINGLE_COMPUTE_OPS,
     WEIGHT_GRAD,
     Instruction,
     format_program,
@@ -32,7 +31,7 @@ from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines
-from megatron_pp.plan.serialize import spec_from_values, spec_values
+from megatron_pp.plan.serialize import ComputeOf, spec_from_values, spec_values
 from megatron_pp.plan.sim.bound import bound_of
 from megatron_pp.plan.sim.greedy import Problem, Scheduled
 from megatron_pp.plan.sim.improve import improved
@@ -78,7 +77,7 @@ class Proposal:
             raise PlanError(f"the programs are not those of {self.digest}, which were verified")
         placement = Placement(self.placement, self.spec.pipeline_size, self.spec.num_chunks)
         programs = _Read(self.programs, placement)
-        plan = Plan(self.spec, placement, programs, _Compute(programs))
+        plan = Plan(self.spec, placement, programs, ComputeOf(programs))
         plan.certify(self.rules, self.device)
         return plan
 
@@ -106,17 +105,6 @@ class _Read(Lines):
         return self.placement.place(rank, parse_program(self.texts[rank]))
 
 
-class _Compute(Lines):
-    """The compute orders of programs."""
-
-    def __init__(self, programs: Sequence[Line]) -> None:
-        super().__init__(len(programs))
-        self.programs = programs
-
-    def _make(self, rank: int) -> Line:
-        return tuple(at for at in without_pairs(self.programs[rank]) if at.op in SINGLE_COMPUTE_OPS)
-
-
 def why_not(spec: PlanSpec) -> str:
     """Why runs of ``spec`` cannot be planned anew, in words; empty where they can."""
     family = family_of(spec)
@@ -141,12 +129,7 @@ def why_not(spec: PlanSpec) -> str:
 
 
 def proposed(
-    plan: Plan,
-    splits: bool,
-    draws: bool,
-    costs: StageCosts,
-    network: Network,
-    shares: tuple[float, ...] = (),
+    plan: Plan, splits: bool, draws: bool, costs: StageCosts, network: Network, shares: tuple[float, ...] = ()
 ) -> Proposal | str:
     """A plan that is predicted to be faster than ``plan``, which runs, by LEAST_GAIN at least; or what keeps it.
 
@@ -233,12 +216,8 @@ def _measured(plan: Plan, costs: StageCosts, network: Network) -> Measured:
         measured = replace(free, memory_limit=tuple(peak_memory(order, stages, memory) for order, stages in rows))
     size = network.activation_bytes
     times = {edge: link.latency + link.wire_time(size) for edge, link in network.links.items()}
-    return replace(
-        measured,
-        forward=costs.forward,
-        backward_input=costs.backward_input,
-        weight=costs.weight,
-        backward=costs.backward,
+    return measured.taking(
+        costs,
         transfer=network.link.latency + network.link.wire_time(size),
         links=tuple((*edge, time) for edge, time in sorted(times.items())),
         microbatches=costs.microbatches or None,
