@@ -23,6 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from made_parts import markdown_table  # noqa: E402
+
 from megatron_pp.plan.measured import Measured  # noqa: E402
 from megatron_pp.plan.orders import SCHEDULES  # noqa: E402
 from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement  # noqa: E402
@@ -97,7 +99,7 @@ def read(path: Path) -> list[Row]:
 
 
 def small_table(rows: Sequence[Row]) -> list[str]:
-    lines = ["| P | V | instances | optimum proven | within 2% of it | median | worst |", "|" + " --- |" * 7]
+    table: list[Sequence[str]] = [("P", "V", "instances", "optimum proven", "within 2% of it", "median", "worst")]
     groups = [(p, v) for p in (2, 3, 4) for v in (1, 2)]
     for p, v in [*groups, (None, None)]:
         mine = [row for row in rows if p in (row["P"], None) and v in (row["V"], None)]
@@ -105,24 +107,20 @@ def small_table(rows: Sequence[Row]) -> list[str]:
         if proven:
             good = sum(excess <= 0.02 + 1e-9 for excess in proven)
             numbers = [len(mine), len(proven), good, f"{proven[len(proven) // 2]:.1%}", f"{proven[-1]:.1%}"]
-            lines.append(f"| {p or 'all'} | {v or 'all'} | {' | '.join(map(str, numbers))} |")
+            table.append((str(p or "all"), str(v or "all"), *map(str, numbers)))
     others = [row for row in rows if row["best"] > row["least"] * (1 + CLOSE)]
     beaten = sum(row["step"] > 1.02 * row["best"] for row in others)
-    lines += [
-        "",
-        f"Of the {len(others)} without a proof in time, the solver found a plan shorter by over 2% for {beaten}.",
-    ]
-    return lines
+    sentence = f"Of the {len(others)} without a proof in time, the solver found a plan shorter by over 2% for {beaten}."
+    return [markdown_table(table), "", sentence]
 
 
 def large_table(rows: Sequence[Row]) -> list[str]:
-    head = ["plan", "P", "V", "M", "transfer / F", "memory / 1F1B's", "step", "bound", "above it", "by", "search s"]
-    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    table = [["plan", "P", "V", "M", "transfer / F", "memory / 1F1B's", "step", "bound", "above it", "by", "search s"]]
     for row in rows:
         cells = [*(row[name] for name in ("plan", "P", "V", "M", "transfer", "memory"))]
         cells += [f"{row['step']:.4g}", f"{row['bound']:.4g}", f"{row['step'] / row['bound'] - 1:.1%}", row["reason"]]
-        lines.append(f"| {' | '.join(map(str, [*cells, format(row['seconds'], '.0f')]))} |")
-    return lines
+        table.append([*map(str, cells), f"{row['seconds']:.0f}"])
+    return [markdown_table(table)]
 
 
 def write_page(rows: Sequence[Row]) -> None:
