@@ -134,7 +134,8 @@ class _Problem:
         yield MEMORY, tails.forward[0][0]
         for rank in range(self.placement.pipeline_size):
             alone = alone_from(self.placement.stages[rank], memory, memory.limits[rank])
-            yield f"memory of rank {rank}", least_end(self._work(rank, heads, tails, alone))
+            ways = {None, alone}
+            yield f"memory of rank {rank}", max(least_end(self._work(rank, heads, tails, way)) for way in ways)
 
     def _work(self, rank: int, heads: Paths, tails: Paths, alone: int | None = None) -> Iterator[Job]:
         """All operations of ``rank`` as jobs of one machine. A backward is two: up to its input gradient, and the rest,

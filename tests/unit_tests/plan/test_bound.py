@@ -175,11 +175,12 @@ def test_more_memory_or_faster_parts_never_raise_the_bound():
         def bound(scale=1.0, wire=link, room=limit, times=times, placement=placement):
             costs = StageCosts.per_stage(*([scale * t for t in line] for line in times))
             network, memory = Network(link=Link(wire)), MemoryModel.in_chunks(placement, room)
-            return lower_bound(placement, 7, costs, network, memory).step * (1 - 1e-12)
+            return lower_bound(placement, 7, costs, network, memory).step
 
-        assert bound(room=limit + 1) <= bound()
-        assert bound(wire=link / 2) <= bound()
-        assert bound(scale=0.9) <= bound()
+        most = bound() * (1 + 1e-12)  # sums of other paths round differently
+        assert bound(room=limit + 1) <= most
+        assert bound(wire=link / 2) <= most
+        assert bound(scale=0.9) <= most
 
 
 def test_the_one_machine_bound_is_the_worst_set_of_jobs():
