@@ -297,11 +297,9 @@ class CheckpointWriter:
 
 def _tensors_of(metadata: Any) -> dict[str, SavedTensor]:
     """Where DCP has put each tensor."""
-    saved = {}
-    for index, place in metadata.storage_data.items():
-        shape = list(metadata.state_dict_metadata[index.fqn].size)
-        saved[index.fqn] = SavedTensor(place.relative_path, place.offset, place.length, shape)
-    return saved
+    sizes = {name: list(kind.size) for name, kind in metadata.state_dict_metadata.items()}
+    places = {index.fqn: place for index, place in metadata.storage_data.items()}
+    return {n: SavedTensor(at.relative_path, at.offset, at.length, sizes[n]) for n, at in places.items()}
 
 
 def _crc32_of(path: Path) -> int:

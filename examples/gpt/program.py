@@ -101,14 +101,8 @@ def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
             for line in (_introduction(config, device), text, *libraries.said, split):
                 recorder.say(line)
             writer = CheckpointWriter(start.folder / "checkpoints", settings.keep_checkpoints, layout)
-            optimizer = NamedAdamW(
-                chunks,
-                (settings.adam_beta1, settings.adam_beta2),
-                settings.adam_eps,
-                settings.weight_decay,
-                libraries.fused_adam,
-                fused=device.type == "cuda",
-            )
+            rates = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps, settings.weight_decay
+            optimizer = NamedAdamW(chunks, *rates, libraries.fused_adam, fused=device.type == "cuda")
             try:
                 trainer = Trainer(settings, chunks, texts, writer, recorder, stop, optimizer, device)
                 if start.checkpoint is not None:

@@ -242,17 +242,10 @@ def _show_ranking(found: list[Candidate], shape: ModelShape | None, unit: str, c
 
 
 def _candidate_facts(c: Candidate) -> dict[str, Any]:
+    numbers = ("makespan", "per_microbatch", "bubble_share", "peak_in_flight", "peak_bytes", "messages", "sent_bytes")
     return {
-        "schedule": c.spec.schedule,
-        "num_chunks": c.spec.num_chunks,
-        "num_microbatches": c.spec.num_microbatches,
+        **{name: getattr(c.spec, name) for name in ("schedule", "num_chunks", "num_microbatches")},
         "refused": c.refused or None,
-        "makespan": c.makespan,
-        "per_microbatch": c.per_microbatch,
-        "bubble_share": c.bubble_share,
-        "peak_in_flight": c.peak_in_flight,
-        "peak_bytes": c.peak_bytes,
-        "messages": c.messages,
-        "sent_bytes": c.sent_bytes,
+        **{name: getattr(c, name) for name in numbers},
         "bound": None if c.bound is None else _bound_facts(c.bound, c.makespan),
     }

@@ -28,7 +28,8 @@ class HostCopies(ABC):
     def buffer(self, nbytes: int) -> Tensor:
         """Host memory, [nbytes] of uint8."""
         free = self._free[nbytes]
-        return free.pop() if free else self._allocate(nbytes)
+        pinned = self.device.type == "cuda"
+        return free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
     def give_back(self, buffer: Tensor) -> None:
         """Once the copies from and to ``buffer`` were waited for."""
@@ -37,9 +38,6 @@ class HostCopies(ABC):
     @abstractmethod
     def post(self, copies: Sequence[Copy], to_host: bool) -> Wait:
         """Begin ``copies``, which read what was computed before on the current stream."""
-
-    @abstractmethod
-    def _allocate(self, nbytes: int) -> Tensor: ...
 
 
 def host_copies(device: torch.device) -> HostCopies:
@@ -55,9 +53,6 @@ class _ThreadCopies(HostCopies):
     def post(self, copies: Sequence[Copy], to_host: bool) -> Wait:
         done = self._threads[to_host].submit(_copy_all, list(copies))
         return lambda: done.result()
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _copy_all(copies: list[Copy]) -> None:
@@ -83,6 +78,3 @@ class _StreamCopies(HostCopies):
                 target.copy_(source, non_blocking=True)
         done = stream.record_event()
         return lambda: torch.cuda.current_stream().wait_event(done)
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

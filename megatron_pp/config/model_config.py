@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -216,6 +216,17 @@ class ModelParallelConfig:
         read_text,
         "where that is written, for pipeline_measured and advise; None: megatron_pp_measured.json in trace_dir, or "
         "else in the working folder",
+    )
+    pipeline_replan: str | None = setting(
+        None,
+        "every:N: after every N training steps, search for a plan that is faster under what stages and links take by "
+        "then, and change to it between two steps; None: never",
+    )
+    microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None = setting(
+        None,
+        "what each microbatch of the step costs, in any unit, or a function that returns that: with pipeline_replan, "
+        "steps of unequal microbatches have plans of their own; None: all cost the same",
+        cli=False,
     )
 
     def __post_init__(self) -> None:

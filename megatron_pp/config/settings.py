@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +75,8 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     trace_first_step: int
     measure: int
     measure_out: str | None
+    pipeline_replan: str | None
+    microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None
 
     @classmethod
     def from_config(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
@@ -124,6 +126,13 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     def patience(self) -> float:
         """Seconds that one operation of a rank whose process lives may take."""
         return self.compute_timeout or 10 * self.p2p_timeout
+
+    def given_microbatch_costs(self, count: int) -> tuple[float, ...]:
+        """``microbatch_costs``, called if it is a function; () where there are none. Raises ScheduleInputError unless
+        they are ``count`` numbers above 0.
+        """
+        costs = self.microbatch_costs() if callable(self.microbatch_costs) else self.microbatch_costs
+        return () if costs is None else checked(rules.checked_costs, costs, count)
 
     def given_step_number(self) -> int | None:
         """``step_number``, called if it is a function; None where there is none. Raises ScheduleInputError."""

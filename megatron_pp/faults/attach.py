@@ -26,7 +26,7 @@ from megatron_pp.plan.spec import PlanSpec
 logger = logging.getLogger("megatron_pp")
 
 # What each rank decides for itself, or what follows from the rest.
-_PRIVATE_FIELDS = {
+PRIVATE_FIELDS = {
     *("release_after", "lookahead", "grad_sync", "param_sync", "split_backward", "device"),
     *("offload_chunks", "offload_slots"),
 }
@@ -88,7 +88,7 @@ def close_guard(communicator: P2PCore) -> None:
 
 def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
     """What the ranks of a pipeline have to agree on, by the names that a user knows."""
-    described = {_SHOWN_AS.get(k, k): str(v) for k, v in asdict(spec).items() if k not in _PRIVATE_FIELDS}
+    described = {_SHOWN_AS.get(k, k): str(v) for k, v in asdict(spec).items() if k not in PRIVATE_FIELDS}
     return {**described, "pipeline_dtype": str(dtype), SENDS: str(shapes.send), RECEIVES: str(shapes.receive)}
 
 

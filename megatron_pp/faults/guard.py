@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
 from megatron_pp.faults import consistency, diagnosis
-from megatron_pp.faults.exceptions import is_consequence, is_raised_by_python, tail_of, text_of, type_name
+from megatron_pp.faults.diagnosis import is_consequence, is_raised_by_python, tail_of, text_of, type_name
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
 from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, Progress
@@ -142,6 +142,13 @@ class FaultGuard:
         """Around ``what`` a program does with other ranks between steps, such as an optimizer step, or around that and
         steps: failures are handled as in a step."""
         return self.step(Outside(), phase=what)
+
+    def check(self) -> None:
+        """Raises the failure that ends this step, if there is one; for a rank that waits for something else than a
+        transfer.
+        """
+        if self.failure is not None:
+            raise self._error()
 
     def phase(self, text: str) -> None:
         """Name what this rank does after the plan, within the step."""

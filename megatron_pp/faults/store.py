@@ -41,7 +41,7 @@ class FaultStore:
     members: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.store = _private_client(self.store)
+        self.store = private_client(self.store)
         self._batched = bool(getattr(self.store, "has_extended_api", bool)())
         ranks = "-".join(map(str, self.members)) or self.pipeline
         made = self.store.add(f"{_ROOT}/made over {ranks}/{self.global_rank}", 1)
@@ -94,7 +94,7 @@ class FaultStore:
         return f"{self._life}/{what}/{rank}"
 
 
-def _private_client(store: Any) -> Any:
+def private_client(store: Any) -> Any:
     """A client of the same store with a connection of its own, if the kind of store has connections."""
     from torch.distributed import PrefixStore, TCPStore
 

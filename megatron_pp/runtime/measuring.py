@@ -20,9 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pp.comm.copy_rates import copy_rates
 from megatron_pp.comm.exchange import gather_numbers
-from megatron_pp.comm.link_times import measure_links, sizes_around
+from megatron_pp.comm.link_times import copy_rates, measure_links, sizes_around
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ExchangeError, ScheduleInputError

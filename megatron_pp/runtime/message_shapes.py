@@ -51,7 +51,6 @@ def _names_and_shapes(given: Any) -> tuple[Names, Any]:
 
 
 def tensor_shapes(
-    *,
     seq_length: int | None,
     micro_batch_size: int | None,
     decoder_seq_length: int | None,

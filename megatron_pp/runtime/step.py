@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
@@ -32,6 +33,7 @@ from megatron_pp.runtime.plan_choice import (
     spec_fields,
     warn_of_limits,
 )
+from megatron_pp.runtime.replanning import in_steps, replanning_of
 from megatron_pp.runtime.send_buffer_check import executor_for
 from megatron_pp.runtime.sequence_slices import SlicedSteps, SliceRunner
 from megatron_pp.runtime.skip_tensors import SkipRunner, check_skip_tensors
@@ -90,6 +92,8 @@ class StepCall:
         if settings.cuda_graph_impl == TE_GRAPHS:
             check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)
         self.measuring = measuring_of(inputs.chunks[0], settings, inputs.forward_only)
+        self.replanning = replanning_of(inputs.chunks, settings, fields)
+        self.microbatch_costs = settings.given_microbatch_costs(inputs.num_microbatches)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
         self.spec = plan_spec(fields, settings, self.communicator)
@@ -100,6 +104,9 @@ class StepCall:
         communicator, shapes = self.communicator, self.shapes[0]
         plan = build_plan(self.spec, self._announce)
         certify_once(plan)
+        if self.replanning is not None:
+            shares = in_steps(self.microbatch_costs) if self.microbatch_costs else ()
+            plan = self.replanning.next_plan(plan, communicator, self.settings, self.weights is not None, shares)
         if not self.spec.forward_only:
             warn_of_limits(plan, self.weights is not None)
             synchronised = self.communicator.pp_group, self.inputs.pg_collection
@@ -114,14 +121,16 @@ class StepCall:
         traced = step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
         models = communicator.transport, self.inputs.chunks, self.weights
         measured = None if self.measuring is None else self.measuring.next_step(plan, *models)
-        recordings = [one for one in (traced, measured) if one is not None]
+        replanned = None if self.replanning is None else self.replanning.recording(plan, sent)
+        recordings = [one for one in (traced, measured, replanned) if one is not None]
         executor = self._executor(plan, steps, observers(*recordings))
         if measured is not None:
             measured.watch(executor)
         # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
         wired = communicator.wire is not None
-        agreed = (self.spec, self.shapes, traced_steps(self.settings), self.settings.measure, communicator.dtype, wired)
-        step = executor, agreed, self.describe, self.number, self.followed_by
+        chosen = traced_steps(self.settings), self.settings.measure, self.settings.pipeline_replan
+        agreed = (plan.spec, self.shapes, chosen, communicator.dtype, wired)
+        step = executor, agreed, partial(self.describe, plan), self.number, self.followed_by
         with guarded(communicator, self.settings, *step) as guard:
             collectives = plan.placement.barriers > 0
             communicator.prepare(plan.placement.rank_edges, received, sent, self.spec.policy == BATCHED, collectives)
@@ -139,14 +148,16 @@ class StepCall:
                 self.measuring.after_step(plan, self._measured_run())
         return steps.record.data
 
-    def describe(self) -> dict[str, str]:
+    def describe(self, plan: Plan) -> dict[str, str]:
         """What all ranks of the pipeline have to agree on, as text; compared when it changes."""
         traced = traced_steps(self.settings)
         return {
             "p2p_debug": str(self.communicator.wire is not None),
-            **describe_step(self.spec, self.shapes[0], self.communicator.dtype),
+            **describe_step(plan.spec, self.shapes[0], self.communicator.dtype),
             "tracing (trace_dir, trace_steps)": f"steps {traced}" if traced else "off",
             "measure": str(self.settings.measure),
+            "pipeline_replan": str(self.settings.pipeline_replan),
+            **({} if self.replanning is None else self.replanning.description(plan, self.weights is not None)),
         }
 
     def read_settings(self) -> StepSettings:
@@ -163,14 +174,8 @@ class StepCall:
     def tensor_shapes(self) -> list[Any]:
         """Shapes of the tensors between stages, one per tensor, before ``adjust_tensor_shapes_fn``."""
         inputs = self.inputs
-        return tensor_shapes(
-            seq_length=inputs.seq_length,
-            micro_batch_size=inputs.micro_batch_size,
-            decoder_seq_length=inputs.decoder_seq_length,
-            config=self.settings,
-            tp_size=self.tp_size,
-            cp_size=self.cp_size,
-        )
+        lengths = inputs.seq_length, inputs.micro_batch_size, inputs.decoder_seq_length
+        return tensor_shapes(*lengths, self.settings, self.tp_size, self.cp_size)
 
     def step_number(self) -> int | None:
         """The program's own number of this step, which all ranks compare; None where it gives none."""

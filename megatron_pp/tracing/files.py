@@ -124,7 +124,12 @@ def read_rank_trace(path: str | Path) -> RankTrace:
     """Read one rank's file. Raises ExchangeError naming the file, the line and what is wrong with it.
 
     A last line without its end, as a killed run leaves it, is ignored."""
-    lines = read_text(path).split("\n")
+    return parse_rank_trace(read_text(path), path)
+
+
+def parse_rank_trace(text: str, path: str | Path) -> RankTrace:
+    """The same of the text of a file; ``path`` names it in errors."""
+    lines = text.split("\n")
     if not lines[0]:
         raise ExchangeError(f"{path}: the file is empty")
     trace: RankTrace | None = None

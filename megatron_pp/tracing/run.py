@@ -13,7 +13,7 @@ from megatron_pp.errors import ExchangeError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import MOVES, Message, message_of, neighbour_of
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.serialize import compute_of
+from megatron_pp.plan.serialize import ComputeOf
 from megatron_pp.plan.sim.simulation import Simulation, Transfer, TransferLog, Waits
 from megatron_pp.plan.spec import Plan
 from megatron_pp.tracing.files import RankTrace, read_rank_trace
@@ -44,7 +44,7 @@ class TracedRun:
                 raise ExchangeError(f"step {step}: rank {rank} ran another plan than rank 0: {record.spec.describe()}")
         placement = Placement(first.placement, first.spec.pipeline_size, first.spec.num_chunks)
         programs = tuple(record.program for record in records)
-        return Plan(spec, placement, programs, compute_of(programs))
+        return Plan(spec, placement, programs, ComputeOf(programs))
 
     def began(self, step: int) -> float:
         """When the first rank began ``step``, relative to the first recorded step."""
@@ -70,7 +70,7 @@ def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> Trace
     for trace in traces:
         if trace.header.run not in Path(trace.path).name:
             raise ExchangeError(f"{trace.path}: this is a trace of run {trace.header.run}, under another one's name")
-    return _pipeline(str(folder), traces, rank)
+    return pipeline_of(traces, rank, str(folder))
 
 
 def run_names(folder: str | Path) -> list[str]:
@@ -78,7 +78,8 @@ def run_names(folder: str | Path) -> list[str]:
     return sorted({path.name.split("-")[1] for path in Path(folder).glob("trace-*-rank*.jsonl")})
 
 
-def _pipeline(folder: str, traces: list[RankTrace], rank: int) -> TracedRun:
+def pipeline_of(traces: Sequence[RankTrace], rank: int, folder: str) -> TracedRun:
+    """The pipeline of global rank ``rank``, of traces of one run; ``folder`` names their place in errors."""
     by_rank = {trace.header.pipeline[trace.header.rank]: trace for trace in traces}
     member = by_rank.get(rank) or next((t for t in traces if rank in t.header.pipeline), None)
     if member is None:

@@ -44,8 +44,9 @@ class Optimum:
         return self.step <= self.bound * (1 + _CLOSE)
 
 
-def optimum(problem: Problem, most: float, least: float = 0.0, seconds: float = 10.0, workers: int = 2) -> Optimum:
-    """The best plan with split backwards for ``problem``, searched for ``seconds`` on ``workers`` threads.
+def optimum(problem: Problem, most: float, least: float = 0.0, effort: float = 10.0, workers: int = 2) -> Optimum:
+    """The best plan with split backwards for ``problem``, searched on ``workers`` threads with so much ``effort``, in
+    CP-SAT's deterministic seconds, which do not depend on how busy the machine is.
 
     most, least  steps of a known plan and of a known bound: the nearer, the faster
 
@@ -59,7 +60,7 @@ def optimum(problem: Problem, most: float, least: float = 0.0, seconds: float = 
         raise PlanError("the exact solver needs OR-tools: pip install 'megatron-pp[solver]'") from error
     model = _Model(problem, most, least, cp_model.CpModel())
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds, solver.parameters.num_workers = seconds, workers
+    solver.parameters.max_deterministic_time, solver.parameters.num_workers = effort, workers
     status = solver.solve(model.model)
     if status == cp_model.INFEASIBLE:
         return Optimum(math.inf, math.inf, ())

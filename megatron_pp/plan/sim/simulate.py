@@ -22,9 +22,9 @@ from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import FREE, Network, StageCosts
 from megatron_pp.plan.dataflow import Message, message_of
 from megatron_pp.plan.instruction import POST_OF, Instruction, halves
-from megatron_pp.plan.queues import Entry, Meeting
+from megatron_pp.plan.queues import End, Entry, Meeting
 from megatron_pp.plan.rendezvous import check_rendezvous
-from megatron_pp.plan.sim.network_model import Announcement, Arrival, TimedQueues
+from megatron_pp.plan.sim.network_model import Arrival, TimedQueues
 from megatron_pp.plan.sim.simulation import Event, Simulation, TransferLog, Waits
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, Plan, checked_device
 
@@ -161,7 +161,7 @@ class _Run:
         self.posts |= set() if self.late_receives else ins.RECV_OPS
         self.ranks = [_Rank(plan, r, _CopyEngines(costs, self.shares)) for r in range(len(plan.programs))]
         self.log = TransferLog()
-        self.agenda: list[tuple[float, int, _Rank | Arrival | Announcement]] = []
+        self.agenda: list[tuple[float, int, _Rank | Arrival | End]] = []
         self.planned = 0  # breaks ties: of two events at one time, the one planned first happens first
 
     def run(self) -> Simulation:
@@ -189,7 +189,7 @@ class _Run:
             tuple(tuple(rank.copies.made) for rank in self.ranks),
         )
 
-    def _plan_event(self, when: float, what: _Rank | Arrival | Announcement) -> None:
+    def _plan_event(self, when: float, what: _Rank | Arrival | End) -> None:
         self.planned += 1
         heappush(self.agenda, (when, self.planned, what))
 
@@ -324,8 +324,8 @@ class _Run:
                 self.log.append(arrival.transfer)
             self._plan_event(arrival.transfer.end, arrival)
         self.queues.started.clear()
-        for when, announcement in self.queues.announced:
-            self._plan_event(when, announcement)
+        for when, receive in self.queues.announced:
+            self._plan_event(when, receive)
         self.queues.announced.clear()
 
     def _arrive(self, now: float, arrival: Arrival) -> None:
