@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from megatron_pp.plan.spec import PlanSpec
+
 ENGINES = ("ours", "megatron", "megatron-main", "torch", "torch per-direction")
 PLUG_IN = "plug-in"
 IN_MEGATRON = (PLUG_IN, "megatron", "megatron-main")
@@ -52,6 +54,14 @@ class Work:
     @property
     def num_stages(self) -> int:
         return self.pipeline_size * self.num_chunks
+
+    @property
+    def virtual_size(self) -> int | None:
+        """V as Megatron has it: None without model chunks."""
+        return self.num_chunks if self.num_chunks > 1 else None
+
+    def spec(self, **more: Any) -> PlanSpec:
+        return PlanSpec(self.schedule, self.pipeline_size, self.num_chunks, self.num_microbatches, **more)
 
     @property
     def overlaps(self) -> bool:

@@ -75,7 +75,7 @@ def traced(pp: int, vp: int | None, aligned: bool) -> Case:
     )
 
 
-CUTS = [(1, None), (2, None), (2, 2), (2, 3), (4, None), (4, 2)]
+CUTS = [(1, None), (2, None), (2, 2), (4, 2)]
 TRACED = [traced(pp, vp, aligned) for pp, vp in CUTS for aligned in (False, True)]
 
 

@@ -19,6 +19,7 @@ from megatron_pp.plan.sim.search import peak_memory
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import CHANNELS, POLICIES, PlanSpec
 from megatron_pp.plan.verifier import verify
+from tests.harness.sweeps import EXHAUSTIVE
 
 FAMILIES = [family for family in SCHEDULES.values() if family.search is None]
 
@@ -55,7 +56,7 @@ def naive_plan(microbatches):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_simulated_plan_is_below_the_bound(family, policy):
     rng = random.Random(f"{family.name} {policy}")
-    for _ in range(6):
+    for _ in range(12 if EXHAUSTIVE else 3):
         spec = PlanSpec(
             family.name,
             rng.randint(1, 6),

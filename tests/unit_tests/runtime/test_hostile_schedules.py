@@ -73,16 +73,25 @@ def difference(
     return result.difference(reference(pipeline_size * num_chunks, data, forward_only))
 
 
+def small_cases() -> list[tuple[str, str, type[HostileNetwork]]]:
+    """All of them, or every schedule under every policy, where each of the two meets every network."""
+    return [
+        (schedule, policy, kind)
+        for (i, schedule), (j, policy), (k, kind) in product(
+            *map(enumerate, (TOY_SCHEDULES, POLICIES, HOSTILE_NETWORKS))
+        )
+        if EXHAUSTIVE or k == (i + j) % len(HOSTILE_NETWORKS)
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", HOSTILE_NETWORKS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("schedule", TOY_SCHEDULES)
+@pytest.mark.parametrize(("schedule", "policy", "kind"), small_cases())
 def test_every_schedule_and_policy(schedule: str, policy: str, kind: type[HostileNetwork]) -> None:
-    """On one of the eight combinations of size, channels and polling. They take turns, so that every schedule, and
-    every policy on every network, meets all of them.
+    """On one of the eight combinations of size, channels and polling. They take turns, so that every policy on every
+    network meets all of them but for one at most.
     """
     combinations = list(enumerate(product((2, 3), CHANNELS, (False, True))))
-    turn = list(TOY_SCHEDULES).index(schedule) + 3 * POLICIES.index(policy) + HOSTILE_NETWORKS.index(kind)
+    turn = list(TOY_SCHEDULES).index(schedule) // len(HOSTILE_NETWORKS) + POLICIES.index(policy)
     some = combinations if EXHAUSTIVE else [combinations[turn % len(combinations)]]
     for seed, (size, channels, pollable) in some:
         num_chunks = chunks_of(schedule, 2)

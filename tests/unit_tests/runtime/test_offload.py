@@ -47,6 +47,7 @@ GPT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "chunks", "fields"), GPT, ids=[f"{name} {list(f)}" for name, _, f in GPT])
 def test_a_gpt_has_the_numbers_of_the_schedule_without_offloading(
     schedule: str, chunks: int, fields: dict[str, Any]

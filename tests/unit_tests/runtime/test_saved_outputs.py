@@ -180,6 +180,7 @@ class EndsInTanh(ToyBlock):
         return torch.tanh(super().forward(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [ReadByHook, WithAuxiliaryLoss, EndsInTanh])
 @settings(max_examples=10, derandomize=True, deadline=None, database=None)
 @given(

@@ -73,6 +73,7 @@ def test_numbers_are_those_of_one_process(size, chunks, fields):
         assert_close(run(size, chunks, skip_cache=cache, **fields), expected(size * chunks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"p2p_debug": True}, {"overlapped_forward_backward": in_turn}])
 def test_tensors_of_any_shape_of_use(fields):
     """A U-Net's, one that two stages use, and one without a gradient."""
