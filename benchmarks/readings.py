@@ -163,6 +163,15 @@ def growth(report: Report) -> str:
     )
 
 
+def replan(report: Report) -> str:
+    changed = report.rows[1:]
+    static, first = (_range(_values(changed, column), "{:.2f}") for column in ("over best static", "first plan over"))
+    return (
+        f"With a rank slowed, and then a link cut, the run's own plan takes {static} times the best static one; the "
+        f"plan that was best at the start takes {first} times the run's own."
+    )
+
+
 def _rows(rows: Iterable[Row], **wanted: str) -> list[Row]:
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
@@ -187,5 +196,5 @@ def _list(parts: Sequence[str]) -> str:
 
 READINGS: dict[str, Callable[[Report], str]] = {
     write.__name__: write
-    for write in (overhead, exposed, overlap, memory, bubble, prediction, tracing, training, growth)
+    for write in (overhead, exposed, overlap, memory, bubble, prediction, tracing, training, replan, growth)
 }  # fmt: skip

@@ -40,6 +40,7 @@ SUBCOMMANDS = (
     "slices",
     "vocabulary",
     "training",
+    "replan",
     "growth",
     "gpu",
     "tables",

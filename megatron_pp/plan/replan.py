@@ -35,7 +35,7 @@ from megatron_pp.plan.serialize import ComputeOf, spec_from_values, spec_values
 from megatron_pp.plan.sim.bound import bound_of
 from megatron_pp.plan.sim.greedy import Problem, Scheduled
 from megatron_pp.plan.sim.improve import improved
-from megatron_pp.plan.sim.search import EFFORT, default_measured, peak_memory
+from megatron_pp.plan.sim.search import EFFORT, default_measured, is_accepted, peak_memory
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
@@ -107,25 +107,22 @@ class _Read(Lines):
 
 def why_not(spec: PlanSpec) -> str:
     """Why runs of ``spec`` cannot be planned anew, in words; empty where they can."""
-    family = family_of(spec)
-    if family.digest:
-        return f"schedule {spec.schedule} is a file, whose order is the program's own"
-    if family.barriers:
-        return f"schedule {spec.schedule} splits the output layer over all ranks, for which no search plans"
-    if spec.slices > 1:
-        return "sequences are cut into slices, for which no search plans"
-    if spec.skip_tensors:
-        return "tensors skip stages, which no search plans for"
-    if spec.overlap_pairs:
-        return "pairs of a forward and a backward run as one, whose time is not the sum of the two"
-    if spec.offload_chunks or (spec.offload_chunks is None and family.offloads(spec.shape)):
-        return "activations are offloaded, and copies between device and host are not timed"
-    if family.placement not in _SEARCHING or SCHEDULES[_SEARCHING[family.placement]].chunks not in (
-        None,
-        spec.num_chunks,
-    ):
-        return f"no search plans for {spec.num_chunks} chunk(s) a rank on placement {family.placement}"
-    return ""
+    family, name = family_of(spec), f"schedule {spec.schedule}"
+    searching = SCHEDULES.get(_SEARCHING.get(family.placement, ""))
+    offloads = family.offloads(spec.shape) if spec.offload_chunks is None else spec.offload_chunks
+    reasons = (
+        (family.digest, f"{name} is a file, whose order is the program's own"),
+        (family.barriers, f"{name} splits the output layer over all ranks, for which no search plans"),
+        (spec.slices > 1, "sequences are cut into slices, for which no search plans"),
+        (spec.skip_tensors, "tensors skip stages, which no search plans for"),
+        (spec.overlap_pairs, "pairs of a forward and a backward run as one, whose time is not the sum of the two"),
+        (offloads, "activations are offloaded, and copies between device and host are not timed"),
+        (
+            searching is None or searching.chunks not in (None, spec.num_chunks),
+            f"no search plans for {spec.num_chunks} chunk(s) a rank on placement {family.placement}",
+        ),
+    )
+    return next((why for holds, why in reasons if holds), "")
 
 
 def proposed(
@@ -191,14 +188,8 @@ def _found(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Pl
 def _best(plans: Sequence[Plan], step_of: Callable[[Plan], float]) -> tuple[Plan, Certificate]:
     """The first that ``verify`` accepts, from the shortest on."""
     *others, last = sorted(plans, key=step_of)
-    for plan in others:
-        try:
-            verify(plan)
-        except PlanError:
-            continue
-        break
-    else:
-        plan = last
+    plan = next(filter(is_accepted, others), last)
+    if plan is last:
         verify(plan)
     assert plan.certificate is not None
     return plan, plan.certificate

@@ -23,9 +23,8 @@ from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.files import read_text
 from megatron_pp.plan.instruction import NONE, Instruction, batch, pair, parse_instruction, without_pairs
 from megatron_pp.plan.measured import Measured
-from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES
-from megatron_pp.plan.placement import PLACEMENTS, Placement
+from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines
 from megatron_pp.plan.skip_tensors import SkipTensor
 from megatron_pp.plan.spec import Plan, PlanSpec
@@ -139,14 +138,9 @@ def _from_json(text: str) -> Plan:
         raise ExchangeError("'spec' is missing or no object")
     try:
         spec = spec_from_values(content["spec"])
-    except PlanError as error:
-        raise ExchangeError(str(error)) from error
-    kind = content.get("placement", "(missing)")
-    if kind not in PLACEMENTS:
-        raise ExchangeError(unknown("placement", kind, PLACEMENTS))
-    try:
-        placement = Placement(kind, spec.pipeline_size, spec.num_chunks, content.get("barriers", 0))
-    except ValueError as error:
+        sizes = spec.pipeline_size, spec.num_chunks, content.get("barriers", 0)
+        placement = Placement(content.get("placement", "(missing)"), *sizes)
+    except ValueError as error:  # PlanError is one
         raise ExchangeError(str(error)) from error
     programs = _ranks(content, "programs", spec, placement)
     orders = _ranks(content, "orders", spec, placement) if "orders" in content else ComputeOf(programs)

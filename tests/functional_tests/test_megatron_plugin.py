@@ -38,6 +38,7 @@ JOBS = {
     "settings_reach_the_engine_and_not_the_config": SINGLE,
     "wrong_settings_install_nothing": SINGLE,
     "what_its_stages_cost_is_measured": PAIR,
+    "its_plan_changes_while_it_trains": PAIR,
 }
 
 
@@ -97,6 +98,12 @@ def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[s
 def test_settings_decide_how_transfers_go_out(outcomes: dict[str, Outcome]) -> None:
     for policies in outcomes["settings_reach_the_engine_and_not_the_config"].facts:
         assert policies == ["batched", "overlap", "overlap", "plain", *["overlap"] * 4] * 2
+
+
+def test_a_plan_changes_on_both_ranks_at_once(outcomes: dict[str, Outcome]) -> None:
+    first, second = outcomes["its_plan_changes_while_it_trains"].facts
+    assert first == second
+    assert (first[0], first[-1]) == ("interleaved_1f1b", "gis")
 
 
 def test_the_first_rank_writes_what_all_stages_cost(outcomes: dict[str, Outcome]) -> None:

@@ -153,7 +153,7 @@ class _Search:
             grown = sorted([*self._grow(orders), *single], key=lambda trial: trial.result.makespan)
             found += self._fitting([*grown, *self._improved(grown, least)])
         for candidate in sorted([*found, *offloaded], key=lambda c: c.makespan):  # of equals, the named one comes first
-            if (allowed is None or allowed(candidate.plan)) and _is_accepted(candidate.plan):
+            if (allowed is None or allowed(candidate.plan)) and is_accepted(candidate.plan):
                 return SearchResult(candidate, tuple((c, self._fits(c.peaks)) for c in named))
         raise PlanError(self._why_none(named))
 
@@ -294,7 +294,8 @@ class _Search:
         )
 
 
-def _is_accepted(plan: Plan) -> bool:
+def is_accepted(plan: Plan) -> bool:
+    """Whether ``verify`` accepts it."""
     try:
         verify(plan)
     except PlanError:
