@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatron_pp.schedules import get_forward_backward_func
 HELP = (
     "a run with pipeline_replan, one rank of which is slowed and one link of which is cut, beside static plans (root)"
 )
-QUICK = {"steps": 60, "slow_at": 20, "cut_at": 40, "every": 5, "rounds": 3}
+QUICK = {"steps": 60, "slow_at": 15, "cut_at": 38, "every": 5, "rounds": 3}
 PHASES = ("as it began", "one rank slowed", "one link cut too")
 
 
@@ -79,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--chunks", type=int, default=1)
     parser.add_argument("--microbatches", type=int, default=6)
-    parser.add_argument("--forward-ms", type=float, default=25.0, help="of a rank's whole forward")
-    parser.add_argument("--backward-ms", type=float, default=75.0, help="of its whole backward, with recomputation")
+    parser.add_argument("--forward-ms", type=float, default=15.0, help="of a rank's whole forward")
+    parser.add_argument("--backward-ms", type=float, default=45.0, help="of its whole backward, with recomputation")
     parser.add_argument("--transfer", type=float, default=0.15, help="of one message, in forwards, as the run begins")
     parser.add_argument("--rate-mbit", type=float, default=400.0)
     parser.add_argument("--memory", type=float, default=8.0, help="microbatches that a rank may keep")
@@ -92,7 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slow-at", type=int, default=50)
     parser.add_argument("--cut-at", type=int, default=150)
     parser.add_argument("--every", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each static plan, in turns")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="steps at the end of a phase in which all plans take turns"
+    )
     parser.add_argument("--timeout", type=float, default=900.0)
 
 
@@ -106,7 +109,7 @@ def run(args: argparse.Namespace) -> Report:
     begins = (1, args.slow_at, args.cut_at, args.steps + 1)
     timeout, ranks = args.timeout, (case, begins, args.every, args.rounds)
     per_rank = run_on_shaped_network(_rank, args.pp, ranks, args.rate_mbit, timeout)
-    rows = [_row(phase, begins, per_rank) for phase in range(3)]
+    rows = [_row(phase, per_rank) for phase in range(3)]
     names = ("chunks", "microbatches", "forward_ms", "backward_ms", "transfer", "rate_mbit", "memory", "slow_rank")
     names += ("slowed", "link", "cut", "steps", "slow_at", "cut_at", "every", "rounds")
     return Report(
@@ -117,28 +120,27 @@ def run(args: argparse.Namespace) -> Report:
         [
             "Compute sleeps; gloo over shaped links. All plans but 1F1B are `auto`'s: of the first column by what the "
             "run has measured by itself, of the second one by the true times of the phase (or another static plan, "
-            "where that is faster), of the third one by those of the first phase. Steps of the run: the median of the "
-            "second half of a phase. Static plans: medians, in turns. Wanted: at most 1.05 times the best static plan, "
-            "and the first plan at least 1.15 times the re-planned one."
+            "where that is faster), of the third one by those of the first phase. Medians of the last steps of a phase "
+            "(rounds), in which the run and the static plans take turns. Wanted: at most 1.05 times the best static "
+            "plan, and the first plan at least 1.15 times the re-planned one."
         ],
     )
 
 
-def _row(phase: int, begins: tuple[int, ...], per_rank: list[dict[str, Any]]) -> Row:
-    steps = [max(times) for times in zip(*(rank["steps"] for rank in per_rank), strict=True)]
-    begin, end = begins[phase] - 1, begins[phase + 1] - 1
-    own = statistics.median(steps[(begin + end) // 2 : end])
-    static = {
-        name: statistics.median(max(times) for times in zip(*(r["static"][phase][name] for r in per_rank), strict=True))
-        for name in per_rank[0]["static"][phase]
+def _row(phase: int, per_rank: list[dict[str, list[list[float]]]]) -> Row:
+    """Medians over the turns of the phase, in each of which the slowest rank counts."""
+    seconds = {
+        name: statistics.median(map(max, zip(*(rank[name][phase] for rank in per_rank), strict=True)))
+        for name in per_rank[0]
     }
-    best, first = min(static.values()), static["first"]
+    own, first = seconds["run"], seconds["first"]
+    best = min(time for name, time in seconds.items() if name != "run")
     return {
         "phase": PHASES[phase],
         "re-planned ms": 1e3 * own,
         "best static ms": 1e3 * best,
         "first plan ms": 1e3 * first,
-        "1f1b ms": 1e3 * static["1f1b"],
+        "1f1b ms": 1e3 * seconds["1f1b"],
         "over best static": own / best,
         "first plan over": first / own,
     }
@@ -191,51 +193,46 @@ def _forward_step(data_iterator: Any, model: Any) -> Any:
     return model(next(data_iterator)), mean_loss
 
 
-def _rank(rank: int, size: int, case: Case, begins: tuple[int, ...], every: int, rounds: int) -> dict[str, Any]:
-    steps = _replanned(case, rank, begins, every)
-    _cut(case, rank, 0)
-    return {"steps": steps, "static": [_static(case, rank, phase, rounds) for phase in range(3)]}
-
-
-def _replanned(case: Case, rank: int, begins: tuple[int, ...], every: int) -> list[float]:
-    """Seconds of each step of the run that plans itself anew, which begins with the best plan of the first phase."""
+def _rank(
+    rank: int, size: int, case: Case, begins: tuple[int, ...], every: int, rounds: int
+) -> dict[str, list[list[float]]]:
+    """The run, which begins with the best plan of the first phase. In the last ``rounds`` steps of each phase static
+    plans take turns with it: seconds of each of these steps, by plan and phase.
+    """
     first = {"pipeline_schedule": "auto", "pipeline_measured": case.measured(0)}
-    pipeline, seconds = _Pipeline(case, rank, pipeline_replan=f"every:{every}", **first), []
-    for step in range(1, begins[-1]):
-        if step in begins[1:3]:
-            phase = begins.index(step)
+    run = _Pipeline(case, rank, pipeline_replan=f"every:{every}", **first)
+    seconds: dict[str, list[list[float]]] = {name: [] for name in ("run", "best", "first", "1f1b")}
+    for phase, (begin, end) in enumerate(pairwise(begins)):
+        run.enter(phase)
+        _cut(case, rank, phase)
+        for step in range(begin, end - rounds):
+            took = _timed(run)
+            if rank == 0 and step % every == 0:
+                print(f"step {step}: {1e3 * took:.0f} ms", file=sys.stderr, flush=True)
+        plans: dict[str, dict[str, Any]] = {
+            "best": {"pipeline_schedule": "auto", "pipeline_measured": case.measured(phase)},
+            "first": first,
+            "1f1b": {},
+        }
+        turns = {"run": run, **{name: _Pipeline(case, rank, **fields) for name, fields in plans.items()}}
+        for name, pipeline in turns.items():
             pipeline.enter(phase)
-            _cut(case, rank, phase)
-        began = time.perf_counter()
-        pipeline.step()
-        seconds.append(time.perf_counter() - began)
-        if rank == 0 and step % every == 0:
-            recent = 1e3 * statistics.median(seconds[-every:])
-            print(f"step {step}: {recent:.0f} ms", file=sys.stderr, flush=True)
+            if name != "run":
+                _timed(pipeline)  # makes its plan, and connects
+            seconds[name].append([])
+        for _ in range(rounds):
+            for name, pipeline in turns.items():
+                seconds[name][phase].append(_timed(pipeline))
     return seconds
 
 
-def _static(case: Case, rank: int, phase: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of steps under the conditions of ``phase``: of its best plan, of that of the first phase, and of 1F1B."""
+def _timed(pipeline: _Pipeline) -> float:
     import torch.distributed as dist
 
-    _cut(case, rank, phase)
-    plans = {
-        "best": {"pipeline_schedule": "auto", "pipeline_measured": case.measured(phase)},
-        "first": {"pipeline_schedule": "auto", "pipeline_measured": case.measured(0)},
-        "1f1b": {"pipeline_schedule": None},
-    }
-    pipelines = {name: _Pipeline(case, rank, **fields) for name, fields in plans.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in pipelines}
-    for turn in range(-1, rounds):
-        for name, pipeline in pipelines.items():
-            pipeline.enter(phase)
-            dist.barrier()
-            began = time.perf_counter()
-            pipeline.step()
-            if turn >= 0:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
+    dist.barrier()
+    began = time.perf_counter()
+    pipeline.step()
+    return time.perf_counter() - began
 
 
 def _cut(case: Case, rank: int, phase: int) -> None:
