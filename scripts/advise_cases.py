@@ -55,7 +55,7 @@ def theirs(question: Question, chosen: Candidate, text: str) -> Outcome:
     placement = chosen.placement(question.pipeline_size)
     fixed = (0.0,) * question.pipeline_size
     room = Room(placement, states_of(chosen, question.pipeline_size), 1, question.memory, fixed)
-    return evaluate(question, chosen, fitted(stages_of_text(text, model.layers), room, 0.0, recompute=False))
+    return evaluate(question, chosen, fitted(stages_of_text(text, model.layers), room, model, recompute=False))
 
 
 def our_row(question: Question, theirs: Outcome) -> list[str]:

@@ -123,7 +123,7 @@ class StepCall:
         measured = None if self.measuring is None else self.measuring.next_step(plan, *models)
         replanned = None if self.replanning is None else self.replanning.recording(plan, sent)
         recordings = [one for one in (traced, measured, replanned) if one is not None]
-        executor = self._executor(plan, steps, observers(*recordings))
+        executor = self._executor(plan, steps, observers(*recordings), max(sent, received))
         if measured is not None:
             measured.watch(executor)
         # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
@@ -240,7 +240,7 @@ class StepCall:
             return communicator_for(group, self.settings)
         return lone_communicator(self.settings, self.inputs.chunks[0])
 
-    def _executor(self, plan: Plan, steps: Any, recording: Observer | None) -> PlanExecutor:
+    def _executor(self, plan: Plan, steps: Any, recording: Observer | None, message_bytes: float) -> PlanExecutor:
         settings, chunks, (_, received, sent) = self.settings, self.inputs.chunks, self.messages
         if received is not None or sent is not None:  # the stages give each other dicts
             steps = NamedSteps(steps, received, sent, self._is_last_stage(plan))
@@ -260,6 +260,7 @@ class StepCall:
             self.shapes[0],
             deallocate=settings.deallocate_pipeline_outputs,
             max_pending_sends=settings.max_pending_sends,
+            message_bytes=0 if skips is not None else message_bytes,
             weights=self.weights,
             pair_runner=None if pairs is None else PairRunner(pairs, chunks),
             graph_in_evaluation=self.graph_in_evaluation,

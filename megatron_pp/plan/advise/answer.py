@@ -96,9 +96,9 @@ def throughput(question: Question, outcome: Outcome) -> dict[str, float | None]:
 
 def why_not(outcome: Outcome, best: Outcome) -> str:
     """Why ``outcome`` is not the recommendation."""
-    if outcome.refused:
-        return outcome.refused
     slower = outcome.step / best.step - 1
+    if outcome.refused:
+        return f"{slower:+.1%}, but {outcome.refused}" if outcome.candidate.family.barriers else outcome.refused
     if slower < 5e-4:
         return f"as fast, {outcome.peak:.3g} GB against {best.peak:.3g}"
     shares = zip(_CAUSES, outcome.exposed, best.exposed, strict=True)
@@ -143,7 +143,7 @@ def estimated(findings: Findings) -> list[Estimate]:
 
 
 def estimated_why(one: Estimate, best: Outcome) -> str:
-    if one.candidate.searches:
+    if one.candidate.is_bounded:
         return f"not looked at: no plan of it is faster than {one.step:.4g} ms, {one.step / best.step - 1:+.1%}"
     return f"not built; by a first estimate {one.step / best.step - 1:+.1%}"
 
@@ -163,6 +163,7 @@ def as_json(findings: Findings, order: MicrobatchOrder | None = None) -> dict[st
         "not_looked_at": [_named(one) for one in findings.not_looked_at],
         "least_memory_gb": min((one.peak for one in findings.outcomes if one.fit is not None), default=None),
         "seconds": findings.seconds,
+        "interrupted": findings.interrupted,
     }
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.advise.layout import Counts, Units, balanced, improved, is_buildable, stages_of
-from megatron_pp.plan.advise.model import Layer, total
+from megatron_pp.plan.advise.model import Layer, Model, total
 from megatron_pp.plan.advise.timing import Kept
 from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.placement import Placement
@@ -173,10 +173,10 @@ class _Buildable:
         return is_buildable(stages_of(self.units, counts), self.placement)
 
 
-def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, attention: float, recompute: bool) -> Fitted:
+def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, model: Model, recompute: bool) -> Fitted:
     """The stages with as little recomputed as the memory allows; ``peaks`` may exceed the limit all the same."""
     placement, chosen = room.placement, [0] * len(stages)
-    costs, activation, late = _stage_costs(stages, chosen, attention)
+    costs, activation, late = _stage_costs(stages, chosen, model.attention, model.output)
     static = tuple(sum(one.static for s in row for one in stages[s]) for row in placement.stages)
     for rank, row in enumerate(placement.stages):
         kept = static[rank] + room.fixed[rank] + room.kept(rank, activation, late)
@@ -185,7 +185,7 @@ def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, attention: float, re
             if stage is None:
                 break
             chosen[stage] += 1
-            costs, activation, late = _stage_costs(stages, chosen, attention)
+            costs, activation, late = _stage_costs(stages, chosen, model.attention, model.output)
             kept = static[rank] + room.fixed[rank] + room.kept(rank, activation, late)
     peaks = tuple(
         static[rank] + room.fixed[rank] + room.kept(rank, activation, late) + _workspace(stages, chosen, row)
@@ -202,7 +202,7 @@ def unrecomputed(cut: Fitted) -> Fitted:
 
 
 def _stage_costs(
-    stages: Sequence[Sequence[Layer]], chosen: Sequence[int], attention: float
+    stages: Sequence[Sequence[Layer]], chosen: Sequence[int], attention: float, output: Layer | None = None
 ) -> tuple[StageCosts, tuple[float, ...], tuple[float, ...]]:
     """Times, activations and late memory of each stage, where the first ``chosen`` layers that can are recomputed."""
     forward, again, weight, kept, late = [], [], [], [], []
@@ -216,6 +216,8 @@ def _stage_costs(
         late.append(sums.late)
     backward = tuple(i + w for i, w in zip(again, weight, strict=True))
     costs = StageCosts(tuple(forward), backward, tuple(again), tuple(weight), attention=attention)
+    if output is not None:
+        costs = replace(costs, output_layer=(output.forward, output.backward_input, output.weight))
     return costs, tuple(kept), tuple(late)
 
 

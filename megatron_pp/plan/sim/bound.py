@@ -9,12 +9,10 @@ work of a rank  A rank's operations take turns. None starts before a path to it 
                 it the path to the end of the step is left (the drain). The best preemptive schedule of jobs with such
                 heads and tails on one machine is known (``one_machine.py``); the rank's own is no shorter.
 link a to b     The messages of a directed link take turns on the wire in the same way.
-memory          Of a stage, at most K microbatches fit on their way from forward to backward, with what their earlier
-                chunks keep on the rank. So forward k + K waits for backward k: more paths, and later warm-ups.
-memory of a rank  Each microbatch keeps a stage's memory from its forward to its backward, at least a round trip through
-                the later stages, and then its share for W until that is over. These areas, memory times time, do not
-                overlap, and the limit times the time from the rank's first forward on has to hold them all. The same
-                holds for numbers: of forwards that fit at once, and of forwards and waiting W.
+memory          What fits on a rank at once lets forwards wait for backwards and for the W of earlier microbatches: more
+                paths (``bound_memory.py``).
+memory of rank r  Its work with these paths before and behind it. From a forward that leaves no room for anything else
+                until its microbatch is back, the rank has nothing else to do.
 
 The microbatches are taken to be alike. Where sequences are cut into slices, every slice counts as the cheapest one on
 paths, and memory is left out.
@@ -29,7 +27,7 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs import FREE, MemoryModel, Network, StageCosts
 from megatron_pp.plan.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.sim.bound_memory import RankRoom, waits_of
+from megatron_pp.plan.sim.bound_memory import alone_from, waits_of
 from megatron_pp.plan.sim.bound_paths import PathFinder, Paths, StageTimes
 from megatron_pp.plan.sim.one_machine import Job, least_end
 from megatron_pp.plan.spec import Plan
@@ -135,10 +133,9 @@ class _Problem:
         heads, tails = finder.heads(), finder.tails()
         yield MEMORY, tails.forward[0][0]
         for rank in range(self.placement.pipeline_size):
-            stages = self.placement.stages[rank]
-            room = RankRoom(stages, memory, memory.limits[rank], self.times, self.costs, self.split)
-            work = least_end(self._work(rank, heads, tails, room.alone_from()))
-            yield f"memory of rank {rank}", max(work, room.least_step(heads, tails))
+            alone = alone_from(self.placement.stages[rank], memory, memory.limits[rank])
+            ways = {None, alone}
+            yield f"memory of rank {rank}", max(least_end(self._work(rank, heads, tails, way)) for way in ways)
 
     def _work(self, rank: int, heads: Paths, tails: Paths, alone: int | None = None) -> Iterator[Job]:
         """All operations of ``rank`` as jobs of one machine. A backward is two: up to its input gradient, and the rest,

@@ -82,14 +82,13 @@ class _Model:
     def __init__(self, problem: Problem, most: float, least: float, model: Any) -> None:
         self.problem, self.model = problem, model
         costs = problem.costs
-        times = [*costs.forward, *costs.backward_input, *costs.weight, problem.transfer]
+        times = [*costs.forward, *costs.backward_input, *costs.weight, problem.transfer, *problem.links.values()]
         self.scale = _scale(times, most)
         self.most = self._ticks(most)
         self.starts: dict[tuple[str, int, int], Any] = {}
         self.ends: dict[tuple[str, int, int], Any] = {}
         self.turns: dict[Any, list[Any]] = defaultdict(list)  # of each rank and channel: what cannot be at once
         self.kept: dict[int, list[tuple[Any, float]]] = defaultdict(list)  # of each rank: an interval and its memory
-        self.transfer = self._ticks(problem.transfer)
         for stage in range(problem.placement.num_stages):
             self._add_stage(stage)
         for op in (FORWARD, INPUT_GRAD):
@@ -137,15 +136,16 @@ class _Model:
         if user is None:
             return
         source, target = placement.homes[stage][0], placement.homes[user][0]
+        transfer = self._ticks(self.problem.transfer_time(source, target))
         for k in range(self.problem.num_microbatches):
             sent, used = self.ends[(op, stage, k)], self.starts[(op, user, k)]
-            if source == target or not self.transfer:
+            if source == target or not transfer:
                 self.model.add(used >= sent)
                 continue
             start = self.model.new_int_var(0, self.most, "")
             self.model.add(start >= sent)
-            self.model.add(used >= start + self.transfer)
-            message = self.model.new_fixed_size_interval_var(start, self.transfer, "")
+            self.model.add(used >= start + transfer)
+            message = self.model.new_fixed_size_interval_var(start, transfer, "")
             self.turns[(source, target, RESULT_OF[op])].append(message)
 
     def _limit_memory(self) -> None:

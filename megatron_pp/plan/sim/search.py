@@ -36,7 +36,7 @@ from megatron_pp.plan.verifier import verify
 _FINALISTS = 6  # searched orders that are lowered and simulated
 _IMPROVED = 3  # seeds whose best orders local search goes on from
 EFFORT = 800  # of it, per operation, while a step runs; a million take some 2 s
-_EFFORT = 400_000  # of it for a new plan
+_LOCAL, _MOST_LOCAL = 50, 400_000  # of it for a new plan: per pair of operations, and at most
 _SIMULATED = 2_000  # operations in all finalists of one seed: orders that promise the same differ as they are lowered
 _ROUNDS = 2  # times that the best results become patterns in turn
 _PATIENCE = 5.0  # seconds of search before it is announced
@@ -193,7 +193,8 @@ class _Search:
         for trial in sorted(of_seeds.values(), key=lambda one: one.result.makespan)[:_IMPROVED]:
             self.patience.look()
             size = sum(map(len, trial.result.orders))
-            for result in improved(self.problem, trial.result, least, _EFFORT, max(_FINALISTS, _SIMULATED // size)):
+            effort = min(_LOCAL * size**2, _MOST_LOCAL)
+            for result in improved(self.problem, trial.result, least, effort, max(_FINALISTS, _SIMULATED // size)):
                 yield replace(trial, result=result)
 
     def _candidate(self, name: str, orders: Sequence[Order]) -> Candidate:
