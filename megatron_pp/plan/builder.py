@@ -105,7 +105,7 @@ def _proven(spec: PlanSpec, period: int) -> _Template | None:
     more = replace(spec, num_microbatches=spec.num_microbatches + period)
     try:
         plan = lowered_plan(spec)
-        runs, longer = ([run_of(order, spec) for order in of] for of in (plan.orders, _Orders(more, plan.placement)))
+        runs, longer = ([run_of(order, spec) for order in of] for of in (plan.orders, _orders(more)))
         check_repetition(runs, steady_block(plan, period, runs), longer)
         programs = Repeating(plan.programs, steady_block(plan, period), {})
         # A shorter last group has effects far ahead of it.
@@ -139,9 +139,13 @@ class _Orders(Lines):
         self.placement = placement
 
     def _make(self, rank: int) -> Line:
-        orders = map(self.placement.place, count(), family_of(self.spec).orders(self.spec.shape))
-        self._made.update(enumerate(orders if self.spec.split_backward else map(_whole, orders)))
+        self._made.update(enumerate(map(self.placement.place, count(), _orders(self.spec))))
         return self._made[rank]
+
+
+def _orders(spec: PlanSpec) -> Iterable[Sequence[Instruction]]:
+    orders = family_of(spec).orders(spec.shape)
+    return orders if spec.split_backward else map(_whole, orders)
 
 
 def forget_plans() -> None:

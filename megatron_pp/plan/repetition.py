@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, PAIR, WEIGHT_GRAD, Instruction
 from megatron_pp.plan.repeated import Block
@@ -43,12 +42,14 @@ def _edges(orders: _Orders) -> tuple[int, int]:
     """
     forwards = backwards = 0
     for order in orders:
-        forwards = max(forwards, sum(1 for _ in takewhile(lambda at: at.op == FORWARD, order)))
-        backwards = max(backwards, sum(at.op == INPUT_GRAD for at in takewhile(lambda at: at.op != WEIGHT_GRAD, order)))
+        ops = [at.op for at in order]
+        forwards = max(forwards, next((k for k, op in enumerate(ops) if op != FORWARD), len(ops)))
+        backwards = max(backwards, (ops[: ops.index(WEIGHT_GRAD)] if WEIGHT_GRAD in ops else ops).count(INPUT_GRAD))
     return forwards, backwards
 
 
 def _positions(program: Sequence[Instruction], ops: frozenset[str], counts: tuple[int, int]) -> tuple[int, int]:
     """Right behind the instruction that is, or completes, that many operations of ``ops``, for each of ``counts``."""
-    found = [k for k, at in enumerate(program, 1) if at.op in ops or at.op == PAIR]  # a pair has one of each
+    ops |= {PAIR}  # which has one of each
+    found = [k for k, at in enumerate(program, 1) if at.op in ops]
     return found[counts[0] - 1], found[counts[1] - 1]
