@@ -15,19 +15,9 @@ from benchmarks.report import BenchmarkError
 
 HELP = "all benchmarks, one after the other; with --quick in about a quarter of an hour on two cores"
 PARTS = (
-    "overhead",
-    "tracing",
-    "growth",
-    "memory",
-    "bubble",
-    "prediction",
-    "exposed",
-    "overlap",
-    "slices",
-    "vocabulary",
-    "training",
+    *("overhead", "tracing", "growth", "memory", "bubble", "prediction", "exposed", "overlap", "slices", "vocabulary"),
+    *("training", "gpu"),
 )
-PARTS += ("gpu",)
 NO_DEVICE = 3  # exit code of a benchmark that needs a GPU, where there is none
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py"
 QUICK = {"deadline": 600.0}
@@ -58,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
             break
         finally:
             seconds[name] = time.monotonic() - started
-    _print_outcomes(names, outcomes, seconds)
+    print(f"\n== {sum(seconds.values()):.0f} s in all")
+    for name in names:
+        print(f"{name:<12} {seconds.get(name, 0):6.0f} s  {outcomes.get(name, 'not started')}")
     if _INTERRUPTED in outcomes.values():
         return 130
     return 0 if all(outcome in (_OK, _LEFT_OUT) for outcome in outcomes.values()) else 1
@@ -87,9 +79,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _print_outcomes(names: list[str], outcomes: dict[str, str], seconds: dict[str, float]) -> None:
-    print(f"\n== {sum(seconds.values()):.0f} s in all")
-    for name in names:
-        print(f"{name:<12} {seconds.get(name, 0):6.0f} s  {outcomes.get(name, 'not started')}")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from dataclasses import dataclass
-
-import torch
 
 from benchmarks.engines import Unavailable, Work, make_step
 from benchmarks.rank_processes import run_ranks
-from benchmarks.report import Report, Row
+from benchmarks.report import Report, Row, add_options, numbers_of
 from benchmarks.rounds import slowest_rank, summary, timed_rounds
 from benchmarks.stages import SplitTimedStage, TimedStage
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.testing.toy import TOY_SCHEDULES
 
@@ -35,45 +33,49 @@ class Lengths:
     def total(self) -> float:
         return self.forward + self.input + self.weight
 
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Lengths:
+        return cls(args.forward_ms / 1e3, args.backward_ms / 1e3, args.weight_ms / 1e3)
+
     def of_chunk(self, num_chunks: int) -> Lengths:
         return Lengths(self.forward / num_chunks, self.input / num_chunks, self.weight / num_chunks)
+
+    def stage(self, split: bool) -> TimedStage:
+        """A stage of these lengths, which splits its backward."""
+        if split:
+            return SplitTimedStage(self.forward, self.input, self.weight)
+        return TimedStage(self.forward, self.input + self.weight)
+
+    def simulated(self, spec: PlanSpec) -> Simulation:
+        """The step, with free transfers."""
+        one = self.of_chunk(spec.num_chunks)
+        costs = StageCosts.uniform(spec.pipeline_size * spec.num_chunks, one.forward, one.input, one.weight)
+        return simulate(build_plan(spec), costs)
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     """The step, and ``Lengths`` in milliseconds."""
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--forward-ms", type=float, default=80.0, help="of a rank's whole forward")
-    parser.add_argument("--backward-ms", type=float, default=90.0, help="of its input gradients")
-    parser.add_argument("--weight-ms", type=float, default=70.0, help="of its weight gradients")
+    lengths = {"forward_ms": (80.0, "of a rank's whole forward"), "backward_ms": (90.0, "of its input gradients")}
+    add_options(parser, pp=4, microbatches=8, **lengths, weight_ms=(70.0, "of its weight gradients"), timeout=280.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_arguments(parser)
+    add_options(parser, rounds=3)
     parser.add_argument("--schedules", nargs="+", choices=list(TOY_SCHEDULES), default=list(TOY_SCHEDULES))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=280.0)
 
 
 def run(args: argparse.Namespace) -> Report:
     works = [Work(name, args.pp, _chunks(name), args.microbatches, (1, 1, 8)) for name in args.schedules]
-    lengths = Lengths(args.forward_ms / 1e3, args.backward_ms / 1e3, args.weight_ms / 1e3)
+    lengths = Lengths.of(args)
     per_rank = run_ranks(_rank, args.pp, (works, lengths, args.rounds), timeout=args.timeout)
     seconds = slowest_rank([rank[0] for rank in per_rank])
     rows = [_row(work, lengths, seconds.get(work.schedule), per_rank[0][1].get(work.schedule)) for work in works]
     return Report(
         "bubble",
         "Share of all ranks' time that no compute fills",
-        ["schedule", "V", "simulated", "measured", "measured - simulated", "step ms (median)", "step over simulated"],
         rows,
-        {
-            "P": args.pp,
-            "microbatches": args.microbatches,
-            "forward ms": args.forward_ms,
-            "backward ms": args.backward_ms,
-            "weight ms": args.weight_ms,
-            "rounds": args.rounds,
-        },
+        numbers_of(args),
         [
             "Simulated: transfers free. Measured: compute sleeps, gloo on the loopback, messages of 32 bytes; what is "
             "above the simulator is the engine, gloo and the cores' scheduler. Backwards are really split: weight "
@@ -97,25 +99,17 @@ def _rank(
     steps, reasons = {}, {}
     for work in works:
         split = TOY_SCHEDULES[work.schedule].splits_weight
-        make_stage = functools.partial(_stage, lengths.of_chunk(work.num_chunks), split)
+        one = lengths.of_chunk(work.num_chunks)
         try:
-            steps[work.schedule] = make_step("ours", work, rank, dist.group.WORLD, make_stage)
+            steps[work.schedule] = make_step("ours", work, rank, dist.group.WORLD, lambda _, m=one, s=split: m.stage(s))
         except Unavailable as reason:
             reasons[work.schedule] = str(reason)
     return timed_rounds(steps, rounds, 1, dist.barrier), reasons
 
 
-def _stage(lengths: Lengths, split: bool, stage: int) -> torch.nn.Module:
-    if split:
-        return SplitTimedStage(lengths.forward, lengths.input, lengths.weight)
-    return TimedStage(lengths.forward, lengths.input + lengths.weight)
-
-
 def _row(work: Work, lengths: Lengths, seconds: list[float] | None, reason: str | None) -> Row:
-    simulated = simulate(
-        build_plan(PlanSpec(work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches)),
-        _costs(work, lengths),
-    )
+    spec = PlanSpec(work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches)
+    simulated = lengths.simulated(spec)
     row: Row = {"schedule": work.schedule, "V": work.num_chunks, "simulated": simulated.bubble_share}
     if seconds is None:
         return row | {"measured": reason or ""}
@@ -127,8 +121,3 @@ def _row(work: Work, lengths: Lengths, seconds: list[float] | None, reason: str 
         "step ms (median)": step * 1e3,
         "step over simulated": step / simulated.makespan,
     }
-
-
-def _costs(work: Work, lengths: Lengths) -> StageCosts:
-    one = lengths.of_chunk(work.num_chunks)
-    return StageCosts.uniform(work.num_stages, one.forward, one.input, one.weight)

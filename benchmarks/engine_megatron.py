@@ -45,8 +45,7 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
 
 def _stand_in_for_cuda() -> None:
     """Replace only those functions of CUDA that a schedule itself calls: the whole shim of the tests would slow down
-    every `torch.empty`, and be counted as Megatron's overhead.
-    """
+    every `torch.empty`, and be counted as Megatron's overhead."""
     if not torch.cuda.is_available() and torch.zeros is not _zeros_on_cpu:
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
         torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
@@ -112,8 +111,6 @@ class _Chunk(torch.nn.Module):
 
 
 class _Solo:
-    """A group of one rank."""
-
     def size(self) -> int:
         return 1
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from benchmarks.engines import MakeStage, Step, Unavailable, Work, scheduled_step
+from benchmarks.engines import MakeStage, Step, Unavailable, Work, scheduled_step, step_of
+from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import family_of
 from megatron_pp.plan.placement import Placement
@@ -31,6 +34,30 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
     communicator = None if alone else P2PCommunicator(group, config, *([transport] if transport is not None else []))
     function = get_forward_backward_func(work.pipeline_size, work.num_chunks if work.num_chunks > 1 else None)
     return scheduled_step(work, function, chunks, p2p_communicator=communicator)
+
+
+def step_config(pipeline_size: int, num_layers: int, hidden_size: int, heads: int, **fields: Any) -> TransformerConfig:
+    """Of a step that overlaps, for the benchmarks with models of their own."""
+    return TransformerConfig(
+        pipeline_model_parallel_size=pipeline_size,
+        pipeline_dtype=torch.float32,
+        overlap_p2p_comm=True,
+        p2p_timeout=SECONDS,
+        compute_timeout=SECONDS,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=heads,
+        **fields,
+    )
+
+
+def step_of_model(
+    chunk: Any, forward_step: Callable[..., Any], data: Callable[[], Any], num_microbatches: int, seq_length: int
+) -> Step:
+    """A step of this rank's only chunk, in microbatches of one sequence."""
+    size, communicator = dist.get_world_size(), P2PCommunicator(dist.group.WORLD, chunk.config)
+    arguments = forward_step, [chunk], data, num_microbatches, seq_length
+    return step_of(get_forward_backward_func(size), *arguments, p2p_communicator=communicator)
 
 
 def make_config(work: Work) -> SimpleNamespace:

@@ -51,8 +51,7 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
 def _group_for_each_direction(group: Any) -> Iterator[None]:
     """Within, stages that are made send activations and gradients through process groups of their own.
 
-    torch makes these groups with ``split_group``, which only NCCL has; here ``new_group`` makes them.
-    """
+    torch makes these groups with ``split_group``, which only NCCL has; here ``new_group`` makes them."""
     from torch.distributed.pipelining import stage
 
     if group not in stage._PP_DIRECTION_GROUP_CACHE:

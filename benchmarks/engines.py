@@ -81,8 +81,7 @@ def make_step(engine: str, work: Work, rank: int, group: Any, make_stage: MakeSt
     make_stage  stage number -> module from [s, b, h] to [s, b, h]
     transport   what our engine sends through, instead of ``group``
 
-    Raises Unavailable.
-    """
+    Raises Unavailable."""
     if engine == "ours":
         from benchmarks.engine_ours import make
     elif engine in IN_MEGATRON:
@@ -131,7 +130,6 @@ def surroundings(engine: str) -> AbstractContextManager[None]:
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
-    """The loss of every engine."""
     return output.sum()
 
 
@@ -142,7 +140,7 @@ def first_input(work: Work) -> torch.Tensor:
 
 def scheduled_step(work: Work, schedule: Callable[..., Any], chunks: Sequence[Any], **arguments: Any) -> Step:
     """A step of ``schedule``, a function with Megatron's signature, over this rank's ``chunks``."""
-    x, chunked = first_input(work), work.num_chunks > 1
+    x = first_input(work)
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         return loss_of(output), {}
@@ -150,14 +148,31 @@ def scheduled_step(work: Work, schedule: Callable[..., Any], chunks: Sequence[An
     def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
         return model(x), loss
 
+    sizes = work.num_microbatches, work.shape[0], work.shape[1]
+    return step_of(schedule, forward_step, chunks, lambda: None, *sizes, **arguments)
+
+
+def step_of(
+    schedule: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    chunks: Sequence[Any],
+    data: Callable[[], Any],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int = 1,
+    **arguments: Any,
+) -> Step:
+    """A call of ``schedule``; ``data()`` is a chunk's data iterator."""
+    chunked = len(chunks) > 1
+
     def step() -> None:
         schedule(
             forward_step_func=forward_step,
-            data_iterator=[None] * work.num_chunks if chunked else None,
+            data_iterator=[data() for _ in chunks] if chunked else data(),
             model=chunks if chunked else chunks[0],
-            num_microbatches=work.num_microbatches,
-            seq_length=work.shape[0],
-            micro_batch_size=work.shape[1],
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
             **arguments,
         )
 

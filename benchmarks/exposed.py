@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.engines import ENGINES, Work, available_steps, surroundings
 from benchmarks.megatron_library import versions
-from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
-from benchmarks.report import Report, Row
+from benchmarks.rank_processes import run_on_shaped_network, transfer_seconds
+from benchmarks.report import Report, Row, add_options
 from benchmarks.rounds import print_progress, slowest_rank, summary, timed_rounds
 from benchmarks.sweep import CHUNKS, Sweep, bound_seconds, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
@@ -16,17 +16,11 @@ from benchmarks.sweep import add_arguments as add_sweep_arguments
 HELP = "communication left exposed on a slow link, as transfers grow from 0.05 to 1.5 of a forward (needs root)"
 RATIOS = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5)
 QUICK = {"ratios": [0.1, 0.5, 1.0], "rounds": 1, "forward_ms": 35.0}
-COLUMNS = (
-    *("P", "schedule", "transfer / F", "measured transfer / F", "engine"),
-    *("bound ms", "ms (min)", "ms (median)", "over bound"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_sweep_arguments(
-        parser, pp=[2, 4], schedules=list(CHUNKS), microbatches=8, forward_ms=50.0, rate_mbit=400.0, timeout=900.0
-    )
-    parser.add_argument("--ratios", type=float, nargs="+", default=list(RATIOS), help="transfer over forward")
+    add_sweep_arguments(parser, schedules=list(CHUNKS), microbatches=8, forward_ms=50.0, rate_mbit=400.0, timeout=900.0)
+    add_options(parser, ratios=(list(RATIOS), "transfer over forward"))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
 
 
@@ -47,7 +41,6 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "exposed",
         "Step time over the bound with full overlap, on a shaped link",
-        list(COLUMNS),
         rows,
         sweep_settings(args) | versions(),
         [

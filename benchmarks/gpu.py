@@ -16,18 +16,17 @@ import torch
 
 from benchmarks.engines import Work, available_steps, surroundings
 from benchmarks.megatron_library import versions
-from benchmarks.report import NoDeviceError, Report, Row
+from benchmarks.report import NoDeviceError, Report, Row, add_options
+from benchmarks.stages import BusyStage
 
 HELP = "the engines on a GPU, two ranks sharing it over sockets; step time by CUDA events"
 QUICK = {"mib": [8.0], "rounds": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mib", type=float, nargs="+", default=[1.0, 8.0, 32.0], help="sizes of an activation")
-    parser.add_argument("--forward-ms", type=float, default=10.0, help="of one chunk; a backward takes twice as long")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=300.0)
+    compute = 10.0, "of one chunk; a backward takes twice as long"
+    add_options(parser, mib=([1.0, 8.0, 32.0], "sizes of an activation"), forward_ms=compute, microbatches=8)
+    add_options(parser, rounds=5, timeout=300.0)
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -61,41 +60,11 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "gpu",
         "Step time on a GPU, two ranks",
-        ["setting", "MiB", "engine", "ms (min)", "ms (median)", "peak MiB rank 0", "peak MiB rank 1"],
         rows,
         versions()
         | {"gpu": torch.cuda.get_device_name(0), "forward ms": args.forward_ms, "microbatches": args.microbatches},
         ["Compute is a kernel that spins for a known time. Two ranks on one GPU take turns on it."],
     )
-
-
-class _Spin(torch.autograd.Function):
-    """A forward and a backward that keep the stream busy for a number of clock cycles."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, cycles: tuple[int, int]) -> torch.Tensor:
-        ctx.cycles = cycles[1]
-        torch.cuda._sleep(cycles[0])
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        torch.cuda._sleep(ctx.cycles)
-        given = grads[0].clone()
-        return given, given.new_zeros(1), None
-
-
-class SpinStage(torch.nn.Module):
-    """A stage whose compute takes a known time on the GPU."""
-
-    def __init__(self, cycles: tuple[int, int]) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.cycles = cycles
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _Spin.apply(x, self.weight, self.cycles)
-        return output
 
 
 def _rank(
@@ -110,17 +79,15 @@ def _rank(
     torch.cuda.set_device(device)
     torch.set_default_device(torch.device("cuda", device))
     dist.init_process_group("nccl", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    per_second = _cycles_per_second()
-    cycles = (int(forward * per_second), int(2 * forward * per_second))
-    results = [_measured(rank, work, cycles, rounds) for work in works]
+    results = [_measured(rank, work, forward, rounds) for work in works]
     dist.destroy_process_group()
     return results
 
 
-def _measured(rank: int, work: Work, cycles: tuple[int, int], rounds: int) -> dict[str, dict[str, Any]]:
+def _measured(rank: int, work: Work, forward: float, rounds: int) -> dict[str, dict[str, Any]]:
     import torch.distributed as dist
 
-    steps, _ = available_steps(work, rank, dist.group.WORLD, lambda stage: SpinStage(cycles))
+    steps, _ = available_steps(work, rank, dist.group.WORLD, lambda stage: BusyStage(forward, 2 * forward))
     found: dict[str, dict[str, Any]] = {engine: {"ms": [], "peak": 0} for engine in steps}
     for number in range(rounds + 1):
         for engine, step in steps.items():
@@ -142,9 +109,3 @@ def _event_milliseconds(step: Any) -> float:
     end.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(end))
-
-
-def _cycles_per_second() -> float:
-    cycles = 100_000_000
-    torch.cuda._sleep(cycles)
-    return 1e3 * cycles / _event_milliseconds(lambda: torch.cuda._sleep(cycles))

@@ -32,10 +32,6 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "growth",
         "Growth with P x V x M: interleaved 1F1B, overlap",
-        [
-            *("P x V x M", "instructions", "build s", "verify s", "first use s", "new M ms", "cached us", "peak MB"),
-            "outside us / virtual microbatch",
-        ],
         [_row(text, args.rounds) for text in args.sizes],
         {"rounds": args.rounds},
         [

@@ -13,10 +13,7 @@ from pathlib import Path
 
 from benchmarks.bubble import Lengths, add_step_arguments
 from benchmarks.rank_processes import run_ranks
-from benchmarks.report import Report, Row
-from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.costs import StageCosts
-from megatron_pp.plan.sim.simulate import simulate
+from benchmarks.report import Report, Row, add_options, numbers_of
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.run import load_run
@@ -29,13 +26,12 @@ SCHEDULES = {"1f1b": None, "zb_h1": None, "interleaved_1f1b": 2, "interleaved_zb
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_arguments(parser)
+    add_options(parser, rounds=(4, "recorded steps; the one of median length is shown"))
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
-    parser.add_argument("--rounds", type=int, default=4, help="recorded steps; the one of median length is shown")
-    parser.add_argument("--timeout", type=float, default=280.0)
 
 
 def run(args: argparse.Namespace) -> Report:
-    lengths = Lengths(args.forward_ms / 1e3, args.backward_ms / 1e3, args.weight_ms / 1e3)
+    lengths = Lengths.of(args)
     layers = 2 * args.pp
     cases = [
         Case(
@@ -47,16 +43,11 @@ def run(args: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(_rank, args.pp, (cases, lengths, folder), timeout=args.timeout)
         rows = [_row(case, lengths, Path(folder) / str(case.schedule)) for case in cases]
-    settings = {
-        "P": args.pp, "microbatches": args.microbatches, "layers": layers, "forward ms": args.forward_ms,
-        "backward ms": args.backward_ms, "weight ms": args.weight_ms, "rounds": args.rounds,
-    }  # fmt: skip
     return Report(
         "megatron_bubble",
         "Megatron's GPTModel under install(): share of all ranks' time that no compute fills",
-        ["schedule", "V", "simulated", "measured", "measured - simulated", "simulated, own times", "step ms"],
         rows,
-        settings,
+        numbers_of(args) | {"layers": layers},
         [
             "Simulated: the stages' nominal lengths, transfers free. Measured: the recorded steps of a gloo run, as "
             "megatron-pp report reads them; each layer sleeps, and its real linear layers compute beside that. Own "
@@ -73,16 +64,13 @@ def _rank(rank: int, size: int, cases: list[Case], lengths: Lengths, folder: str
 
 
 def _row(case: Case, lengths: Lengths, folder: Path) -> Row:
-    chunks, size = case.vp or 1, case.pp
-    spec = PlanSpec(str(case.schedule), size, chunks, case.microbatches)
-    one = lengths.of_chunk(chunks)
-    costs = StageCosts.uniform(size * chunks, one.forward, one.input, one.weight)
-    simulated = simulate(build_plan(spec), costs)
+    spec = PlanSpec(str(case.schedule), case.pp, case.vp or 1, case.microbatches)
+    simulated = lengths.simulated(spec)
     findings = analyse(load_run(folder, None))
     measured = findings.measured
     return {
         "schedule": spec.schedule,
-        "V": chunks,
+        "V": spec.num_chunks,
         "simulated": simulated.bubble_share,
         "measured": measured.bubble_share,
         "measured - simulated": measured.bubble_share - simulated.bubble_share,

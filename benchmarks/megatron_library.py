@@ -41,8 +41,7 @@ class Library:
     def current(self) -> Iterator[None]:
         """Within, ``import megatron...`` gives this library. Megatron's functions import modules late, too.
 
-        Nothing changes for the installed library, so that ranks that are threads can use it.
-        """
+        Nothing changes for the installed library, so that ranks that are threads can use it."""
         if sys.modules.get(_CORE) is self.modules[_CORE]:
             yield
             return
@@ -70,10 +69,8 @@ def source() -> Path | None:
 
 @functools.cache
 def load(engine: str) -> Library:
-    """The library of ``engine``: "megatron" is the installed package, "megatron-main" the checkout.
-
-    Raises Unavailable.
-    """
+    """The library of ``engine``: "megatron" is the installed package, "megatron-main" the checkout. Raises
+    Unavailable."""
     if engine != MAIN:
         return _imported()
     folder = source()

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from benchmarks.bubble import Lengths
-from benchmarks.stages import SplitTimedStage, TimedStage
 from megatron_pp.integrations import megatron_core
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.weight_grad import split_weight_grad
@@ -27,17 +26,11 @@ class TimedRun(lab.Run):
     def _wrap(self, chunks: list[Any]) -> list[torch.nn.Module]:
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
         for layer in layers:
-            layer.pre_mlp_layernorm = _timed(self.lengths.of_chunk(len(layers)), self.split)
+            layer.pre_mlp_layernorm = self.lengths.of_chunk(len(layers)).stage(self.split)
         if self.split:
             split_weight_grad(chunks)
         self.config.trace_dir, self.config.trace_steps = str(self.folder), f"2-{self.case.steps}"
         return super()._wrap(chunks)
-
-
-def _timed(lengths: Lengths, split: bool) -> torch.nn.Module:
-    if split:
-        return SplitTimedStage(lengths.forward, lengths.input, lengths.weight)
-    return TimedStage(lengths.forward, lengths.input + lengths.weight)
 
 
 def run_case(case: Case, lengths: Lengths, folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.engines import Step, Work, available_steps, comparable, surroundings
 from benchmarks.megatron_library import versions
 from benchmarks.rank_processes import run_ranks
-from benchmarks.report import Report, Row
+from benchmarks.report import Report, Row, add_options
 from benchmarks.stages import TimedStage
 from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.spec import PlanSpec
@@ -29,9 +29,8 @@ SETTINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--kib", type=int, default=256, help="size of one activation in KiB (default 256)")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for each pipeline size")
+    size = 256, "size of one activation in KiB (default 256)"
+    add_options(parser, microbatches=16, kib=size, timeout=(240.0, "seconds for each pipeline size"))
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -47,7 +46,6 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "memory",
         "Peak live bytes of a step, in activations (one tensor between stages)",
-        ["setting", "engine", *(f"rank {r}" for r in range(4)), "remark"],
         [row for work in works for row in _rows(work, peaks[work.label()])],
         {"microbatches": args.microbatches, "activation KiB": args.kib, **versions()},
         [
@@ -56,6 +54,7 @@ def run(args: argparse.Namespace) -> Report:
             "Predicted: what verify counts in our plan, with all that is sent, received or waiting in between.",
             "torch allocates its receive buffers, one per microbatch, in the first step and keeps them.",
         ],
+        ["setting", "engine", *(f"rank {r}" for r in range(4)), "remark"],
     )
 
 
@@ -65,17 +64,13 @@ def _rank(rank: int, size: int, works: list[Work]) -> list[dict[str, int]]:
 
     peaks: list[dict[str, int]] = []
     for work in works:
-        steps, _ = available_steps(work, rank, dist.group.WORLD, _stage)
+        steps, _ = available_steps(work, rank, dist.group.WORLD, lambda stage: TimedStage(0.0, 0.0))
         peaks.append({})
         for engine in list(steps):
             dist.barrier()
             with surroundings(engine):
                 peaks[-1][engine] = peak_bytes(steps.pop(engine))
     return peaks
-
-
-def _stage(stage: int) -> TimedStage:
-    return TimedStage(0.0, 0.0)
 
 
 def peak_bytes(step: Step) -> int:

@@ -12,7 +12,7 @@ import torch
 from benchmarks.engines import ENGINES, PLUG_IN, Step, Work, available_steps, first_input, loss_of, surroundings
 from benchmarks.megatron_library import versions
 from benchmarks.rank_processes import run_ranks
-from benchmarks.report import BenchmarkError, Report, Row
+from benchmarks.report import BenchmarkError, Report, Row, add_options
 from benchmarks.rounds import slowest_rank, summary, timed_rounds
 from benchmarks.stages import AddWeight
 from benchmarks.stubbed import STUBS, stubbed_group
@@ -26,15 +26,13 @@ _SHAPE = (1, 1, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=30, help="repeats, in turns (default 30)")
-    parser.add_argument("--microbatches", type=int, default=64)
+    add_options(parser, rounds=(30, "repeats, in turns (default 30)"), microbatches=64, gloo_rounds=5)
+    add_options(parser, timeout=(240.0, "seconds for each set of real processes"))
     parser.add_argument("--stub", choices=STUBS, default="calls", help="see benchmarks/stubbed.py")
     over = parser.add_mutually_exclusive_group()
     over.add_argument("--no-gloo", action="store_true", help="leave out the real processes")
     over.add_argument("--only-gloo", action="store_true", help="run nothing but the real processes")
     parser.add_argument("--only", default="", metavar="TEXT", help="settings whose name contains TEXT")
-    parser.add_argument("--gloo-rounds", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for each set of real processes")
 
 
 def settings(microbatches: int) -> list[tuple[Work, int]]:
@@ -64,14 +62,13 @@ def run(args: argparse.Namespace) -> Report:
     if not works:
         raise BenchmarkError(f"no setting of this benchmark has {args.only!r} in its name")
     for work, rank in works:
-        rows += _not_measured(work) if args.only_gloo else _stubbed(work, rank, args)
+        rows += [_row(work, e, {}, "") for e in MEASURED] if args.only_gloo else _stubbed(work, rank, args)
     if not args.no_gloo:
         on_gloo = _on_gloo([work for work, _ in works], args)
         rows = [{**row, **on_gloo.get((row["setting"], row["engine"]), {})} for row in rows]
     return Report(
         "overhead",
         "Microseconds outside the model per virtual microbatch (F+B), model x + w on 8 floats",
-        ["setting", "engine", "outside us (min)", "outside us (median)", "ours / it", *ON_GLOO, "remark"],
         _with_ratios(rows),
         {"microbatches": args.microbatches, "rounds": args.rounds, "stub": args.stub, **versions()},
         [
@@ -82,6 +79,7 @@ def run(args: argparse.Namespace) -> Report:
             "A peer that has one way to communicate where we have two (Megatron-core without chunks: plain; torch: "
             "overlap) is compared with both.",
         ],
+        ["setting", "engine", "outside us (min)", "outside us (median)", "ours / it", *ON_GLOO, "remark"],
     )
 
 
@@ -96,10 +94,6 @@ def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
         us = _outside(seconds[engine], bare, scale) if engine in seconds else {}
         rows.append(_row(work, engine, us, remarks[engine]))
     return rows
-
-
-def _not_measured(work: Work) -> list[Row]:
-    return [_row(work, engine, {}, "") for engine in MEASURED]
 
 
 def _outside(whole: list[float], bare: list[float], scale: float) -> dict[str, float]:
@@ -181,8 +175,7 @@ Times = dict[str, list[float]]
 
 def _gloo_rank(rank: int, size: int, works: list[Work], rounds: int) -> list[tuple[Times, Times]]:
     """What one real process runs. For each work, of all engines in turns: seconds of this thread beyond those of the
-    bare model in the same round, and seconds of steps.
-    """
+    bare model in the same round, and seconds of steps."""
     import torch.distributed as dist
 
     results = []

@@ -24,10 +24,10 @@ import torch
 from benchmarks.engine_ours import SECONDS
 from benchmarks.engines import Work, first_input, loss_of
 from benchmarks.memory import peak_bytes
-from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
-from benchmarks.report import Report, Row
+from benchmarks.rank_processes import run_on_shaped_network, transfer_seconds
+from benchmarks.report import Report, Row, add_options
 from benchmarks.rounds import print_progress, slowest_rank, summary, timed_rounds
-from benchmarks.stages import TimedStage, sleep_until
+from benchmarks.stages import CopyingStage, TimedStage
 from benchmarks.sweep import Sweep, bound_seconds, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
 from megatron_pp.comm.transport import ACT
@@ -51,10 +51,6 @@ HELP = "ours beside freeing without a wait and waiting right after the send, on 
 FREE_AT_ONCE, WAIT_AT_ONCE, OURS = "free at once", "wait at once", "ours"
 VARIANTS = (FREE_AT_ONCE, WAIT_AT_ONCE, OURS)
 QUICK = {"megabytes": [16.0], "rate_mbit": 2000.0, "forward_ms": 100.0, "rounds": 1}
-COLUMNS = (
-    *("P", "schedule", "MB", "transfer / F", "variant", "ms (min)", "ms (median)"),
-    *("of free at once", "exposed ms", "over bound", "in releases ms", "peak MB"),
-)
 NOTES = (
     "Exposed: the median beyond the step of a simulation in which transfers take no time. Over bound: beyond that with "
     "transfers as long as measured on the idle link, overlapped as far as the order of compute allows.",
@@ -80,10 +76,8 @@ class Setting:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     schedules = ["interleaved_1f1b", "1f1b"]
-    add_sweep_arguments(
-        parser, pp=[2, 4], schedules=schedules, microbatches=6, forward_ms=200.0, rate_mbit=1000.0, timeout=600.0
-    )
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[16.0], help="of one activation; 16 to 64")
+    add_sweep_arguments(parser, schedules=schedules, microbatches=6, forward_ms=200.0, rate_mbit=1000.0, timeout=600.0)
+    add_options(parser, megabytes=([16.0], "of one activation; 16 to 64"))
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -101,10 +95,10 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "overlap",
         "Step time with outputs freed without a wait, waited at once, and as ours, on a shaped link",
-        list(COLUMNS),
         rows,
         sweep_settings(args),
         list(NOTES),
+        [column for column in rows[0] if column != "all ms"],
     )
 
 
@@ -193,22 +187,6 @@ def wait_at_once(plan: Plan) -> Plan:
     changed = replace(plan, programs=tuple(programs))
     verify(changed)
     return changed
-
-
-class CopyingStage(TimedStage):
-    """A timed stage that keeps a copy of each output for sending, made within the forward's own time."""
-
-    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
-        super().__init__(0.0, backward_seconds)
-        self.forward_seconds = forward_seconds
-        self.copies: deque[torch.Tensor] = deque()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        until = time.perf_counter() + self.forward_seconds
-        output = super().forward(x)
-        self.copies.append(output.detach().clone())
-        sleep_until(until)
-        return output
 
 
 class FreesAtOnce(PlanExecutor):

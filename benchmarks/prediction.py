@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.engines import Work, make_step
-from benchmarks.network_ranks import run_on_shaped_network, transfer_seconds
-from benchmarks.report import Report, Row
+from benchmarks.rank_processes import run_on_shaped_network, transfer_seconds
+from benchmarks.report import Report, Row, add_options
 from benchmarks.rounds import print_progress, summary, timed_rounds
 from benchmarks.sweep import Sweep, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
@@ -30,10 +30,8 @@ _WARMUP = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     schedules = ["1f1b", "interleaved_1f1b"]
-    add_sweep_arguments(
-        parser, pp=[2, 4], schedules=schedules, microbatches=8, forward_ms=200.0, rate_mbit=100.0, timeout=500.0
-    )
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 1.0], help="transfer over forward")
+    add_sweep_arguments(parser, schedules=schedules, microbatches=8, forward_ms=200.0, rate_mbit=100.0, timeout=500.0)
+    add_options(parser, ratios=([0.25, 1.0], "transfer over forward"))
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
 
 
@@ -55,7 +53,6 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "prediction",
         "The simulator's step time against the measured one, on a shaped link",
-        ["P", "schedule", "policy", "transfer / F", "predicted ms", "ms (min)", "ms (median)", "off by"],
         rows,
         sweep_settings(args),
         [

@@ -100,7 +100,9 @@ def overlap(report: Report) -> str:
 
 
 def memory(report: Report) -> str:
-    worst = {(row["setting"], row["engine"]): _worst(row) for row in report.rows}
+    worst = {
+        (row["setting"], row["engine"]): max(row.get(f"rank {rank}") or 0 for rank in range(4)) for row in report.rows
+    }
     settings = list(dict.fromkeys(row["setting"] for row in report.rows))
     off = [abs(worst[setting, "ours"] - worst[setting, "predicted"]) for setting in settings]
     peers = []
@@ -171,10 +173,6 @@ def _values(rows: Iterable[Row], column: str, **wanted: str) -> list[float]:
 
 def _point(row: Row) -> tuple[object, ...]:
     return row["P"], row["schedule"], row["transfer / F"]
-
-
-def _worst(row: Row) -> float:
-    return max(row.get(f"rank {rank}") or 0 for rank in range(4))
 
 
 def _range(values: Sequence[float], form: str = "{:.3g}") -> str:

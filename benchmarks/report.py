@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -23,18 +24,19 @@ class NoDeviceError(BenchmarkError):
 
 @dataclass
 class Report:
-    """``columns`` are the columns that tables show, in order; ``rows`` may hold more, for the JSON."""
+    """``columns`` are those that tables show, in order, by default all that the rows have, in their order."""
 
     name: str
     title: str
-    columns: list[str]
     rows: list[Row]
     settings: Row = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
     machine: Row = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.machine = self.machine or machine_facts()
+        self.columns = self.columns or list(dict.fromkeys(column for row in self.rows for column in row))
 
     def text(self) -> str:
         """The table for a terminal, with what it was measured on."""
@@ -64,6 +66,22 @@ class Report:
     def _circumstances(self) -> str:
         facts = [f"{key} {value}" for key, value in {**self.settings, **self.machine}.items()]
         return ", ".join(facts)
+
+
+def add_options(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """``forward_ms=(80.0, "help")`` is ``--forward-ms``, of the type of its default; a list takes several values."""
+    for name, given in options.items():
+        default, text = given if isinstance(given, tuple) else (given, None)
+        several: Row = (
+            {"type": type(default[0]), "nargs": "+"} if isinstance(default, list) else {"type": type(default)}
+        )
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=text, **several)
+
+
+def numbers_of(args: argparse.Namespace) -> Row:
+    """The options that are numbers, but for the timeout, for the line below a table."""
+    numbers = {name: value for name, value in vars(args).items() if type(value) in (int, float)}
+    return {name.replace("_", " "): value for name, value in numbers.items() if name != "timeout"}
 
 
 def files_of(name: str, folder: Path) -> list[Path]:

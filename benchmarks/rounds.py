@@ -18,9 +18,8 @@ def timed_rounds(
     clock: Callable[[], float] = time.perf_counter,
     around: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, list[float]]:
-    """Seconds of each step in each round. ``before_each`` (a barrier) and what
-    ``around(name)`` does before and after a step are not counted. The garbage collector is off
-    while a step runs, and runs between steps.
+    """Seconds of each step in each round. ``before_each`` (a barrier) and what ``around(name)`` does before and after a
+    step are not counted. The garbage collector is off while a step runs, and runs between steps.
 
     ``clock``: where all work is done by the calling thread, ``time.thread_time`` leaves out what other processes take.
     """

@@ -46,8 +46,6 @@ _BURST_BYTES = 32 * 1024  # small, or short messages would pass unshaped; one se
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank runs."""
-
     namespace: str
     interface: str
     address: str
@@ -64,9 +62,7 @@ class Place:
 @contextlib.contextmanager
 def shaped_network(size: int, rate_mbit: float) -> Iterator[list[Place]]:
     """Make the namespaces and links, and remove them afterwards. ``rate_mbit`` holds for each direction of each link.
-
-    Raises BenchmarkError where that is not allowed, or ip, tc or sysctl is missing.
-    """
+    Raises BenchmarkError where that is not allowed, or ip, tc or sysctl is missing."""
     for tool in ("ip", "tc", "sysctl"):
         if shutil.which(tool) is None:
             raise BenchmarkError(f"a shaped link needs the command `{tool}` (packages iproute2, procps)")

@@ -6,18 +6,24 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from benchmarks.engine_ours import step_config, step_of_model
 from benchmarks.engines import Step
 from benchmarks.memory import peak_bytes
 from benchmarks.rank_processes import run_ranks
-from benchmarks.report import Report, Row
+from benchmarks.report import Report, Row, add_options, numbers_of
 from benchmarks.stages import TimedStage, mean_loss
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.runtime.sequence_slices import sequence_slice
+from megatron_pp.runtime.stage import PipelineStage
 
 HELP = "peak memory and step time of seq_1f1b beside 1f1b, at equal tokens"
 QUICK: dict[str, Any] = {"steps": 1, "layers": 4, "hidden": 64, "seq": 512}
@@ -37,14 +43,9 @@ CASES = (Case(1), Case(2), Case(4), Case(8), Case(4, balanced=True))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--forward-ms", type=float, default=80.0, help="of a microbatch, where stages sleep")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each; one more comes before")
-    parser.add_argument("--timeout", type=float, default=500.0)
+    sleep = 80.0, "of a microbatch, where stages sleep"
+    add_options(parser, pp=4, microbatches=4, seq=2048, layers=8, hidden=128, forward_ms=sleep)
+    add_options(parser, steps=(3, "timed steps of each; one more comes before"), timeout=500.0)
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -53,9 +54,8 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "slices",
         "Sequences in slices, at equal tokens",
-        ["schedule", "slices", "predicted ms", "step ms", "GPT step ms", "GPT peak MiB, rank 0", "worst rank"],
         rows,
-        {name: value for name, value in vars(args).items() if type(value) in (int, float)},
+        numbers_of(args),
         [
             "Step: median of steps whose stages sleep, the backward twice as long as the forward; predicted is the "
             "simulator's, with free transfers.",
@@ -78,7 +78,6 @@ def _row(args: argparse.Namespace, case: Case, of_ranks: list[Row]) -> Row:
         "GPT step ms": max(rank["gpt"] for rank in of_ranks),
         "GPT peak MiB, rank 0": peaks[0],
         "worst rank": max(peaks),
-        "peaks": peaks,
     }
 
 
@@ -96,8 +95,6 @@ def _rank(rank: int, size: int, args: argparse.Namespace) -> dict[Case, Row]:
 
 def median_ms(step: Step, steps: int) -> float:
     """Of ``steps`` steps that begin together, after one more."""
-    import torch.distributed as dist
-
     times = []
     for _ in range(steps + 1):
         dist.barrier()
@@ -109,8 +106,6 @@ def median_ms(step: Step, steps: int) -> float:
 
 
 def _sleeping_step(size: int, args: argparse.Namespace, case: Case) -> Step:
-    from megatron_pp import PipelineStage, sequence_slice
-
     seconds = args.forward_ms / 1e3 / case.slices
     chunk = PipelineStage(TimedStage(seconds, 2 * seconds), _config(size, args, case))
 
@@ -119,10 +114,10 @@ def _sleeping_step(size: int, args: argparse.Namespace, case: Case) -> Step:
         part = sequence_slice()
         return model(x if part is None else part.of(x, 0)), mean_loss
 
-    def data(torch: Any) -> Any:
+    def data() -> Iterator[Any]:
         return ((torch.zeros(args.seq, 1, args.hidden),) for _ in range(args.microbatches))
 
-    return _scheduled(size, args, chunk, forward_step, data)
+    return step_of_model(chunk, forward_step, data, args.microbatches, args.seq)
 
 
 def _gpt_step(rank: int, size: int, args: argparse.Namespace, case: Case) -> Step:
@@ -130,59 +125,17 @@ def _gpt_step(rank: int, size: int, args: argparse.Namespace, case: Case) -> Ste
     from examples.gpt.trainer import forward_step
 
     config = _config(size, args, case)
-    layers = config.layers_of_stages()
     options: dict[str, Any] = {"vocab_size": 256, "max_sequence_length": args.seq}
-    options["share_embeddings_and_output_weights"] = False
-    (chunk,) = build_gpt_chunks(config, stages=[rank], layers_of_stage=layers, **options)
+    options |= {"layers_of_stage": config.layers_of_stages(), "share_embeddings_and_output_weights": False}
+    (chunk,) = build_gpt_chunks(config, stages=[rank], **options)
 
-    def data(torch: Any) -> Any:
+    def data() -> Iterator[Any]:
         text = torch.zeros(1, args.seq, dtype=torch.int64)
         return ((number, text, text) for number in range(args.microbatches))
 
-    return _scheduled(size, args, chunk, forward_step, data)
+    return step_of_model(chunk, forward_step, data, args.microbatches, args.seq)
 
 
 def _config(size: int, args: argparse.Namespace, case: Case) -> Any:
-    import torch
-
-    from benchmarks.engine_ours import SECONDS
-    from megatron_pp import TransformerConfig
-
-    return TransformerConfig(
-        pipeline_model_parallel_size=size,
-        pipeline_dtype=torch.float32,
-        overlap_p2p_comm=True,
-        p2p_timeout=SECONDS,
-        compute_timeout=SECONDS,
-        sequence_slices=case.slices,
-        balance_sequence_slices=case.balanced,
-        num_layers=args.layers,
-        hidden_size=args.hidden,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
-
-
-def _scheduled(
-    size: int, args: argparse.Namespace, chunk: Any, forward_step: Callable[..., Any], data: Callable[[Any], Any]
-) -> Step:
-    import torch
-    import torch.distributed as dist
-
-    from megatron_pp import P2PCommunicator, get_forward_backward_func
-
-    communicator = P2PCommunicator(dist.group.WORLD, chunk.config)
-
-    def step() -> None:
-        get_forward_backward_func(size)(
-            forward_step_func=forward_step,
-            data_iterator=data(torch),
-            model=chunk,
-            num_microbatches=args.microbatches,
-            seq_length=args.seq,
-            micro_batch_size=1,
-            p2p_communicator=communicator,
-        )
-
-    return step
+    slices = {"sequence_slices": case.slices, "balance_sequence_slices": case.balanced}
+    return step_config(size, args.layers, args.hidden, 4, hidden_dropout=0.0, attention_dropout=0.0, **slices)

@@ -1,8 +1,14 @@
-"""The models that benchmarks run: one that does nothing, and one whose compute takes a known time."""
+"""The models that benchmarks run: one that does nothing, and those whose compute takes a known time."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,106 +25,109 @@ class AddWeight(torch.nn.Module):
         return x + self.weight
 
 
+@contextmanager
+def lasting(seconds: float) -> Iterator[None]:
+    """What is inside takes that long: at its end, sleeps for what is left."""
+    until = time.perf_counter() + seconds
+    yield
+    time.sleep(max(0.0, until - time.perf_counter()))
+
+
 class TimedStage(torch.nn.Module):
     """A stage whose forward and backward take given times, by sleeping: cores stay free for the transfers.
 
-    Copies that a stage makes (its output, the gradient of its input) are counted into that time.
-    """
+    Copies that a stage makes (its output, the gradient of its input) are counted into that time. With ``keeps_copies``
+    it makes one more of each output, for sending."""
+
+    keeps_copies = False
 
     def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.seconds = (forward_seconds, backward_seconds)
+        self.copies: deque[torch.Tensor] = deque()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _Timed.apply(x, self.weight, self.seconds)
+        with self.taking(self.seconds[0]):
+            output: torch.Tensor = _Timed.apply(x, self.weight, self)
+            if self.keeps_copies:
+                self.copies.append(output.detach().clone())
         return output
+
+    def taking(self, seconds: float) -> AbstractContextManager[None]:
+        return lasting(seconds)
+
+    def weight_gradient(self) -> torch.Tensor | None:
+        """What the backward gives for ``weight``."""
+        return torch.zeros_like(self.weight)
+
+
+class CopyingStage(TimedStage):
+    keeps_copies = True
+
+
+class BusyStage(TimedStage):
+    """A TimedStage on the current CUDA device, whose stream it keeps busy."""
+
+    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+        super().__init__(forward_seconds, backward_seconds)
+        self.cuda()
+        self.cycles_per_second = 1e3 * cycles_per_ms(self.weight.device)
+
+    def taking(self, seconds: float) -> AbstractContextManager[None]:
+        torch.cuda._sleep(int(seconds * self.cycles_per_second))
+        return nullcontext()
+
+
+class CopyingBusyStage(BusyStage):
+    keeps_copies = True
+
+
+@cache
+def cycles_per_ms(device: torch.device) -> float:
+    """How long ``torch.cuda._sleep`` takes here."""
+    cycles = 10_000_000
+    torch.cuda._sleep(cycles)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    torch.cuda._sleep(cycles)
+    ended.record()
+    torch.cuda.synchronize(device)
+    return cycles / began.elapsed_time(ended)
+
+
+class SplitTimedStage(TimedStage):
+    """A TimedStage whose backward is in two halves: it queues its weight gradients, as Transformer Engine's layers do,
+    and ``backward_dw()`` computes (sleeps) them, oldest first. ``split_weight_grad`` supports such layers."""
+
+    def __init__(self, forward_seconds: float, input_seconds: float, weight_seconds: float) -> None:
+        super().__init__(forward_seconds, input_seconds)
+        self.weight_seconds = weight_seconds
+        self.fuse_wgrad_accumulation = False
+        self.wgrad_store = SimpleNamespace(context=Queue[None](), delay_wgrad_compute=lambda: True)
+
+    def weight_gradient(self) -> None:
+        self.wgrad_store.context.put(None)
+
+    def backward_dw(self) -> None:
+        with self.taking(self.weight_seconds):
+            self.wgrad_store.context.get()
+            self.weight.grad = torch.zeros(1)
 
 
 class _Timed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: tuple[float, float]) -> torch.Tensor:
-        ctx.backward_seconds = seconds[1]
-        until = time.perf_counter() + seconds[0]
-        output = x.clone()
-        sleep_until(until)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        until = time.perf_counter() + ctx.backward_seconds
-        given = grads[0].clone()
-        sleep_until(until)
-        return given, given.new_zeros(1), None
-
-
-class SplitTimedStage(torch.nn.Module):
-    """A TimedStage whose backward is in two halves: it queues its weight gradients, as Transformer Engine's layers do,
-    and ``backward_dw()`` computes (sleeps) them, oldest first. ``split_weight_grad`` supports such layers.
-    """
-
-    def __init__(self, forward_seconds: float, input_seconds: float, weight_seconds: float) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.seconds = (forward_seconds, input_seconds)
-        self.weight_seconds = weight_seconds
-        self.fuse_wgrad_accumulation = False
-        self.wgrad_store = _Waiting()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _SplitTimed.apply(x, self.weight, self)
-        return output
-
-    def backward_dw(self) -> None:
-        until = time.perf_counter() + self.weight_seconds
-        self.wgrad_store.context.count -= 1
-        self.weight.grad = torch.zeros(1)
-        sleep_until(until)
-
-
-class _Queue:
-    """A queue of which only the length is asked."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def qsize(self) -> int:
-        return self.count
-
-
-class _Waiting:
-    def __init__(self) -> None:
-        self.context = _Queue()
-
-    def delay_wgrad_compute(self) -> bool:
-        return True
-
-
-class _SplitTimed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, stage: SplitTimedStage) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, stage: TimedStage) -> torch.Tensor:
         ctx.stage = stage
-        until = time.perf_counter() + stage.seconds[0]
-        output = x.clone()
-        sleep_until(until)
-        return output
+        return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        until = time.perf_counter() + ctx.stage.seconds[1]
-        given = grads[0].clone()
-        ctx.stage.wgrad_store.context.count += 1
-        sleep_until(until)
-        return given, None, None
-
-
-def sleep_until(when: float) -> None:
-    left = when - time.perf_counter()
-    if left > 0:
-        time.sleep(left)
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        stage: TimedStage = ctx.stage
+        with stage.taking(stage.seconds[1]):
+            return grads[0].clone(), stage.weight_gradient(), None
 
 
 def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A loss function, and its report."""
     loss = output.mean()
     return loss, {"loss": loss.detach()}

@@ -10,23 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from megatron_pp.comm.collectives import Done
 from megatron_pp.comm.transport import P2PRequest, Transport
 
 STUBS = ("calls", "group")
-
-
-class StubWork:
-    """A transfer that is complete."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class StubTransport(Transport):
@@ -37,15 +29,14 @@ class StubTransport(Transport):
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._work = StubWork()
+        self._work = Done()
 
-    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> StubWork:
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Done:
         return self._work
 
-    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> StubWork:
-        return self._work
+    irecv = isend
 
-    def batch(self, requests: Sequence[P2PRequest]) -> list[StubWork]:
+    def batch(self, requests: Sequence[P2PRequest]) -> list[Done]:
         return [self._work] * len(requests)
 
 
@@ -55,39 +46,29 @@ def stubbed_group(rank: int, size: int, stub: str) -> Iterator[tuple[Any, Any]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    plain_recv = dist.recv
     # torch's stages vote before their first step on whether their shapes are known; here all of them say yes.
-    dist.recv = lambda tensor, *args, **kwargs: tensor.fill_(1)  # type: ignore[assignment]
-    try:
-        with _stubbed_calls() if stub == "calls" else contextlib.nullcontext():
-            yield dist.group.WORLD, StubTransport(rank, size) if stub == "calls" else None
-    finally:
-        dist.recv = plain_recv
-        dist.destroy_process_group()
+    with patch.object(dist, "recv", lambda tensor, *args, **kwargs: tensor.fill_(1)):
+        try:
+            with _stubbed_calls() if stub == "calls" else contextlib.nullcontext():
+                yield dist.group.WORLD, StubTransport(rank, size) if stub == "calls" else None
+        finally:
+            dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def _stubbed_calls() -> Iterator[None]:
-    work = StubWork()
+    work = Done()
 
-    def post(*args: Any, **kwargs: Any) -> StubWork:
+    def post(*args: Any, **kwargs: Any) -> Done:
         return work
 
-    def send(*args: Any, **kwargs: Any) -> StubWork:
+    def send(*args: Any, **kwargs: Any) -> Done:
         return work
 
-    def batch(operations: Sequence[Any]) -> list[StubWork]:
+    def batch(operations: Sequence[Any]) -> list[Done]:
         return [work]
 
-    kept = dist.isend, dist.irecv, dist.batch_isend_irecv
-    c10d: Any = dist.distributed_c10d
-    checked = c10d._check_op
-    replacements = {"isend": send, "irecv": post, "batch_isend_irecv": batch}
-    for name, function in replacements.items():
-        setattr(dist, name, function)
-    c10d._check_op = lambda op: None  # P2POp accepts the two originals alone
-    try:
+    # P2POp accepts the two originals alone.
+    unchecked = patch.object(dist.distributed_c10d, "_check_op", lambda op: None)
+    with patch.multiple(dist, isend=send, irecv=post, batch_isend_irecv=batch), unchecked:
         yield
-    finally:
-        dist.isend, dist.irecv, dist.batch_isend_irecv = kept
-        c10d._check_op = checked

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.engines import Work
+from benchmarks.report import add_options
 from benchmarks.stages import TimedStage
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import Link, Network, StageCosts
@@ -34,7 +35,6 @@ class Sweep:
         return cls(args.forward_ms / 1e3, 2 * args.forward_ms / 1e3, args.rate_mbit, args.rounds)
 
     def stage(self, stage: int) -> TimedStage:
-        """The model of ``stage``."""
         return TimedStage(self.forward, self.backward)
 
     def message_bytes(self, ratio: float) -> float:
@@ -43,38 +43,18 @@ class Sweep:
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser,
-    *,
-    pp: Sequence[int],
-    schedules: Sequence[str],
-    microbatches: int,
-    forward_ms: float,
-    rate_mbit: float,
-    timeout: float,
+    parser: argparse.ArgumentParser, *, schedules: Sequence[str], forward_ms: float, rate_mbit: float, **defaults: Any
 ) -> None:
-    """The options, with these defaults."""
-    sizes = " ".join(map(str, pp))
-    parser.add_argument("--pp", type=int, nargs="+", default=list(pp), help=f"pipeline sizes (default {sizes})")
+    """The options, with these defaults; others are numbers of microbatches, and the timeout."""
+    compute = forward_ms, f"of one chunk; a backward takes twice as long (default {forward_ms:g})"
+    rate = rate_mbit, f"of each direction of each link (default {rate_mbit:g})"
+    timeout = defaults.pop("timeout"), "seconds for each pipeline size"
+    sizes = [2, 4], "pipeline sizes (default 2 4)"
+    add_options(parser, pp=sizes, forward_ms=compute, rate_mbit=rate, rounds=3, timeout=timeout, **defaults)
     parser.add_argument("--schedules", nargs="+", choices=list(CHUNKS), default=list(schedules))
-    parser.add_argument("--microbatches", type=int, default=microbatches)
-    parser.add_argument(
-        "--forward-ms",
-        type=float,
-        default=forward_ms,
-        help=f"of one chunk; a backward takes twice as long (default {forward_ms:g})",
-    )
-    parser.add_argument(
-        "--rate-mbit",
-        type=float,
-        default=rate_mbit,
-        help=f"of each direction of each link (default {rate_mbit:g})",
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=timeout, help="seconds for each pipeline size")
 
 
 def sweep_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """For the line below the table."""
     return {
         "forward ms": args.forward_ms,
         "backward ms": 2 * args.forward_ms,

@@ -12,10 +12,11 @@ import torch
 
 from benchmarks.engines import Step, Work, make_step
 from benchmarks.overhead import settings
-from benchmarks.report import Report, Row
+from benchmarks.report import Report, Row, add_options, numbers_of
 from benchmarks.rounds import timed_rounds
 from benchmarks.stages import AddWeight
-from benchmarks.stubbed import StubTransport, StubWork, stubbed_group
+from benchmarks.stubbed import StubTransport, stubbed_group
+from megatron_pp.comm.collectives import Done
 from megatron_pp.config.model_config import TRACE_DIR_VARIABLE, TRACE_STEPS_VARIABLE
 
 HELP = "CPU time that recording a trace adds to a step"
@@ -23,11 +24,8 @@ QUICK = {"rounds": 15}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=30, help="repeats, in turns (default 30)")
-    parser.add_argument("--microbatches", type=int, default=64)
-    parser.add_argument(
-        "--compute-ms", type=float, default=10.0, help="F+B of one microbatch and chunk, which the share is taken of"
-    )
+    share = 10.0, "F+B of one microbatch and chunk, which the share is taken of"
+    add_options(parser, rounds=(30, "repeats, in turns (default 30)"), microbatches=64, compute_ms=share)
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -35,9 +33,8 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "tracing",
         "What recording a trace adds to a step",
-        ["setting", "off us", "on us", "added us", "share"],
         rows,
-        {"microbatches": args.microbatches, "rounds": args.rounds, "compute ms": args.compute_ms},
+        numbers_of(args),
         [
             "Medians of the CPU time of one rank's step, transport stubbed, model x + w on 8 floats, per virtual "
             "microbatch (F+B); writing the step to the file is included. Share: of the compute time above.",
@@ -70,7 +67,7 @@ def _row(work: Work, rank: int, args: argparse.Namespace) -> Row:
 class _ReceivesZeros(StubTransport):
     """Ranks compare their clocks by whole numbers, which are read."""
 
-    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> StubWork:
+    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Done:
         return super().irecv(tensor if tensor.is_floating_point() else tensor.zero_(), peer, channel)
 
 

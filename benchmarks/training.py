@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.megatron_library import source, versions
-from benchmarks.report import BenchmarkError, Report, Row
+from benchmarks.report import BenchmarkError, Report, Row, add_options, numbers_of
 from tests.harness.processes import run_processes
 from tests.megatron.cases import Case, Job, Model, Outcome
 from tests.megatron.runner import run_jobs
@@ -28,15 +28,8 @@ OURS = "examples.gpt.gpt, scripts/train.py"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pp", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of each, in turns; two more come before")
-    parser.add_argument("--timeout", type=float, default=400.0)
+    add_options(parser, pp=2, layers=8, hidden=128, heads=4, seq=128, micro_batch=4, microbatches=8)
+    add_options(parser, steps=(8, "timed steps of each, in turns; two more come before"), timeout=400.0)
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -47,9 +40,8 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "training",
         "Whole training steps on this machine's cores: tokens per second",
-        ["model", "V", "policy", "engine", "tokens/s (median)", "step ms (median)", "step ms (min)"],
         rows,
-        {k: v for k, v in vars(args).items() if type(v) is int} | versions(),
+        numbers_of(args) | versions(),
         [
             "GPTModel rows of one library, V and policy were run in turns in the same processes: only the schedule "
             "differs. Vocabulary 256, fp32, Adam. Our GPT is a different model of the same sizes, run separately: no "
@@ -73,7 +65,7 @@ def _megatron_rows(args: argparse.Namespace, library: str, checkout: Path | None
             raise BenchmarkError(f"{library}, V={case.vp or 1}, {case.policy}: {outcome.status}: {outcome.message}")
         for engine in ("ours", "megatron"):
             seconds = [max(times) for times in zip(*(fact[engine] for fact in outcome.facts), strict=True)]
-            rows.append({"engine": engine, **_row(f"GPTModel, {library}", case.vp or 1, case.policy, args, seconds)})
+            rows.append(_row(f"GPTModel, {library}", case.vp or 1, case.policy, engine, args, seconds))
     return rows
 
 
@@ -103,13 +95,14 @@ def _outcomes(rank: int, size: int, cases: list[Case], deadline: float) -> list[
     return run_jobs(jobs, deadline=deadline * len(jobs))
 
 
-def _row(model: str, chunks: int, policy: str, args: argparse.Namespace, seconds: list[float]) -> Row:
+def _row(model: str, chunks: int, policy: str, engine: str, args: argparse.Namespace, seconds: list[float]) -> Row:
     tokens = args.microbatches * args.micro_batch * args.seq
     middle = statistics.median(seconds)
     return {
         "model": model,
         "V": chunks,
         "policy": policy,
+        "engine": engine,
         "tokens/s (median)": tokens / middle,
         "step ms (median)": middle * 1e3,
         "step ms (min)": min(seconds) * 1e3,
@@ -159,4 +152,4 @@ def _our_gpt_row(args: argparse.Namespace) -> Row:
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rates = [record["tokens_per_second"] for record in records if "tokens_per_second" in record][2:]
     tokens = args.microbatches * args.micro_batch * args.seq
-    return {"engine": "ours", **_row(OURS, 1, "default", args, [tokens / rate for rate in rates])}
+    return _row(OURS, 1, "default", "ours", args, [tokens / rate for rate in rates])

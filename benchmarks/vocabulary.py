@@ -4,19 +4,25 @@ known time, of which the output layer takes that of some transformer layers more
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from benchmarks.engine_ours import step_config, step_of_model
 from benchmarks.engines import Step
 from benchmarks.rank_processes import run_ranks
-from benchmarks.report import Report, Row
+from benchmarks.report import Report, Row, add_options, numbers_of
 from benchmarks.slices import median_ms
-from benchmarks.stages import TimedStage, mean_loss, sleep_until
+from benchmarks.stages import TimedStage, lasting, mean_loss
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.runtime.output_layer import SplitOutputLayer
+from megatron_pp.runtime.stage import PipelineStage
 
 HELP = "the step with an output layer that is split over all ranks, beside 1f1b with it on the last stage"
 QUICK: dict[str, Any] = {"steps": 1, "layer_ms": 5.0}
@@ -24,17 +30,10 @@ CASES = ("1f1b", "vocab_1f1b", "vocab_1f1b_alg1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=4, help="of each rank")
-    parser.add_argument(
-        "--layer-ms", type=float, default=10.0, help="forward of a layer; its backward takes twice as long"
-    )
-    parser.add_argument(
-        "--output-layers", type=float, default=2.4, help="layers that the output layer costs as much as"
-    )
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each; one more comes before")
-    parser.add_argument("--timeout", type=float, default=280.0)
+    layer = 10.0, "forward of a layer; its backward takes twice as long"
+    add_options(parser, pp=4, microbatches=16, layers=(4, "of each rank"), layer_ms=layer)
+    add_options(parser, output_layers=(2.4, "layers that the output layer costs as much as"))
+    add_options(parser, steps=(3, "timed steps of each; one more comes before"), timeout=280.0)
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -42,9 +41,8 @@ def run(args: argparse.Namespace) -> Report:
     return Report(
         "vocabulary",
         "The output layer on the last stage, and split over all ranks",
-        ["schedule", "simulated ms", "step ms", "simulated over balanced", "measured over balanced"],
         [_row(args, name, [rank[name] for rank in per_rank]) for name in CASES],
-        {name: value for name, value in vars(args).items() if type(value) in (int, float)},
+        numbers_of(args),
         [
             "Balanced: 1F1B on ranks that share all work evenly, output layer included: "
             f"{_balanced_ms(args):,.0f} ms. Wanted: within 3%.",
@@ -77,20 +75,6 @@ def _rank(rank: int, size: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def _step(rank: int, size: int, args: argparse.Namespace, name: str) -> Step:
-    import time
-
-    import torch
-    import torch.distributed as dist
-
-    from benchmarks.engine_ours import SECONDS
-    from megatron_pp import (
-        P2PCommunicator,
-        PipelineStage,
-        SplitOutputLayer,
-        TransformerConfig,
-        get_forward_backward_func,
-    )
-
     layer, barriers = args.layer_ms / 1e3, SCHEDULES[name].barriers
     third = args.output_layers * layer / size
 
@@ -98,14 +82,12 @@ def _step(rank: int, size: int, args: argparse.Namespace, name: str) -> Step:
         """S and T that take their share of the output layer's time."""
 
         def pass_s(self, *given: Any) -> None:
-            until = time.perf_counter() + third * (2 if barriers == 1 else 1)
-            super().pass_s(*given)
-            sleep_until(until)
+            with lasting(third * (2 if barriers == 1 else 1)):
+                super().pass_s(*given)
 
         def pass_t(self, *given: Any) -> None:
-            until = time.perf_counter() + third * (1 if barriers == 1 else 2)
-            super().pass_t(*given)
-            sleep_until(until)
+            with lasting(third * (1 if barriers == 1 else 2)):
+                super().pass_t(*given)
 
     own = args.layers + (args.output_layers if not barriers and rank == size - 1 else 0.0)
     stage = torch.nn.Module()
@@ -113,33 +95,14 @@ def _step(rank: int, size: int, args: argparse.Namespace, name: str) -> Step:
     if barriers:
         stage.output = TimedOutput(8, 4 * size, rank, size)
     stage.forward = stage.timed.forward  # type: ignore[method-assign]
-    config = TransformerConfig(
-        pipeline_model_parallel_size=size,
-        pipeline_dtype=torch.float32,
-        pipeline_schedule=name,
-        overlap_p2p_comm=True,
-        p2p_timeout=SECONDS,
-        compute_timeout=SECONDS,
-        num_layers=size,
-        hidden_size=8,
-        num_attention_heads=1,
-    )
-    chunk, communicator = PipelineStage(stage, config), P2PCommunicator(dist.group.WORLD, config)
+    chunk = PipelineStage(stage, step_config(size, size, 8, 1, pipeline_schedule=name))
 
     def forward_step(data_iterator: Any, model: Any) -> Any:
         x, labels = next(data_iterator)
         hidden = model(x)
         return (stage.output(hidden, labels) if barriers else hidden), mean_loss
 
-    def step() -> None:
-        get_forward_backward_func(size)(
-            forward_step_func=forward_step,
-            data_iterator=iter([(torch.zeros(4, 1, 8), torch.zeros(4, 1, dtype=torch.int64))] * args.microbatches),
-            model=chunk,
-            num_microbatches=args.microbatches,
-            seq_length=4,
-            micro_batch_size=1,
-            p2p_communicator=communicator,
-        )
+    def data() -> Iterator[Any]:
+        return iter([(torch.zeros(4, 1, 8), torch.zeros(4, 1, dtype=torch.int64))] * args.microbatches)
 
-    return step
+    return step_of_model(chunk, forward_step, data, args.microbatches, 4)

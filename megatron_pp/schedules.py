@@ -216,11 +216,4 @@ def get_tensor_shapes(
     *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config: Any, tp_group: Any, cp_group: Any
 ) -> list[tuple[int, int, int]]:
     """Megatron's function of this name: shapes of the tensors between stages, one per tensor."""
-    return tensor_shapes(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
-        config=config,
-        tp_size=tp_group.size(),
-        cp_size=cp_group.size(),
-    )
+    return tensor_shapes(seq_length, micro_batch_size, decoder_seq_length, config, tp_group.size(), cp_group.size())

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ for folder in (str(ROOT), str(ROOT / "scripts")):
 
 import gpu_ranks  # noqa: E402
 import torch  # noqa: E402
+from made_parts import markdown_table  # noqa: E402
 
 from benchmarks import gpu as gpu_benchmark  # noqa: E402
 from tests.functional_tests.race_cases import KEEP_FREED_MEMORY_MAPPED, ONE_GPU_ENVIRONMENT  # noqa: E402
@@ -78,15 +80,15 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if report.failures or report.not_run else 0
 
 
+@dataclass
 class Report:
     """Lines of Markdown, printed as they come; what failed, and what was not run (yet)."""
 
-    def __init__(self, out: Path | None, tried: bool) -> None:
-        self.out = out
-        self.tried = tried
-        self.lines: list[str] = []
-        self.failures: list[str] = []
-        self.not_run: list[str] = []
+    out: Path | None
+    tried: bool
+    lines: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
 
     def add(self, *lines: str) -> None:
         self.lines += lines
@@ -96,8 +98,7 @@ class Report:
         self.add("", text, "")
 
     def table(self, columns: list[str], rows: list[list[str]]) -> None:
-        self.add(f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}")
-        self.add(*(f"| {' | '.join(row)} |" for row in rows))
+        self.add(*markdown_table([columns, *rows]).splitlines())
 
     def check(self, good: bool, what: str) -> str:
         if not good:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from benchmarks.engines import Work
 from benchmarks.overlap import VARIANTS, Setting, VariantStep
 from benchmarks.rounds import timed_rounds
+from benchmarks.stages import BusyStage, CopyingBusyStage, cycles_per_ms
 from benchmarks.sweep import Sweep
 from megatron_pp.comm.transport import ProcessGroupTransport
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -210,56 +210,7 @@ def _timed_forwards(
     }
 
 
-def cycles_per_ms(device: torch.device) -> float:
-    """How long ``torch.cuda._sleep`` takes here."""
-    cycles = 10_000_000
-    torch.cuda._sleep(cycles)
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    torch.cuda._sleep(cycles)
-    ended.record()
-    torch.cuda.synchronize(device)
-    return cycles / began.elapsed_time(ended)
-
-
 # -- what safety costs -----------------------------------------------------------------------------
-
-
-class _Busy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, cycles: tuple[float, float]) -> torch.Tensor:
-        ctx.cycles = cycles[1]
-        torch.cuda._sleep(int(cycles[0]))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        torch.cuda._sleep(int(ctx.cycles))
-        return grads[0].clone(), grads[0].new_zeros(1), None
-
-
-class BusyStage(torch.nn.Module):
-    """A stage that keeps the compute stream busy for known times, as `benchmarks.stages.TimedStage` sleeps on a CPU."""
-
-    keeps_copies = False
-
-    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
-        super().__init__()
-        device = torch.device("cuda", torch.cuda.current_device())
-        self.weight = torch.nn.Parameter(torch.zeros(1, device=device))
-        per_second = 1e3 * cycles_per_ms(device)
-        self.cycles = (forward_seconds * per_second, backward_seconds * per_second)
-        self.copies: deque[torch.Tensor] = deque()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _Busy.apply(x, self.weight, self.cycles)
-        if self.keeps_copies:
-            self.copies.append(output.detach().clone())
-        return output
-
-
-class CopyingBusyStage(BusyStage):
-    keeps_copies = True
 
 
 def overlap(

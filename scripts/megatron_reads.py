@@ -17,11 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_pp.integrations.megatron_reads import (
-    COMMUNICATOR,
-    known_reads,
-    names_read,
-)
+from megatron_pp.integrations.megatron_reads import COMMUNICATOR, known_reads, names_read
 from megatron_pp.integrations.megatron_versions import ENTRIES
 
 

@@ -46,19 +46,8 @@ def rows(sizes: list[int]) -> list[Row]:
 
 
 def case_of(row: Row, column: tuple[bool, bool], model: Model, engine: str) -> Case:
-    pp, vp, group, policy, deallocate = row
-    forward_only, variable = column
-    return Case(
-        model=model,
-        engine=engine,
-        pp=pp,
-        vp=vp,
-        group=group,
-        policy=policy,
-        deallocate=deallocate,
-        forward_only=forward_only,
-        variable_shapes=variable,
-    )
+    of_row = dict(zip(("pp", "vp", "group", "policy", "deallocate"), row, strict=True))
+    return Case(model=model, engine=engine, forward_only=column[0], variable_shapes=column[1], **of_row)
 
 
 def cell(outcome: Outcome) -> str:
@@ -77,8 +66,7 @@ def cell(outcome: Outcome) -> str:
 def markdown(title: str, model: Model, sizes: list[int], engines: list[str], results: dict[Case, Outcome]) -> str:
     names = {"megatron": "Megatron", "ours": "megatron_pp"}
     heads = [f"{column}: {names[engine]}" for column in COLUMNS for engine in engines]
-    lines = [f"### {title}", "", "| P | V | group | communication | outputs | " + " | ".join(heads) + " |"]
-    lines.append("|" + " --- |" * (5 + len(heads)))
+    table = [["P", "V", "group", "communication", "outputs", *heads]]
     for row in rows(sizes):
         pp, vp, group, policy, deallocate = row
         cells = [
@@ -86,26 +74,20 @@ def markdown(title: str, model: Model, sizes: list[int], engines: list[str], res
         ]
         marked = [c if c == "0" else f"**{c}**" for c in cells]
         head = [str(pp), str(vp or "-"), str(group or pp if vp else "-"), policy, "freed" if deallocate else "kept"]
-        lines.append("| " + " | ".join(head + marked) + " |")
-    return "\n".join(lines) + "\n"
+        table.append(head + marked)
+    return f"### {title}\n\n{markdown_table(table)}\n"
 
 
 def summary(engines: list[str], results: dict[Case, Outcome]) -> str:
-    lines = [
-        "### In short",
-        "",
-        "| | cases | equal to the last bit | different | crash or hang | refused |",
-        "|" + " --- |" * 6,
-    ]
+    table = [["", "cases", "equal to the last bit", "different", "crash or hang", "refused"]]
     for engine in engines:
         cells = [cell(outcome) for case, outcome in results.items() if case.engine == engine]
         equal, refused = cells.count("0"), cells.count("refused")
         broken = cells.count("crashes") + cells.count("hangs")
         name = {"megatron": "Megatron-core's schedules", "ours": "megatron_pp"}[engine]
-        lines.append(
-            f"| {name} | {len(cells)} | {equal} | {len(cells) - equal - refused - broken} | {broken} | {refused} |"
-        )
-    return "\n".join(lines) + "\n"
+        numbers = (len(cells), equal, len(cells) - equal - refused - broken, broken, refused)
+        table.append([name, *map(str, numbers)])
+    return f"### In short\n\n{markdown_table(table)}\n"
 
 
 def run(cases: list[Case], deadline: float) -> dict[Case, Outcome]:

@@ -291,15 +291,15 @@ class Trainer:
     def _set_hooks(self) -> None:
         """What Megatron's own training loop sets before its first step."""
         chunks, config, args = self.chunks, self.config, self.args
-        several = len(chunks) > 1
+
+        def hook(name: str) -> Any:
+            found = [getattr(chunk, name) for chunk in chunks]
+            return found if len(found) > 1 else found[0]
+
         if args.overlap_grad_reduce:
-            no_sync = [chunk.no_sync for chunk in chunks]
-            grad_sync = [chunk.start_grad_sync for chunk in chunks]
-            config.no_sync_func = no_sync if several else no_sync[0]
-            config.grad_sync_func = grad_sync if several else grad_sync[0]
+            config.no_sync_func, config.grad_sync_func = hook("no_sync"), hook("start_grad_sync")
         if args.overlap_param_gather:
-            param_sync = [chunk.start_param_sync for chunk in chunks]
-            config.param_sync_func = param_sync if several else param_sync[0]
+            config.param_sync_func = hook("start_param_sync")
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
 

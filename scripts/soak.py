@@ -22,7 +22,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from made_parts import markdown_table  # noqa: E402
 
 from megatron_pp.plan.orders import SCHEDULES  # noqa: E402
 from megatron_pp.plan.placement import Placement  # noqa: E402
@@ -269,21 +271,18 @@ def book_resources(pool: Pool, episode: Episode, reports: dict[int, Report], boo
 def book_memory(episode: Episode, rank: int, samples: list[int], books: Books) -> None:
     """Flat: the second half of a long clean run needs no more than its first quarter has come to."""
     books.memory.append((episode.schedule, rank, samples))
-    growth = growth_of(samples)
+    growth = samples[-1] - samples[len(samples) // 4]
     if growth > FLAT_BYTES:
         books.trouble.append(f"{episode.schedule}, rank {rank}: memory grew by {growth / 2**20:.1f} MiB in clean steps")
-
-
-def growth_of(samples: list[int]) -> int:
-    """Bytes by which the last sample is above the one after the first quarter."""
-    return samples[-1] - samples[len(samples) // 4]
 
 
 # -- the report ---
 
 
 def report(arguments: argparse.Namespace, books: Books, seconds: float) -> str:
-    """docs/reliability.md."""
+    """docs/reliability.md. Detection takes longer where others compute, so it says how busy the machine was."""
+    busy = f"{statistics.median(books.load):.1f} (median)" if books.load else ""
+    load = f"Load average of the machine, this run included: {busy}. " if busy else ""
     parts = [
         f"    python scripts/soak.py --seed {arguments.seed} --ranks {arguments.ranks} --episodes {arguments.episodes} "
         f"--steps {arguments.steps} --clean-steps {arguments.clean_steps} --p2p-timeout {arguments.p2p_timeout} "
@@ -291,7 +290,7 @@ def report(arguments: argparse.Namespace, books: Books, seconds: float) -> str:
         "",
         f"torch {torch.__version__}, Python {platform.python_version()}, {arguments.backend}, {arguments.ranks} "
         f"processes on {os.cpu_count()} cores; {books.episodes} episodes, {books.steps:,} pipeline steps, "
-        f"{seconds / 60:.0f} minutes. " + _machine(books) + _other_backend(arguments.backend),
+        f"{seconds / 60:.0f} minutes. {load}" + _other_backend(arguments.backend),
         "",
         *_faults(arguments, books),
         "",
@@ -307,17 +306,8 @@ def report(arguments: argparse.Namespace, books: Books, seconds: float) -> str:
     return "\n".join(parts)
 
 
-def _machine(books: Books) -> str:
-    """How busy the machine was: detection takes longer where others compute."""
-    if not books.load:
-        return ""
-    return f"Load average of the machine, this run included: {statistics.median(books.load):.1f} (median). "
-
-
 def _other_backend(backend: str) -> str:
-    if backend == "nccl":
-        return ""
-    return "NCCL: not yet measured (`--backend nccl` makes the same table on GPUs)."
+    return "" if backend == "nccl" else "NCCL: not yet measured (`--backend nccl` makes the same table on GPUs)."
 
 
 def _faults(arguments: argparse.Namespace, books: Books) -> list[str]:
@@ -327,9 +317,9 @@ def _faults(arguments: argparse.Namespace, books: Books) -> list[str]:
         "and microbatch rightly. A slow rank must raise nothing, and the numbers must be right. The message is the "
         "beginning of what one of the other ranks raised.",
         "",
-        "| fault | schedule | backend | injected | detected | median s | worst s | limit s | message |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
+    head = ["fault", "schedule", "backend", "injected", "detected", "median s", "worst s", "limit s", "message"]
+    rows: list[Sequence[str]] = [head]
     for kind in arguments.kinds:
         for schedule in arguments.schedules:
             tally = books.tallies.get((kind, schedule))
@@ -342,9 +332,8 @@ def _faults(arguments: argparse.Namespace, books: Books) -> list[str]:
             )
             outcome = f"undisturbed: {tally.undisturbed}" if kind == DELAY else str(tally.detected)
             cells = (kind, NAMES.get(schedule, schedule), arguments.backend, str(tally.injected), outcome, *times)
-            cells = (*cells, f"`{_brief(tally.message)}`" if tally.message else "-")
-            lines.append("| " + " | ".join(cells) + " |")
-    return lines
+            rows.append((*cells, f"`{_brief(tally.message)}`" if tally.message else "-"))
+    return [*lines, markdown_table(rows)]
 
 
 def _brief(message: str) -> str:
@@ -365,7 +354,7 @@ def _totals(books: Books) -> list[str]:
         ("steps with wrong numbers", books.wrong_steps),
         *((f"episodes that left {name.replace('_', ' ')}", books.leaks.get(name, 0)) for name in _LEAKS),
     ]
-    return ["| | |", "| --- | --- |", *(f"| {name} | {count} |" for name, count in rows)]
+    return [markdown_table([("", ""), *((name, str(count)) for name, count in rows)])]
 
 
 _LEAKS = ("handles", "tensors", "threads", "files", "shared_memory")
@@ -388,14 +377,13 @@ def _memory(books: Books) -> list[str]:
         "Resident memory over steps without a fault, in MiB; growth is from the first quarter on, and up to "
         f"{FLAT_BYTES >> 20} MiB counts as flat.",
         "",
-        "| schedule | rank | at the first quarter | at the end | growth |",
-        "| --- | --- | --- | --- | --- |",
     ]
+    rows: list[Sequence[str]] = [("schedule", "rank", "at the first quarter", "at the end", "growth")]
     for schedule, rank, samples in sorted(books.memory):
         quarter, end = samples[len(samples) // 4], samples[-1]
         cells = (f"{quarter / 2**20:.1f}", f"{end / 2**20:.1f}", f"{(end - quarter) / 2**20:+.2f}")
-        lines.append(f"| {NAMES.get(schedule, schedule)} | {rank} | " + " | ".join(cells) + " |")
-    return lines
+        rows.append((NAMES.get(schedule, schedule), str(rank), *cells))
+    return [*lines, markdown_table(rows)]
 
 
 if __name__ == "__main__":

@@ -59,11 +59,9 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in the folder ``path``, as its description says.
-
-    ``name`` is the folder's when it was written (a copy has another), ``step`` counts optimizer steps, ``layout`` is
-    what a run must have in common with it, ``progress`` the run's own notes, ``files`` the CRC-32 of each file.
-    """
+    """A checkpoint in the folder ``path``, as its description says. ``name`` is the folder's when it was written (a
+    copy has another), ``step`` counts optimizer steps, ``layout`` is what a run must have in common with it,
+    ``progress`` the run's own notes, ``files`` the CRC-32 of each file."""
 
     path: Path
     name: str
@@ -82,10 +80,8 @@ class Checkpoint:
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at ``path``: its own folder, a folder of checkpoints, or a run's folder. Reads JSON only.
-
-    Raises NoCheckpointError if there is none, CheckpointError if its description cannot be used.
-    """
+    """The checkpoint at ``path``: its own folder, a folder of checkpoints, or a run's folder. Reads JSON only. Raises
+    NoCheckpointError if there is none, CheckpointError if its description cannot be used."""
     for folder in (path, path / "checkpoints"):
         if os.path.lexists(folder / LATEST) and not os.path.lexists(folder / DESCRIPTION):
             name = newest_name(folder)
@@ -177,10 +173,8 @@ def _check(name: str, value: Any, kind: type[Any]) -> None:
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill this rank's ``tensors`` in place, which may be others than this rank has saved. Collective.
-
-    Each file is compared with its CRC-32 first, by one of the ranks. Raises CheckpointError on every rank.
-    """
+    """Fill this rank's ``tensors`` in place, which may be others than this rank has saved. Collective. Each file is
+    compared with its CRC-32 first, by one of the ranks. Raises CheckpointError on every rank."""
 
     def failed(said: str) -> CheckpointError:
         advice = _advice(checkpoint.path.parent)
@@ -245,8 +239,7 @@ class CheckpointWriter:
     def save(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> Path:
         """Write a checkpoint; its folder. Collective. Raises CheckpointWriteError on every rank.
 
-        Tensors of one name on several ranks must hold equal values (those of data-parallel replicas do).
-        """
+        Tensors of one name on several ranks must hold equal values (those of data-parallel replicas do)."""
         rank = dist.get_rank()
         name = self._on_all_ranks(lambda: self._begin(step) if rank == 0 else "")[0]
         unfinished = self.folder / f".{name}.unfinished"
@@ -304,11 +297,9 @@ class CheckpointWriter:
 
 def _tensors_of(metadata: Any) -> dict[str, SavedTensor]:
     """Where DCP has put each tensor."""
-    saved = {}
-    for index, place in metadata.storage_data.items():
-        shape = list(metadata.state_dict_metadata[index.fqn].size)
-        saved[index.fqn] = SavedTensor(place.relative_path, place.offset, place.length, shape)
-    return saved
+    sizes = {name: list(kind.size) for name, kind in metadata.state_dict_metadata.items()}
+    places = {index.fqn: place for index, place in metadata.storage_data.items()}
+    return {n: SavedTensor(at.relative_path, at.offset, at.length, sizes[n]) for n, at in places.items()}
 
 
 def _crc32_of(path: Path) -> int:

@@ -27,9 +27,7 @@ _SKIPPED_LIBRARY_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "te
 
 def read_text(paths: Sequence[str], max_bytes: int) -> bytes:
     """At most ``max_bytes`` of the files and of all files in the folders ``paths``, sorted, hidden ones left out.
-
-    Without paths: of the source of Python's standard library. Raises DataError if there is nothing to read.
-    """
+    Without paths: of the source of Python's standard library. Raises DataError if there is nothing to read."""
     text = bytearray()
     for file in [file for path in paths for file in _files_at(Path(path))] if paths else _library_files():
         if len(text) >= max_bytes:
@@ -84,17 +82,14 @@ class BatchShape(NamedTuple):
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of all replicas in a global batch."""
         return self.num_microbatches * self.data_parallel_size
 
     @property
     def samples(self) -> int:
-        """Samples in a global batch."""
         return self.micro_batch_size * self.microbatches
 
     @property
     def tokens(self) -> int:
-        """Tokens in a global batch."""
         return self.samples * self.seq_length
 
 
@@ -108,10 +103,8 @@ class Microbatch(NamedTuple):
 
 class SampleOrder:
     """Samples of a text: windows of ``seq_length + 1`` tokens that overlap by one, in a shuffled order per epoch.
-
     ``tokens`` is uint8, of one dimension. Raises DataError if the text, which is called ``name`` in the message, does
-    not fill a global batch.
-    """
+    not fill a global batch."""
 
     def __init__(self, tokens: Tensor, shape: BatchShape, seed: int, name: str) -> None:
         self.tokens, self.shape, self.seed = tokens, shape, seed

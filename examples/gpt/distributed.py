@@ -37,10 +37,8 @@ class Process(NamedTuple):
 
 
 def choose_device(wanted: str, process: Process) -> torch.device:
-    """The GPU of this process, or the CPU; ``auto``: GPUs when this machine has one for each of its processes.
-
-    Raises ArgumentError: ``cuda`` without enough GPUs.
-    """
+    """The GPU of this process, or the CPU; ``auto``: GPUs when this machine has one for each of its processes. Raises
+    ArgumentError: ``cuda`` without enough GPUs."""
     gpus, needed = torch.cuda.device_count() if wanted != "cpu" else 0, process.local_world_size
     if wanted == "cuda" and gpus < needed:
         ranks = f"{needed} process{'es' if needed > 1 else ''}"
@@ -77,8 +75,7 @@ def agreed_place(store: Any, rank: int, world_size: int) -> str:
 
     torchrun's store outlives a restart, with the addresses of the processes before, on which new ones would hang; and
     its restart count is not the same on all nodes. So rank 0 makes up a name. The others each draw a number and wait
-    until rank 0 has answered to it. It answers to numbers of earlier starts as well, which no process reads.
-    """
+    until rank 0 has answered to it. It answers to numbers of earlier starts as well, which no process reads."""
     if rank > 0:
         number = store.add(f"{_ROOT}/numbers", 1)
         place = store.get(f"{_ROOT}/answer/{number}").decode()
@@ -96,11 +93,9 @@ def agreed_place(store: Any, rank: int, world_size: int) -> str:
 
 
 def on_all_ranks(action: Callable[[], Any], failed: Callable[[str], Exception] | None = None) -> list[Any]:
-    """Run ``action`` on every rank. Returns what it gave on each. Collective.
-
-    Where it raised a TrainingError or OSError on any rank, every rank raises ``failed`` of what they all said, or, if
-    that is not given, the first rank's error itself.
-    """
+    """Run ``action`` on every rank. Returns what it gave on each. Collective. Where it raised a TrainingError or
+    OSError on any rank, every rank raises ``failed`` of what they all said, or, if that is not given, the first rank's
+    error itself."""
     result, failure = None, None
     try:
         result = action()

@@ -53,8 +53,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
         """Rotate ``x`` of shape ``[b, heads, s, head_dim]``, whose first token is number ``start`` of its sequence; the
-        result has its shape and dtype.
-        """
+        result has its shape and dtype."""
         cos, sin = (table[start : start + x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -91,8 +90,7 @@ class CausalSelfAttention(nn.Module):
 @lru_cache(maxsize=64)
 def causal_rows(start: int, stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The mask of tokens ``start`` to ``stop`` among all up to ``stop``: one for all layers and microbatches, as each
-    use saves it for its backward.
-    """
+    use saves it for its backward."""
     return torch.full((stop - start, stop), -math.inf, dtype=dtype, device=device).triu_(start + 1)
 
 
@@ -124,8 +122,7 @@ def dropped(block: Any, branch: Tensor) -> Tensor:
 class LayerParts:
     """What a GPT stage is built from; ``norm`` is called with the hidden size and ``eps``.
 
-    These parts are torch's own. Those of Transformer Engine (libraries.py) have the same methods.
-    """
+    These parts are torch's own. Those of Transformer Engine (libraries.py) have the same methods."""
 
     def __init__(self, norm: Callable[..., nn.Module] = nn.LayerNorm) -> None:
         self.norm = norm
@@ -133,8 +130,7 @@ class LayerParts:
 
     def block(self, config: Any, layer: int) -> nn.Module:
         """Layer ``layer`` (0-based, in the whole model): called with ``(hidden [s, b, h], rotary)``, and with the slice
-        of the sequence where there are several.
-        """
+        of the sequence where there are several."""
         return Block(config, self.norm)
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -157,8 +153,7 @@ def _initialize(block: nn.Module, std: float, seed: int, name: str, num_layers: 
     """Draw the matrices of the part of the model called ``name``, in fp32 on the CPU; norms start as the identity.
 
     Weights do not depend on how the model is cut. In one of ``num_layers`` layers, matrices that write to the residual
-    stream get ``std / sqrt(2 * num_layers)`` (GPT-2 report, section 2.3).
-    """
+    stream get ``std / sqrt(2 * num_layers)`` (GPT-2 report, section 2.3)."""
     generator = torch.Generator().manual_seed(seed_of(seed, name))
     with torch.no_grad():
         for parameter_name, parameter in block.named_parameters():
@@ -311,11 +306,9 @@ def build_gpt_chunks(
     device: torch.device | None = None,
     **options: Any,
 ) -> list[GPTStage]:
-    """The model chunks of one rank, on ``device`` (the CPU by default); ``options``: see GPTStage.
-
-    ``stages``: the stage that each chunk is, in chunk order; ``layers_of_stage``: for every stage of the model, the
-    numbers of its layers.
-    """
+    """The model chunks of one rank, on ``device`` (the CPU by default); ``options``: see GPTStage. ``stages``: the
+    stage that each chunk is, in chunk order; ``layers_of_stage``: for every stage of the model, the numbers of its
+    layers."""
     chunks = []
     for chunk, stage in enumerate(stages):
         options |= {"pre_process": stage == 0, "post_process": stage == len(layers_of_stage) - 1}

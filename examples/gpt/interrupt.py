@@ -22,8 +22,7 @@ class StopRequest:
 
     A process that left on its own would leave its peers without a partner in the middle of a step. So the ranks
     exchange their requests at a step's end, and all leave after the same one. Python runs signal handlers in the main
-    thread only, which a transfer may block; so a thread of its own ends the process.
-    """
+    thread only, which a transfer may block; so a thread of its own ends the process."""
 
     first: signal.Signals | None = None
     granted = False  # the process is ending as requested: further signals change nothing

@@ -44,10 +44,8 @@ class Libraries(NamedTuple):
 
 
 def choose_libraries(settings: Settings, device: torch.device, split: bool) -> Libraries:
-    """Choose as the settings say; ``split``: the schedule has weight-gradient operations.
-
-    Raises ArgumentError: a library that was asked for is not there, or needs a GPU.
-    """
+    """Choose as the settings say; ``split``: the schedule has weight-gradient operations. Raises ArgumentError: a
+    library that was asked for is not there, or needs a GPU."""
     on_gpu = device.type == "cuda"
     fused_adam = _find("--optimizer-impl", settings.optimizer_impl, "apex", "apex.optimizers", "FusedAdam", on_gpu)
     optimizer = "apex FusedAdam" if fused_adam else f"torch AdamW (fused={on_gpu})"
@@ -111,8 +109,7 @@ class TransformerEngineBlock(nn.Module):
     """One pre-norm transformer layer from four fused modules; arguments as those of TransformerEngineParts.
 
     Under FP8, copies of the weights are made in a step's first microbatch and kept for the others:
-    ``GPTStage.set_is_first_microbatch`` sets ``is_first_microbatch``, the first forward clears it.
-    """
+    ``GPTStage.set_is_first_microbatch`` sets ``is_first_microbatch``, the first forward clears it."""
 
     def __init__(self, te: Any, config: Any, layer: int, device: torch.device, split: bool, fp8: bool) -> None:
         super().__init__()
@@ -153,11 +150,8 @@ class TransformerEngineBlock(nn.Module):
 
 
 class TransformerEngineParts(LayerParts):
-    """LayerParts from ``te``, the module transformer_engine.pytorch.
-
-    ``split``: leave weight gradients to ``backward_dw()``. ``recipe``: of FP8, or None; its largest values are reduced
-    over the replicas.
-    """
+    """LayerParts from ``te``, the module transformer_engine.pytorch. ``split``: leave weight gradients to
+    ``backward_dw()``. ``recipe``: of FP8, or None; its largest values are reduced over the replicas."""
 
     def __init__(self, te: Any, device: torch.device, split: bool, recipe: Any = None) -> None:
         super().__init__(te.LayerNorm)

@@ -66,8 +66,7 @@ class Recorder:
     """Rank 0's metrics; on other ranks (``folder`` is None) every method does nothing.
 
     Records of steps later than ``done``, which a continued run will write anew, are dropped. A step is shown on the
-    terminal every ``log_interval`` steps and after the last.
-    """
+    terminal every ``log_interval`` steps and after the last."""
 
     def __init__(self, folder: Path | None, done: int, settings: Settings) -> None:
         self._file: Any = None
@@ -111,12 +110,10 @@ class Recorder:
             self.say(f"step {step}/{self._total}: {line.format(**values)}")
 
     def say(self, line: str) -> None:
-        """Print a line."""
         if self._file is not None:
             print(line, flush=True)
 
     def close(self) -> None:
-        """Close the files."""
         for part in (self._file, self._board):
             if part is not None:
                 part.close()

@@ -21,8 +21,7 @@ def finalize_gradients(
 
     The data-parallel reduction comes first, the tied embedding's sum after it. ``num_tokens`` (int, one element, right
     on the last stage, of global rank ``last_stage_rank``) is given under ``calculate_per_token_loss``: gradients are
-    summed over replicas and divided by the tokens of all. Otherwise they are averaged over replicas.
-    """
+    summed over replicas and divided by the tokens of all. Otherwise they are averaged over replicas."""
     gradients = [p.grad for chunk in chunks for p in chunk.parameters() if p.grad is not None]
     group = parallel_state.get_data_parallel_group()
     replicas = dist.get_world_size(group)
@@ -46,10 +45,8 @@ def finalize_gradients(
 
 
 def sum_tied_gradients(chunks: Sequence[GPTStage], group: Any) -> None:
-    """Add the gradients of the tied embedding's two copies, in place, on whichever ranks hold them.
-
-    Called once a step on every rank. ``group`` is not used where one rank holds both copies.
-    """
+    """Add the gradients of the tied embedding's two copies, in place, on whichever ranks hold them. Called once a step
+    on every rank. ``group`` is not used where one rank holds both copies."""
     tied = [dict(chunk.named_parameters()) for chunk in chunks if chunk.share_embeddings_and_output_weights]
     copies: list[Any] = [parameters[name] for name in (EMBEDDING, OUTPUT) for parameters in tied if name in parameters]
     if len(copies) == 2:
@@ -80,8 +77,7 @@ class GradientClipper:
 
     The norm has the same bits however the model is cut: each parameter's own norm goes to a fixed place in one vector,
     which is summed in one fixed order. Construction is collective over ``pipeline_group``. ``max_norm=0`` leaves
-    gradients as they are. ``num_parameters`` is that of the whole model.
-    """
+    gradients as they are. ``num_parameters`` is that of the whole model."""
 
     def __init__(self, chunks: Sequence[GPTStage], pipeline_group: Any, max_norm: float) -> None:
         self.max_norm, self.pipeline_group = max_norm, pipeline_group
@@ -122,9 +118,7 @@ def learning_rate(step: int, peak: float, final: float, warmup_steps: int, total
 
 class NamedAdamW:
     """AdamW over this rank's chunks: torch's, or apex's ``fused_adam``. Matrices are decayed, vectors (norms) are not.
-
-    The state exists from the start, so a checkpoint holds and expects the same tensors at any step.
-    """
+    The state exists from the start, so a checkpoint holds and expects the same tensors at any step."""
 
     def __init__(
         self,

@@ -68,8 +68,7 @@ def end_process(code: int) -> NoReturn:
 def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
     """Train as the command line says; signals are noted in ``stop`` from when the ranks have met.
 
-    Bad input is raised before any communication, where one rank can see it.
-    """
+    Bad input is raised before any communication, where one rank can see it."""
     settings, process = parse(argv), Process.from_environment()
     config = settings.make_config(process.world_size)
     texts, layout = _read_texts(settings, config), _layout(settings, config)
@@ -102,14 +101,8 @@ def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
             for line in (_introduction(config, device), text, *libraries.said, split):
                 recorder.say(line)
             writer = CheckpointWriter(start.folder / "checkpoints", settings.keep_checkpoints, layout)
-            optimizer = NamedAdamW(
-                chunks,
-                (settings.adam_beta1, settings.adam_beta2),
-                settings.adam_eps,
-                settings.weight_decay,
-                libraries.fused_adam,
-                fused=device.type == "cuda",
-            )
+            rates = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps, settings.weight_decay
+            optimizer = NamedAdamW(chunks, *rates, libraries.fused_adam, fused=device.type == "cuda")
             try:
                 trainer = Trainer(settings, chunks, texts, writer, recorder, stop, optimizer, device)
                 if start.checkpoint is not None:
@@ -144,8 +137,7 @@ def _read_texts(settings: Settings, config: TransformerConfig) -> Texts:
 def _layout(settings: Settings, config: TransformerConfig) -> dict[str, Any]:
     """What a checkpoint must have in common with the run that loads it: the model, and what a step is made of.
 
-    Not how the model is cut: ranks, chunks, replicas and the schedule are those of the run that loads.
-    """
+    Not how the model is cut: ranks, chunks, replicas and the schedule are those of the run that loads."""
     of_config = "num_layers hidden_size ffn_hidden_size num_attention_heads"
     of_run = "seq_length micro_batch_size untie_embeddings_and_output_weights seed transformer_impl"
     layout = {name: getattr(config, name) for name in of_config.split()}

@@ -51,7 +51,6 @@ def exit_code_of(error: Exception) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text."""
     return next(iter(str(error).splitlines()), "")
 
 

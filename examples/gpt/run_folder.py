@@ -49,8 +49,7 @@ def find_start(settings: Settings, layout: dict[str, Any], launcher: str) -> Sta
     After a restart that is the newest checkpoint that was saved since ``launcher`` has started, or as the settings say.
 
     Raises ArgumentError: the folder holds another run, or cannot be written; CheckpointError: there is no checkpoint to
-    continue from, or it is of another layout.
-    """
+    continue from, or it is of another layout."""
     folder = _folder_of(settings, launcher)
     again = launcher != "" and launcher_of(folder) == launcher
     checkpoint = None
@@ -72,9 +71,7 @@ def find_start(settings: Settings, layout: dict[str, Any], launcher: str) -> Sta
 @contextmanager
 def agreed_start(settings: Settings, layout: dict[str, Any]) -> Iterator[Start]:
     """Rank 0's ``find_start`` (what others see of a shared folder may be older); every rank locks the folder meanwhile.
-
-    Collective. Errors are raised on every rank.
-    """
+    Collective. Errors are raised on every rank."""
     rank, launcher = dist.get_rank(), this_launcher()
     with ExitStack() as locks:
 
@@ -88,11 +85,9 @@ def agreed_start(settings: Settings, layout: dict[str, Any]) -> Iterator[Start]:
 
 
 def lock_folder(folder: Path, first: bool) -> IO[bytes]:
-    """Lock a run's folder until the file is closed or the process ends, however it ends. Does not wait.
-
-    The run's first process, which makes the folder, asks for it alone, and gets it when no process of another run is
-    left. Then it shares it with the others of its run. Raises RunInUseError, ArgumentError (the file is unusable).
-    """
+    """Lock a run's folder until the file is closed or the process ends, however it ends. Does not wait. The run's first
+    process, which makes the folder, asks for it alone, and gets it when no process of another run is left. Then it
+    shares it with the others of its run. Raises RunInUseError, ArgumentError (the file is unusable)."""
     try:
         if first:
             folder.mkdir(parents=True, exist_ok=True)

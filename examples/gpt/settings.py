@@ -242,10 +242,8 @@ def parse(argv: Sequence[str]) -> Settings:
 
 
 def save_settings(settings: Settings, folder: Path, launcher: str) -> None:
-    """Write the settings to ``folder`` for a later ``--resume``, which may be given in another directory.
-
-    ``launcher``: what has started the run; see run_folder.py.
-    """
+    """Write the settings to ``folder`` for a later ``--resume``, which may be given in another directory. ``launcher``:
+    what has started the run; see run_folder.py."""
     content = {name: value for name, value in settings.everything().items() if name in _SAVED}
     content |= {"data": [str(Path(path).absolute()) for path in settings.data], "launcher": launcher}
     for name in ("pipeline_schedule", "pipeline_measured"):

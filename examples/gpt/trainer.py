@@ -45,8 +45,7 @@ def forward_step(
 
 def mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Megatron's pair: the mean over the microbatch, and what to report. Of a slice, its mean, and its share of the
-    microbatch's, so that reports add up to whole microbatches.
-    """
+    microbatch's, so that reports add up to whole microbatches."""
     loss = losses.mean()
     return loss, _report(loss)
 
@@ -122,8 +121,7 @@ class Trainer:
     """Trains this rank's chunks together with all other ranks. Construction is collective.
 
     All that the ranks do together is watched (megatron_pp.faults): where one of them fails, in a step or outside, every
-    method raises a PipelineError on the others. The attributes from ``steps_done`` on are the same on every rank.
-    """
+    method raises a PipelineError on the others. The attributes from ``steps_done`` on are the same on every rank."""
 
     settings: Settings
     chunks: list[GPTStage]
@@ -169,10 +167,8 @@ class Trainer:
             self.recorder.say("the text is not the one that this run began with")
 
     def train(self) -> None:
-        """Run all steps that are left, or until a signal. Collective.
-
-        Raises NonFiniteLossError, which leaves the weights as they were, or CheckpointWriteError on every rank.
-        """
+        """Run all steps that are left, or until a signal. Collective. Raises NonFiniteLossError, which leaves the
+        weights as they were, or CheckpointWriteError on every rank."""
         self._validate_and_save()
         while self.steps_done < self.settings.train_steps and self.stopped_by is None:
             self._step()
@@ -216,9 +212,7 @@ class Trainer:
 
     def _run_schedule(self, samples: SampleOrder, step: int, forward_only: bool) -> tuple[list[float], float]:
         """Global batch ``step`` (0-based) of ``samples``; gradients stay in the parameters unless ``forward_only``.
-
-        Returns the mean loss of each microbatch, on the last stage, and the share of the time that this rank idled.
-        """
+        Returns the mean loss of each microbatch, on the last stage, and the share of the time that this rank idled."""
         iterators: list[Any] = []
         for chunk in self.chunks:
             chunk.train(not forward_only)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,15 +19,7 @@ from megatron_pp.cli.plan_options import whole
 from megatron_pp.cli.terminal import print_line, print_table, write_output
 from megatron_pp.draw.front import Point
 from megatron_pp.draw.ticks import percent, short
-from megatron_pp.plan.advise.answer import (
-    alternatives,
-    as_json,
-    estimated,
-    estimated_why,
-    in_one_line,
-    sentences,
-    why_not,
-)
+from megatron_pp.plan.advise import answer
 from megatron_pp.plan.advise.evaluate import Outcome, least_memory
 from megatron_pp.plan.advise.flags import MEASURED_FILE, megatron_flags, our_flags, runs_in_megatron
 from megatron_pp.plan.advise.microbatch_order import MicrobatchOrder, best_order
@@ -82,7 +74,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     best = findings.best
     order = None if best is None else best_order(question, best, _ORDER_SHARE * budget)
     if args.json:
-        console.file.write(json.dumps(as_json(findings, order), indent=1) + "\n")
+        console.file.write(json.dumps(answer.as_json(findings, order), indent=1) + "\n")
     if best is None:
         raise RefusedError(_nothing_fits(findings))
     if not args.json:
@@ -126,12 +118,12 @@ def _nothing_fits(findings: Findings) -> str:
 
 def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, measured: str, console: Console) -> None:
     question = findings.question
-    print_line(console, f"run {in_one_line(question, best)}")
-    for sentence in sentences(question, best):
+    print_line(console, f"run {answer.in_one_line(question, best)}")
+    for sentence in answer.sentences(question, best):
         print_line(console, f"    {sentence}")
     if order is not None:
-        numbers = f"{order.step:.4g} ms; {order.step_as_given:.4g} ms as given"
-        print_line(console, f"    microbatches, which are unequal, in the order {_listed(order.order)}: {numbers}")
+        listed, numbers = ",".join(map(str, order.order)), f"{order.step:.4g} ms; {order.step_as_given:.4g} ms as given"
+        print_line(console, f"    microbatches, which are unequal, in the order {listed}: {numbers}")
     certificate = best.certificate or {}
     rules = ", ".join(certificate.get("rules", ()))
     print_line(console, f"    verified: {rules}; {certificate.get('digest', '')}")
@@ -147,12 +139,12 @@ def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, meas
     rows = [[_name(one), short(one.step), percent(one.bubble), short(one.peak), _excess(one)] for one in findings.front]
     print_table(console, "Step time against memory: no other is better in both", names, rows)
     rows = [
-        [_name(one), short(one.step) if one.step else "-", short(one.peak) if one.fit else "-", why_not(one, best)]
-        for one in alternatives(findings)
+        [_name(one), short(one.step) if one.step else "-", short(one.peak) if one.fit else "-", why]
+        for one, why in ((one, answer.why_not(one, best)) for one in answer.alternatives(findings))
     ]
     rows += [
-        [str(one.candidate), f"~{short(one.step)}", f"~{short(one.peak)}", estimated_why(one, best)]
-        for one in estimated(findings)
+        [str(one.candidate), f"~{short(one.step)}", f"~{short(one.peak)}", answer.estimated_why(one, best)]
+        for one in answer.estimated(findings)
     ]
     print_table(console, "Why not another", ["schedule", "step ms", "GB", "why"], rows)
     if findings.not_looked_at:
@@ -163,10 +155,6 @@ def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, meas
 def _name(one: Outcome) -> str:
     policy = "" if one.candidate.policy == "overlap" else f" {one.candidate.policy}"
     return f"{one.candidate}{policy}"
-
-
-def _listed(order: Sequence[int]) -> str:
-    return ",".join(map(str, order))
 
 
 def _excess(one: Outcome) -> str:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp.cli import cost_options
 from megatron_pp.cli.advise_costs import FileCosts, layer_of, read_costs
-from megatron_pp.cli.cost_options import number, times
+from megatron_pp.cli.cost_options import add_from_trace_option, number, times, traced_findings
 from megatron_pp.cli.errors import UsageError
-from megatron_pp.cli.given import given, option, refuse
+from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.cli.plan_options import device_rules, schedule_names, whole, whole_list
-from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.plan.advise.megatron_args import read_megatron_args, transformer_of
 from megatron_pp.plan.advise.megatron_args import whole as whole_argument
 from megatron_pp.plan.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer
@@ -223,24 +222,16 @@ def _on_traced_links(question: Question, traced: Findings) -> Question:
     return replace(question, latency=link.latency, bandwidth=link.bandwidth, links=links, gloo=network.gloo)
 
 
+@dataclass(frozen=True)
 class _Models:
     """The model's costs for microbatches of any size, as the options have them."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        megatron: dict[str, Any],
-        ranks: int,
-        gpu: Gpu | None,
-        traced: Findings | None,
-        file: FileCosts | None,
-    ) -> None:
-        self.args = args
-        self.megatron = megatron
-        self.ranks = ranks
-        self.gpu = gpu
-        self.traced = traced
-        self.file = file
+    args: argparse.Namespace
+    megatron: dict[str, Any]
+    ranks: int
+    gpu: Gpu | None
+    traced: Findings | None
+    file: FileCosts | None
 
     def of(self, size: int, first: int) -> Model:
         """With ``size`` sequences in a microbatch; what was given is for ``first``. Raises UsageError, PlanError."""
@@ -251,11 +242,9 @@ class _Models:
         elif self.file is not None:
             model = self.file.model
         else:
-            model = Model(self._layers(), self._message(), self.args.attention_share or 0.0)
+            message = (self.args.activation_mb or 0.0) / 1e3
+            model = Model(self._layers(), message, self.args.attention_share or 0.0)
         return model.times(size / first) if size != first else model
-
-    def _message(self) -> float:
-        return (self.args.activation_mb or 0.0) / 1e3
 
     def _transformer(self, size: int) -> Transformer:
         args = self.args

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_pp.cli import run
 from megatron_pp.cli.errors import BAD_INPUT, OK, REFUSED, RefusedError
 from megatron_pp.cli.parser import parse
+from megatron_pp.cli.terminal import open_terminal
 from megatron_pp.errors import MegatronPPError
 
 _COMMANDS = ("plan", "verify", "simulate", "advise", "draw", "report")
@@ -26,12 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_script(given[1:])
     args = parse({name: _command(name) for name in _COMMANDS}, given, {run.NAME: run.SUMMARY})
     try:
-        from megatron_pp.cli.console import Terminal
-
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = lambda message, *_: _complain(f"note: {message}")
-            code = int(args.run(args, Terminal(no_color=args.no_colour or None)))  # None: as NO_COLOR says
+            code = int(args.run(args, open_terminal(args.no_colour or None)))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough

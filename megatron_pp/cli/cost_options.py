@@ -1,4 +1,4 @@
-"""Options that say what compute, transfers and memory cost."""
+"""Options that say what compute, transfers and memory cost, or name a run that was traced."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import math
 from dataclasses import replace
 
 from megatron_pp.cli.errors import UsageError
-from megatron_pp.cli.given import given, option, refuse
+from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.cli.plan_options import whole, whole_list
 from megatron_pp.plan.costs import Link, Network, StageCosts, regrouped
 from megatron_pp.plan.sim.memory import RECOMPUTE, ModelShape
+from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.tracing.analysis import Findings, analyse
+from megatron_pp.tracing.run import load_run
 
 _GB = 1e9
 _TIMES = ("forward_ms", "backward_ms", "weight_ms")
@@ -19,6 +22,7 @@ COPIES = ("offload_ms", "offload_bandwidth")
 COSTS = (*_TIMES, "output_ms", *COPIES, "attention_share", "p2p_ms", "bandwidth", "activation_mb", "gloo", "link")
 MODEL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.name != "element_bytes")
 _NEEDED = ("num_layers", "hidden_size", "seq_length")
+RUN = ("run_name", "rank", "step")
 MILLISECONDS = "ms"
 SLOTS = "slots"
 
@@ -182,3 +186,48 @@ def model_shape(args: argparse.Namespace) -> ModelShape | None:
     if args.tensor_parallel in (None, 1):
         refuse(args, ["sequence_parallel"], "splits over the tensor parallel ranks: it needs --tensor-parallel above 1")
     return ModelShape(**parts)
+
+
+def refuse_copies(args: argparse.Namespace, schedule: str, offloads: bool) -> None:
+    """Raises UsageError for the time of copies that there are not."""
+    if not offloads:
+        refuse(args, COPIES, f"is of copies to host memory; {schedule} has none here")
+
+
+def costs_of(
+    args: argparse.Namespace,
+    spec: PlanSpec,
+    traced: Findings | None,
+    shape: ModelShape | None,
+    of_one_model: bool = False,
+) -> tuple[StageCosts, Network]:
+    """What compute and transfers cost: as measured, or as the options say. ``of_one_model``: without any, the model
+    takes P slots for each of F, I and W, not one a stage.
+    """
+    stages = spec.pipeline_size * spec.num_chunks
+    if traced is not None:
+        return traced.costs.regrouped(stages), traced.network
+    costs = cost_profile(args, shape, spec.pipeline_size, 1 if of_one_model else spec.num_chunks, spec.slices)
+    return costs.regrouped(stages), network(args, shape, spec.pipeline_size)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Which run, pipeline and step."""
+    parser.add_argument("--run", dest="run_name", metavar="RUN", help="which run, where the folder holds several")
+    parser.add_argument("--rank", type=whole, metavar="N", help="the pipeline of this global rank; default 0")
+    parser.add_argument("--step", type=whole, metavar="N", help="one step; default all steps of the last plan")
+
+
+def add_from_trace_option(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """``--from-trace FOLDER``, and what chooses within it."""
+    parser.add_argument("--from-trace", metavar="FOLDER", help=help_text)
+    add_run_options(parser)
+
+
+def traced_findings(args: argparse.Namespace) -> Findings | None:
+    """What the run that --from-trace names measured; None without that option."""
+    if args.from_trace is None:
+        refuse(args, RUN, "chooses within the traces that --from-trace names")
+        return None
+    refuse(args, COSTS, "does not go with --from-trace: costs are as measured there")
+    return analyse(load_run(args.from_trace, args.run_name, args.rank or 0), args.step)

@@ -12,14 +12,11 @@ from rich.console import Console
 from megatron_pp import draw
 from megatron_pp.cli import cost_options, plan_options
 from megatron_pp.cli.errors import OK, UsageError
-from megatron_pp.cli.given import refuse
-from megatron_pp.cli.simulate import costs_of, refuse_copies
+from megatron_pp.cli.parser import refuse
 from megatron_pp.cli.terminal import print_line, print_table, write_output
-from megatron_pp.cli.trace_options import RUN, add_from_trace_option, traced_findings
 from megatron_pp.draw.chrome import render_chrome_trace
 from megatron_pp.draw.facts import costs_line
-from megatron_pp.draw.grid import render_grid
-from megatron_pp.draw.text import plain, render_text
+from megatron_pp.draw.text import plain, render_grid, render_text
 from megatron_pp.draw.ticks import percent, short
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
 from megatron_pp.plan.sim.simulate import simulate
@@ -43,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan_options.add_plan_options(parser, several=True)
     cost_options.add_cost_options(parser)
     cost_options.add_model_options(parser)
-    add_from_trace_option(parser, "draw what happened there, instead of a plan")
+    cost_options.add_from_trace_option(parser, "draw what happened there, instead of a plan")
     parser.add_argument("--style", choices=_LEAST_WIDTH, help="default: what the name of -o ends in, else text")
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write; text and grid may go to the terminal")
     wide = "columns of text, or pixels of a picture (a PNG has two dots for each); default: what the labels need"
@@ -75,7 +72,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _refuse_unused(args: argparse.Namespace, style: str) -> None:
     """Raises UsageError for an option that would change nothing."""
     if style == "grid":
-        refuse(args, ("from_trace", *RUN), "is for drawings in time, not for --style grid")
+        refuse(args, ("from_trace", *cost_options.RUN), "is for drawings in time, not for --style grid")
     if args.from_trace is not None:
         of_plans = (*plan_options.PLAN_OPTIONS, *cost_options.COSTS, *cost_options.MODEL)
         refuse(args, of_plans, "does not go with --from-trace, which draws what happened")
@@ -113,17 +110,15 @@ def rendered(timelines: Sequence[Timeline], style: str, width: int | None, dark:
 
 
 def _timelines(args: argparse.Namespace) -> list[Timeline]:
-    traced = traced_findings(args)
+    traced = cost_options.traced_findings(args)
     if traced is not None:
         title = f"{traced.measured.plan.spec.describe()}, step {traced.step} as measured"
         return [simulated_timeline(traced.measured, cost_options.MILLISECONDS, title=title)]
     shape = cost_options.model_shape(args)
     plans = _plans(args)
-    if len(plans) > 1:
-        steps = _compared(args, plans)
-    else:
-        refuse_copies(args, plans[0])
-        steps = [simulate(plans[0], *costs_of(args, plans[0].spec, None, shape), args.device)]
+    if len(plans) == 1:
+        cost_options.refuse_copies(args, plans[0].spec.schedule, plans[0].offloads)
+    steps = _simulated(args, plans, of_one_model=len(plans) > 1)
     return [simulated_timeline(step, cost_options.cost_unit(args), shape) for step in steps]
 
 
@@ -132,21 +127,14 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
     if args.source is not None:
         return [plan_options.verified_single_plan(args)]
     specs = list(plan_options.listed_specs(args, plan_options.named_schedules(args)))
-    if len(specs) == 1:
-        return [plan_options.verified_single_plan(args)]
     return [plan_options.verified(plan_options.named_plan(spec)) for spec in specs]
 
 
-def _compared(args: argparse.Namespace, plans: Sequence[Plan]) -> list[Simulation]:
-    """Steps of one model: without costs, a rank's share of it takes 1 slot for each of F, I and W, whatever V is."""
+def _simulated(args: argparse.Namespace, plans: Sequence[Plan], of_one_model: bool) -> list[Simulation]:
+    """``of_one_model``: without costs, a rank's share takes 1 slot for each of F, I and W, whatever V is."""
     shape = cost_options.model_shape(args)
-    links = cost_options.network(args, shape, plans[0].spec.pipeline_size)
-    steps = []
-    for plan in plans:
-        costs = cost_options.cost_profile(args, shape, plan.spec.pipeline_size, 1, plan.spec.slices)
-        costs = costs.regrouped(plan.placement.num_stages)
-        steps.append(simulate(plan, costs, links, args.device))
-    return steps
+    costs = [cost_options.costs_of(args, plan.spec, None, shape, of_one_model) for plan in plans]
+    return [simulate(plan, *each, args.device) for plan, each in zip(plans, costs, strict=True)]
 
 
 def _draw_grids(args: argparse.Namespace, console: Console) -> None:
@@ -158,7 +146,7 @@ def _draw_grids(args: argparse.Namespace, console: Console) -> None:
         for line in render_grid(plan, args.width or console.width, _has_few_colours(console)):
             console.print(line, soft_wrap=True)
         console.print()
-    steps = _compared(args, plans)
+    steps = _simulated(args, plans, of_one_model=True)
     unit = cost_options.cost_unit(args)
     print_table(
         console,

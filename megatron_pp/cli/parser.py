@@ -1,13 +1,17 @@
-"""The parser of the command line: every error is one line that says what would be right."""
+"""The parser of the command line: every error is one line that says what would be right.
+
+An option that was not given is None, False or an empty list; what it stands for then is the library's own default. One
+that changes nothing is a mistake, and refused.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_pp import __version__
-from megatron_pp.cli.errors import BAD_INPUT
+from megatron_pp.cli.errors import BAD_INPUT, UsageError
 from megatron_pp.plan.names import did_you_mean, unknown
 
 _INTRODUCTION = (
@@ -73,3 +77,20 @@ def _not_understood(text: str, command: str, parsers: Mapping[str, Parser]) -> s
     if others:
         return f"{name} is an option of {' and '.join(others)}, not of {command}"
     return f"option {name} is not known{did_you_mean(name, options[command])}"
+
+
+def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those of ``names`` that were given, with their values."""
+    values = {name: getattr(args, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None and value is not False and value != []}
+
+
+def option(args: argparse.Namespace, name: str) -> str:
+    """How the option is written."""
+    return str(args.spelling[name])
+
+
+def refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raises UsageError for the first of ``names`` that was given, whatever its value; ``why`` ends the sentence."""
+    for name in given(args, names):
+        raise UsageError(f"{option(args, name)} {why}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pp.cli.errors import OK, refusing
-from megatron_pp.cli.given import refuse
+from megatron_pp.cli.parser import refuse
 from megatron_pp.cli.plan_options import PLAN_OPTIONS, add_plan_options, single_plan
 from megatron_pp.cli.skip_counts import skip_sentences
 from megatron_pp.cli.terminal import print_line

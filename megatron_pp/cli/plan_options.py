@@ -9,16 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_pp.cli.errors import UsageError, refusing
-from megatron_pp.cli.given import given, option, refuse
+from megatron_pp.cli.parser import given, option, refuse
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.family import Family, no_offloads
+from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES, ONE_F_ONE_B, SCHEDULES
 from megatron_pp.plan.orders.sliced import SEQ_1F1B
+from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
 from megatron_pp.plan.serialize import load_plan
-from megatron_pp.plan.sim.naive import NAIVE, NAIVE_FAMILY, naive_plan
+from megatron_pp.plan.sim.naive import NAIVE, NAIVE_FAMILY, naive_orders
 from megatron_pp.plan.skip_tensors import BLOCKS, CACHES, skip_tensors
 from megatron_pp.plan.spec import (
     CHANNELS,
@@ -106,11 +108,6 @@ def whole_list(text: str) -> list[int]:
     return [whole(part) for part in text.split(",")]
 
 
-def names_no_plan(args: argparse.Namespace) -> bool:
-    """Whether the options leave the plan to the command."""
-    return not given(args, ("source", *NAMING))
-
-
 def single_plan(args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec) -> Plan:
     """The one plan that the options name, of the spec that ``fit`` makes of theirs; not verified. Raises PlanError,
     UsageError, RefusedError.
@@ -140,7 +137,7 @@ def verified(plan: Plan, device: Sequence[str] | None = None) -> Plan:
 def named_plan(spec: PlanSpec) -> Plan:
     """The plan of a family, of a schedule file, or the naive one, before it is verified."""
     if spec.schedule == NAIVE:
-        return naive_plan(spec)
+        return lowered(spec, Placement(LOOP, spec.pipeline_size, 1), naive_orders(spec.shape))
     if names_a_file(spec.schedule):
         with refusing():
             return lowered_plan(spec)
@@ -182,7 +179,8 @@ def listed_specs(args: argparse.Namespace, names: Sequence[str]) -> Iterator[Pla
         counts = next(([family.shape.num_microbatches] for family in families if family.shape), [2 * size])
     options = given(args, ("group_size", "offload_chunks", *LOWERING))
     for family in families:
-        slices = family.shape.slices if family.shape else _slices(args) if family.sliced else 1
+        wanted = 1 if args.slices is None or not family.sliced else args.slices
+        slices = family.shape.slices if family.shape else wanted
         for chunks in _chunks(args, family):
             for microbatches in counts:
                 spec = PlanSpec(family.name, size, chunks, microbatches, digest=family.digest, **options)
@@ -205,15 +203,14 @@ def _check_sizes(args: argparse.Namespace, families: Sequence[Family]) -> None:
             raise UsageError(f"schedule {first.name} has {first.chunks} model chunk(s) a rank, not {chunks}")
     shapes = [(family.name, family.shape) for family in families if family.shape]
     for name, shape in shapes:
-        for size in given(args, ("pipeline_size",)).values():
-            if size != shape.pipeline_size:
-                raise UsageError(f"{name} is a schedule of {shape.pipeline_size} ranks; -P is {size}")
-        if args.slices not in (None, shape.slices):
-            slices = option(args, "slices")
-            raise UsageError(f"{name} is a schedule of {shape.slices} slice(s) a sequence; {slices} is {args.slices}")
-        for count in args.num_microbatches or ():
-            if count != shape.num_microbatches:
-                raise UsageError(f"{name} is a schedule of {shape.num_microbatches} microbatches; -M is {count}")
+        for mine, what, way, sizes in (
+            (shape.pipeline_size, "ranks", "-P", [args.pipeline_size]),
+            (shape.slices, "slice(s) a sequence", option(args, "slices"), [args.slices]),
+            (shape.num_microbatches, "microbatches", "-M", args.num_microbatches or ()),
+        ):
+            for size in sizes:
+                if size not in (None, mine):
+                    raise UsageError(f"{name} is a schedule of {mine} {what}; {way} is {size}")
         one, other = shapes[0][1], shape
         if (one.pipeline_size, one.num_microbatches) != (other.pipeline_size, other.num_microbatches):
             raise UsageError(
@@ -224,12 +221,10 @@ def _check_sizes(args: argparse.Namespace, families: Sequence[Family]) -> None:
 
 def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> None:
     """Raises UsageError for an option that would change nothing."""
-    if not any(family.grouped for family in families):
-        grouped = ", ".join(name for name, family in SCHEDULES.items() if family.grouped)
-        refuse(args, ["group_size"], f"is for schedules with groups ({grouped}), not {families[0].name}")
-    if not any(family.sliced for family in families):
-        sliced = ", ".join(name for name, family in SCHEDULES.items() if family.sliced)
-        refuse(args, ["slices"], f"is for schedules of slices ({sliced}), not {families[0].name}")
+    for name, what, field in (("group_size", "with groups", "grouped"), ("slices", "of slices", "sliced")):
+        if not any(getattr(family, field) for family in families):
+            having = ", ".join(known for known, family in SCHEDULES.items() if getattr(family, field))
+            refuse(args, [name], f"is for schedules {what} ({having}), not {families[0].name}")
     if args.forward_only:
         refuse(args, ["offload_chunks"], "does not go with --forward-only, which keeps nothing for a backward")
     if not args.offload_chunks and not any(map(_offloads, families)):
@@ -258,10 +253,6 @@ def _offloads(family: Family) -> bool:
 def _chunks(args: argparse.Namespace, family: Family) -> list[int]:
     """The numbers of chunks to take of ``family``."""
     return [family.chunks] if family.chunks is not None else args.num_chunks or [2]
-
-
-def _slices(args: argparse.Namespace) -> int:
-    return 1 if args.slices is None else int(args.slices)
 
 
 def _imported(args: argparse.Namespace) -> Plan:

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_pp.cli.cost_options import add_run_options
 from megatron_pp.cli.errors import OK
 from megatron_pp.cli.terminal import print_line, print_table, write_output
-from megatron_pp.cli.trace_options import add_run_options
 from megatron_pp.tracing.analysis import analyse
 from megatron_pp.tracing.report import listed, report_picture, report_sentences, report_tables
 from megatron_pp.tracing.run import load_run

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.cli import cost_options, plan_options
 from megatron_pp.cli.errors import OK, REFUSED, UsageError
-from megatron_pp.cli.given import refuse
+from megatron_pp.cli.parser import given, refuse
 from megatron_pp.cli.skip_counts import skip_facts, skip_sentences
 from megatron_pp.cli.terminal import print_line, print_table
-from megatron_pp.cli.trace_options import add_from_trace_option, traced_findings
 from megatron_pp.draw.ticks import percent, short, size_label
 from megatron_pp.plan.activations import Shares
 from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.compare import Candidate, compare, fitted
-from megatron_pp.plan.costs import WEIGHT_SHARE, Network, StageCosts
+from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.instruction import LOAD, OFFLOAD, WEIGHT_GRAD
 from megatron_pp.plan.sim.bound import Bound, bound_of
 from megatron_pp.plan.sim.memory import ModelShape, peak_bytes, peak_host_bytes
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.plan.sim.steady import SteadyStep, counts_on_bypass, longest_span, steady_step
-from megatron_pp.plan.spec import Plan, PlanSpec
-from megatron_pp.tracing.analysis import Findings
+from megatron_pp.plan.spec import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,16 +42,15 @@ EXAMPLES = """examples:
 
 exit codes: 0 done, 1 the plan is refused or nothing fits, 2 wrong arguments
 """
-_NO_COPIES = "is of copies to host memory; {} has none here"
+_WAITS = ("peer late", "queued", "transfer", "release")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan_options.add_plan_options(parser, several=True)
     cost_options.add_cost_options(parser)
     cost_options.add_model_options(parser)
-    add_from_trace_option(
-        parser, "compute times and transfers as measured there; the plan too, unless another is named"
-    )
+    measured = "compute times and transfers as measured there; the plan too, unless another is named"
+    cost_options.add_from_trace_option(parser, measured)
     parser.add_argument("--compare", metavar="A,B,C", help="rank these schedules (all: every one), per microbatch")
     too_large = "leave out what needs more on any rank"
     parser.add_argument("--memory-limit", type=cost_options.number, metavar="GIB", help=too_large)
@@ -76,17 +74,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.compare is not None:
         return _compare(args, console)
     refuse(args, ["memory_limit"], "is for --compare")
-    traced = traced_findings(args)
-    if traced is not None and plan_options.names_no_plan(args):
+    traced, shape = cost_options.traced_findings(args), cost_options.model_shape(args)
+    if traced is not None and not given(args, ("source", *plan_options.NAMING)):
         refuse(args, plan_options.LOWERING, "changes nothing of the plan that was traced; name a plan with -s")
         plan = traced.measured.plan
     else:
         plan = plan_options.verified_single_plan(
-            args, lambda spec: fitted(spec, *costs_of(args, spec, traced, cost_options.model_shape(args)))
+            args, lambda spec: fitted(spec, *cost_options.costs_of(args, spec, traced, shape))
         )
-    refuse_copies(args, plan)
-    shape = cost_options.model_shape(args)
-    conditions = (*costs_of(args, plan.spec, traced, shape), args.device)
+    cost_options.refuse_copies(args, plan.spec.schedule, plan.offloads)
+    conditions = (*cost_options.costs_of(args, plan.spec, traced, shape), args.device)
     result = simulate(plan, *conditions)
     steady = steady_step(plan, *conditions) if args.optimizer_bypass else None
     activations = result.peak_activations(_weight_shares(args, plan, shape))
@@ -129,23 +126,6 @@ def _weight_shares(args: argparse.Namespace, plan: Plan, shape: ModelShape | Non
     return WEIGHT_SHARE if shape is None else [shape.weight_share(stage, stages) for stage in range(stages)]
 
 
-def refuse_copies(args: argparse.Namespace, plan: Plan) -> None:
-    """Raises UsageError for the time of copies that ``plan`` does not have."""
-    if not plan.offloads:
-        refuse(args, cost_options.COPIES, _NO_COPIES.format(plan.spec.schedule))
-
-
-def costs_of(
-    args: argparse.Namespace, spec: PlanSpec, traced: Findings | None, shape: ModelShape | None
-) -> tuple[StageCosts, Network]:
-    """What compute and transfers cost: as measured, or as the options say."""
-    stages = spec.pipeline_size * spec.num_chunks
-    if traced is not None:
-        return traced.costs.regrouped(stages), traced.network
-    costs = cost_options.cost_profile(args, shape, spec.pipeline_size, spec.num_chunks, spec.slices)
-    return costs.regrouped(stages), cost_options.network(args, shape, spec.pipeline_size)
-
-
 def _sentences(result: Simulation, steady: SteadyStep | None, unit: str) -> list[str]:
     """How long a step takes; where ranks that do not wait for each other between steps are faster, that too."""
     lines = [f"makespan {short(result.makespan)} {unit}, bubble {percent(result.bubble_share)}"]
@@ -163,21 +143,15 @@ def _sentences(result: Simulation, steady: SteadyStep | None, unit: str) -> list
 
 
 def _show(result: Simulation, peaks: Peaks, unit: str, console: Console) -> None:
-    names = ["rank", f"busy {unit}", "idle", "peer late", "queued", "transfer", "release", "in flight", "kept"]
-    in_flight = result.peak_in_flight()
-    rows = []
-    for rank, waits in enumerate(result.waits):
-        numbers = (result.busy[rank], result.idle[rank], waits.peer_late, waits.queued, waits.transfer, waits.release)
-        rows.append([str(rank), *map(short, numbers), str(in_flight[rank]), short(peaks.activations[rank])])
-        if peaks.bytes:
-            rows[-1].append(size_label(peaks.bytes[rank]))
-        if any(peaks.on_host):
-            rows[-1] += [short(waits.copy), short(peaks.on_host[rank])]
-            rows[-1] += [size_label(peaks.host_bytes[rank])] if peaks.host_bytes else []
-    names += ["peak memory"] if peaks.bytes else []
-    names += ["copies", "on host"] if any(peaks.on_host) else []
-    names += ["host memory"] if any(peaks.on_host) and peaks.host_bytes else []
-    print_table(console, "Ranks", names, rows)
+    columns: dict[str, Iterable[str]] = {"rank": map(str, range(len(result.busy)))}
+    columns |= {f"busy {unit}": map(short, result.busy), "idle": map(short, result.idle)}
+    columns |= {why: [short(getattr(w, why.replace(" ", "_"))) for w in result.waits] for why in _WAITS}
+    columns |= {"in flight": map(str, result.peak_in_flight()), "kept": map(short, peaks.activations)}
+    columns |= {"peak memory": map(size_label, peaks.bytes)} if peaks.bytes else {}
+    if any(peaks.on_host):
+        columns |= {"copies": (short(w.copy) for w in result.waits), "on host": map(short, peaks.on_host)}
+        columns |= {"host memory": map(size_label, peaks.host_bytes)} if peaks.host_bytes else {}
+    print_table(console, "Ranks", list(columns), list(zip(*columns.values(), strict=True)))
     links = [
         [f"{a} to {b}", str(messages), size_label(size) if size else "-"]
         for (a, b), (messages, size) in result.volume().items()
@@ -231,21 +205,18 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     refuse(args, ["weight_share"], "is for a single plan, not for --compare, which shows no activations")
     names = plan_options.schedule_names(args.compare)
     specs, size = list(plan_options.listed_specs(args, names)), plan_options.pipeline_size(args, names)
-    if not any(map(offloaded_chunks, specs)):
-        refuse(args, cost_options.COPIES, _NO_COPIES.format(names[0]))
-    bypass = args.optimizer_bypass
+    cost_options.refuse_copies(args, names[0], any(map(offloaded_chunks, specs)))
     shape = cost_options.model_shape(args)
     if args.memory_limit is not None and shape is None:
         raise UsageError("--memory-limit needs the shape of the model: --layers, --hidden-size, --seq-length")
     limit = None if args.memory_limit is None else args.memory_limit * 2**30
-    traced = traced_findings(args)
+    traced = cost_options.traced_findings(args)
     if traced is not None:
-        found = compare(specs, traced.costs, traced.network, shape, limit, bypass)
+        costs, network = traced.costs, traced.network
     else:  # without costs, the whole model takes P slots for each of F, B and W, whatever V is
-        slices = max(spec.slices for spec in specs)
-        costs = cost_options.cost_profile(args, shape, size, 1, slices)
+        costs = cost_options.cost_profile(args, shape, size, 1, max(spec.slices for spec in specs))
         network = cost_options.network(args, shape, size)
-        found = compare(specs, costs, network, shape, limit, bypass)
+    found = compare(specs, costs, network, shape, limit, args.optimizer_bypass)
     if args.json:
         console.file.write(json.dumps([_candidate_facts(c) for c in found], indent=1) + "\n")
     else:
@@ -271,17 +242,10 @@ def _show_ranking(found: list[Candidate], shape: ModelShape | None, unit: str, c
 
 
 def _candidate_facts(c: Candidate) -> dict[str, Any]:
+    numbers = ("makespan", "per_microbatch", "bubble_share", "peak_in_flight", "peak_bytes", "messages", "sent_bytes")
     return {
-        "schedule": c.spec.schedule,
-        "num_chunks": c.spec.num_chunks,
-        "num_microbatches": c.spec.num_microbatches,
+        **{name: getattr(c.spec, name) for name in ("schedule", "num_chunks", "num_microbatches")},
         "refused": c.refused or None,
-        "makespan": c.makespan,
-        "per_microbatch": c.per_microbatch,
-        "bubble_share": c.bubble_share,
-        "peak_in_flight": c.peak_in_flight,
-        "peak_bytes": c.peak_bytes,
-        "messages": c.messages,
-        "sent_bytes": c.sent_bytes,
+        **{name: getattr(c, name) for name in numbers},
         "bound": None if c.bound is None else _bound_facts(c.bound, c.makespan),
     }

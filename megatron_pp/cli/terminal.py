@@ -1,4 +1,6 @@
-"""What commands print: lines, tables, and the names of files."""
+"""What commands print: lines, tables, and the names of files. rich is imported when a command runs: ``--help`` and
+errors do without it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,17 @@ from megatron_pp.plan.files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def open_terminal(no_color: bool | None) -> Console:
+    """A console that raises BrokenPipeError where its reader, such as ``head``, is gone. None: as NO_COLOR says."""
+    from rich.console import Console
+
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Terminal(no_color=no_color)
 
 
 def print_line(console: Console, text: str) -> None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_pp.cli.errors import OK, REFUSED, RefusedError, refusing
 from megatron_pp.cli.plan_options import add_plan_options, single_plan
 from megatron_pp.cli.terminal import print_line
-from megatron_pp.plan.spec import Plan
-from megatron_pp.plan.verifier import Verdict, verify
+from megatron_pp.plan.verifier import verify
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     try:
         plan = single_plan(args)
-        verdict = _verdict(plan, args)
+        with refusing(plan.spec.describe()):
+            verdict = verify(plan, deallocate=not args.keep_outputs, device=args.device or None)
     except RefusedError as error:
         if args.json:
             console.file.write(json.dumps({"accepted": False, "refused": str(error)}, indent=1) + "\n")
@@ -49,9 +49,3 @@ def run(args: argparse.Namespace, console: Console) -> int:
         print_line(console, f"{plan.spec.describe()}: {verdict}")
         print_line(console, str(certificate))
     return OK
-
-
-def _verdict(plan: Plan, args: argparse.Namespace) -> Verdict:
-    """What ``verify`` found. Raises RefusedError."""
-    with refusing(plan.spec.describe()):
-        return verify(plan, deallocate=not args.keep_outputs, device=args.device or None)

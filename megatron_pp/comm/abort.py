@@ -63,8 +63,7 @@ def _has_backend(group: dist.ProcessGroup, device: str, name: str) -> bool:
 
 def _abort_gloo(group: dist.ProcessGroup) -> None:
     """One receive that times out closes the connections to all peers. But one on a connection that its peer has closed
-    already is refused and closes nothing, so every peer gets one.
-    """
+    already is refused and closes nothing, so every peer gets one."""
     # gloo has one set of connections per network interface and picks it by tag.
     interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     for tag in range(_ABORT_TAG, _ABORT_TAG + interfaces):
@@ -77,8 +76,7 @@ def _abort_gloo(group: dist.ProcessGroup) -> None:
 def _abort_nccl(groups: list[dist.ProcessGroup]) -> None:
     """All at once, each from a thread of its own: an abort returns when its kernels have left the GPU, and may wait for
     another communicator's (pytorch#119797). ``ncclGroupStart`` cannot combine them: it is for calls of one thread, and
-    ``ProcessGroupNCCL::abort`` uses a thread of its own.
-    """
+    ``ProcessGroupNCCL::abort`` uses a thread of its own."""
     threads = [threading.Thread(target=_abort_one, args=(group,), daemon=True) for group in groups]
     for thread in threads:
         thread.start()

@@ -18,7 +18,6 @@ def call_at_exit(method: Callable[..., object]) -> None:
 
 
 def call_if_alive(method: weakref.WeakMethod[Callable[[], object]]) -> None:
-    """Call ``method``, unless its object is gone."""
     alive = method()
     if alive is not None:
         alive()

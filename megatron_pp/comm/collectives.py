@@ -63,13 +63,12 @@ class LoneCollectives:
     """Of a pipeline of one rank."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        return
+        """Nothing is left to do."""
+
+    reduce = broadcast
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[None]
-
-    def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        return
 
 
 class InThread:

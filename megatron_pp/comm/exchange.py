@@ -27,8 +27,7 @@ def receive_numbers(
 
 def gather_numbers(transport: Transport, mine: Sequence[float]) -> list[list[float]]:
     """The numbers of every rank, by rank, on every rank; as many of each. They go up the chain of neighbours to the
-    first rank, and all of them down again. Collective over the pipeline.
-    """
+    first rank, and all of them down again. Collective over the pipeline."""
     rank, size, each = transport.rank, transport.size, len(mine)
     known = [float(number) for number in mine]
     if rank < size - 1:

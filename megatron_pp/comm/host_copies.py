@@ -28,7 +28,8 @@ class HostCopies(ABC):
     def buffer(self, nbytes: int) -> Tensor:
         """Host memory, [nbytes] of uint8."""
         free = self._free[nbytes]
-        return free.pop() if free else self._allocate(nbytes)
+        pinned = self.device.type == "cuda"
+        return free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
     def give_back(self, buffer: Tensor) -> None:
         """Once the copies from and to ``buffer`` were waited for."""
@@ -37,9 +38,6 @@ class HostCopies(ABC):
     @abstractmethod
     def post(self, copies: Sequence[Copy], to_host: bool) -> Wait:
         """Begin ``copies``, which read what was computed before on the current stream."""
-
-    @abstractmethod
-    def _allocate(self, nbytes: int) -> Tensor: ...
 
 
 def host_copies(device: torch.device) -> HostCopies:
@@ -56,9 +54,6 @@ class _ThreadCopies(HostCopies):
         done = self._threads[to_host].submit(_copy_all, list(copies))
         return lambda: done.result()
 
-    def _allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
 
 def _copy_all(copies: list[Copy]) -> None:
     """Empties the list: the thread holds its arguments a while after the copies are over."""
@@ -69,8 +64,7 @@ def _copy_all(copies: list[Copy]) -> None:
 
 class _StreamCopies(HostCopies):
     """The compute stream waits for a copy before memory that it reads is freed, and memory that it writes is allocated
-    on the compute stream before it begins: so the allocator's order is kept without ``record_stream``.
-    """
+    on the compute stream before it begins: so the allocator's order is kept without ``record_stream``."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -84,6 +78,3 @@ class _StreamCopies(HostCopies):
                 target.copy_(source, non_blocking=True)
         done = stream.record_event()
         return lambda: torch.cuda.current_stream().wait_event(done)
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

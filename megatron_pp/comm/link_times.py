@@ -1,4 +1,4 @@
-"""How long transfers take on a pipeline's links, by size, measured between two steps.
+"""How long transfers take on a pipeline's links, by size, measured between two steps, and how fast host copies are.
 
 Both ends of a link send a message of each size to and fro; half of a round trip is a transfer. Links are measured in
 rounds, in none of which a rank is an end twice, in one order on all ranks. The first trip warms up; after that both
@@ -30,8 +30,7 @@ def sizes_around(message: float) -> tuple[int, ...]:
 
 def measure_links(transport: Transport, edges: Iterable[Edge], sizes: Sequence[int]) -> dict[Edge, list[float]]:
     """Of each of ``edges`` whose source this rank is: seconds of a transfer of each of ``sizes`` bytes, medians.
-    Collective over the pipeline; the channels of ``edges`` must have been prepared.
-    """
+    Collective over the pipeline; the channels of ``edges`` must have been prepared."""
     times: dict[Edge, list[float]] = {}
     for together in in_rounds([(source, target, ACT) for source, target in sorted(set(edges))]):
         for source, target, _ in together:
@@ -75,3 +74,28 @@ def _messages(transport: Transport, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Of these sizes, all in one piece of memory."""
     memory = torch.zeros(max(sizes), dtype=torch.uint8, device=transport.device)
     return [memory[:size] for size in sizes]
+
+
+_BYTES = 16 * 2**20
+_COPIES = 5
+
+
+def copy_rates(device: torch.device) -> tuple[str, float, float]:
+    """What is copied, in words, and bytes per second to the host and back; on a CPU, of a copy in memory. Waits for the
+    device."""
+    on_device = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
+    if device.type == "cuda":
+        host = torch.zeros(_BYTES, dtype=torch.uint8, pin_memory=True)
+        return "device and pinned host memory", _rate(host, on_device), _rate(on_device, host)
+    rate = _rate(torch.zeros_like(on_device), on_device)
+    return "two places in the memory of the CPU", rate, rate
+
+
+def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Bytes per second, the median; the first copy warms up."""
+    times = []
+    for _ in range(1 + _COPIES):
+        began = time.perf_counter()
+        target.copy_(source)  # returns when it is done
+        times.append(time.perf_counter() - began)
+    return _BYTES / statistics.median(times[1:])

@@ -51,8 +51,7 @@ class P2PCommunicator(P2PCore):
 
     Construction on NCCL creates and warms up the neighbours' communicators and is collective over the group. Shapes
     are in elements, [sequence, microbatch, hidden] in Megatron's models. Receives return tensors with
-    ``requires_grad`` set.
-    """
+    ``requires_grad`` set."""
 
     def __init__(self, pp_group: Any, config: Any, transport: Transport | None = None) -> None:
         if transport is None:
@@ -72,8 +71,7 @@ class P2PCommunicator(P2PCore):
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors | list[None] | None:
         """Receive activations from the previous rank: one tensor for one shape, a list for a list of shapes; None(s)
-        on the first stage.
-        """
+        on the first stage."""
         if is_first_stage:
             return _nothing(tensor_shapes)
         return self._exchange("forward-recv", {"recv_prev": tensor_shapes})[0]
@@ -98,8 +96,7 @@ class P2PCommunicator(P2PCore):
         self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
     ) -> Tensors | list[None] | None:
         """Send activations to, and receive gradients from, the next rank. A single tensor gives a single gradient, a
-        list a list.
-        """
+        list a list."""
         shapes = _shapes_like(output_tensors, tensor_shapes)
         if is_last_stage:
             return _nothing(shapes)
@@ -117,11 +114,9 @@ class P2PCommunicator(P2PCore):
     def send_forward_recv_forward(
         self, output_tensor: torch.Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Send to the next rank (unless None), receive from the previous one (if ``recv_prev``).
-
-        With ``overlap_p2p_comm`` nothing is waited and the result is ``(tensor, handles)``, a dict of WaitHandle
-        keyed ``send_next``, ``recv_prev``; the tensor may be read after ``handles["recv_prev"].wait()``.
-        """
+        """Send to the next rank (unless None), receive from the previous one (if ``recv_prev``). With
+        ``overlap_p2p_comm`` nothing is waited and the result is ``(tensor, handles)``, a dict of WaitHandle keyed
+        ``send_next``, ``recv_prev``; the tensor may be read after ``handles["recv_prev"].wait()``."""
         operations = _operations(tensor_shape, recv_prev=recv_prev, send_next=output_tensor)
         got, _, handles = self._exchange("forward-send-forward-recv", operations, not overlap_p2p_comm)
         return (got, handles) if overlap_p2p_comm else got
@@ -154,12 +149,11 @@ class P2PCommunicator(P2PCore):
 
     def _exchange(self, timer: str, operations: dict[str, Any], wait: bool = True) -> tuple[Any, Any, Handles]:
         """Check and post ``operations`` (name -> what to send, or the shape to receive), as a batch or singly; wait if
-        ``wait``. Returns (from previous, from next, handles).
-        """
+        ``wait``. Returns (from previous, from next, handles)."""
         # Where channels are one-way any order is safe, and gloo announces a receive behind what is sent before it.
         # Where one carries both directions, neighbours must not both begin with the same.
         order = _RECEIVES_FIRST if self.settings.one_way or self.rank % 2 else _SENDS_FIRST
-        with _timed(self.config, timer):
+        with timed(getattr(self.config, "timers", None), timer):  # read at each call: a loop may set them late
             wanted = {name: self._checked(name, operations[name]) for name in order if name in operations}
             handles = self._post_all(wanted)
             receives = [name for name in wanted if name.startswith("recv")]
@@ -214,9 +208,8 @@ def _shapes_like(tensors: Any, shapes: Any) -> Any:
 
 
 @contextmanager
-def _timed(config: Any, name: str) -> Iterator[None]:
-    """Under Megatron's ``config.timers``, where there are any. Read at each call: a loop may set them late."""
-    timers = getattr(config, "timers", None)
+def timed(timers: Any, name: str) -> Iterator[None]:
+    """Under one of Megatron's ``config.timers``, where there are any."""
     if timers is None:
         yield
         return

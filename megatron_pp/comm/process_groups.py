@@ -57,8 +57,7 @@ def initialize_model_parallel(
     ``pipeline_model_parallel_comm_backend`` is the pipeline group's backend, None for the world's.
 
     Raises, before any communication: ParallelStateError where torch.distributed is not initialized or the groups exist;
-    WorldSizeError where the world does not fit the sizes; ConfigError for sizes below 1 or an unknown placement.
-    """
+    WorldSizeError where the world does not fit the sizes; ConfigError for sizes below 1 or an unknown placement."""
     global _state
     if _state is not None:
         raise ParallelStateError("model parallel groups exist already; call destroy_model_parallel() first")
@@ -90,7 +89,6 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether the groups exist."""
     return _state is not None
 
 

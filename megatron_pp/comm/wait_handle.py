@@ -30,8 +30,7 @@ class WaitHandle:
     """One posted message (a tensor or a list of tensors).
 
     Until ``wait()`` has returned, the handle, and the communicator that keeps it, hold the tensors: dropping the handle
-    or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a send.
-    """
+    or deallocating what was sent is harmless. ``tensor`` is what is being received, None for a send."""
 
     __slots__ = ("__weakref__", "_channel", "_core", "_error", "_held", "_kind", "_peer", "_works", "tensor")
 
@@ -62,10 +61,8 @@ class WaitHandle:
 
     def wait(self) -> None:
         """Return when the transfer is done (on CUDA: make the current stream wait for it, not the host); waiting again
-        is a no-op.
-
-        Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where the
-        communicator or its process group is gone, P2PTransferError where the transfer failed."""
+        is a no-op. Raises P2PTimeoutError after ``config.p2p_timeout`` seconds (gloo), CommunicatorClosedError where
+        the communicator or its process group is gone, P2PTransferError where the transfer failed."""
         works = self._works
         if works is None:
             if self._error is not None:

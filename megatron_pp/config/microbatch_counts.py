@@ -37,8 +37,7 @@ def explain_microbatch_count(
     Groups matter to interleaved schedules only; for others leave ``num_chunks`` at 1.
 
     Raises MicrobatchCountError unless M is an int of at least 1, and ConfigError for a group size below P with V > 1
-    or sizes below 1.
-    """
+    or sizes below 1."""
     whole_number("num_microbatches", num_microbatches, error=MicrobatchCountError)
     group = check_group_size(pipeline_size, num_chunks, group_size)
 
@@ -73,8 +72,7 @@ def check_group_size(pipeline_size: int, num_chunks: int, group_size: int | None
     A group larger than M is M. A group smaller than P leaves ranks waiting for their own output in every group, and is
     refused as in Megatron, but for schedules that save memory by it (``small_groups``).
 
-    Raises ConfigError with the nearest legal value.
-    """
+    Raises ConfigError with the nearest legal value."""
     whole_number("pipeline_model_parallel_size", pipeline_size)
     whole_number("virtual_pipeline_model_parallel_size", num_chunks)
     if group_size is None:

@@ -7,20 +7,73 @@ lacks a field, the default here holds (`config.settings`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_pp.config import rules
-from megatron_pp.config.fields import hook, read_count, read_flag, read_text, setting, setting_from_env
-from megatron_pp.config.layout import place_layers
-from megatron_pp.config.layout_text import Layout
+from megatron_pp.config.layout import Layout, place_layers
 from megatron_pp.config.microbatch_counts import MicrobatchCount, explain_microbatch_count
+from megatron_pp.errors import ConfigError
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import INTERLEAVED
 from megatron_pp.plan.skip_tensors import CACHES, SkipTensor
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
+
+
+def setting(
+    default: Any, help_text: str, *, choices: Iterable[str] = (), cli: bool = True, section: str | None = None
+) -> Any:
+    """A dataclass field. Metadata: help, choices, cli, and, on the first field of a section, the section's name."""
+    metadata = {"help": help_text, "choices": tuple(choices), "cli": cli, "section": section}
+    if isinstance(default, partial):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def hook(help_text: str, section: str | None = None) -> Any:
+    """A field for callables, so never a flag."""
+    return setting(None, help_text, cli=False, section=section)
+
+
+def setting_from_env(variable: str, read: Callable[[str], Any], help_text: str) -> Any:
+    """A dataclass field whose default is ``read`` of an environment variable ("" if unset) when the object is made."""
+    return setting(partial(_read_variable, variable, read), f"{help_text} [env {variable}]")
+
+
+def read_flag(text: str) -> bool:
+    """A switch in an environment variable. Raises ConfigError for anything but 1/true/yes/on and 0/false/no/off."""
+    word = text.strip().lower()
+    if word not in _TRUE + _FALSE:
+        raise ConfigError(f"{text!r} is not a switch; it must be 1, true, yes or on, or 0, false, no or off")
+    return word in _TRUE
+
+
+def read_text(text: str) -> str | None:
+    """Text in an environment variable; None where it is unset or empty."""
+    return text or None
+
+
+def read_count(text: str) -> int:
+    """A number in an environment variable; 0 where it is unset or empty. Raises ConfigError."""
+    try:
+        return int(text or 0)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no whole number") from None
+
+
+def _read_variable(variable: str, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(os.environ.get(variable, ""))
+    except ConfigError as error:
+        raise ConfigError(f"environment variable {variable}: {error}") from None
+
 
 TRACE_DIR_VARIABLE = "MEGATRON_PP_TRACE_DIR"
 TRACE_STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"
@@ -40,8 +93,7 @@ class ModelParallelConfig:
     `overlap_p2p_comm`), `autocast_dtype` (`params_dtype`). `replace` makes a changed copy in which they are worked out
     anew.
 
-    Raises ConfigError or a subclass, with the value and the nearest legal one.
-    """
+    Raises ConfigError or a subclass, with the value and the nearest legal one."""
 
     tensor_model_parallel_size: int = setting(1, "ranks that split each layer", section="parallel sizes")
     pipeline_model_parallel_size: int = setting(1, "P, ranks that share the layers as a pipeline")
@@ -165,6 +217,17 @@ class ModelParallelConfig:
         "where that is written, for pipeline_measured and advise; None: megatron_pp_measured.json in trace_dir, or "
         "else in the working folder",
     )
+    pipeline_replan: str | None = setting(
+        None,
+        "every:N: after every N training steps, search for a plan that is faster under what stages and links take by "
+        "then, and change to it between two steps; None: never",
+    )
+    microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None = setting(
+        None,
+        "what each microbatch of the step costs, in any unit, or a function that returns that: with pipeline_replan, "
+        "steps of unequal microbatches have plans of their own; None: all cost the same",
+        cli=False,
+    )
 
     def __post_init__(self) -> None:
         rules.check_parallel_sizes(self)
@@ -253,9 +316,7 @@ class TransformerConfig(ModelParallelConfig):
 
     def layers_of_stages(self) -> list[list[int]]:
         """Layer numbers (from 0) of each of the P * V stages in model order; `plan.placement` maps stages to ranks.
-
-        Raises LayoutError.
-        """
+        Raises LayoutError."""
         return place_layers(
             self.num_layers,
             self.pipeline_model_parallel_size,

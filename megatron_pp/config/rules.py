@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -20,6 +22,8 @@ from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
 from megatron_pp.plan.skip_tensors import SkipTensor, routes_of, skip_tensors
 from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, PLAIN
+
+_EVERY = re.compile(r"every:([1-9]\d{0,8})", re.ASCII)
 
 
 def check_parallel_sizes(config: Any) -> None:
@@ -103,6 +107,25 @@ def _unless_none(rule: Callable[[str, Any], object], name: str, value: object) -
         rule(name, value)
 
 
+def replan_steps(name: str, value: object) -> int:
+    """N of ``every:N``."""
+    found = _EVERY.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise ConfigError(f"{name} is {value!r}; it must be every:N, such as every:100, with N of at least 1, or None")
+    return int(found[1])
+
+
+def checked_costs(costs: Iterable[float], count: int) -> tuple[float, ...]:
+    """What each of ``count`` microbatches costs."""
+    found = tuple(costs)
+    numbers = [cost for cost in found if isinstance(cost, (int, float)) and not isinstance(cost, bool)]
+    if len(found) != count or len(numbers) != count or not all(0 < cost < math.inf for cost in numbers):
+        raise ConfigError(
+            f"microbatch_costs is {list(found)}; it must be {count} finite numbers above 0, one for each microbatch"
+        )
+    return found
+
+
 COMMUNICATION: dict[str, Callable[[str, Any], object]] = {
     "p2p_channels": partial(one_of, known=CHANNELS),
     "max_pending_sends": partial(whole_number, at_least=0),
@@ -112,6 +135,7 @@ COMMUNICATION: dict[str, Callable[[str, Any], object]] = {
     "measure": partial(whole_number, at_least=0),
     "offload_chunks": partial(_unless_none, partial(whole_number, at_least=0, hint="None for the schedule's own")),
     "offload_slots": whole_number,
+    "pipeline_replan": partial(_unless_none, replan_steps),
 }
 """Field -> the rule for its value alone: raises ConfigError, given the name and a value."""
 
@@ -125,7 +149,6 @@ def check_communication(config: Any) -> None:
 
 
 def check_timeouts(config: Any) -> None:
-    """The two against each other."""
     if config.compute_timeout is not None and config.compute_timeout < config.p2p_timeout:
         raise ConfigError(
             f"compute_timeout is {config.compute_timeout!r}, below p2p_timeout, {config.p2p_timeout!r}; it must be "
@@ -197,8 +220,7 @@ def schedule_name(schedule: str | None, num_chunks: int, slices: int) -> str:
 
 def schedule_family(schedule: str | None, num_chunks: int, slices: int) -> Family:
     """The family that ``config.pipeline_schedule`` names. Raises ScheduleError for an unknown name, a file that cannot
-    be read, or another number of chunks, or of slices of a sequence, than the family has.
-    """
+    be read, or another number of chunks, or of slices of a sequence, than the family has."""
     whole_number("sequence_slices", slices)
     name = schedule_name(schedule, num_chunks, slices)
     family = known_family(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,7 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     """The options of one step, by the names of the config's fields (see `TransformerConfig`).
 
     A field that the config lacks, as Megatron's configs lack ours, or that is None, has the default of
-    `TransformerConfig`, environment variables included.
-    """
+    `TransformerConfig`, environment variables included."""
 
     tensor_model_parallel_size: int
     context_parallel_size: int
@@ -76,12 +75,13 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     trace_first_step: int
     measure: int
     measure_out: str | None
+    pipeline_replan: str | None
+    microbatch_costs: Sequence[float] | Callable[[], Sequence[float]] | None
 
     @classmethod
     def from_config(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
         """Reads every field of ``config`` once; values in ``overrides``, by field, stand instead of its own. Raises
-        ScheduleInputError for an impossible value.
-        """
+        ScheduleInputError for an impossible value."""
         if isinstance(config, cls):
             return config
         read = [default if (given := getattr(config, name, None)) is None else given for name, default in _DEFAULTS]
@@ -102,17 +102,15 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     @property
     def device_rules(self) -> tuple[str, ...]:
         """The plan's rules of a CUDA device that runs this step; see ``plan.spec``."""
+        timed = (
+            getattr(self.timers, "_log_level", 0) >= 2
+        )  # Megatron's, around each forward and backward: they synchronise
         holds = {
             ONE_QUEUE: True,
-            DEVICE_SYNC: self._timers_synchronise if self.device_sync is None else self.device_sync,
+            DEVICE_SYNC: timed if self.device_sync is None else self.device_sync,
             STATIC_BUFFERS: self.cuda_graph_impl == TE_GRAPHS,
         }
         return tuple(rule for rule, true in holds.items() if true)
-
-    @property
-    def _timers_synchronise(self) -> bool:
-        """Whether Megatron's timers run around each forward and backward, where they synchronise the device."""
-        return getattr(self.timers, "_log_level", 0) >= 2
 
     @property
     def one_way(self) -> bool:
@@ -128,6 +126,13 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     def patience(self) -> float:
         """Seconds that one operation of a rank whose process lives may take."""
         return self.compute_timeout or 10 * self.p2p_timeout
+
+    def given_microbatch_costs(self, count: int) -> tuple[float, ...]:
+        """``microbatch_costs``, called if it is a function; () where there are none. Raises ScheduleInputError unless
+        they are ``count`` numbers above 0.
+        """
+        costs = self.microbatch_costs() if callable(self.microbatch_costs) else self.microbatch_costs
+        return () if costs is None else checked(rules.checked_costs, costs, count)
 
     def given_step_number(self) -> int | None:
         """``step_number``, called if it is a function; None where there is none. Raises ScheduleInputError."""

@@ -44,20 +44,23 @@ def figure(timelines: Sequence[Timeline], width: int | None = None, dark: bool =
 
 def svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> str:
     """The figure as SVG: the same timelines give the same text. Raises as ``figure``."""
-    return _with_matplotlib().render_svg(timelines, width, dark)
+    figures = _with_matplotlib()
+    title = ", ".join(timeline.title for timeline in timelines)
+    return figures.as_svg(partial(figures.figure, timelines, width, dark), title)
 
 
 def png(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> bytes:
     """The figure as PNG, with two dots a pixel. Raises as ``figure``, and PlanError where it would be too large."""
-    return _with_matplotlib().render_png(timelines, width, dark)
+    figures = _with_matplotlib()
+    return figures.as_png(partial(figures.figure, timelines, width, dark))
 
 
-def front(points: Sequence[Point], limit: float, as_png: bool = False, dark: bool = False) -> str | bytes:
+def front(points: Sequence[Point], limit: float, as_png: bool = False) -> str | bytes:
     """Steps against memory as SVG or PNG: what ``megatron-pp advise --plot`` writes. ``limit``: GB of a device. Raises
     as ``figure``.
     """
     figures = _with_matplotlib()
-    drawing = partial(front_figure, points, limit, dark)
+    drawing = partial(front_figure, points, limit)
     return figures.as_png(drawing) if as_png else figures.as_svg(drawing, "Step time against memory")
 
 

@@ -82,11 +82,8 @@ def summary(timeline: Timeline) -> list[str]:
     facts = [f"step {short(timeline.end)} {timeline.unit}", f"bubble {percent(timeline.bubble_share)}"]
     if timeline.most_memory:
         rank = max(range(len(timeline.lanes)), key=lambda r: timeline.lanes[r].peak)
-        facts.append(f"peak {memory_label(timeline, timeline.most_memory)} on {timeline.lanes[rank].name}")
+        most = timeline.most_memory
+        peak = size_label(most) if timeline.memory_in_bytes else counted(most, "microbatch", "es")
+        facts.append(f"peak {peak} on {timeline.lanes[rank].name}")
     messages, size, *_ = timeline.traffic
     return [*facts, counted(messages, "transfer") + (f" of {size_label(size / messages)}" if size else "")]
-
-
-def memory_label(timeline: Timeline, value: float) -> str:
-    """``value`` of a lane's memory with its unit."""
-    return size_label(value) if timeline.memory_in_bytes else counted(value, "microbatch", "es")

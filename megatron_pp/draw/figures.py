@@ -6,27 +6,29 @@ Positions are in pixels from the top left corner. Text in an SVG stays text, and
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.text import Text
+from matplotlib.textpath import TextToPath
 
 from megatron_pp.draw.facts import IDLE, MEMORY, SHADES, Key, costs_line, legend_keys, summary
-from megatron_pp.draw.labels import Labels, choose_labels, fitting_width, text_width
-from megatron_pp.draw.merged import pieces, thinned
 from megatron_pp.draw.palette import DARK, LIGHT, OPERATIONS, Colour, Theme, block_colour, block_name, ink_on
 from megatron_pp.draw.ticks import tick_label, tick_step, value_ticks
-from megatron_pp.draw.timeline import Lane, Timeline
+from megatron_pp.draw.timeline import Lane, Timeline, pieces, thinned
 from megatron_pp.errors import PlanError
 
 _DOTS = 2  # of a PNG, per pixel
@@ -35,12 +37,12 @@ _TEXT = 12.0  # pixels
 _LEFT, _RIGHT = 62.0, 14.0
 _ROW, _ROW_GAP, _STRIP, _CURVES, _GAP = 22.0, 5.0, 3.0, 64.0, 22.0
 _FAMILY = "'DejaVu Sans', Verdana, Arial, sans-serif"
+_LARGEST, _STACKED = 11.0, 9.5  # font sizes in pixels, at most, of labels in one line and in two
+_GOOD, _SMALLEST = 7.5, 6.0
+_NARROWEST, _USUAL, _WIDEST = 900, 1400, 2800  # pictures, in pixels
+_ROOM = 3.0  # pixels around a label
+_MEASURE = 100.0  # the font size that widths are measured at
 _RC = {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "megatron_pp"}  # over the defaults
-
-
-def render_svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> str:
-    """The picture, ``width`` pixels wide; by default as wide as its labels need, within limits."""
-    return as_svg(lambda: figure(timelines, width, dark), ", ".join(timeline.title for timeline in timelines))
 
 
 def as_svg(drawing: Callable[[], Figure], title: str) -> str:
@@ -57,11 +59,6 @@ def _tidied(svg: str) -> str:
     svg = re.sub(r' transform="rotate\(-0 [^"]*"', "", svg)
     svg = re.sub(r"; font-family: [^;]*", "", svg)
     return svg.replace("*{", f"*{{font-family: {_FAMILY}; ", 1)
-
-
-def render_png(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> bytes:
-    """The picture with two dots a pixel. Raises PlanError where it would be too large for a file."""
-    return as_png(lambda: figure(timelines, width, dark))
 
 
 def as_png(drawing: Callable[[], Figure]) -> bytes:
@@ -85,6 +82,73 @@ def figure(timelines: Sequence[Timeline], width: int | None = None, dark: bool =
     return _Picture(timelines, float(width or fitting_width(timelines, _LEFT + _RIGHT)), DARK if dark else LIGHT).drawn
 
 
+class Labels(NamedTuple):
+    """How the blocks of one timeline are labelled.
+
+    size     of the font, in pixels
+    chunks   how many chunks labels distinguish, as in block_name: all, or 1 where the shade alone shows the chunk
+    stacked  the letter above the number
+    """
+
+    size: float
+    chunks: int
+    stacked: bool
+
+    def lines(self, name: str) -> tuple[str, ...]:
+        return (name[0], name[1:]) if self.stacked else (name,)
+
+
+@lru_cache(maxsize=4096)
+def _measured(text: str, bold: bool) -> float:
+    font = FontProperties(family="DejaVu Sans", size=_MEASURE, weight="bold" if bold else "normal")
+    return float(TextToPath().get_text_width_height_descent(text, font, ismath=False)[0])
+
+
+def text_width(text: str, size: float, bold: bool = False) -> float:
+    """Pixels that ``text`` takes in a font of ``size`` pixels."""
+    return _measured(text, bold) * size / _MEASURE
+
+
+def choose_labels(timeline: Timeline, scale: float) -> Labels:
+    """At ``scale`` pixels a unit: the first form in a good size, else the last one, in the smallest size at least."""
+    room = timeline.short_block * scale - _ROOM
+    for form in _forms(timeline):
+        size = room / _widest(timeline, form)
+        if size >= _GOOD:
+            break
+    return form._replace(size=min(_STACKED if form.stacked else _LARGEST, max(_SMALLEST, size)))
+
+
+def fitting_width(timelines: Sequence[Timeline], margins: float) -> int:
+    """The width at which all labels fit, in the first form that does so in a picture of usual width, else stacked
+    without chunk; where not even that fits, the usual width.
+    """
+    end = max(t.end for t in timelines)
+    for k, size, limit in ((0, _GOOD, _USUAL), (1, _GOOD, _USUAL), (-1, _GOOD, _WIDEST), (-1, _SMALLEST, _WIDEST)):
+        forms = ((t, list(_forms(t))) for t in timelines)
+        needed = ((_widest(t, f[min(k, len(f) - 1)]) * size + _ROOM) / (t.short_block or end or 1.0) for t, f in forms)
+        width = math.ceil(margins + end * max(needed))
+        if width <= limit:
+            return max(width, _NARROWEST)
+    return _USUAL
+
+
+def _forms(timeline: Timeline) -> Iterator[Labels]:
+    """Ways to write a label, the longest first."""
+    yield Labels(1.0, timeline.num_chunks, stacked=False)
+    yield Labels(1.0, timeline.num_chunks, stacked=True)
+    if timeline.num_chunks > 1:
+        yield Labels(1.0, 1, stacked=True)
+
+
+def _widest(timeline: Timeline, form: Labels) -> float:
+    """Width of the widest label, at the form's size."""
+    number = f"{form.chunks - 1}." * (form.chunks > 1) + f"{timeline.num_microbatches - 1}"
+    number += f"s{timeline.slices - 1}" * (timeline.slices > 1)
+    lines = (line for op in timeline.ops for line in form.lines(op + number))
+    return max((text_width(line, form.size) for line in lines), default=1.0)
+
+
 class _Picture:
     """One figure with a single pair of axes over all of it, in pixels."""
 
@@ -94,7 +158,7 @@ class _Picture:
         self.theme = theme
         self.end = max(t.end for t in timelines) or 1.0
         self.scale = (width - _LEFT - _RIGHT) / self.end
-        self.shapes: dict[tuple[Colour, float], list[tuple[float, float, float, float]]] = defaultdict(list)
+        self.shapes: dict[tuple[Colour, float], list[list[tuple[float, float]]]] = defaultdict(list)
         self.texts: list[tuple[float, float, str, dict[str, Any]]] = []
         self.curves: list[tuple[list[tuple[float, float]], Colour]] = []
         self.panels: list[tuple[float, float]] = []
@@ -104,7 +168,8 @@ class _Picture:
     # ---- primitives, collected first: the height of the figure follows from what is in it
 
     def _box(self, x: float, y: float, width: float, height: float, colour: Colour, order: float = 2.0) -> None:
-        self.shapes[colour, order].append((round(x, 1), round(y, 1), round(x + width, 1), round(y + height, 1)))
+        left, top, right, bottom = round(x, 1), round(y, 1), round(x + width, 1), round(y + height, 1)
+        self.shapes[colour, order].append([(left, top), (right, top), (right, bottom), (left, bottom)])
 
     def _text(
         self, x: float, y: float, text: str, colour: Colour, size: float = _TEXT, ha: str = "left", bold: bool = False
@@ -118,7 +183,7 @@ class _Picture:
         axes: Axes = drawn.add_axes((0, 0, 1, 1), xlim=(0, self.width), ylim=(height, 0))
         axes.set_axis_off()
         for (colour, order), boxes in self.shapes.items():
-            path = Path.make_compound_path(*map(_outline, boxes))
+            path = Path.make_compound_path(*(Path([*box, box[0]], closed=True) for box in boxes))
             axes.add_artist(PathPatch(path, fc=colour.hex, lw=0, zorder=order, clip_on=False))
         for points, colour in self.curves:
             axes.add_artist(PathPatch(Path(points), fc="none", ec=colour.hex, lw=1.4, zorder=3, clip_on=False))
@@ -251,8 +316,3 @@ class _Picture:
                 self._box(x - 0.4, top, 0.8, floor - top, self.theme.rule, 0)
         self._text(_LEFT - 8, y + 18, self.timelines[0].unit, self.theme.soft, 11, ha="right")
         return y + 18
-
-
-def _outline(box: tuple[float, float, float, float]) -> Path:
-    left, top, right, bottom = box
-    return Path([(left, top), (right, top), (right, bottom), (left, bottom), (left, top)], closed=True)

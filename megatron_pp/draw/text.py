@@ -5,13 +5,15 @@ and goes on with ``-`` (forward), ``=`` (backward), ``+`` (input gradients) or `
 ``;`` (S and T of a split output layer); ``.`` is idle.
 Rows between ranks show transfers: ``v`` towards the higher rank, ``^`` towards the lower one, ``x`` both; and copies of
 the rank above them: ``o`` to host memory, ``l`` back, ``c`` both.
+
+Besides, the textbook table: a row per rank, a column per time step, every operation one step long whatever it costs.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from textwrap import wrap
@@ -22,13 +24,13 @@ from megatron_pp.draw.facts import legend_keys, summary
 from megatron_pp.draw.palette import NAMES, OPERATIONS, block_name, block_style, colour_style
 from megatron_pp.draw.ticks import tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
-from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, LOAD, OUTPUT_S, OUTPUT_T, WEIGHT_GRAD
+from megatron_pp.plan.clock import run_clock
+from megatron_pp.plan.instruction import FORWARD, LOAD, Instruction, without_pairs
 from megatron_pp.plan.sim.simulation import Event, Transfer
+from megatron_pp.plan.spec import Plan
 
-_FILL = {FORWARD: "-", BACKWARD: "=", INPUT_GRAD: "+", WEIGHT_GRAD: "~", OUTPUT_S: ":", OUTPUT_T: ";"}
+_FILL = dict(zip(OPERATIONS, "-=+~:;", strict=True))
 _IDLE = "."
-_MARKS = {(True, False): "v", (False, True): "^", (True, True): "x"}
-_COPY_MARKS = {(True, False): "o", (False, True): "l", (True, True): "c"}
 _MAX_PANELS = 6
 
 
@@ -49,15 +51,13 @@ class Scale:
         return min(self.columns - 1, int(time / self.per_column))
 
 
-def render_text(
-    timelines: Sequence[Timeline], width: int = 80, max_panels: int = _MAX_PANELS, few_colours: bool = False
-) -> list[Text]:
+def render_text(timelines: Sequence[Timeline], width: int = 80, few_colours: bool = False) -> list[Text]:
     """The timelines below each other, to one scale, and a legend; no line is wider than ``width`` columns.
 
     ``few_colours``: for a terminal of 8 or 16.
     """
     margin = max(len(lane.name) for t in timelines for lane in t.lanes) + 1
-    scale = choose_scale(timelines, max(10, width - margin), max_panels)
+    scale = choose_scale(timelines, max(10, width - margin))
     lines: list[Text] = []
     for timeline in timelines:
         lines += [Text(line, style="bold") for line in wrap(timeline.title, width)]
@@ -74,7 +74,8 @@ def _panels(timeline: Timeline, scale: Scale, margin: int, few_colours: bool) ->
     for rank, lane in enumerate(timeline.lanes):
         rows.append((lane.name, _lane_row(lane, timeline, scale, few_colours)))
         if lane.copies:
-            rows.append(("", Text(_copies_row(lane, scale), style="dim")))
+            copies = [(copy, copy.instruction.op == LOAD) for copy in lane.copies]
+            rows.append(("", Text(_marks(copies, scale, " olc"), style="dim")))
         if rank in transfers:
             rows.append(("", Text(transfers[rank], style="dim")))
     lines: list[Text] = []
@@ -86,8 +87,8 @@ def _panels(timeline: Timeline, scale: Scale, margin: int, few_colours: bool) ->
     return lines[:-1]
 
 
-def choose_scale(timelines: Sequence[Timeline], width: int, max_panels: int) -> Scale:
-    """Wide enough for the names or letters of short blocks, in at most ``max_panels`` panels; otherwise one panel."""
+def choose_scale(timelines: Sequence[Timeline], width: int) -> Scale:
+    """Wide enough for the names or letters of short blocks, in at most _MAX_PANELS panels; otherwise one panel."""
     end = max(t.end for t in timelines)
     blocks = [(t, e) for t in timelines for lane in t.lanes for e in lane.compute if e.end > e.start]
     if not blocks:
@@ -96,7 +97,7 @@ def choose_scale(timelines: Sequence[Timeline], width: int, max_panels: int) -> 
     longest_name = max(len(block_name(e.instruction, t.num_chunks)) for t, e in blocks)
     for name in range(longest_name, 0, -1):
         columns = round(end / shortest * name)
-        if columns <= width * max_panels:
+        if columns <= width * _MAX_PANELS:
             columns *= max(1, width // columns)
             return Scale(end / columns, columns, width)
     return Scale(end / width, width, width)
@@ -141,7 +142,9 @@ def _lane_row(lane: Lane, timeline: Timeline, scale: Scale, few_colours: bool) -
         start, stop = max(scale.column(event.start), len(row)), scale.column(event.end)
         row.append(_IDLE * (start - len(row)), style="dim")
         if stop > start:
-            row.append(_block(event, timeline, stop - start), style=_style(event, timeline, few_colours))
+            op, label = event.instruction.op, block_name(event.instruction, timeline.num_chunks)
+            block = (label if len(label) <= stop - start else op).ljust(stop - start, _FILL[op])
+            row.append(block, style=_style(event, timeline, few_colours))
     row.append(_IDLE * (scale.columns - len(row)), style="dim")
     return row
 
@@ -166,41 +169,29 @@ def _crowded_row(lane: Lane, timeline: Timeline, scale: Scale, few_colours: bool
     return row
 
 
-def _block(event: Event, timeline: Timeline, width: int) -> str:
-    op, label = event.instruction.op, block_name(event.instruction, timeline.num_chunks)
-    return (label if len(label) <= width else op).ljust(width, _FILL[op])
-
-
 def _style(event: Event, timeline: Timeline, few_colours: bool) -> str:
     return block_style(event.instruction.op, event.instruction.chunk, timeline.num_chunks, few_colours)
 
 
 def _transfer_rows(timeline: Timeline, scale: Scale) -> dict[int, str]:
     """Under rank r, the transfers between r and r + 1; under the last rank, those between it and the first one."""
-    ranks = len(timeline.lanes)
-    marks: dict[int, list[list[bool]]] = {}
+    under: dict[int, list[tuple[Transfer, bool]]] = defaultdict(list)
     for t in timeline.transfers:
-        if t.end <= t.start:
-            continue
-        low, high = sorted((t.source, t.target))
-        under, up = (low, t.source > t.target) if high == low + 1 else (ranks - 1, t.source < t.target)
-        row = marks.setdefault(under, [[False, False] for _ in range(scale.columns)])
-        for column in _columns(t, scale):
-            row[column][up] = True
-    return {rank: "".join(_MARKS.get((c[0], c[1]), " ") for c in row) for rank, row in marks.items()}
+        if t.end > t.start:
+            low, high = sorted((t.source, t.target))
+            near = high == low + 1
+            under[low if near else len(timeline.lanes) - 1].append((t, near == (t.source > t.target)))
+    return {rank: _marks(spans, scale, " v^x") for rank, spans in under.items()}
 
 
-def _copies_row(lane: Lane, scale: Scale) -> str:
-    row = [[False, False] for _ in range(scale.columns)]
-    for copy in lane.copies:
-        for column in _columns(copy, scale):
-            row[column][copy.instruction.op == LOAD] = True
-    return "".join(_COPY_MARKS.get((c[0], c[1]), " ") for c in row)
-
-
-def _columns(span: Event | Transfer, scale: Scale) -> range:
-    first = scale.within(span.start)
-    return range(first, max(first + 1, scale.column(span.end)))
+def _marks(spans: Iterable[tuple[Event | Transfer, bool]], scale: Scale, marks: str) -> str:
+    """``marks`` of columns with no span, one that goes forth, one that goes back (True), and both."""
+    row = [0] * scale.columns
+    for span, back in spans:
+        first = scale.within(span.start)
+        for column in range(first, max(first + 1, scale.column(span.end))):
+            row[column] |= 2 if back else 1
+    return "".join(marks[found] for found in row)
 
 
 def _axis(scale: Scale, start: int, stop: int) -> str:
@@ -221,3 +212,51 @@ def _axis(scale: Scale, start: int, stop: int) -> str:
 def plain(lines: Sequence[Text]) -> str:
     """Without colour, for files and tests."""
     return "\n".join(line.plain.rstrip() for line in lines)
+
+
+def grid_cells(plan: Plan) -> list[list[Instruction | None]]:
+    """``cells[rank][step]``: what runs there, None where the rank is idle."""
+    training = not plan.spec.forward_only
+    orders = [[at for at in without_pairs(order) if at.op == FORWARD or training] for order in plan.orders]
+    ends = run_clock(orders, plan.placement).ends
+    steps = max((e[-1] for e in ends if e), default=0)
+    cells: list[list[Instruction | None]] = [[None] * steps for _ in orders]
+    for rank, order in enumerate(orders):
+        for at, end in zip(order, ends[rank], strict=True):
+            cells[rank][end - 1] = at
+    return cells
+
+
+def render_grid(plan: Plan, width: int = 80, few_colours: bool = False) -> list[Text]:
+    """The table, in panels of at most ``width`` columns; the header row numbers the time steps from 1.
+
+    ``few_colours``: for a terminal of 8 or 16.
+    """
+    cells = grid_cells(plan)
+    chunks = plan.spec.num_chunks
+    steps = len(cells[0])
+    cell = max(len(str(steps)), *(len(block_name(at, chunks)) for row in cells for at in row if at is not None)) + 1
+    heads = [f"rank {rank}" for rank in range(len(cells))]
+    margin = max(len("time step"), max(map(len, heads))) + 1
+    per_panel = max(1, (width - margin) // cell)
+    lines: list[Text] = []
+    for start in range(0, steps, per_panel):
+        stop = min(steps, start + per_panel)
+        numbers = "".join(str(step + 1).rjust(cell) for step in range(start, stop))
+        lines.append(Text("time step".ljust(margin) + numbers, style="dim"))
+        for head, row in zip(heads, cells, strict=True):
+            lines.append(_row(head.ljust(margin), row[start:stop], cell, chunks, few_colours))
+        lines.append(Text())
+    return lines[:-1]
+
+
+def _row(head: str, row: Sequence[Instruction | None], cell: int, chunks: int, few_colours: bool) -> Text:
+    line = Text(head)
+    for at in row:
+        if at is None:
+            line.append(_IDLE.rjust(cell), style="dim")
+            continue
+        name = block_name(at, chunks)
+        line.append(" " * (cell - len(name)))
+        line.append(name, style=block_style(at.op, at.chunk, chunks, few_colours))
+    return line

@@ -1,11 +1,16 @@
-"""The data of every drawing: blocks, waits, transfers and memory of each rank, simulated or recorded."""
+"""The data of every drawing: blocks, waits, transfers and memory of each rank, simulated or recorded.
+
+Level of detail: blocks thinner than a pixel are added up per pixel, too many steps of memory are thinned.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 from megatron_pp.draw.palette import OPERATIONS
@@ -94,10 +99,6 @@ class Timeline:
         lengths = sorted(e.end - e.start for lane in self.lanes for e in lane.compute)
         return lengths[len(lengths) // 10] if lengths else 0.0
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(lane.compute) for lane in self.lanes)
-
     @cached_property
     def ops(self) -> list[str]:
         """The compute operations that occur, in the order of OPERATIONS."""
@@ -167,11 +168,8 @@ def simulated_timeline(
             kept = (value / spec.num_chunks for value in activations_timeline(plan, rank))
             lane.memory = _steps(simulation.ends[rank], kept, 0.0)
         lanes.append(lane)
-    title = title or short_title(spec)
-    stages = plan.placement.stages
-    size = spec.num_microbatches
-    of = simulation.transfers, size, shape is not None, plan.remark, spec.slices
-    return Timeline(title, unit, lanes, stages, *of)
+    sizes = simulation.transfers, spec.num_microbatches, shape is not None, plan.remark, spec.slices
+    return Timeline(title or short_title(spec), unit, lanes, plan.placement.stages, *sizes)
 
 
 def short_title(spec: PlanSpec) -> str:
@@ -210,3 +208,38 @@ def _steps(times: Sequence[float], values: Iterable[float], static: float) -> li
             steps.pop()
         steps.append((time, now))
     return steps
+
+
+class Piece(NamedTuple):
+    """From ``left`` to ``right`` (pixels): one block, or the shares of operations in one pixel."""
+
+    left: float
+    right: float
+    event: Event | None
+    shares: tuple[tuple[str, float], ...] = ()
+
+
+def pieces(events: Sequence[Event], pixels_per_unit: float) -> Iterator[Piece]:
+    """Blocks of at least a pixel; the others as one piece per pixel, with the share of each operation."""
+    blocks = ((e, e.start * pixels_per_unit, e.end * pixels_per_unit) for e in events)
+    for pixel, group in groupby(blocks, lambda block: int(block[1]) if block[2] - block[1] < 1.0 else None):
+        if pixel is None:
+            yield from (Piece(left, right, event) for event, left, right in group)
+            continue
+        shares: defaultdict[str, float] = defaultdict(float)
+        for event, left, right in group:
+            shares[event.instruction.op] = shares[event.instruction.op] + right - left
+        yield Piece(pixel, pixel + 1, None, tuple(shares.items()))
+
+
+def thinned(steps: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """At most about ``most`` of the steps: the highest and the last of each stretch of time."""
+    if len(steps) <= most:
+        return list(steps)
+    stretch = steps[-1][0] / (most / 2) or 1.0
+    kept: list[tuple[float, float]] = []
+    for _, members in groupby(steps, key=lambda step: int(step[0] / stretch)):
+        group = list(members)
+        highest = max(group, key=lambda step: step[1])
+        kept += [highest] if highest is group[-1] else [highest, group[-1]]
+    return kept

@@ -17,22 +17,19 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.faults import nccl_settings
-from megatron_pp.faults.completed_work import CompletedWork
 from megatron_pp.faults.consistency import RECEIVES, SENDS
 from megatron_pp.faults.diagnosis import Source
 from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.faults.tracker import InstructionMarks
+from megatron_pp.faults.tracker import CompletedWork, InstructionMarks
 from megatron_pp.plan.spec import PlanSpec
 
 logger = logging.getLogger("megatron_pp")
 
 # What each rank decides for itself, or what follows from the rest.
-_PRIVATE_FIELDS = frozenset(
-    {
-        *("release_after", "lookahead", "grad_sync", "param_sync", "split_backward", "device"),
-        *("offload_chunks", "offload_slots"),
-    }
-)
+PRIVATE_FIELDS = {
+    *("release_after", "lookahead", "grad_sync", "param_sync", "split_backward", "device"),
+    *("offload_chunks", "offload_slots"),
+}
 _SHOWN_AS = {
     "pipeline_size": "pipeline size (P)",
     "num_chunks": "model chunks per rank (V)",
@@ -91,7 +88,7 @@ def close_guard(communicator: P2PCore) -> None:
 
 def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
     """What the ranks of a pipeline have to agree on, by the names that a user knows."""
-    described = {_SHOWN_AS.get(k, k): str(v) for k, v in asdict(spec).items() if k not in _PRIVATE_FIELDS}
+    described = {_SHOWN_AS.get(k, k): str(v) for k, v in asdict(spec).items() if k not in PRIVATE_FIELDS}
     return {**described, "pipeline_dtype": str(dtype), SENDS: str(shapes.send), RECEIVES: str(shapes.receive)}
 
 

@@ -18,20 +18,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from megatron_pp.errors import CommunicatorClosedError, PipelineError
 from megatron_pp.faults import consistency, diagnosis
-from megatron_pp.faults.completed_work import CompletedWork
-from megatron_pp.faults.exceptions import is_consequence, is_raised_by_python, tail_of, text_of, type_name
+from megatron_pp.faults.diagnosis import is_consequence, is_raised_by_python, tail_of, text_of, type_name
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
 from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, Progress
 from megatron_pp.faults.stall_detector import OwnState, find_stall
 from megatron_pp.faults.store import FaultStore
-from megatron_pp.faults.tracker import InstructionMarks, Outside, Tracker
+from megatron_pp.faults.tracker import CompletedWork, InstructionMarks, Outside, Tracker
 from megatron_pp.faults.watchdog import Watchdog
 
 logger = logging.getLogger("megatron_pp")
@@ -44,6 +44,7 @@ _GRACE = 6.0  # that a rank whose transfer failed looks for the cause
 Describe = Callable[[], Mapping[str, str]]
 
 
+@dataclass(eq=False)
 class FaultGuard:
     """One per communicator, long-lived.
 
@@ -62,38 +63,30 @@ class FaultGuard:
                  pipeline is the job
 
     ``agreement`` is the number of what the ranks have agreed on for the current step: it distinguishes one plan's
-    messages from another's.
-    """
+    messages from another's."""
 
-    def __init__(
-        self,
-        store: Any,
-        pipeline: str,
-        rank: int,
-        size: int,
-        timeout: float,
-        abort: Callable[[], None],
-        *,
-        escalate: Callable[[], None] | None = None,
-        is_gone: Callable[[], bool] = bool,
-        completed: CompletedWork | None = None,
-        global_rank: int | None = None,
-        world_size: int | None = None,
-        members: Iterable[int] = (),
-    ) -> None:
-        self.pipeline = pipeline
-        self.rank = rank
-        self.size = size
-        self.timeout = timeout
-        self.patience = timeout
-        self._abort = abort
-        self._global_rank = rank if global_rank is None else global_rank
-        self._is_gone = is_gone
-        self._tracker = Tracker(rank, size, completed)
-        self.marks = None if completed is None else InstructionMarks(self._tracker)
-        keys = FaultStore(store, pipeline, rank, size, self._global_rank, members)
-        self._heartbeat = Heartbeat(keys, Pace.of(timeout, world_size or size), self._tracker)
-        self._watchdog = Watchdog(self._tracker, self._heartbeat, self._act, escalate, self._show_stack)
+    store: Any
+    pipeline: str
+    rank: int
+    size: int
+    timeout: float
+    abort: Callable[[], None]
+    _: KW_ONLY
+    escalate: Callable[[], None] | None = None
+    is_gone: Callable[[], bool] = bool
+    completed: CompletedWork | None = None
+    global_rank: int | None = None
+    world_size: int | None = None
+    members: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.patience = self.timeout
+        self._global_rank = self.rank if self.global_rank is None else self.global_rank
+        self._tracker = Tracker(self.rank, self.size, self.completed)
+        self.marks = None if self.completed is None else InstructionMarks(self._tracker)
+        keys = FaultStore(self.store, self.pipeline, self.rank, self.size, self._global_rank, self.members)
+        self._heartbeat = Heartbeat(keys, Pace.of(self.timeout, self.world_size or self.size), self._tracker)
+        self._watchdog = Watchdog(self._tracker, self._heartbeat, self._act, self.escalate, self._show_stack)
         self._raised: BaseException | None = None  # by this rank, and handled
         self._main = 0
         self._warned_of: tuple[int, int, str] | None = None
@@ -122,8 +115,7 @@ class FaultGuard:
         words; if given, dead peers and published failures are looked for until then, or until the guard is closed.
 
         Raises, entering or leaving: PipelinePeerError, PipelineStallError, PipelineMismatchError,
-        CommunicatorClosedError after a failure. An error of this rank's own is raised as it is.
-        """
+        CommunicatorClosedError after a failure. An error of this rank's own is raised as it is."""
         if self._over is not None:
             raise CommunicatorClosedError(
                 f"pipeline rank {self.rank}: this communicator cannot be used any more: {self._over}"
@@ -151,12 +143,18 @@ class FaultGuard:
         steps: failures are handled as in a step."""
         return self.step(Outside(), phase=what)
 
+    def check(self) -> None:
+        """Raises the failure that ends this step, if there is one; for a rank that waits for something else than a
+        transfer.
+        """
+        if self.failure is not None:
+            raise self._error()
+
     def phase(self, text: str) -> None:
         """Name what this rank does after the plan, within the step."""
         self._tracker.phase = text
 
     def close(self) -> None:
-        """End the threads."""
         self._over = self._over or "it was closed"
         self._tracker.end()
         self._tracker.rest()
@@ -269,7 +267,7 @@ class FaultGuard:
         here = self._tracker.observe()
         if here is None:
             return False
-        if here.state == AFTER and self._is_gone():
+        if here.state == AFTER and self.is_gone():
             self._tracker.rest()
             return False
         failure = known or self._find_late_mismatch(here) or self._find_stall(here)
@@ -343,7 +341,7 @@ class FaultGuard:
             known = self._heartbeat.peers.failure
             self.failure = self.failure or (failure if known is None or failure.kind == EXCEPTION else known)
             self._heartbeat.lock.notify_all()
-        self._abort()
+        self.abort()
 
     def _show_stack(self) -> None:
         """For the watchdog: this rank hangs in code that cannot be interrupted. Log where."""
@@ -353,12 +351,10 @@ class FaultGuard:
         )  # fmt: skip
 
     def _stack(self) -> str:
-        """Where the thread that runs the step is."""
         frame = sys._current_frames().get(self._main)
         return "".join(traceback.format_stack(frame)[-8:]) if frame is not None else ""
 
     def _error(self) -> PipelineError:
-        """What this rank raises because of ``failure``."""
         assert self.failure is not None
         self._raised = error = diagnosis.error_of(self.failure, self.pipeline, self.rank, self._tracker.doing())
         return error
@@ -383,5 +379,4 @@ class FaultGuard:
 
 
 def _by_text(by_rank: Mapping[int, str]) -> dict[str, str]:
-    """With the keys of a JSON object."""
     return {str(rank): value for rank, value in by_rank.items()}

@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from megatron_pp.comm.at_exit import call_at_exit
-from megatron_pp.faults.peers import Peers
 from megatron_pp.faults.records import AFTER, DONE, Entry, Failure, Progress, RecordError
+from megatron_pp.faults.stall_detector import Peers
 from megatron_pp.faults.store import FaultStore
 from megatron_pp.faults.tracker import Tracker
 
@@ -24,11 +24,9 @@ _AFTER_ERROR = 1.0  # torch's client writes a page of warnings for each call on 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds."""
-
-    poll: float  # between checks for a failure
-    beat: float  # between heartbeats
-    quiet: float  # without moving until this rank begins to read where the others are
+    poll: float  # seconds between checks for a failure
+    beat: float  # seconds between heartbeats
+    quiet: float  # seconds without moving until this rank begins to read where the others are
 
     @classmethod
     def of(cls, timeout: float, world_size: int) -> Pace:

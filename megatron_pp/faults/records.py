@@ -37,8 +37,6 @@ class Process:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a rank is."""
-
     step: int  # counted from 1
     state: str  # ENTERING, IN_STEP, AFTER or DONE
     position: int = 0  # index of the current instruction in its program

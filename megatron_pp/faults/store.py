@@ -7,7 +7,8 @@ that ``check`` has found, since ``get`` waits for a missing key.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ _ROOT = "megatron_pp"
 _CALL_TIMEOUT = timedelta(seconds=30)
 
 
+@dataclass(eq=False)
 class FaultStore:
     """One rank's access. All methods may block as long as the network does: call them from the heartbeat thread.
 
@@ -29,18 +31,17 @@ class FaultStore:
     Failures are visible in the whole job: tensor- and data-parallel peers of a failed pipeline would hang as well. The
     epoch hides keys from before a re-initialisation. It counts the objects made over these ranks, as a rank may be in
     more pipelines than its peers, one after the other. Threads may make those of several pipelines over the same ranks
-    in different orders, so the first member to make one sets its epoch.
-    """
+    in different orders, so the first member to make one sets its epoch."""
 
-    def __init__(
-        self, store: Any, pipeline: str, rank: int, size: int, global_rank: int, members: Iterable[int] = ()
-    ) -> None:
-        self.store = _private_client(store)
-        self.pipeline = pipeline
-        self.rank = rank
-        self.size = size
-        self.global_rank = global_rank
-        self.members = tuple(members)
+    store: Any
+    pipeline: str
+    rank: int
+    size: int
+    global_rank: int
+    members: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.store = private_client(self.store)
         self._batched = bool(getattr(self.store, "has_extended_api", bool)())
         ranks = "-".join(map(str, self.members)) or self.pipeline
         made = self.store.add(f"{_ROOT}/made over {ranks}/{self.global_rank}", 1)
@@ -93,7 +94,7 @@ class FaultStore:
         return f"{self._life}/{what}/{rank}"
 
 
-def _private_client(store: Any) -> Any:
+def private_client(store: Any) -> Any:
     """A client of the same store with a connection of its own, if the kind of store has connections."""
     from torch.distributed import PrefixStore, TCPStore
 

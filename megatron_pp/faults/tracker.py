@@ -5,15 +5,82 @@ Where the host runs ahead of the device, the rank is where the device is.
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import time
+from collections import deque
+from typing import Any, NamedTuple
 
-from megatron_pp.faults.completed_work import CompletedWork, Place
+import torch
+
 from megatron_pp.faults.consistency import changed
 from megatron_pp.faults.diagnosis import Source, doing, instruction_at, pending_peers, waits_on
 from megatron_pp.faults.liveness import this_process
 from megatron_pp.faults.records import AFTER, DONE, ENTERING, IN_STEP, Progress
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import Instruction
+from megatron_pp.plan.spec import Plan
+
+logger = logging.getLogger("megatron_pp")
+
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+class Place(NamedTuple):
+    """A place in a step: a position in the program of ``plan``, or with ``phase``, in words, outside of it."""
+
+    step: int
+    plan: Plan | None
+    position: int
+    phase: str
+
+
+class CompletedWork:
+    """Marks on the streams of one rank, over all steps. The main thread adds them; the watchdog alone asks and removes,
+    as a query may block while another thread synchronises the device."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[Place, Any]] = deque()
+
+    def mark(self, place: Place) -> None:
+        """``place`` is over when all that was issued to the current stream is."""
+        event = torch.cuda.Event()
+        event.record()
+        self._marks.append((place, event))
+
+    def poll(self) -> None:
+        try:
+            while self._marks[0][1].query():
+                self._marks.popleft()
+        except IndexError:  # all are over, or forgotten by the main thread
+            return
+        except RuntimeError as error:  # of an earlier kernel; the main thread gets it too
+            logger.debug("the device cannot be asked any more: %s", error)
+            self._marks.clear()
+
+    def clear(self) -> None:
+        self._marks.clear()
+
+    @property
+    def oldest(self) -> Place | None:
+        """The first mark that is not over; None if all are."""
+        try:
+            return self._marks[0][0]
+        except IndexError:  # another thread may have removed it just now
+            return None
+
+
+def query_during_captures() -> None:
+    """For the watchdog's thread: let it query events while the main thread captures a CUDA graph. By default that is an
+    error and ends the capture (``cudaThreadExchangeStreamCaptureMode``); torch has no function for it."""
+    if torch.version.cuda is None:
+        return
+    name = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"  # torch has loaded it
+    try:
+        ctypes.CDLL(name).cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+    except (OSError, AttributeError) as error:
+        logger.warning("%s: capturing a CUDA graph may fail while a pipeline step is watched: %s", name, error)
+
 
 _NOT_ON_A_STREAM = ins.POST_OPS | ins.HAND_OPS | {ins.BATCH}
 
@@ -58,8 +125,7 @@ class Tracker:
         self, source: Source, entering: bool = False, phase: str = "", agreement: int = 0, number: str = ""
     ) -> None:
         """A step begins, or with ``phase`` something else, which may contain steps. ``entering``: plans are compared
-        first. ``agreement``: an earlier one that this step comes back to, 0 if it continues with the last step's.
-        """
+        first. ``agreement``: an earlier one that this step comes back to, 0 if it continues with the last step's."""
         self._around.append((self.source, self.phase))
         self._entering = entering
         if agreement:

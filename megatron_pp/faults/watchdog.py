@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_pp.comm.at_exit import call_at_exit
-from megatron_pp.faults.completed_work import query_during_captures
 from megatron_pp.faults.heartbeat import Heartbeat
-from megatron_pp.faults.tracker import Tracker
+from megatron_pp.faults.tracker import Tracker, query_during_captures
 
 # Seconds.
 _BEFORE_ESCALATION = 2.0  # after the communicator was aborted

@@ -16,10 +16,11 @@ from megatron_pp.config.settings import StepSettings, checked
 from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
 from megatron_pp.integrations import v_step
 from megatron_pp.integrations.combined import CombinedSteps, is_combined
-from megatron_pp.integrations.freed_outputs import take_freed_outputs
+from megatron_pp.integrations.known_steps import KnownSteps
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.megatron_steps import MegatronSteps, StepsInV
 from megatron_pp.integrations.settings import InstallSettings
+from megatron_pp.integrations.v_placement import ChunkPlace
 from megatron_pp.plan.orders import COMBINED, INTERLEAVED
 from megatron_pp.plan.placement import V_SHAPE
 from megatron_pp.plan.schedule_file import find_family
@@ -143,7 +144,6 @@ class MegatronCall(StepCall):
 
     def begin(self) -> None:
         config, schedules = self.config, self.megatron.schedules
-        take_freed_outputs(schedules)
         if self.finalizes and not self.alone:
             self.embedding = schedules.clear_embedding_activation_buffer(
                 config, self.inputs.chunks, self._holds_last_stage()
@@ -169,13 +169,17 @@ class MegatronCall(StepCall):
         given = super().step_number()
         return self.megatron.current_iteration() if given is None else given
 
-    def make_steps(self, plan: Plan) -> MegatronSteps:
+    def make_steps(self, plan: Plan) -> MegatronSteps | StepsInV:
         given = self.megatron, self, self.overridden_config, self.step_options(plan)
         if self.joins_pairs:
             return CombinedSteps(*given, in_v=self.in_v)
-        return StepsInV(*given) if self.in_v else MegatronSteps(*given)
+        steps = (KnownSteps if self.megatron.has_known_steps() else MegatronSteps)(*given)
+        if not self.in_v:
+            return steps
+        state = self.megatron.parallel_state
+        return StepsInV(steps, [ChunkPlace(state, chunk) for chunk in range(len(self.inputs.chunks))])
 
-    def finish(self, steps: MegatronSteps) -> None:
+    def finish(self, steps: MegatronSteps | StepsInV) -> None:
         """The calls of Megatron's schedules after the last backward, in their order."""
         megatron, forward_only = self.megatron, self.inputs.forward_only
         if self.finalizes:

@@ -23,7 +23,6 @@ from os import PathLike
 from typing import Any
 
 from megatron_pp.errors import NotServedError, UnknownMegatronError
-from megatron_pp.integrations.freed_outputs import leave_freed_outputs
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.integrations.megatron_release import Megatron, load_megatron
 from megatron_pp.integrations.megatron_scope import reason_not_served, without_defaults
@@ -151,8 +150,6 @@ def uninstall() -> None:
     """Restore Megatron-core's own schedules everywhere, where they are replaced."""
     schedules = _schedules()
     replace_names([(schedule, schedule.theirs) for schedule in schedules])
-    for schedule in schedules:
-        leave_freed_outputs(schedule.plugin.megatron.schedules)
     if schedules:
         uninstall_v()
 

@@ -6,10 +6,10 @@ import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Megatron:
     multi_module   the classes that stand for pipelines of several modules
     unknown_reads  what its schedules make use of and is unknown here, in words; None where there is nothing
     combined       what it has for combined 1F1B; None where it has nothing, or with another signature
+    known_steps    the code of its functions for a microbatch; empty where one of them is unknown here
     """
 
     version: str
@@ -46,6 +47,11 @@ class Megatron:
     multi_module: tuple[type, ...] = ()
     unknown_reads: str | None = None
     combined: Combined | None = None
+    known_steps: Mapping[str, CodeType] = field(default_factory=dict)
+
+    def has_known_steps(self) -> bool:
+        """Whether the meaning of the functions for a microbatch is known, and the program has replaced none."""
+        return bool(self.known_steps) and self.known_steps == versions.codes(self.schedules, self.known_steps)
 
     def require_initialised(self) -> None:
         """Raises ScheduleInputError unless the process groups of a pipeline exist."""
@@ -136,7 +142,8 @@ def load_megatron() -> Megatron:
     versions.check_signatures(schedules, row, version)
     state = importlib.import_module("megatron.core.parallel_state")
     unknown = unknown_reads(schedules, versions.release_of(version), version)
-    return Megatron(version, row, schedules, state, _multi_module_classes(), unknown, _combined())
+    steps = versions.known_steps(schedules)
+    return Megatron(version, row, schedules, state, _multi_module_classes(), unknown, _combined(), steps)
 
 
 def _combined() -> Combined | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron_pp.integrations.freed_outputs import freed_output
 from megatron_pp.integrations.megatron_release import Megatron
 from megatron_pp.integrations.v_placement import ChunkPlace
 from megatron_pp.module_attributes import wrapped_attribute
@@ -67,8 +67,7 @@ class MegatronSteps:
     ) -> Activation:
         """Megatron's `backward_step`; the gradient of `input_tensor`."""
         if output_grad is not None and self.deallocates:
-            # Megatron requires a freed output here, also where its send is still pending.
-            output = self.backward_root(output)
+            output = self.backward_root(output)  # also where its send is still pending
         return self.schedules.backward_step(
             input_tensor=input_tensor,
             output_tensor=output,
@@ -78,17 +77,43 @@ class MegatronSteps:
         )
 
     def backward_root(self, output: Activation) -> Any:
-        """What Megatron's `backward_step` can start from, without the data."""
+        """What Megatron's `backward_step` can start from, without the data: its `custom_backward` wants one element."""
         return freed_output(output)
 
 
-class StepsInV(MegatronSteps):
-    """A forward asks Megatron for its data, as seen from the stage that the chunk holds."""
+class StepsInV:
+    """``steps``, of which a forward asks Megatron for its data as seen from the stage that the chunk holds."""
 
-    def __init__(self, megatron: Megatron, call: StepCall, overridden: Any, options: StepOptions) -> None:
-        super().__init__(megatron, call, overridden, options)
-        self.places = [ChunkPlace(megatron.parallel_state, chunk) for chunk in range(len(call.inputs.chunks))]
+    def __init__(self, steps: MegatronSteps, places: Sequence[ChunkPlace]) -> None:
+        self.steps = steps
+        self.places = places
+        self.record = steps.record
+        self.backward = steps.backward
+        self.backward_root = steps.backward_root
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         with self.places[chunk]:
-            return super().forward(chunk, mb, input_tensor)
+            return self.steps.forward(chunk, mb, input_tensor)
+
+
+class _InItsPlace(torch.autograd.Function):
+    """A tensor without the data of ``x``, at its place in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(1).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def freed_output(output: Any) -> Any:
+    """``output``, or each tensor of a list, with one element. What is saved of it or held by others keeps its data."""
+    if isinstance(output, (list, tuple)):
+        return [freed_output(item) for item in output]
+    if not isinstance(output, torch.Tensor) or output.numel() == 1:
+        return output
+    alias: torch.Tensor = _InItsPlace.apply(output)
+    alias.data = output.new_empty(1)
+    return alias

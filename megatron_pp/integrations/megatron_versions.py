@@ -1,16 +1,18 @@
 """The differences between releases of Megatron-core that the plug-in depends on, as a table.
 
-Megatron's own `forward_step` and `backward_step` do the compute, so only the arguments of these functions and of
-gradient finalisation, and the calls after it, are here. Sources: the tags core_v0.14.0 to core_v0.19.0 and the main
-branch of August 2026 (0.20).
+Of the functions that run a microbatch, digests of the sources whose meaning is known are here: `known_steps.py` does
+what they do, and others are called. Sources: the tags core_v0.14.0 to core_v0.19.0 and the main branch of August 2026
+(0.20).
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from megatron_pp.errors import UnknownMegatronError
 
@@ -63,6 +65,36 @@ ENTRIES = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
+
+# Function of Megatron's schedules.py -> the first 12 digits of the SHA-256 of its sources in the releases 0.14 to 0.20.
+# One that a release does not have is not called by the others.
+STEP_SOURCES: dict[str, str] = {
+    "forward_step": "24c526af4445",
+    "forward_step_calc_loss": "58517506d765 7a1192ac53d3 0b552e0742e6 d972e4b02f52 24757f83c3de 9990d300271b",
+    "_get_experimental_attention_variant_loss_scale_func": "48af6cc05903",
+    "set_current_microbatch": "df4c005d24bb ccb26564d148",
+    "backward_step": "3682e74b1769 6ac4aa596b1b 435628e2479e",
+    "custom_backward": "134012de6fb7",
+}
+
+
+def codes(schedules: ModuleType, names: Iterable[str]) -> dict[str, CodeType | None]:
+    """The code of each of these functions; None where it is no plain function."""
+    return {name: getattr(getattr(schedules, name, None), "__code__", None) for name in names}
+
+
+def known_steps(schedules: ModuleType) -> dict[str, CodeType]:
+    """The code of the functions that run a microbatch; empty unless all have one of the sources in the table."""
+    found = codes(schedules, (name for name in STEP_SOURCES if hasattr(schedules, name)))
+    known = {name: code for name, code in found.items() if code is not None and _digest(code) in STEP_SOURCES[name]}
+    return known if len(known) == len(found) else {}
+
+
+def _digest(code: CodeType) -> str:
+    try:
+        return hashlib.sha256(inspect.getsource(code).encode()).hexdigest()[:12]
+    except OSError:  # installed without source
+        return "no source"
 
 
 def release_of(version: str) -> tuple[int, int]:

@@ -17,8 +17,7 @@ import torch
 
 from megatron_pp.config import rules
 from megatron_pp.config.checks import one_of, whole_number
-from megatron_pp.config.fields import read_flag
-from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp.config.model_config import TransformerConfig, read_flag
 from megatron_pp.errors import ConfigError, ExchangeError, ScheduleInputError
 from megatron_pp.plan.files import read_text
 from megatron_pp.plan.names import unknown
@@ -230,6 +229,10 @@ def _step_number(name: str, value: Any) -> Any:
     return value if callable(value) else whole_number(name, value, at_least=0, hint="or a function that returns it")
 
 
+def _microbatch_costs(name: str, value: Any) -> Any:
+    return value if callable(value) else rules.checked_costs(value, len(value))
+
+
 def _number(text: str) -> Any:
     """Text that is no number is returned as it is, for ``accept`` to say what would be right."""
     for kind in (int, float):
@@ -267,7 +270,11 @@ _ROWS: tuple[tuple[str, Callable[[str, Any], Any], Callable[[str], Any]], ...] =
     ("trace_first_step", _whole, _number),
     ("measure", _communication, _number),
     ("measure_out", _text, str),
+    ("pipeline_replan", _communication, str),
+    ("microbatch_costs", _microbatch_costs, str),
 )
+
+_ONLY_KEYWORDS = ("step_number", "microbatch_costs")
 
 PLUGIN = {
     "strict": "raise NotServedError where Megatron's own schedule would run",
@@ -282,7 +289,7 @@ PLUGIN = {
 def _table() -> dict[str, Setting]:
     of_config = TransformerConfig.__dataclass_fields__
     rows = [
-        Setting(name, accept, read, of_config[name].metadata["help"], only_keyword=name == "step_number")
+        Setting(name, accept, read, of_config[name].metadata["help"], only_keyword=name in _ONLY_KEYWORDS)
         for name, accept, read in _ROWS
     ]
     rows += [Setting(name, _switch, read_flag, help_text) for name, help_text in PLUGIN.items()]

@@ -117,13 +117,19 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
     transfer = sum(times) / len(times) if times else 0.0
     if memory is None and not transfer and len({*costs.forward, *costs.backward_input, *costs.weight}) == 1:
         return spec  # without a limit nothing is offloaded
-    lists = {"forward": costs.forward, "backward_input": costs.backward_input, "weight": costs.weight}
     limits = default_measured(placement)
     if memory is not None:
         limits = Measured(memory_limit=memory.limits, activation=memory.forward, weight_activation=memory.weight)
-    if any(costs.offload):
-        lists["offload"] = costs.offload
-    return replace(spec, measured=replace(limits, **lists, backward=costs.backward, transfer=transfer))
+    measured = replace(
+        limits,
+        forward=costs.forward,
+        backward_input=costs.backward_input,
+        weight=costs.weight,
+        backward=costs.backward,
+        transfer=transfer,
+        offload=costs.offload if any(costs.offload) else None,
+    )
+    return replace(spec, measured=measured)
 
 
 def _plan(spec: PlanSpec, costs: StageCosts, network: Network, shape: ModelShape | None, limit: float | None) -> Plan:

@@ -9,20 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.instruction import (
-    ALL_REDUCE,
-    BACKWARD,
-    BROADCAST,
-    FORWARD,
-    INPUT_GRAD,
-    LOAD,
-    OFFLOAD,
-    OUTPUT_S,
-    OUTPUT_T,
-    WEIGHT_GRAD,
-)
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.slice_costs import slice_shares
 
@@ -124,11 +115,8 @@ class StageCosts:
         n = self.num_stages
         if n % count and count % n:
             raise PlanError(f"times of {n} stages cannot be regrouped into {count}; give a multiple or a divisor of it")
-        lists = (self.forward, self.backward, self.backward_input, self.weight, self.offload)
-        forward, backward, backward_input, weight, offload = (regrouped(times, count) for times in lists)
-        return replace(
-            self, forward=forward, backward=backward, backward_input=backward_input, weight=weight, offload=offload
-        )
+        lists: dict[str, Any] = {name: regrouped(getattr(self, name), count) for name in (*_TIMES, "offload")}
+        return replace(self, **lists)
 
     def placed(self, placement: Placement) -> StageCosts:
         """The costs where the output layer is as in ``placement``: added to the last stage's, or as passes S and T.
@@ -145,11 +133,9 @@ class StageCosts:
             s, t = (time / placement.pipeline_size for time in times)
             return replace(self, output_layer=none, passes=(s, t))
         added = forward, backward_input + weight, backward_input, weight
-        lists = (self.forward, self.backward, self.backward_input, self.weight)
-        grown = [(*times[:-1], times[-1] + more) for times, more in zip(lists, added, strict=True)]
-        return replace(
-            self, forward=grown[0], backward=grown[1], backward_input=grown[2], weight=grown[3], output_layer=none
-        )
+        lists = {name: (getattr(self, name), more) for name, more in zip(_TIMES, added, strict=True)}
+        grown: dict[str, Any] = {name: (*times[:-1], times[-1] + more) for name, (times, more) in lists.items()}
+        return replace(self, **grown, output_layer=none)
 
     def of(self, op: str, stage: int) -> float:
         """Time of a single compute operation or copy of ``stage``, of a whole sequence."""
@@ -172,12 +158,12 @@ class StageCosts:
         return {
             FORWARD: self.forward,
             BACKWARD: self.backward,
-            INPUT_GRAD: self.backward_input,
-            WEIGHT_GRAD: self.weight,
-            OUTPUT_S: self.passes[:1] * self.num_stages,
-            OUTPUT_T: self.passes[1:] * self.num_stages,
-            OFFLOAD: self.offload,
-            LOAD: self.offload,
+            ins.INPUT_GRAD: self.backward_input,
+            ins.WEIGHT_GRAD: self.weight,
+            ins.OUTPUT_S: self.passes[:1] * self.num_stages,
+            ins.OUTPUT_T: self.passes[1:] * self.num_stages,
+            ins.OFFLOAD: self.offload,
+            ins.LOAD: self.offload,
         }
 
 
@@ -274,8 +260,8 @@ class Network:
         softmax statistics are taken to have no size.
         """
         hops = math.ceil(math.log2(ranks)) if ranks > 1 else 0
-        kind = FORWARD if op == BROADCAST else BACKWARD
-        size = 0.0 if op == ALL_REDUCE and barriers == 2 else self.message_bytes(kind)
+        kind = FORWARD if op == ins.BROADCAST else BACKWARD
+        size = 0.0 if op == ins.ALL_REDUCE and barriers == 2 else self.message_bytes(kind)
         return hops * self.link.latency + (self.link.wire_time(size) if hops else 0.0)
 
     def between(self, source: int, target: int) -> Link:

@@ -55,7 +55,8 @@ class Family:
     source         where the rule comes from
     summary        one line for people who choose
     search         for families that search: PlanSpec -> its plan, for its measured times and memory, announced where it
-                   takes long; ``orders`` is then the search with default values
+                   takes long, among those for which a function of plans is true; ``orders`` is then the search with
+                   default values
     remark         Shape -> a sentence where the orders are not the family's own but a substitute; empty otherwise
     programs       for families from files: PlanSpec -> the file's whole programs, None where they are lowered otherwise
     digest         of the file that the orders come from; empty where they come from a rule
@@ -75,7 +76,7 @@ class Family:
     placement: str = LOOP
     chunks: int | None = None
     splits_weight: bool = False
-    search: Callable[[PlanSpec, Announce | None], Plan] | None = None
+    search: Callable[..., Plan] | None = None
     remark: Callable[[Shape], str] = no_remark
     programs: Callable[[PlanSpec], Sequence[Line] | None] | None = None
     digest: str = ""

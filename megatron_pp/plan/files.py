@@ -29,30 +29,19 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     target = Path(os.path.realpath(path))
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
-        if _is_special(path):
+        other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+        if other or os.fspath(path).startswith("/dev/"):  # must not be replaced by a file
             Path(path).write_bytes(data)
             return
         handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         try:
             with os.fdopen(handle, "wb") as out:
                 out.write(data)
-            os.chmod(scratch, 0o666 & ~_umask())
+            os.umask(mask := os.umask(0))
+            os.chmod(scratch, 0o666 & ~mask)
             os.replace(scratch, target)
         except BaseException:
             Path(scratch).unlink(missing_ok=True)
             raise
     except OSError as error:
         raise ExchangeError(f"{path}: cannot be written ({error.strerror or error})") from error
-
-
-def _is_special(path: str | os.PathLike[str]) -> bool:
-    """A device or a pipe, which must not be replaced by a file."""
-    if os.fspath(path).startswith("/dev/"):
-        return True
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -294,7 +294,8 @@ def parse_instruction(text: str) -> Instruction:
     text = text.strip()
     for op, (opening, closing) in _BRACKETS.items():
         if text.startswith(opening) and text.endswith(closing):
-            return _group(op, [parse_instruction(part) for part in text[1:-1].split()], text)
+            members = [parse_instruction(part) for part in text[1:-1].split()]
+            return batch(members) if op == BATCH else pair(*members)
     found = _TOKEN.match(text)
     if found is None or found.group(1) not in SINGLE_OPS:
         raise InstructionError(
@@ -313,14 +314,6 @@ def parse_instruction(text: str) -> Instruction:
     if whole or (tensor is not None and op in SINGLE_COMPUTE_OPS | COPY_OPS):
         raise InstructionError(f"{text!r}: {op} takes no {'tensor' if tensor else 'slice'}")
     return Instruction(op, mb=int(mb), chunk=int(chunk), slice=NONE if part is None else int(part), tensor=tensor or "")
-
-
-def _group(op: str, members: list[Instruction], text: str) -> Instruction:
-    if op == BATCH:
-        return batch(members)
-    if sum(at.op in SINGLE_COMPUTE_OPS for at in members) != 2:
-        raise InstructionError(f"{text[:40]!r}: a pair has two members, a forward and a backward, as in (F0.3 B1.2)")
-    return pair(*members)
 
 
 def format_program(program: Iterable[Instruction]) -> str:

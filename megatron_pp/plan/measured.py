@@ -35,6 +35,8 @@ class Measured:
                        transformer layer has (``costs.WEIGHT_SHARE``). ``measure_footprint`` measures
                        both
     offload            copy of what a forward keeps, one way between device and host; without it nothing is offloaded
+    links              (source rank, target rank, time) of links that take another time than ``transfer``
+    microbatches       what each microbatch takes of the times; without it all take the same
 
     Raises PlanError for negative or non-finite times, and lists of a wrong length where they meet a pipeline.
     """
@@ -48,10 +50,15 @@ class Measured:
     activation: float | tuple[float, ...] = 1.0
     weight_activation: float | tuple[float, ...] | None = None
     offload: float | tuple[float, ...] | None = None
+    links: tuple[tuple[int, int, float], ...] | None = None
+    microbatches: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "links" and value is not None:
+                object.__setattr__(self, "links", _rows("links", value, 3))
+                continue
             if isinstance(value, Sequence) and not isinstance(value, str):
                 object.__setattr__(self, field.name, tuple(value))
                 value = tuple(value)
@@ -71,11 +78,19 @@ class Measured:
             self._each(name, num_stages) for name in ("forward", "backward_input", "weight")
         )
         costs = StageCosts.per_stage(forward, backward_input, weight, backward)
+        if self.microbatches is not None:
+            costs = replace(costs, microbatches=self.microbatches)
         return costs if self.offload is None else replace(costs, offload=self._each("offload", num_stages))
 
     def network(self) -> Network:
-        """Every link takes ``transfer``, and any number of transfers at a time."""
-        return Network(link=Link(latency=self.transfer))
+        """A link takes ``transfer``, or as ``links`` says, and any number of transfers at a time."""
+        links = {edge: Link(latency=time) for edge, time in self.each_link.items()}
+        return Network(link=Link(latency=self.transfer), links=links)
+
+    @property
+    def each_link(self) -> dict[tuple[int, int], float]:
+        """What a transfer takes, by (source, target); only links that ``links`` lists."""
+        return {(source, target): time for source, target, time in self.links or ()}
 
     def memory(self, placement: Placement) -> MemoryModel:
         """Memory per stage, and the limit per rank."""
@@ -128,10 +143,7 @@ class TransferTimes:
         for name in ("message", "latency", "bandwidth"):
             _check_number(name, getattr(self, name), name == "bandwidth")
         for name, width in (("transfers", 2), ("links", 4)):
-            rows = getattr(self, name)
-            if not isinstance(rows, (list, tuple)) or any(len(_row(name, row)) != width for row in rows):
-                raise PlanError(f"measured {name} are {rows!r}; they must be lists of {width} numbers")
-            object.__setattr__(self, name, tuple(map(tuple, rows)))
+            object.__setattr__(self, name, _rows(name, getattr(self, name), width))
 
     @property
     def link(self) -> Link:
@@ -237,6 +249,12 @@ def _section(name: str, content: Any) -> Any:
         raise PlanError(f"{name} is {content!r}; it must be an object")
     _check_names(f"values of {name}", content, [field.name for field in fields(kind)])
     return kind(**content)
+
+
+def _rows(name: str, rows: Any, width: int) -> tuple[Any, ...]:
+    if not isinstance(rows, (list, tuple)) or any(len(_row(name, row)) != width for row in rows):
+        raise PlanError(f"measured {name} are {rows!r}; they must be lists of {width} numbers")
+    return tuple(map(tuple, rows))
 
 
 def _row(name: str, row: Any) -> Sequence[Any]:

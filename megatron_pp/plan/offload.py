@@ -15,17 +15,8 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megatron_pp.plan.instruction import (
-    BACKWARD_OPS,
-    FORWARD,
-    FREE_OFFLOAD,
-    LOAD,
-    NONE,
-    OFFLOAD,
-    WAIT_LOAD,
-    Instruction,
-    placed,
-)
+from megatron_pp.plan import instruction as ins
+from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, Instruction
 
 Copies = dict[int, list[Instruction]]  # boundary -> the copies to post or to wait for there
 
@@ -51,12 +42,12 @@ def copies_of(order: Sequence[Instruction], ends: Sequence[int], chunks: int, sl
     at_boundary: Copies = defaultdict(list)
     waits: Copies = defaultdict(list)
     kept = [(i, at) for i, at in backwards if freed[_cell(at)] < loaded[_cell(at)]]
-    for op, boundary_of in ((OFFLOAD, {cell: i + 1 for cell, i in forwards.items()}), (FREE_OFFLOAD, freed)):
+    for op, boundary_of in ((ins.OFFLOAD, {cell: i + 1 for cell, i in forwards.items()}), (ins.FREE_OFFLOAD, freed)):
         for _, at in sorted(kept, key=lambda one: forwards[_cell(one[1])]):
             at_boundary[boundary_of[_cell(at)]].append(_copy(op, at))
     for i, at in kept:
-        at_boundary[loaded[_cell(at)]].append(_copy(LOAD, at))
-        waits[i].append(_copy(WAIT_LOAD, at))
+        at_boundary[loaded[_cell(at)]].append(_copy(ins.LOAD, at))
+        waits[i].append(_copy(ins.WAIT_LOAD, at))
     return at_boundary, waits
 
 
@@ -65,4 +56,4 @@ def _cell(at: Instruction) -> tuple[int, int, int]:
 
 
 def _copy(op: str, at: Instruction) -> Instruction:
-    return placed(op, at.stage, at.mb, NONE, at.chunk, at.slice)
+    return ins.placed(op, at.stage, at.mb, ins.NONE, at.chunk, at.slice)

@@ -15,6 +15,7 @@ pipeline group's one communicator, whatever is in them.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_pp.errors import PlanError
@@ -31,21 +32,19 @@ _COLLECTIVES = (NONE, NONE, "collectives")
 Direction = tuple[int, int, str]  # source rank, target rank, and what orders messages between them
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """Something posted: one end of a message, or a batch of them. ``left`` counts its unfinished ends; ``posted`` and
     ``last`` are for the caller: when it was posted, and what finished it.
     """
 
-    __slots__ = ("at", "ends", "last", "left", "posted", "queue", "rank")
-
-    def __init__(self, rank: int, at: Instruction, queue: deque[Entry], posted: float) -> None:
-        self.rank = rank
-        self.at = at
-        self.queue = queue
-        self.ends: list[End] = []
-        self.left = 0
-        self.posted = posted
-        self.last: Any = None
+    rank: int
+    at: Instruction
+    queue: deque[Entry]
+    posted: float
+    ends: list[End] = field(default_factory=list)
+    left: int = 0
+    last: Any = None
 
     @property
     def is_done(self) -> bool:

@@ -16,44 +16,38 @@ from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.spec import BATCHED, ONE_WAY, Plan
 from megatron_pp.plan.tasks import MessageKey
 
-_POSTS = frozenset(ins.SEND_OPS) | frozenset(ins.RECV_OPS)
-_FINISHES = frozenset(ins.WAIT_OPS) | frozenset(ins.FREE_OPS)
+_FINISHES = ins.WAIT_OPS | ins.FREE_OPS
 
 
-def recorded_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:
+def recorded_timeline(plan: Plan, rank: int) -> Iterator[int]:
     """Pipeline tensors of ``rank`` that are freed and cannot be used again yet, right after each instruction of
-    ``plan.timed(rank)``. ``deallocate``: as in ``check_rank``.
+    ``plan.timed(rank)``.
     """
-    walk = _Walk(plan, deallocate or plan.spec.forward_only)
+    walk = _Walk(plan)
     for at in plan.timed(rank):
         for one in at.members or (at,):
             walk.advance(one)
-        yield walk.held
+        yield len(walk.waiting)
 
 
 class _Walk:
-    def __init__(self, plan: Plan, gives_back: bool) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.gives_back = gives_back
         self.posted: Counter[Hashable] = Counter()
         self.finished: Counter[Hashable] = Counter()
         self.stream_of: dict[MessageKey, Hashable] = {}  # what was posted -> its stream
         self.waiting: list[tuple[Hashable, int]] = []  # freed tensors: stream, and how much of it must be done
         self.uses = (ins.FORWARD,) if plan.spec.forward_only else ins.BACKWARD_OPS
 
-    @property
-    def held(self) -> int:
-        return len(self.waiting)
-
     def advance(self, at: Instruction) -> None:
-        if at.op in _POSTS:
+        if at.op in ins.POST_OPS:
             stream = self.stream_of[(at.op, at.stage, at.mb, at.slice, at.tensor)] = self._stream(at)
             self.posted[stream] += 1
         elif at.op in _FINISHES:
             stream = self.stream_of[(ins.POST_OF[at.op], at.stage, at.mb, at.slice, at.tensor)]
             self.finished[stream] += 1
             self.waiting = [(s, count) for s, count in self.waiting if self.finished[s] < count]
-            if at.op == ins.FREE_B or (at.op == ins.FREE_F and self.gives_back and not at.tensor):
+            if at.op == ins.FREE_B or (at.op == ins.FREE_F and not at.tensor):
                 self._free(ins.POST_OF[at.op], at)
         elif at.op == ins.FREE_OFFLOAD:  # what LOAD brings back is a tensor of its own
             self._free(ins.RECV_F, at)
@@ -66,8 +60,6 @@ class _Walk:
                     self._free(ins.RECV_B, at._replace(tensor=name))
             self._free(ins.RECV_F, at)
             self._free(ins.RECV_B, at)
-            if not self.gives_back:
-                self._free(ins.SEND_F, at)
 
     def _free(self, post: str, at: Instruction) -> None:
         """The tensor that ``post`` moved is not used any more, if there is one."""

@@ -96,13 +96,9 @@ def _to_json(plan: Plan, certified: bool) -> str:
     if plan.orders != compute_of(plan.programs):
         content["orders"] = [[_node(at) for at in order] for order in plan.orders]
     head = json.dumps(content, indent=1)[:-2]
-    programs = ",\n".join(_program_lines(program) for program in plan.programs)
+    lines = (",\n".join("   " + json.dumps(_node(at)) for at in program) for program in plan.programs)
+    programs = ",\n".join(f"  [\n{line}\n  ]" for line in lines)  # an instruction a line: short, and good to compare
     return f'{head},\n "programs": [\n{programs}\n ]\n}}\n'
-
-
-def _program_lines(program: Sequence[Instruction]) -> str:
-    """One instruction a line: short, and good to compare."""
-    return "  [\n" + ",\n".join("   " + json.dumps(_node(at)) for at in program) + "\n  ]"
 
 
 def _node(at: Instruction) -> dict[str, Any]:
@@ -169,7 +165,9 @@ def _ranks(content: dict[str, Any], what: str, spec: PlanSpec, placement: Placem
     for rank, entry in enumerate(listed):
         try:
             if content["version"] == 1:
-                programs.append(_line_of_version_1(entry, rank, spec, placement))
+                if not isinstance(entry, str):
+                    raise InstructionError("a program of version 1 is a string")
+                programs.append(placement.place(rank, parse_version_1(entry, spec.overlap_pairs)))
             elif not isinstance(entry, list):
                 raise InstructionError("a program is a list of instructions")
             else:
@@ -177,12 +175,6 @@ def _ranks(content: dict[str, Any], what: str, spec: PlanSpec, placement: Placem
         except InstructionError as error:
             raise ExchangeError(f"{what}, rank {rank}: {error}") from error
     return tuple(programs)
-
-
-def _line_of_version_1(line: Any, rank: int, spec: PlanSpec, placement: Placement) -> tuple[Instruction, ...]:
-    if not isinstance(line, str):
-        raise InstructionError("a program of version 1 is a string")
-    return placement.place(rank, parse_version_1(line, spec.overlap_pairs))
 
 
 def _instruction(node: Any, position: int) -> Instruction:

@@ -169,6 +169,8 @@ class Plan:
     orders: Sequence[Line] = field(repr=False, default=())
     remark: str = ""
     certificate: Certificate | None = field(default=None, init=False, repr=False, compare=False)
+    _tasks: dict[int, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _offloaded: dict[int, frozenset[Key]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def certify(self, rules: Sequence[str], device: Sequence[str]) -> Certificate:
         """Note that ``rules`` are proven of this plan on a device with the rules ``device``."""
@@ -193,10 +195,6 @@ class Plan:
         return routes_of(spec.skip_tensors, spec.skip_cache, self.placement) if spec.skip_tensors else None
 
     @cached_property
-    def _tasks(self) -> dict[int, tuple[Task, ...]]:
-        return {}
-
-    @cached_property
     def offloads(self) -> bool:
         """Whether any rank does."""
         return any(at.op == OFFLOAD for program in self.programs for at in program)
@@ -206,10 +204,6 @@ class Plan:
         if rank not in self._offloaded:
             self._offloaded[rank] = frozenset(task.key for task in self.tasks(rank) if task.op == OFFLOAD)
         return self._offloaded[rank]
-
-    @cached_property
-    def _offloaded(self) -> dict[int, frozenset[Key]]:
-        return {}
 
     def timed(self, rank: int) -> tuple[Instruction, ...]:
         """``rank``'s program as its times are recorded and simulated: the halves of each pair by themselves."""

@@ -74,15 +74,12 @@ def write_torch_csv(plan: Plan, comms: bool = False) -> str:
     if comms and plan.spec.skip_tensors:
         raise ExchangeError("PyTorch's CSV has no named tensors, and this plan sends some: write json")
     check_orders(plan.orders, plan.placement, plan.spec.num_microbatches, plan.spec.forward_only)
-    rows = [_comms_row(program) for program in plan.programs] if comms else _compute_rows(plan)
+    flat = [[one for at in program for one in _with_posts(at)] for program in plan.programs] if comms else []
+    with_posts = [[_cell(at) for at in row if at.op in ins.COMPUTE_OPS or at.op in POST_OPS] for row in flat]
+    rows = with_posts if comms else _compute_rows(plan)
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()
-
-
-def _comms_row(program: Sequence[Instruction]) -> list[str]:
-    flat = (one for at in program for one in _with_posts(at))
-    return [_cell(at) for at in flat if at.op in ins.COMPUTE_OPS or at.op in POST_OPS]
 
 
 def _with_posts(at: Instruction) -> Sequence[Instruction]:

@@ -37,8 +37,7 @@ class StepInputs:
 
     ``chunked``: the schedule takes lists of model chunks and data iterators. Raises ScheduleInputError for a missing
     list, chunks and iterators that differ in number, a microbatch count below 1, or training where gradients are
-    disabled.
-    """
+    disabled."""
 
     chunked: bool
     forward_step_func: Callable[..., Any]

@@ -25,16 +25,8 @@ from megatron_pp.runtime.arguments import StepInputs
 
 # What a communicator is built from.
 _built_from = attrgetter(
-    "pipeline_dtype",
-    "shapes_vary",
-    "policy",
-    "batch_p2p_sync",
-    "p2p_channels",
-    "p2p_max_ctas",
-    "p2p_timeout",
-    "p2p_debug",
-    "virtual_pipeline_model_parallel_size",
-    "pipeline_schedule",
+    *("pipeline_dtype", "shapes_vary", "policy", "batch_p2p_sync", "p2p_channels", "p2p_max_ctas", "p2p_timeout"),
+    *("p2p_debug", "virtual_pipeline_model_parallel_size", "pipeline_schedule"),
 )
 _of_transport = attrgetter("p2p_channels", "p2p_max_ctas")  # what its transport is, which several may share
 

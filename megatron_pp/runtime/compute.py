@@ -139,6 +139,22 @@ def detached(output: Activation) -> Activation:
     return output.detach() if isinstance(output, torch.Tensor) else output
 
 
+def timed_backward(
+    timers: Any,
+    input_tensor: Activation,
+    output: Activation,
+    output_grad: Activation,
+    grad_scale_func: Callable[[Any], Any] | None,
+) -> Activation:
+    """``backward_through``, under Megatron's timer where there are timers."""
+    if timers is None:
+        return backward_through(input_tensor, output, output_grad, grad_scale_func)
+    timers("backward-compute", log_level=2).start()
+    grad = backward_through(input_tensor, output, output_grad, grad_scale_func)
+    timers("backward-compute").stop()
+    return grad
+
+
 def backward_through(
     input_tensor: Activation, output: Activation, output_grad: Activation, grad_scale_func: Callable[[Any], Any] | None
 ) -> Activation:
@@ -257,12 +273,7 @@ class ModelSteps:
     def backward(
         self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
     ) -> Activation:
-        if self.timers is None:
-            return backward_through(input_tensor, output, output_grad, self.grad_scale_func)
-        self.timers("backward-compute", log_level=2).start()
-        grad = backward_through(input_tensor, output, output_grad, self.grad_scale_func)
-        self.timers("backward-compute").stop()
-        return grad
+        return timed_backward(self.timers, input_tensor, output, output_grad, self.grad_scale_func)
 
     def _call(self, chunk: int, mb: int) -> tuple[Any, Any]:
         flags = self.options.checkpoint_flags

@@ -25,12 +25,11 @@ from megatron_pp.plan.spec import STATIC_BUFFERS, Plan
 from megatron_pp.plan.tasks import Key, MessageKey, Task
 from megatron_pp.runtime.compute import Activation, Steps, detached, is_any_there
 from megatron_pp.runtime.gradient_hooks import SyncHooks
-from megatron_pp.runtime.joint_pair import JointPair, RunJointly
 from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.offload import Offloads, stand_in, view_of
 from megatron_pp.runtime.output_layer import OutputLayerRunner
-from megatron_pp.runtime.pairs import PairRunner
+from megatron_pp.runtime.pairs import JointPair, PairRunner, RunJointly
 from megatron_pp.runtime.sequence_slices import SliceRunner
 from megatron_pp.runtime.skip_tensors import SkipRunner
 from megatron_pp.weight_grad.store import WeightGradStore

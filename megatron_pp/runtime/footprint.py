@@ -1,21 +1,26 @@
 """The memory that a stage keeps of one microbatch: until its backward, and after a split backward until its W.
 
+``measure_footprint`` runs a microbatch by itself; ``KeptBytes`` counts in a running step, whatever its forward does.
 ``forward`` and ``weight`` are what ``megatron_pp.plan.measured.Measured`` calls ``activation`` and
 ``weight_activation``, and their ratio is the weight share of ``megatron_pp.plan.activations``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, Instruction
+from megatron_pp.plan.spec import Plan
+from megatron_pp.weight_grad.deferred import tensors_in
 from megatron_pp.weight_grad.store import WeightGradStore
 
 
@@ -41,8 +46,7 @@ class Footprint:
 
 class LiveStorages(TorchDispatchMode):
     """Counts the storages that operations have allocated while it was active and that are still alive. Workspace of
-    kernels is not recorded.
-    """
+    kernels is not recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,12 +56,12 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for value in _tensors(args):
+        for value in tensors_in(args):
             storage = StorageWeakRef(value.untyped_storage())
             if storage not in self._seen:
                 self._foreign.add(storage)
         result = func(*args, **(kwargs or {}))
-        for value in _tensors(result if isinstance(result, (tuple, list)) else (result,)):
+        for value in tensors_in(result):
             if StorageWeakRef(value.untyped_storage()) not in self._foreign:
                 self.see(value)
         return result
@@ -82,8 +86,7 @@ def measure_footprint(
 
     ``store`` is what ``split_weight_grad(chunks)`` returned. ``forward()`` runs the chunk and returns (its input, its
     output); the output's gradient is zero, so the parameters' gradients stay what they were (zero where they were
-    None) and no accumulation hook fires. The input counts where something keeps it alive.
-    """
+    None) and no accumulation hook fires. The input counts where something keeps it alive."""
     own = list(own_tensors(chunks))
     with LiveStorages() as storages, store.step({}):  # no microbatch is a last one: no hooks fire
         given, output = forward()
@@ -103,15 +106,6 @@ def measure_footprint(
     return Footprint(after_forward, after_backward, after_release)
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    """The tensors of a flat or once nested sequence."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from (v for v in value if isinstance(v, Tensor))
-
-
 def own_tensors(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
     """What is the model's, not a microbatch's."""
     for chunk in chunks:
@@ -123,3 +117,110 @@ def own_tensors(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
 def _gradients(chunks: Sequence[nn.Module]) -> Iterable[Tensor]:
     found = (getattr(p, name, None) for chunk in chunks for p in chunk.parameters() for name in ("grad", "main_grad"))
     return (gradient for gradient in found if gradient is not None)
+
+
+Cell = tuple[int, int]  # (stage, microbatch)
+
+
+class Engine(Protocol):
+    """What is read of the engine: tensors by (stage, microbatch, slice)."""
+
+    @property
+    def inputs(self) -> Mapping[Any, Any]: ...
+
+    @property
+    def outputs(self) -> Mapping[Any, Any]: ...
+
+
+class KeptBytes:
+    """An observer of one step of ``plan`` on ``rank``. ``saved_tensors_hooks`` around two forwards see what their
+    graphs save, and give it back as it is, so no number changes. What both have saved is the model's, not a
+    microbatch's. Not seen: what an operation keeps outside of autograd (an attribute of its context), and what hooks of
+    the model's own around parts of it have seen before, which they may have moved elsewhere.
+
+    By stage, afterwards, without stages that offload all forwards:
+
+    forward   bytes kept from a forward to its backward: what it saved, its input, and its output where the engine keeps
+              the data; parameters, buffers and gradients not
+    weight    bytes kept from an input-gradient backward to its W
+    received  bytes of the stage's input
+
+    ``engine`` is set before the step, and left alone after it."""
+
+    def __init__(self, plan: Plan, rank: int, chunks: Sequence[Any], weights: WeightGradStore | None) -> None:
+        self.engine: Engine | None = None
+        self.forward: dict[int, int] = {}
+        self.weight: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+        self._weights = weights
+        self._chunks = chunks
+        self._first, self._counted = _two_microbatches(plan, rank)
+        self._saved: defaultdict[Cell, dict[StorageWeakRef, int]] = defaultdict(dict)
+        self._hooks: saved_tensors_hooks | None = None
+
+    def hooked(self, at: Instruction) -> bool:
+        """Whether a forward of this operation's cell runs within hooks."""
+        return at.mb in (self._first.get(at.stage), self._counted.get(at.stage))
+
+    def begin(self, at: Instruction) -> None:
+        if at.op == FORWARD and self.hooked(at):
+            saved = self._saved[at.stage, at.mb]
+            self._hooks = saved_tensors_hooks(lambda tensor: _noted(saved, tensor), lambda tensor: tensor)
+            self._hooks.__enter__()
+        elif at.op in BACKWARD_OPS and at.mb == self._counted.get(at.stage) and at.stage not in self.forward:
+            self._count(at)
+
+    def end(self, at: Instruction) -> None:
+        if at.op == FORWARD and self._hooks is not None:
+            hooks, self._hooks = self._hooks, None
+            hooks.__exit__()
+        elif at.op == INPUT_GRAD and at.mb == self._counted.get(at.stage) and self._weights is not None:
+            waiting = self._weights.kept_tensors(at.chunk, at.mb if at.slice < 0 else (at.mb, at.slice))
+            kept = self._alive(at) | _storages(waiting)
+            self.weight[at.stage] = self.weight.get(at.stage, 0) + self._bytes(kept)
+
+    def _count(self, at: Instruction) -> None:
+        """Before the first backward of a microbatch's slices."""
+        assert self.engine is not None
+        given, made = (
+            [tensor for key, value in table.items() if key[:2] == (at.stage, at.mb) for tensor in tensors_in(value)]
+            for table in (self.engine.inputs, self.engine.outputs)
+        )
+        self.received[at.stage] = sum(tensor.numel() * tensor.element_size() for tensor in given)
+        self.forward[at.stage] = self._bytes(self._alive(at) | _storages([*given, *made]))
+
+    def _alive(self, at: Instruction) -> dict[StorageWeakRef, int]:
+        """Storages that this cell has saved, and another microbatch has not."""
+        first = self._first[at.stage]
+        of_model = self._saved[at.stage, first] if first != at.mb else {}
+        saved = self._saved[at.stage, at.mb]
+        return {ref: size for ref, size in saved.items() if ref not in of_model and not ref.expired()}
+
+    def _bytes(self, storages: Mapping[StorageWeakRef, int]) -> int:
+        own = {tensor.untyped_storage()._cdata for tensor in own_tensors(self._chunks)}
+        return sum(size for ref, size in storages.items() if ref.cdata not in own)
+
+
+def _two_microbatches(plan: Plan, rank: int) -> tuple[dict[int, int], dict[int, int]]:
+    """By stage: the first microbatch, and the one that is counted, the second if there is one. Of those whose forward
+    is not offloaded, within hooks of its own; those in pairs only where there are no others."""
+    offloaded = {(stage, mb) for stage, mb, _ in plan.offloaded(rank)}
+    alone: defaultdict[int, list[int]] = defaultdict(list)
+    paired: defaultdict[int, list[int]] = defaultdict(list)
+    for entry in plan.programs[rank]:
+        for at in entry.members or (entry,):
+            if at.op == FORWARD and (at.stage, at.mb) not in offloaded:
+                of_stage = (paired if entry.members else alone)[at.stage]
+                of_stage += [at.mb] if at.mb not in of_stage else []
+    chosen = {stage: mbs[:2] for stage, mbs in (paired | alone).items()}
+    return {stage: mbs[0] for stage, mbs in chosen.items()}, {stage: mbs[-1] for stage, mbs in chosen.items()}
+
+
+def _noted(saved: dict[StorageWeakRef, int], tensor: Tensor) -> Tensor:
+    saved.update(_storages([tensor]))
+    return tensor
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
+    """Each storage once, with its bytes."""
+    return {StorageWeakRef(s): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}

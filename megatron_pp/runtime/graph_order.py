@@ -19,8 +19,7 @@ from megatron_pp.plan.spec import PlanSpec
 
 def check_graph_order(spec: PlanSpec, interleaved: bool) -> None:
     """Raises ScheduleInputError, on all ranks alike, where a rank's forwards and backwards in the plan of ``spec`` are
-    in another order than its graphs were captured in. ``interleaved``: by Megatron's schedule for model chunks.
-    """
+    in another order than its graphs were captured in. ``interleaved``: by Megatron's schedule for model chunks."""
     difference = None if spec.pipeline_size == 1 or spec.forward_only else _difference(spec, interleaved)
     if difference is not None:
         raise ScheduleInputError(
@@ -54,8 +53,7 @@ def captured_order(
     pipeline_size: int, rank: int, num_chunks: int, num_microbatches: int, group_size: int = 0, interleaved: bool = True
 ) -> list[int]:
     """Operations of a rank of Megatron's schedule, in the notation of ``make_graphed_callables``: c + 1 for a forward
-    of chunk c, -(c + 1) for a backward. ``group_size``: 0 for the pipeline's size.
-    """
+    of chunk c, -(c + 1) for a backward. ``group_size``: 0 for the pipeline's size."""
     group_size = group_size or pipeline_size
     chunks = [
         chunk

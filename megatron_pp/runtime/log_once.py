@@ -19,16 +19,15 @@ _LOCK = threading.Lock()
 def warn_once(message: str) -> None:
     """Log ``message`` as a warning of ``megatron_pp``, once per process."""
     with _LOCK:  # ranks may be threads of one process
-        _warn(message)
+        _log(logging.WARNING, message)
 
 
 def certify_once(plan: Plan) -> None:
     """Log, for information and once per process, what is proven of ``plan``, and what is predicted of one that was
-    searched for measured times.
-    """
+    searched for measured times."""
     if logger.isEnabledFor(logging.INFO):
         with _LOCK:
-            _inform(f"{plan.spec.describe()}: {plan.certificate}")
+            _log(logging.INFO, f"{plan.spec.describe()}: {plan.certificate}")
             if plan.spec.measured is not None:
                 _predict(plan.spec)
 
@@ -44,11 +43,6 @@ def _predict(spec: PlanSpec) -> None:
     )
 
 
-@lru_cache(maxsize=128)
-def _warn(message: str) -> None:
-    logger.warning(message)
-
-
-@lru_cache(maxsize=128)
-def _inform(message: str) -> None:
-    logger.info(message)
+@lru_cache(maxsize=256)
+def _log(level: int, message: str) -> None:
+    logger.log(level, message)

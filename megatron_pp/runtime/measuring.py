@@ -20,9 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pp.comm.copy_rates import copy_rates
 from megatron_pp.comm.exchange import gather_numbers
-from megatron_pp.comm.link_times import measure_links, sizes_around
+from megatron_pp.comm.link_times import copy_rates, measure_links, sizes_around
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ExchangeError, ScheduleInputError
@@ -40,10 +39,10 @@ from megatron_pp.plan.measured import (
 )
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import Plan
-from megatron_pp.runtime.kept_bytes import Engine, KeptBytes
+from megatron_pp.runtime.footprint import Engine, KeptBytes
+from megatron_pp.tracing.analysis import TIMED, StageTimes, stage_costs
 from megatron_pp.tracing.files import StepRecord
 from megatron_pp.tracing.recorder import Keeper, Recording
-from megatron_pp.tracing.stage_times import TIMED, StageTimes, stage_costs
 from megatron_pp.weight_grad.store import WeightGradStore
 
 logger = logging.getLogger("megatron_pp")

@@ -32,8 +32,7 @@ def messages(
     inputs: StepInputs, settings: StepSettings, pipeline_size: int, between_stages: Callable[[], list[Any]]
 ) -> Messages:
     """``between_stages`` gives the shapes of the tensors between stages, before ``adjust_tensor_shapes_fn``, or (), as
-    Megatron does, for one that travels. It is called where shapes are needed. Raises what it raises.
-    """
+    Megatron does, for one that travels. It is called where shapes are needed. Raises what it raises."""
     receive: list[Any] = [None]
     adjust = inputs.adjust_tensor_shapes_fn
     if (pipeline_size > 1 and not settings.shapes_vary) or (adjust is not None and inputs.seq_length is not None):
@@ -52,7 +51,6 @@ def _names_and_shapes(given: Any) -> tuple[Names, Any]:
 
 
 def tensor_shapes(
-    *,
     seq_length: int | None,
     micro_batch_size: int | None,
     decoder_seq_length: int | None,
@@ -61,8 +59,7 @@ def tensor_shapes(
     cp_size: int,
 ) -> list[tuple[int, int, int]]:
     """Shapes of the activations between stages: [(sequence / cp [/ tp under sequence parallelism], microbatch,
-    hidden)]. Raises ScheduleInputError where one of them is unknown.
-    """
+    hidden)]. Raises ScheduleInputError where one of them is unknown."""
     name = "seq_length" if decoder_seq_length is None else "decoder_seq_length"
     given = seq_length if decoder_seq_length is None else decoder_seq_length
     why = "tensors between stages are [seq_length, micro_batch_size, hidden_size] unless config.variable_seq_lengths"
@@ -77,8 +74,7 @@ def tensor_shapes(
 
 def slices_of(inputs: StepInputs, settings: StepSettings, tp_size: int, cp_size: int) -> tuple[int, ...]:
     """Lengths in tokens of the slices that ``config.sequence_slices`` cuts sequences into; none where they are whole.
-    Raises ScheduleInputError for lengths that cannot be, and for options that do not go with slices.
-    """
+    Raises ScheduleInputError for lengths that cannot be, and for options that do not go with slices."""
     slices = settings.sequence_slices
     if slices == 1:
         return ()
@@ -108,8 +104,7 @@ def slices_of(inputs: StepInputs, settings: StepSettings, tp_size: int, cp_size:
 
 def shapes_of_slices(shapes: Shapes, lengths: Sequence[int]) -> tuple[Shapes, ...]:
     """Shapes of each slice's messages, given those of whole sequences, whose first dimension is tokens (of one tensor
-    parallel rank).
-    """
+    parallel rank)."""
     if not lengths:
         return (shapes,)
     whole = sum(lengths)
@@ -119,8 +114,7 @@ def shapes_of_slices(shapes: Shapes, lengths: Sequence[int]) -> tuple[Shapes, ..
 
 def group_sizes(pg_collection: Any, settings: StepSettings) -> tuple[int, int]:
     """(tensor, context) parallel sizes: from the process groups where given, from parallel_state where initialised,
-    else from the config.
-    """
+    else from the config."""
     tp, cp = getattr(pg_collection, "tp", None), getattr(pg_collection, "cp", None)
     if process_groups.model_parallel_is_initialized():
         tp_default = process_groups.size_of("tp")

@@ -49,7 +49,6 @@ class _Block:
         self.start, self.stop = min(self.start, start), max(self.stop, start + (int(last) + 1) * size)
 
     def copy(self) -> tuple[Tensor, Tensor]:
-        """What is in use, on the host and on the device."""
         assert self.host is not None
         return self.host, self.here[self.start : self.stop]
 
@@ -102,10 +101,8 @@ class _Kept:
 
 
 class Offloads:
-    """Copies what the forwards of a rank's step keep to host memory and back, as the plan says.
-
-    ``keys``: the forwards that are offloaded; ``chunks``: the rank's model chunks. ``kept`` is empty after the step.
-    """
+    """Copies what the forwards of a rank's step keep to host memory and back, as the plan says. ``keys``: the forwards
+    that are offloaded; ``chunks``: the rank's model chunks. ``kept`` is empty after the step."""
 
     def __init__(self, copies: HostCopies, keys: frozenset[Key], chunks: Iterable[Any]) -> None:
         self.copies = copies
@@ -192,8 +189,7 @@ class Offloads:
 
 def stand_in(tensor: Any) -> None:
     """Take the data from a leaf (or a list of them), of which only the gradient is asked for from here on: one element
-    stands for all. Views of it keep the data.
-    """
+    stands for all. Views of it keep the data."""
     for one in tensor if isinstance(tensor, (list, tuple)) else (tensor,):
         if isinstance(one, Tensor):
             one.data = one.new_empty(()).expand(one.shape)

@@ -4,8 +4,7 @@ Parallelism, arXiv 2411.05288): the module that holds a rank's rows, and what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from megatron_pp.comm.collectives import Collective, Collectives
 from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.comm.p2p_communicator import timed
 from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan import instruction as ins
@@ -32,20 +32,18 @@ def rows_of_rank(vocab_size: int, rank: int, size: int) -> range:
 
 @dataclass
 class _Microbatch:
-    """What a rank keeps of one microbatch.
-
-    ``exponentials`` are ``[tokens, rows]``, of logits less their row's maximum here; ``statistics`` ``[3, tokens]``:
-    that maximum, the sum of exponentials and the target's logit, of the rank's rows, then of all.
-    """
+    """What a rank keeps of one microbatch. ``exponentials`` are ``[tokens, rows]``, of logits less their row's maximum
+    here; ``statistics`` ``[3, tokens]``: that maximum, the sum of exponentials and the target's logit, of the rank's
+    rows, then of all."""
 
     labels: Tensor
     loss_func: Callable[..., Any]
-    x: Tensor | None = None
-    exponentials: Tensor | None = None
-    statistics: Tensor | None = None
+    x: Tensor = field(init=False)
+    exponentials: Tensor = field(init=False)
+    statistics: Tensor = field(init=False)
     part: Tensor | None = None
     loss_grad: Tensor | None = None
-    dtype: torch.dtype | None = None  # of X
+    dtype: torch.dtype = field(init=False)  # of X
 
 
 class SplitOutputLayer(torch.nn.Module):
@@ -62,8 +60,7 @@ class SplitOutputLayer(torch.nn.Module):
         vocab_size: rows of the whole weight.
         rank, size: this rank's place in the pipeline.
 
-    ``weight``: ``[rows, hidden_size]``, ``rows`` the numbers of its rows; drawn by the caller.
-    """
+    ``weight``: ``[rows, hidden_size]``, ``rows`` the numbers of its rows; drawn by the caller."""
 
     def __init__(self, hidden_size: int, vocab_size: int, rank: int, size: int, **factory: Any) -> None:
         super().__init__()
@@ -89,10 +86,8 @@ class SplitOutputLayer(torch.nn.Module):
 
     def pass_s(self, of: _Microbatch, with_input_grad: bool) -> None:
         """Logits of the rank's rows, and what follows from them alone; with ``with_input_grad`` the gradient of X as
-        far as it does, ``exponentials @ weight``.
-        """
+        far as it does, ``exponentials @ weight``."""
         weight, rows = self.weight, self.rows
-        assert of.x is not None
         x = of.x.flatten(0, -2)
         logits = (x @ weight.to(x.dtype).t()).to(torch.promote_types(x.dtype, torch.float32))
         maximum = logits.amax(1) if len(rows) else logits.new_full((len(x),), -torch.inf)
@@ -106,11 +101,8 @@ class SplitOutputLayer(torch.nn.Module):
 
     def combine(self, of: _Microbatch, gathered: Tensor) -> None:
         """The statistics of all ranks from ``gathered``, ``[ranks, 3, tokens]``, in the order of ranks. Scales the
-        rank's exponentials to its softmax, and makes its part of X's gradient whole, but for that of the loss.
-        """
+        rank's exponentials to its softmax, and makes its part of X's gradient whole, but for that of the loss."""
         weight, rows = self.weight, self.rows
-        assert of.statistics is not None
-        assert of.exponentials is not None
         maximum = gathered[:, 0].amax(0)
         total, target = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(0), gathered[:, 2].sum(0)
         scale = ((of.statistics[0] - maximum).exp() / total)[:, None]
@@ -122,11 +114,8 @@ class SplitOutputLayer(torch.nn.Module):
 
     def pass_t(self, of: _Microbatch, with_input_grad: bool) -> None:
         """The weight gradient of the rank's rows, added to the parameter's as autograd does, its hooks included; with
-        ``with_input_grad`` the rank's part of X's gradient.
-        """
+        ``with_input_grad`` the rank's part of X's gradient."""
         weight, rows = self.weight, self.rows
-        assert of.x is not None
-        assert of.exponentials is not None
         assert of.loss_grad is not None
         grad, (place, mine) = of.exponentials, _own_labels(of.labels, rows)
         if len(rows):
@@ -135,7 +124,7 @@ class SplitOutputLayer(torch.nn.Module):
         of.part = grad @ weight.to(grad.dtype) if with_input_grad else None
         x = of.x.flatten(0, -2)
         of_weight = (grad.to(x.dtype).t() @ x).to(weight.dtype)
-        of.exponentials = of.x = None
+        del of.exponentials, of.x
         with torch.enable_grad():
             torch.autograd.backward((weight.view_as(weight),), (of_weight,))
 
@@ -147,8 +136,7 @@ def split_layers(chunks: Iterable[torch.nn.Module]) -> list[SplitOutputLayer]:
 
 def check_split_layer(inputs: StepInputs, schedule: str, barriers: int, messages: Messages) -> None:
     """Raises ScheduleInputError where the model and the schedule do not agree on whether the output layer is split, or
-    the step asks for what a split one cannot give.
-    """
+    the step asks for what a split one cannot give."""
     count = len(split_layers(inputs.chunks))
     if barriers and count != 1:
         raise ScheduleInputError(
@@ -169,8 +157,7 @@ def check_split_layer(inputs: StepInputs, schedule: str, barriers: int, messages
 
 class OutputLayerSteps(ModelSteps):
     """``ModelSteps`` whose loss is the split output layer's: a forward notes the microbatch's labels and loss function,
-    and the last stage gives its output.
-    """
+    and the last stage gives its output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,12 +179,10 @@ class OutputLayerSteps(ModelSteps):
 
     def loss_grad(self, microbatch: _Microbatch) -> Tensor | None:
         """The gradient of each token's loss, ``[tokens]``; None in evaluation. On the last stage's rank the loss
-        function's report counts.
-        """
+        function's report counts."""
         options, reports = self.options, any(self._reports)
         if options.forward_only and not reports:
             return None
-        assert microbatch.statistics is not None
         maximum, total, target = microbatch.statistics
         with torch.set_grad_enabled(not options.forward_only):
             losses = (maximum + total.log() - target).requires_grad_(not options.forward_only)
@@ -221,8 +206,7 @@ def _own_labels(labels: Tensor, rows: range) -> tuple[Tensor, Tensor]:
 @dataclass(eq=False)
 class OutputLayerRunner:
     """Runs S, T and the collectives of one rank; ``steps`` are those of the step. Of the engine's tables it reads the
-    last stage's ``outputs`` and makes its ``output_grads``.
-    """
+    last stage's ``outputs`` and makes its ``output_grads``."""
 
     placement: Placement
     communicator: P2PCore
@@ -236,7 +220,6 @@ class OutputLayerRunner:
         self.is_root = self.communicator.rank == self.root
         self.early = self.placement.barriers == 1  # S makes the part of X's gradient
         self.trains = not self.forward_only
-        self.timers = self.steps.timers
 
     @property
     def kept(self) -> dict[int, _Microbatch]:
@@ -257,15 +240,6 @@ class OutputLayerRunner:
             ins.WAIT_REDUCE: self._wait_reduce,
         }
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        if self.timers is None:
-            yield
-            return
-        self.timers(name, log_level=2).start()
-        yield
-        self.timers(name).stop()
-
     def _post(self, at: Task, collective: Collective, name: str) -> None:
         self.handles[at.message] = self.communicator.post_collective(collective, name)
 
@@ -282,17 +256,16 @@ class OutputLayerRunner:
         self._post(at, lambda group: group.broadcast(x, root), "broadcast of the last stage's output")
 
     def _s(self, at: Task) -> None:
-        with torch.no_grad(), self._timed("forward-compute"):
+        with torch.no_grad(), timed(self.steps.timers, "forward-compute"):
             self.layer.pass_s(self.kept[at.mb], self.early and self.trains)
         if self.forward_only:
-            self.kept[at.mb].x = None
+            del self.kept[at.mb].x
             self._give_back(at)
 
     def _all_reduce(self, at: Task) -> None:
         of, root = self.kept[at.mb], self.root
 
         def run(group: Collectives) -> None:
-            assert of.statistics is not None
             self.layer.combine(of, group.all_gather(of.statistics))
             if of.part is not None:
                 group.reduce(of.part, root)
@@ -312,7 +285,7 @@ class OutputLayerRunner:
 
     def _t(self, at: Task) -> None:
         of = self.kept[at.mb]
-        with torch.no_grad(), self._timed("backward-compute"):
+        with torch.no_grad(), timed(self.steps.timers, "backward-compute"):
             self.layer.pass_t(of, not self.early)
         self._give_back(at)
         if self.early:
@@ -330,7 +303,6 @@ class OutputLayerRunner:
             self._give_gradient(at, of, of.part)
 
     def _give_gradient(self, at: Task, of: _Microbatch, grad: Tensor) -> None:
-        """To the last stage's backward."""
         shape = *of.labels.shape, self.layer.weight.shape[1]
         self.executor.output_grads[at.key] = grad.view(shape).to(of.dtype)
 

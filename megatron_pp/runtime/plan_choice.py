@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config import rules
-from megatron_pp.config.hardware_queues import queue_advice
 from megatron_pp.config.microbatch_counts import check_group_size, explain_microbatch_count
 from megatron_pp.config.settings import TE_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
@@ -23,6 +23,35 @@ from megatron_pp.plan.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, Plan, PlanS
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.log_once import warn_once
 
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+_DEFAULT, _MOST = 8, 32
+
+
+def queue_advice(streams: int, needs_one: bool, environ: Mapping[str, str] = os.environ) -> str | None:
+    """A sentence for the log where ``CUDA_DEVICE_MAX_CONNECTIONS`` does not suit the run; None where it does. Streams
+    that share a hardware queue wait for each other's operations in the order of issue (CUDA C++ programming guide,
+    environment variables).
+
+    ``streams``: those that the pipeline uses on a rank. ``needs_one``: tensor or context parallel layers rely on one
+    queue, as Megatron requires before Blackwell."""
+    text = environ.get(VARIABLE)
+    queues = _DEFAULT if not text else int(text) if text.isdecimal() else 0
+    advice = f"set it to {1 if needs_one else _MOST}"
+    if not 1 <= queues <= _MOST:
+        why, advice = "no number of hardware queues", f"it must be a whole number from 1 to {_MOST}"
+    elif needs_one and queues > 1:
+        why = "before Blackwell, tensor and context parallel layers overlap as intended only in the order of issue"
+    elif queues == 1 and not needs_one:
+        why = "a transfer that waits for its peer can hold compute back, and nothing in this run needs one queue"
+    elif 1 < queues < streams:
+        why = f"the pipeline uses {streams} streams, of which some share a queue and wait for each other"
+    elif not text:
+        why = f"enough for the pipeline's {streams} streams, but not for data parallel communication beside them"
+    else:
+        return None
+    return f"{VARIABLE} is {text or f'not set, which means {_DEFAULT} hardware queues'}: {why}; {advice}"
+
+
 _BLACKWELL = 10  # compute capability
 
 
@@ -31,8 +60,7 @@ def spec_fields(
 ) -> dict[str, Any]:
     """The fields of the PlanSpec that do not depend on the communicator, so that contradictions raise
     ScheduleInputError before any communication. ``is_converted``: ``split_weight_grad`` has converted the chunks;
-    ``joins_pairs``: the model runs pairs.
-    """
+    ``joins_pairs``: the model runs pairs."""
     num_chunks, training = len(inputs.chunks), not inputs.forward_only
     _check_chunks(settings, pipeline_size, num_chunks, inputs.chunked)
     slices = settings.sequence_slices
@@ -82,8 +110,7 @@ def _check_offloading(settings: StepSettings, pairs: bool) -> None:
 
 def plan_spec(fields: dict[str, Any], settings: StepSettings, communicator: P2PCore) -> PlanSpec:
     """The spec of a plan that ``communicator`` can run. Raises ScheduleInputError where a communicator of the caller's
-    sends shapes ahead of tensors and the config says that shapes are fixed, or the other way round.
-    """
+    sends shapes ahead of tensors and the config says that shapes are fixed, or the other way round."""
     if communicator.shapes_vary != settings.shapes_vary:
         raise ScheduleInputError(
             f"p2p_communicator was made with variable_seq_lengths={communicator.shapes_vary}, the model's config has "
@@ -127,8 +154,7 @@ def checkpoint_flags(
 
     Of each window as long as a rank's in-flight microbatches, the first ``partial`` checkpoint in part only
     (arXiv 2205.05198, appendix C).
-    ``order`` is that of training; evaluation with chunks counts, as in Megatron, as one window.
-    """
+    ``order`` is that of training; evaluation with chunks counts, as in Megatron, as one window."""
     if partial is None:
         return None
     singles = list(without_pairs(order))

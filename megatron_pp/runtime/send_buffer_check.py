@@ -36,8 +36,7 @@ def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
 
 class WatchedExecutor(PlanExecutor):
     """The engine, with a watch on the memory of its pending sends; it holds no tensor that it watches, which would hide
-    an early release. Raises SendBufferError.
-    """
+    an early release. Raises SendBufferError."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,20 +67,21 @@ class WatchedExecutor(PlanExecutor):
         super()._backward(at)
 
     def _send_f(self, at: Task) -> None:
-        sends = self._noted(at)
-        super()._send_f(at)
-        self._watch_posted(at, sends)
+        self._post(super()._send_f, at)
 
     def _send_b(self, at: Task) -> None:
-        sends = self._noted(at)
-        super()._send_b(at)
-        self._watch_posted(at, sends)
+        self._post(super()._send_b, at)
 
     def _post_named(self, at: Task) -> None:
-        sends = self._noted(at) if at.op in ins.SEND_OPS else []
-        super()._post_named(at)
-        if sends:
-            self._watch_posted(at, sends)
+        if at.op in ins.SEND_OPS:
+            self._post(super()._post_named, at)
+        else:
+            super()._post_named(at)
+
+    def _post(self, handler: Handler, at: Task) -> None:
+        sends = self._noted(at)
+        handler(at)
+        self._watch_posted(at, sends)
 
     def _batch(self, at: Task) -> None:
         posts = [one for one in at.members if one.op in ins.SEND_OPS]

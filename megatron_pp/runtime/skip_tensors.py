@@ -53,8 +53,7 @@ def _dtype_of(tensor: SkipTensor, default: torch.dtype | None) -> torch.dtype | 
 
 class SkipRunner:
     """``shapes``: of the activations between stages, by slice; None where they are not known before they come.
-    ``dtype``: that of the activations. ``graphs``: whether stages build autograd graphs.
-    """
+    ``dtype``: that of the activations. ``graphs``: whether stages build autograd graphs."""
 
     def __init__(self, plan: Plan, shapes: Sequence[Any], dtype: torch.dtype | None, graphs: bool) -> None:
         assert plan.routes is not None
@@ -81,8 +80,7 @@ class SkipRunner:
 
     def forward(self, steps: Steps, at: Task, given: Activation) -> Activation:
         """Run the chunk; returns its output without the named tensors, which are held. Raises ScheduleInputError where
-        it gives others than are declared, P2PShapeError where one has another shape or dtype.
-        """
+        it gives others than are declared, P2PShapeError where one has another shape or dtype."""
         used, made = self.routes.used[at.stage], self.routes.made[at.stage]
         if used:
             named = {name: self.held[_key(held, at)] for name, held in used.items()}
@@ -138,8 +136,7 @@ class SkipRunner:
 
     def collect(self, at: Task) -> None:
         """Behind a backward: add the gradients of what the stage used to the rank's sums. Where it made none, a rank
-        that waits for the sum gets zeros.
-        """
+        that waits for the sum gets zeros."""
         for held in self.routes.used[at.stage].values():
             key = _key(held, at)
             leaf = self.held[key]
@@ -170,7 +167,6 @@ class SkipRunner:
         return Send(table[_key(held, at)], at.peer, channel, dtype)
 
     def received(self, at: Task, tensor: Any) -> None:
-        """A receive is over."""
         key = _key(self._of(at), at)
         if at.op == ins.WAIT_F:
             self.held[key] = tensor

@@ -12,8 +12,7 @@ class PipelineStage(torch.nn.Module):
 
     Called as ``stage(batch)``: on the first stage the module gets ``batch``, elsewhere the tensor (or, for several,
     the list) that the stage before sent; and as keyword arguments the named tensors of ``config.skip_tensors`` that the
-    stage uses. A module whose stage makes some returns (output, dict of them).
-    """
+    stage uses. A module whose stage makes some returns (output, dict of them)."""
 
     def __init__(self, module: torch.nn.Module, config: Any, vp_stage: int | None = None) -> None:
         super().__init__()

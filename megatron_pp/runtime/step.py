@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
@@ -18,10 +19,10 @@ from megatron_pp.runtime.communicators import communicator_for, lone_communicato
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.dict_activations import NamedSteps
 from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients
+from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients, unsynchronised
 from megatron_pp.runtime.graph_order import check_graph_order
 from megatron_pp.runtime.log_once import certify_once, warn_once
-from megatron_pp.runtime.measuring import ObservedStep, measuring_of
+from megatron_pp.runtime.measuring import measuring_of
 from megatron_pp.runtime.message_shapes import group_sizes, messages, shapes_of_slices, slices_of, tensor_shapes
 from megatron_pp.runtime.output_layer import OutputLayerRunner, OutputLayerSteps, check_split_layer
 from megatron_pp.runtime.pairs import PairRunner
@@ -32,13 +33,18 @@ from megatron_pp.runtime.plan_choice import (
     spec_fields,
     warn_of_limits,
 )
+from megatron_pp.runtime.replanning import in_steps, replanning_of
 from megatron_pp.runtime.send_buffer_check import executor_for
-from megatron_pp.runtime.sequence_slices import SliceRunner
+from megatron_pp.runtime.sequence_slices import SlicedSteps, SliceRunner
 from megatron_pp.runtime.skip_tensors import SkipRunner, check_skip_tensors
-from megatron_pp.runtime.sliced_steps import SlicedSteps
-from megatron_pp.runtime.sync_advice import unsynchronised
-from megatron_pp.tracing.profiler_ranges import ranges_if_profiling
-from megatron_pp.tracing.recorder import Observer, message_bytes, observers, step_recording, traced_steps
+from megatron_pp.tracing.recorder import (
+    Observer,
+    message_bytes,
+    observers,
+    ranges_if_profiling,
+    step_recording,
+    traced_steps,
+)
 from megatron_pp.weight_grad import WeightGradStore, check_wrappers, store_of
 
 
@@ -49,8 +55,7 @@ class StepCall:
     ``alone``: without a pipeline. Raises ScheduleInputError before any communication. A plug-in for another training
     stack overrides ``read_settings``, ``weight_store``, ``tensor_shapes``, ``begin``, ``make_steps`` and ``finish``;
     with ``followed_by``, what its training loop does with other ranks between steps, in words, that is watched for
-    failures too.
-    """
+    failures too."""
 
     followed_by = ""
     graph_in_evaluation = False  # whether evaluation leaves autograd as the caller has it, or builds no graph
@@ -87,6 +92,8 @@ class StepCall:
         if settings.cuda_graph_impl == TE_GRAPHS:
             check_graph_order(PlanSpec(**fields), interleaved=settings.virtual_pipeline_model_parallel_size is not None)
         self.measuring = measuring_of(inputs.chunks[0], settings, inputs.forward_only)
+        self.replanning = replanning_of(inputs.chunks, settings, fields)
+        self.microbatch_costs = settings.given_microbatch_costs(inputs.num_microbatches)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
         self.spec = plan_spec(fields, settings, self.communicator)
@@ -97,6 +104,9 @@ class StepCall:
         communicator, shapes = self.communicator, self.shapes[0]
         plan = build_plan(self.spec, self._announce)
         certify_once(plan)
+        if self.replanning is not None:
+            shares = in_steps(self.microbatch_costs) if self.microbatch_costs else ()
+            plan = self.replanning.next_plan(plan, communicator, self.settings, self.weights is not None, shares)
         if not self.spec.forward_only:
             warn_of_limits(plan, self.weights is not None)
             synchronised = self.communicator.pp_group, self.inputs.pg_collection
@@ -109,15 +119,18 @@ class StepCall:
         if shapes.receive != shapes.send:
             received = message_bytes(shapes.receive, communicator.dtype)
         traced = step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
-        measured = self._measured(plan)
-        recordings = [one for one in (traced, measured) if one is not None]
+        models = communicator.transport, self.inputs.chunks, self.weights
+        measured = None if self.measuring is None else self.measuring.next_step(plan, *models)
+        replanned = None if self.replanning is None else self.replanning.recording(plan, sent)
+        recordings = [one for one in (traced, measured, replanned) if one is not None]
         executor = self._executor(plan, steps, observers(*recordings))
         if measured is not None:
             measured.watch(executor)
         # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
         wired = communicator.wire is not None
-        agreed = (self.spec, self.shapes, traced_steps(self.settings), self.settings.measure, communicator.dtype, wired)
-        step = executor, agreed, self.describe, self.number, self.followed_by
+        chosen = traced_steps(self.settings), self.settings.measure, self.settings.pipeline_replan
+        agreed = (plan.spec, self.shapes, chosen, communicator.dtype, wired)
+        step = executor, agreed, partial(self.describe, plan), self.number, self.followed_by
         with guarded(communicator, self.settings, *step) as guard:
             collectives = plan.placement.barriers > 0
             communicator.prepare(plan.placement.rank_edges, received, sent, self.spec.policy == BATCHED, collectives)
@@ -135,18 +148,19 @@ class StepCall:
                 self.measuring.after_step(plan, self._measured_run())
         return steps.record.data
 
-    def describe(self) -> dict[str, str]:
+    def describe(self, plan: Plan) -> dict[str, str]:
         """What all ranks of the pipeline have to agree on, as text; compared when it changes."""
         traced = traced_steps(self.settings)
         return {
             "p2p_debug": str(self.communicator.wire is not None),
-            **describe_step(self.spec, self.shapes[0], self.communicator.dtype),
+            **describe_step(plan.spec, self.shapes[0], self.communicator.dtype),
             "tracing (trace_dir, trace_steps)": f"steps {traced}" if traced else "off",
             "measure": str(self.settings.measure),
+            "pipeline_replan": str(self.settings.pipeline_replan),
+            **({} if self.replanning is None else self.replanning.description(plan, self.weights is not None)),
         }
 
     def read_settings(self) -> StepSettings:
-        """The config, as the engine takes it."""
         return StepSettings.from_config(self.config)
 
     def check_output_layer(self, schedule: str) -> None:
@@ -160,21 +174,14 @@ class StepCall:
     def tensor_shapes(self) -> list[Any]:
         """Shapes of the tensors between stages, one per tensor, before ``adjust_tensor_shapes_fn``."""
         inputs = self.inputs
-        return tensor_shapes(
-            seq_length=inputs.seq_length,
-            micro_batch_size=inputs.micro_batch_size,
-            decoder_seq_length=inputs.decoder_seq_length,
-            config=self.settings,
-            tp_size=self.tp_size,
-            cp_size=self.cp_size,
-        )
+        lengths = inputs.seq_length, inputs.micro_batch_size, inputs.decoder_seq_length
+        return tensor_shapes(*lengths, self.settings, self.tp_size, self.cp_size)
 
     def step_number(self) -> int | None:
         """The program's own number of this step, which all ranks compare; None where it gives none."""
         return self.settings.given_step_number()
 
     def begin(self) -> None:
-        """Before the first instruction."""
         timers = self.settings.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=self.settings.barrier_with_L1_time)
@@ -214,11 +221,6 @@ class StepCall:
             checkpoint_flags=flags,
         )
 
-    def _measured(self, plan: Plan) -> ObservedStep | None:
-        if self.measuring is None:
-            return None
-        return self.measuring.next_step(plan, self.communicator.transport, self.inputs.chunks, self.weights)
-
     def _measured_run(self) -> MeasuredStep:
         spec, inputs = self.spec, self.inputs
         return MeasuredStep(
@@ -244,7 +246,12 @@ class StepCall:
             steps = NamedSteps(steps, received, sent, self._is_last_stage(plan))
         if self.weights is not None:
             check_wrappers(self.weights, chunks)
-        pairs = settings.overlapped_forward_backward
+        pairs, skips, output_layer = settings.overlapped_forward_backward, None, None
+        if plan.spec.skip_tensors:
+            graphs = self.graph_in_evaluation or not plan.spec.forward_only
+            skips = SkipRunner(plan, [one.send for one in self.shapes], self.communicator.dtype, graphs)
+        if plan.placement.barriers:
+            output_layer = OutputLayerRunner(plan.placement, self.communicator, steps, plan.spec.forward_only)
         executor = executor_for(self.communicator)(
             plan,
             self.communicator,
@@ -257,27 +264,13 @@ class StepCall:
             pair_runner=None if pairs is None else PairRunner(pairs, chunks),
             graph_in_evaluation=self.graph_in_evaluation,
             slices=SliceRunner(plan, self.slices, self.shapes) if self.slices else None,
-            output_layer=self._output_layer(plan, steps),
-            skips=self._skips(plan),
+            output_layer=output_layer,
+            skips=skips,
             observer=observers(instruction_marks(self.communicator, settings), recording, ranges_if_profiling()),
         )
         if self.communicator.wire is not None:
             self.communicator.wire.source = executor
         return executor
-
-    def _output_layer(self, plan: Plan, steps: Any) -> OutputLayerRunner | None:
-        placement = plan.placement
-        return (
-            OutputLayerRunner(placement, self.communicator, steps, plan.spec.forward_only)
-            if placement.barriers
-            else None
-        )
-
-    def _skips(self, plan: Plan) -> SkipRunner | None:
-        if not plan.spec.skip_tensors:
-            return None
-        graphs = self.graph_in_evaluation or not plan.spec.forward_only
-        return SkipRunner(plan, [one.send for one in self.shapes], self.communicator.dtype, graphs)
 
     def _is_last_stage(self, plan: Plan) -> list[bool]:
         rank = self.communicator.rank

@@ -9,7 +9,7 @@ NaN (and is listed in ``violations``); the buffer of a receive holds NaN until t
                        NaN: an early release shows although the handle owns the bytes
 ``ShuffledNetwork``    completes transfers at random moments, in any order that FIFO channels allow
 
-A seed schedules the ranks (``deterministic_threads.py``): a run repeats exactly, and a deadlock is detected at once.
+A seed schedules the ranks (``threads.Turns``): a run repeats exactly, and a deadlock is detected at once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pp.comm.collectives import Collective
-from megatron_pp.testing.deterministic_threads import Turns
 from megatron_pp.testing.memory_transport import End, MemoryNetwork, MemoryTransport, MemoryWork, Queue
+from megatron_pp.testing.threads import Turns
 
 _GARBAGE = 0x7F7F7F7F  # content of freed memory where the dtype has no NaN
 
@@ -61,11 +61,40 @@ class Window:
 
 
 class WindowNetwork(MemoryNetwork):
-    """Keeps the addresses of what is sent and received, and nothing alive, as a DMA engine does."""
+    """Keeps the addresses of what is sent and received, and nothing alive, as a DMA engine does. ``seed`` schedules the
+    ranks, one at a time; None: they run freely."""
 
-    def __init__(self, size: int, one_way: bool = True, store: Any = None) -> None:
+    def __init__(self, size: int, one_way: bool = True, store: Any = None, seed: int | None = 0) -> None:
         super().__init__(size, one_way, store)
         self.windows: dict[End, Window] = {}
+        self.rng = random.Random(seed)
+        self._turns = None if seed is None else Turns(size, self.rng, self.when_stuck)
+
+    def when_stuck(self) -> bool:
+        """No rank can run; whether this has made progress."""
+        return False
+
+    @contextmanager
+    def running(self, rank: int) -> Iterator[None]:
+        if self._turns is None:
+            yield
+            return
+        with self._turns.running(rank):
+            try:
+                yield
+            except BaseException as error:  # else the others would hang
+                self.abort(f"rank {rank}: {type(error).__name__}: {error}")
+                raise
+
+    def abort(self, why: str) -> None:
+        super().abort(why)
+        if self._turns is not None:
+            self._turns.give_up()
+
+    def after_post(self, rank: int) -> None:
+        """Perhaps another rank goes on."""
+        if self._turns is not None and self.rng.random() < 0.5:
+            self._turns.give_way(rank)
 
     def keep_address(self, end: End) -> None:
         """Fill the buffer of a receive with NaN; drop the tensor of ``end``."""
@@ -98,16 +127,13 @@ class Pair(NamedTuple):
 
 class HostileNetwork(WindowNetwork):
     """Base of the adversarial networks: scheduling by seed, late transfers. ``pollable``: ``is_completed`` of a work is
-    exact, as on NCCL.
-    """
+    exact, as on NCCL."""
 
     def __init__(self, size: int, one_way: bool = True, *, seed: int = 0, pollable: bool = False) -> None:
-        super().__init__(size, one_way)
+        super().__init__(size, one_way, seed=seed)
         self.pollable = pollable
         self.violations: list[str] = []
         self.transfers = 0
-        self.rng = random.Random(seed)
-        self._turns = Turns(size, self.rng, self._move_one)
         self._in_flight: list[Pair] = []
         self._collectives_met: list[Sequence[tuple[MemoryWork, Collective]]] = []
         self._awaited: set[MemoryWork] = set()
@@ -121,25 +147,20 @@ class HostileNetwork(WindowNetwork):
     @contextmanager
     def running(self, rank: int) -> Iterator[None]:
         try:
-            with self._turns.running(rank):
-                try:
-                    yield
-                except BaseException as error:
-                    self.abort(f"rank {rank}: {error}")
-                    raise
+            with super().running(rank):
+                yield
         finally:
             self._running -= 1
             if self._running == 0:
                 while self._in_flight or self._collectives_met:  # what no rank waited for
-                    self._move_one()
+                    self.when_stuck()
 
     def post(self, rank: int, queue: Queue, ends: list[End]) -> MemoryWork:
         for end in ends:
             self.keep_address(end)
         work = super().post(rank, queue, ends)
         self.after_event()
-        if self.rng.random() < 0.5:
-            self._turns.give_way(rank)
+        self.after_post(rank)
         return work
 
     def wait(self, work: MemoryWork, timeout: timedelta | None) -> None:
@@ -147,14 +168,11 @@ class HostileNetwork(WindowNetwork):
             self._awaited.add(work)
             self.when_awaited(work)
             self.after_event()
+            assert self._turns is not None
             self._turns.wait_until(work.rank, lambda: work.left == 0)
             self._awaited.discard(work)
         if work.left:
             raise RuntimeError(f"aborted: {self.failure}" if self.failure else self._why_stuck(work))
-
-    def abort(self, why: str) -> None:
-        super().abort(why)
-        self._turns.give_up()
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -175,7 +193,6 @@ class HostileNetwork(WindowNetwork):
         self.when_met(self._in_flight[-1])
 
     def _move(self, pair: Pair) -> None:
-        """Transfer one pair."""
         self._in_flight.remove(pair)
         self.transfers += 1
         freed = self.deliver(pair.send, pair.receive)
@@ -191,8 +208,8 @@ class HostileNetwork(WindowNetwork):
         """It runs as late as it may: when no rank can go on without it."""
         self._collectives_met.append(posted)
 
-    def _move_one(self) -> bool:
-        """No rank can run: transfer a pair that a rank waits for, else any; without one, the oldest collective runs."""
+    def when_stuck(self) -> bool:
+        """Transfer a pair that a rank waits for, else any; without one, the oldest collective runs."""
         if self._collectives_met and not self._in_flight:
             super().meet_collective(self._collectives_met.pop(0))
             return True
@@ -222,8 +239,7 @@ class LastMomentNetwork(HostileNetwork):
 
 class PoisoningNetwork(LastMomentNetwork):
     """Fills the memory of a pending send with NaN where only the communicator still holds it: the schedule has released
-    it. Only this network can still read it, so it is filled right before the read.
-    """
+    it. Only this network can still read it, so it is filled right before the read."""
 
     def _move(self, pair: Pair) -> None:
         window = self.windows[pair.send]

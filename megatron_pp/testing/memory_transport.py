@@ -19,13 +19,12 @@ import torch
 
 from megatron_pp.comm.collectives import Collective, InThread
 from megatron_pp.comm.transport import P2PRequest, Transport, Work
+from megatron_pp.testing.threads import run_ranks
 
 Queue = tuple[object, ...]
 
 
 class MemoryWork:
-    """One posted operation or batch."""
-
     def __init__(self, network: MemoryNetwork, rank: int, queue: Queue, ends: list[End]) -> None:
         self.network = network
         self.rank = rank
@@ -126,7 +125,6 @@ class MemoryNetwork:
             self.changed.notify_all()
 
     def transfer(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy the bytes."""
         if source.dtype != target.dtype or source.numel() != target.numel():
             raise RuntimeError(
                 f"sent {source.dtype} {tuple(source.shape)}, receiving {target.dtype} {tuple(target.shape)}"
@@ -197,22 +195,15 @@ class MemoryCollectives:
 def run_together(collectives: Sequence[Collective]) -> None:
     """Run ``collectives``, one of each rank, as one. Raises RuntimeError where one of them fails."""
     size = len(collectives)
-    gathered, barrier, failures = [torch.empty(0)] * size, threading.Barrier(size), list[BaseException]()
+    gathered, barrier = [torch.empty(0)] * size, threading.Barrier(size)
 
     def run(rank: int) -> None:
-        try:
-            InThread(collectives[rank], MemoryCollectives(rank, gathered, barrier)).wait()
-        except BaseException as error:  # raised below
-            failures.append(error)
-            barrier.abort()
+        InThread(collectives[rank], MemoryCollectives(rank, gathered, barrier)).wait()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise RuntimeError(f"a collective failed: {failures[0]!r}")
+    try:
+        run_ranks(size, run, on_failure=lambda why: barrier.abort())
+    except Exception as error:
+        raise RuntimeError(f"a collective failed: {error!r}") from error
 
 
 class MemoryTransport(Transport):

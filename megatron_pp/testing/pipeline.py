@@ -28,7 +28,6 @@ from megatron_pp.testing.toy import (
 
 
 def placement_of(config: Any, pipeline_size: int, num_chunks: int) -> Placement:
-    """The placement of the config's schedule."""
     return Placement(placement_kind(getattr(config, "pipeline_schedule", None)), pipeline_size, num_chunks)
 
 
@@ -42,9 +41,7 @@ def toy_step(
     **more: Any,
 ) -> list[Any]:
     """Call the schedule function with ``chunks``, this rank's model chunks, wrapped or not. Returns its result.
-
-    ``iterators``: one per chunk in place of the data's own; ``more``: further arguments of the schedule.
-    """
+    ``iterators``: one per chunk in place of the data's own; ``more``: further arguments of the schedule."""
     chunked = len(chunks) > 1
     iterators = [data.iterator() for _ in chunks] if iterators is None else iterators
     return get_forward_backward_func(communicator.size, len(chunks) if chunked else None)(
@@ -72,9 +69,7 @@ def run_rank(
     prepare: Callable[[list[PipelineStage]], Any] | None = None,
 ) -> ToyResult:
     """One step of the toy model on ``rank``; the losses (on the last stage) and the gradients of this rank's stages.
-
-    ``prepare`` is called with the rank's model chunks before the step.
-    """
+    ``prepare`` is called with the rank's model chunks before the step."""
     placement = placement_of(config, pipeline_size, num_chunks)
     chunks = toy_chunks(placement, rank, config, block)
     if prepare is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,8 +14,6 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class ThreadGroup:
-    """The pipeline group of ranks that are threads."""
-
     _rank: int
     _size: int
 
@@ -27,11 +27,9 @@ class ThreadGroup:
 def run_ranks(
     size: int, rank_main: Callable[[int], T], on_failure: Callable[[str], None] | None = None, timeout: float = 60.0
 ) -> list[T]:
-    """Run ``rank_main(rank)`` in a thread per rank and return the results in rank order.
-
-    Raises the first exception of any rank, after ``on_failure`` (called with its text, to unblock the others); raises
-    TimeoutError where ranks are still running after ``timeout`` seconds.
-    """
+    """Run ``rank_main(rank)`` in a thread per rank and return the results in rank order. Raises the first exception of
+    any rank, after ``on_failure`` (called with its text, to unblock the others); raises TimeoutError where ranks are
+    still running after ``timeout`` seconds."""
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
@@ -56,3 +54,73 @@ def run_ranks(
             on_failure("timed out")
         raise TimeoutError(f"{', '.join(running)} still running after {timeout} s")
     return results
+
+
+class Turns:
+    """Schedules ``size`` threads, each of which runs as one rank inside ``running(rank)``: exactly one at any time, and
+    a seed chooses the next. A run is a function of the seed alone; a deadlock is detected at once, without a timeout.
+
+    ``when_stuck()`` is called when every thread waits; it returns True after it has made progress, else False: then
+    every ``wait_until`` returns although its condition does not hold."""
+
+    def __init__(self, size: int, rng: random.Random, when_stuck: Callable[[], bool]) -> None:
+        self.size = size
+        self.rng = rng
+        self.when_stuck = when_stuck
+        self.given_up = False
+        self._gates = [threading.Lock() for _ in range(size)]  # each released for one turn of its rank
+        for gate in self._gates:
+            gate.acquire()
+        self._ready: dict[int, Callable[[], bool]] = {}  # rank that is not running -> whether it can run
+        self._entering = threading.Lock()
+        self._entered = 0
+
+    @contextmanager
+    def running(self, rank: int) -> Iterator[None]:
+        """Run the current thread as ``rank``. Starts when all ranks have entered."""
+        self._ready[rank] = _always
+        with self._entering:
+            self._entered += 1
+            all_entered = self._entered == self.size
+        if all_entered:
+            self._next()
+        self._gates[rank].acquire()
+        try:
+            yield
+        finally:
+            self._next()
+
+    def give_way(self, rank: int) -> None:
+        """Let the seed choose the next rank, this one included."""
+        self._sleep(rank, _always)
+
+    def wait_until(self, rank: int, ready: Callable[[], bool]) -> bool:
+        """Sleep until ``ready()``. False where no rank can make progress."""
+        if not ready():
+            self._sleep(rank, ready)
+        return ready()
+
+    def give_up(self) -> None:
+        """Wake all ranks, one after the other, after a failure."""
+        self.given_up = True
+
+    def _sleep(self, rank: int, ready: Callable[[], bool]) -> None:
+        self._ready[rank] = ready
+        self._next()
+        self._gates[rank].acquire()
+
+    def _next(self) -> None:
+        """Let a rank run that can."""
+        while self._ready:
+            able = [rank for rank in sorted(self._ready) if self.given_up or self._ready[rank]()]
+            if able:
+                chosen = able[self.rng.randrange(len(able))] if len(able) > 1 else able[0]
+                del self._ready[chosen]
+                self._gates[chosen].release()
+                return
+            if not self.when_stuck():
+                self.given_up = True
+
+
+def _always() -> bool:
+    return True

@@ -12,7 +12,6 @@ import torch
 
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.skip_tensors import SkipTensor
 from megatron_pp.runtime.sequence_slices import sequence_slice
 from megatron_pp.runtime.stage import PipelineStage
 
@@ -37,30 +36,10 @@ class ToyBlock(torch.nn.Module):
         return torch.tanh(self.linear(x)) * self.scale + x
 
 
-class SkipBlock(ToyBlock):
-    """A stage that uses and makes named tensors, as ``tensors`` declare."""
-
-    def __init__(self, stage: int, tensors: Sequence[SkipTensor], dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(stage)
-        self.uses = [one.name for one in tensors if stage in one.users]
-        self.makes = [one for one in tensors if one.source == stage]
-        self.weights = torch.nn.Parameter(torch.linspace(0.5, 1.5, max(1, len(self.uses))))
-        self.to(dtype)
-
-    def forward(self, x: torch.Tensor, **named: torch.Tensor) -> Any:
-        assert list(named) == self.uses
-        for weight, tensor in zip(self.weights, named.values(), strict=False):
-            x = x + weight * tensor
-        output = super().forward(x)
-        made = {one.name: (output - x if one.gradient else x.detach().sign()) for one in self.makes}
-        return (output, made) if made else output
-
-
 @dataclass(frozen=True)
 class ToyData:
     """Inputs and targets of M microbatches; [sequence, microbatch, hidden], float32. With ``variable`` sequence lengths
-    differ. ``first`` is the number of the first one, from which the contents are generated.
-    """
+    differ. ``first`` is the number of the first one, from which the contents are generated."""
 
     num_microbatches: int
     seq_length: int = 3
@@ -139,7 +118,6 @@ def reference_run(
 def toy_chunks(
     placement: Placement, rank: int, config: Any, block: Callable[[int], torch.nn.Module] = ToyBlock
 ) -> list[PipelineStage]:
-    """The model chunks of ``rank``."""
     return [PipelineStage(block(stage), config, chunk) for chunk, stage in enumerate(placement.stages[rank])]
 
 

@@ -32,9 +32,7 @@ class Agreement(NamedTuple):
 
 def agree_on_clocks(transport: Transport, clock: Clock, run: int = 0) -> Agreement:
     """Collective over the pipeline; the channels between neighbours must have been prepared. ``run`` is rank 0's.
-
-    ``clock`` returns nanoseconds, and is only compared with itself.
-    """
+    ``clock`` returns nanoseconds, and is only compared with itself."""
     known = Agreement(run, 0)
     if transport.rank > 0:
         known = _answer(transport, transport.rank - 1, clock)

@@ -60,8 +60,6 @@ class RunHeader:
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """A plan as one rank has it."""
-
     spec: PlanSpec
     placement: str
     program: tuple[Instruction, ...]
@@ -81,8 +79,6 @@ class StepRecord:
 
 @dataclass
 class RankTrace:
-    """What a file contains."""
-
     path: str
     header: RunHeader
     version: int = _VERSION
@@ -127,9 +123,13 @@ def _line(kind: str, **content: Any) -> str:
 def read_rank_trace(path: str | Path) -> RankTrace:
     """Read one rank's file. Raises ExchangeError naming the file, the line and what is wrong with it.
 
-    A last line without its end, as a killed run leaves it, is ignored.
-    """
-    lines = read_text(path).split("\n")
+    A last line without its end, as a killed run leaves it, is ignored."""
+    return parse_rank_trace(read_text(path), path)
+
+
+def parse_rank_trace(text: str, path: str | Path) -> RankTrace:
+    """The same of the text of a file; ``path`` names it in errors."""
+    lines = text.split("\n")
     if not lines[0]:
         raise ExchangeError(f"{path}: the file is empty")
     trace: RankTrace | None = None

@@ -5,9 +5,8 @@ writes its own file there; ``megatron-pp report`` merges them. ``config.trace_st
 record, by default 2 to 21, so that a forgotten setting does not fill a disk.
 
 On CPUs times are the monotonic clock's. On GPUs they are those of CUDA events on the current stream: what the stream
-did and what it waited for. They are read when the next recorded step begins, or at exit; nothing is synchronised
-within a step. Before the first recorded step and every sixteenth after it the ranks compare their clocks
-(``clock_sync.py``).
+did and what it waited for. They are read when the next recorded step begins, or at exit; nothing is synchronised within
+a step. Before the first recorded step and every sixteenth after it the ranks compare their clocks (``clock_sync.py``).
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ import atexit
 import itertools
 import logging
 import math
+import os
 import re
 import secrets
 import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -125,7 +126,6 @@ class Keeper:
         self.pending: list[_CudaRecording] = []
 
     def recording(self, plan: Plan, step: int, size: float = 0.0) -> Recording:
-        """Of the step that starts now."""
         kind = _CudaRecording if self.transport.device.type == "cuda" else Recording
         return kind(self, plan, step, size)
 
@@ -198,7 +198,6 @@ class Tracer(Keeper):
         self.write(files.header_line(header))
 
     def write(self, line: str) -> None:
-        """Append one line to the file."""
         if self.broken or self.path is None:
             return
         try:
@@ -299,3 +298,30 @@ def _recorded_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+class ProfilerRanges:
+    """An observer of the engine that opens ``range_of(name)`` around each instruction, named as it prints: ``F0.3``,
+    ``WAIT_F1.0``, ``[SEND_F0.1 RECV_B0.0]``."""
+
+    def __init__(self, range_of: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._range_of = range_of
+        self._open: list[AbstractContextManager[Any]] = []
+
+    def begin(self, at: Instruction) -> None:
+        self._open.append(self._range_of(str(at)))
+        self._open[-1].__enter__()
+
+    def end(self, at: Instruction) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+
+def ranges_if_profiling() -> ProfilerRanges | None:
+    """The observer of the step that starts now; None where no profiler runs. ``torch.profiler.profile`` (also on the
+    CPU) and ``torch.autograd.profiler.emit_nvtx`` are detected; for nsys, which torch cannot detect, MEGATRON_PP_NVTX=1
+    is set. Called once a step."""
+    if torch.autograd._profiler_enabled():
+        return ProfilerRanges(torch.autograd.profiler.record_function)
+    if os.environ.get("MEGATRON_PP_NVTX") == "1" and torch.cuda.is_available():
+        return ProfilerRanges(torch.cuda.nvtx.range)
+    return None

@@ -31,11 +31,9 @@ def report_picture(found: Findings, traced: TracedRun, output: str) -> str | byt
 
 
 def write_timeline(folder: Path, page: Path, chrome: Path) -> tuple[int, ...]:
-    """Write all recorded steps of the newest run in ``folder``, and return their numbers.
-
-    ``page`` (HTML) has them one below the other, then the prediction and the tables of the step with the median time;
-    ``chrome`` is a Chrome trace. Raises ExchangeError: no traces, or unreadable ones.
-    """
+    """Write all recorded steps of the newest run in ``folder``, and return their numbers. ``page`` (HTML) has them one
+    below the other, then the prediction and the tables of the step with the median time; ``chrome`` is a Chrome trace.
+    Raises ExchangeError: no traces, or unreadable ones."""
     names = run_names(folder)
     traced = load_run(folder, names[-1] if names else None)
     found = analyse(traced)

@@ -56,10 +56,8 @@ class TracedRun:
 
 
 def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> TracedRun:
-    """The pipeline of global rank ``rank`` in run ``run`` (needed only where the folder holds several).
-
-    Raises ExchangeError: no traces, several runs, a missing rank, unreadable files, no step that all ranks recorded.
-    """
+    """The pipeline of global rank ``rank`` in run ``run`` (needed only where the folder holds several). Raises
+    ExchangeError: no traces, several runs, a missing rank, unreadable files, no step that all ranks recorded."""
     runs = run_names(folder)
     if not runs:
         raise ExchangeError(f"{folder}: there are no traces (files named trace-RUN-rankN.jsonl)")
@@ -72,7 +70,7 @@ def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> Trace
     for trace in traces:
         if trace.header.run not in Path(trace.path).name:
             raise ExchangeError(f"{trace.path}: this is a trace of run {trace.header.run}, under another one's name")
-    return _pipeline(str(folder), traces, rank)
+    return pipeline_of(traces, rank, str(folder))
 
 
 def run_names(folder: str | Path) -> list[str]:
@@ -80,7 +78,8 @@ def run_names(folder: str | Path) -> list[str]:
     return sorted({path.name.split("-")[1] for path in Path(folder).glob("trace-*-rank*.jsonl")})
 
 
-def _pipeline(folder: str, traces: list[RankTrace], rank: int) -> TracedRun:
+def pipeline_of(traces: Sequence[RankTrace], rank: int, folder: str) -> TracedRun:
+    """The pipeline of global rank ``rank``, of traces of one run; ``folder`` names their place in errors."""
     by_rank = {trace.header.pipeline[trace.header.rank]: trace for trace in traces}
     member = by_rank.get(rank) or next((t for t in traces if rank in t.header.pipeline), None)
     if member is None:
@@ -129,7 +128,6 @@ class _Merge:
         return Simulation(self.plan, self.starts, self.ends, log, waits, busy)
 
     def _timed(self, rank: int) -> Iterator[tuple[ins.Instruction, float, float]]:
-        """Instructions of ``rank`` with their start and end."""
         return zip(self.plan.timed(rank), self.starts[rank], self.ends[rank], strict=True)
 
     def _collect(self) -> None:

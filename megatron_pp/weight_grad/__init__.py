@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_pp.errors import WeightGradError, WeightGradSplitError
 from megatron_pp.weight_grad.convert import check_wrappers, split_weight_grad, store_of, unsplit_weight_grad
-from megatron_pp.weight_grad.fused import fused_kernels
+from megatron_pp.weight_grad.linear import fused_kernels
 from megatron_pp.weight_grad.report import SplitReport, WholeLayer
 from megatron_pp.weight_grad.store import WeightGradStore
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.errors import WeightGradSplitError
 from megatron_pp.module_attributes import wrapped_attribute
-from megatron_pp.weight_grad.fused import fused_kernels
+from megatron_pp.weight_grad.linear import fused_kernels
 from megatron_pp.weight_grad.report import Fate, report_of, shares_of, warn_of_whole_layers, weight_work
 from megatron_pp.weight_grad.split_forward import MARK, Overrides, SplitState, overrides_of, state_of
 from megatron_pp.weight_grad.store import WeightGradStore
@@ -53,8 +53,7 @@ def split_weight_grad(
     Megatron-core permits only with ``overlap_moe_expert_parallel_comm``) queue their weight gradients in pipeline
     steps as if they had been built with it. Off, they compute all gradients at once.
 
-    Raises WeightGradSplitError for a model that is converted already, or that contains TorchScript.
-    """
+    Raises WeightGradSplitError for a model that is converted already, or that contains TorchScript."""
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     store = WeightGradStore()
     fates: list[Fate] = []
@@ -91,10 +90,8 @@ def unsplit_weight_grad(model: nn.Module | Sequence[nn.Module]) -> None:
 
 
 def store_of(chunks: Sequence[Any]) -> WeightGradStore | None:
-    """The store of a rank's chunks (wrapped or not), None where they are not converted.
-
-    Raises WeightGradSplitError where only some are, or where they were converted one by one.
-    """
+    """The store of a rank's chunks (wrapped or not), None where they are not converted. Raises WeightGradSplitError
+    where only some are, or where they were converted one by one."""
     stores: list[WeightGradStore | None] = [wrapped_attribute(chunk, _STORE) for chunk in chunks]
     if any(store is not stores[0] for store in stores):
         raise WeightGradSplitError(
@@ -105,8 +102,7 @@ def store_of(chunks: Sequence[Any]) -> WeightGradStore | None:
 
 def check_wrappers(store: WeightGradStore, chunks: Sequence[Any]) -> None:
     """Raises WeightGradSplitError for layers built with delay_wgrad_compute in torch's DistributedDataParallel: its
-    hooks fire before such a layer has its gradient.
-    """
+    hooks fire before such a layer has its gradient."""
     built = store.report.delayed - store.report.switched
     if built and any(isinstance(chunk, DistributedDataParallel) for chunk in chunks):
         raise WeightGradSplitError(

@@ -11,8 +11,6 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class SplitLayer:
-    """A layer with deferred weight gradients."""
-
     store: Any  # its WeightGradStore
     name: str
     weight: Tensor
@@ -80,8 +78,7 @@ class Ready(NamedTuple):
 
 class Waiting(NamedTuple):
     """``deferred``, queued by autograd's run ``task`` when the version counters of its tensors added up to
-    ``versions``. Autograd drops the gradients of parameters that are ``frozen`` by then.
-    """
+    ``versions``. Autograd drops the gradients of parameters that are ``frozen`` by then."""
 
     task: int
     deferred: Any  # a Deferred, or what stands for one
@@ -100,3 +97,12 @@ def versions(deferred: Any) -> int:
 def frozen(parameters: Iterable[Tensor]) -> tuple[int, ...]:
     """The ids of those that are frozen now."""
     return tuple([id(parameter) for parameter in parameters if not parameter.requires_grad])
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(one)

@@ -4,8 +4,11 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,16 +16,65 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_pp.errors import FusedWeightGradError
 from megatron_pp.weight_grad.deferred import Deferred, SplitLayer
-from megatron_pp.weight_grad.fused import add_weight_grad
 from megatron_pp.weight_grad.parameter_leaf import assignments
+
+_HALF = (torch.float16, torch.bfloat16)
+# Earlier releases do not add to a float32 matrix (pytorch#167931).
+_ADDMM_WIDENS = torch.__version__ >= (2, 13)  # type: ignore[operator]
+
+
+def fused_kernels() -> Any | None:
+    """apex's extension module ``fused_weight_gradient_mlp_cuda``, or None where it or a CUDA device is missing. The
+    package named apex on PyPI is something else."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return importlib.import_module("fused_weight_gradient_mlp_cuda")
+    except ImportError:
+        return None
+
+
+def add_weight_grad(
+    kernels: Any | None, layer_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """``main_grad += grad_output^T @ layer_input``, in place.
+
+    ``layer_input`` is [tokens, in], ``grad_output`` [tokens, out], ``main_grad`` [out, in] in float32, float16 or
+    bfloat16. With float32 the products of half-precision inputs are added in float32: on CUDA by apex's kernel, by
+    torch's addmm or by Transformer Engine's GEMM, else after a cast. Raises FusedWeightGradError for other dtypes."""
+    if main_grad.dtype not in (torch.float32, *_HALF):
+        raise FusedWeightGradError(
+            f"main_grad is {main_grad.dtype}; gradient accumulation fusion adds into float32, float16 or bfloat16"
+        )
+    wide = main_grad.dtype == torch.float32
+    widens = wide and layer_input.dtype == grad_output.dtype and layer_input.dtype in _HALF and main_grad.is_cuda
+    if kernels is not None:
+        kernel = kernels.wgrad_gemm_accum_fp32 if wide else kernels.wgrad_gemm_accum_fp16
+        kernel(layer_input.contiguous(), grad_output.contiguous(), main_grad)
+    elif widens and _ADDMM_WIDENS:
+        torch.addmm(main_grad, grad_output.t(), layer_input, out_dtype=torch.float32, out=main_grad)
+    elif widens and main_grad.is_contiguous() and (gemm := _transformer_engine_gemm()) is not None:
+        gemm(layer_input, grad_output, layout="NT", out=main_grad, out_dtype=torch.float32, accumulate=True, grad=True)
+    else:
+        main_grad.addmm_(grad_output.t().to(main_grad.dtype), layer_input.to(main_grad.dtype))
+
+
+@cache
+def _transformer_engine_gemm() -> Callable[..., Any] | None:
+    """Transformer Engine's ``general_gemm``, or None where it is missing or wants a workspace as it once did."""
+    try:
+        gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+    except Exception:  # a half-built extension raises what it likes
+        return None
+    return None if "workspace" in inspect.signature(gemm).parameters else gemm
 
 
 @dataclass(slots=True)
 class DeferredLinear(Deferred):
     """Of a linear layer with weight [out, in] and bias [out]; its input is [tokens, in], its output's gradient
-    [tokens, out] or, where it is not ``flat``, [..., out].
-    """
+    [tokens, out] or, where it is not ``flat``, [..., out]."""
 
     weight_in_rows: bool = True  # the weight's rows are contiguous (it is not transposed)
     flat: bool = True  # the bias was added to [tokens, out], not to an output of more dimensions
@@ -65,15 +117,13 @@ class Gathering:
         self._work: Any = dist.all_gather_into_tensor(self._whole, self._part, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """The whole."""
         self._work.wait()
         return self._whole
 
 
 class _SplitLinear(torch.autograd.Function):
     """Linear layer: in a pipeline backward it returns the input gradient and queues the rest in the store. Every other
-    backward returns all gradients, and can be differentiated again.
-    """
+    backward returns all gradients, and can be differentiated again."""
 
     @staticmethod
     def forward(
@@ -116,8 +166,7 @@ def _input_grad(flat_input: Tensor, flat_grad: Tensor, weight: Tensor) -> Tensor
 
 def split_linear(layer_input: Tensor, layer: SplitLayer, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` of an input of at least two dimensions [..., in], under autocast too. ``weight`` and ``bias`` are
-    the leaves of the layer's parameters, or parameters without a gradient.
-    """
+    the leaves of the layer's parameters, or parameters without a gradient."""
     device = layer_input.device.type
     widen = False
     if torch.is_autocast_enabled(device):
@@ -131,8 +180,7 @@ def split_linear(layer_input: Tensor, layer: SplitLayer, weight: Tensor, bias: T
 
 class Casts:
     """Casts as autocast does: float64 stays, and all users of a leaf that requires a gradient share one cast, so that
-    their gradients are added in the lower precision. Cleared at each backward; graphs hold what they need.
-    """
+    their gradients are added in the lower precision. Cleared at each backward; graphs hold what they need."""
 
     def __init__(self) -> None:
         # A cast keeps its leaf alive, and so the leaf's id. With it, the state of the leaf when it was made.
@@ -168,8 +216,7 @@ class DeferredEmbedding(Deferred):
 
 class SplitEmbedding(torch.autograd.Function):
     """``F.embedding`` without max_norm or sparse gradients; its whole backward is a weight gradient. ``weight`` is the
-    leaf of the layer's, ``options`` are padding_idx and scale_grad_by_freq.
-    """
+    leaf of the layer's, ``options`` are padding_idx and scale_grad_by_freq."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, _: Tensor, weight: Tensor, layer: SplitLayer, *options: Any) -> Tensor:
@@ -187,3 +234,46 @@ class SplitEmbedding(torch.autograd.Function):
                 layer.store.keep_whole(layer, "its gradient is differentiated again")
             weight_grad, _ = DeferredEmbedding(layer, indices, grad_output, *ctx.options).leave_or_compute()
         return None, None, weight_grad, None, None, None
+
+
+class SplitTensorParallelLinear(torch.autograd.Function):
+    """The input gradient is all-reduced or, with sequence parallelism, reduce-scattered over the tensor-parallel group
+    in the backward. The input is gathered again in W, which all ranks of the group run in the same order, while the
+    weight gradient before it is computed; where a backward is whole, while the input gradient is computed, as in
+    Megatron.
+
+    What Megatron's ``_forward_impl`` computes: [sequence, batch, in / tp or in] -> [sequence, batch, out or out /
+    tp], of an expert [tokens, in] -> [tokens, out]. ``weight`` and ``bias`` are the leaves of the layer's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer_input: Tensor, _: Tensor, weight: Tensor, bias: Tensor | None, layer: SplitLayer, *call: Any
+    ) -> Tensor:
+        """``call``: Megatron's allreduce_dgrad, sequence_parallel and tp_group."""
+        ctx.layer, ctx.call = layer, call
+        ctx.save_for_backward(layer_input, weight)
+        sequence_parallel, group = call[1:]
+        whole = Gathering(layer_input, group).wait() if sequence_parallel else layer_input
+        output = torch.matmul(whole, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        layer_input, weight = ctx.saved_tensors
+        allreduce_dgrad, sequence_parallel, group = ctx.call
+        flat_input, flat_grad = layer_input.detach().flatten(0, -2), grad_output.flatten(0, -2)
+        deferred = DeferredLinear(ctx.layer, flat_input, flat_grad, group=group if sequence_parallel else None)
+        if sequence_parallel and not deferred.is_put_off():
+            deferred.prepare()
+        grad_input = grad_output.matmul(weight) if ctx.needs_input_grad[0] else None
+        pending = None
+        if grad_input is not None and sequence_parallel:
+            whole, grad_input = grad_input, torch.empty_like(layer_input)
+            pending = dist.reduce_scatter_tensor(grad_input, whole.contiguous(), group=group, async_op=True)
+        elif grad_input is not None and allreduce_dgrad:
+            pending = dist.all_reduce(grad_input, group=group, async_op=True)
+        grads = deferred.leave_or_compute()
+        if pending is not None:
+            pending.wait()
+        return grad_input, None, *grads, *[None] * 4

@@ -64,7 +64,6 @@ def shares_of(fates: Iterable[Fate]) -> dict[str, tuple[str, float]]:
 
 
 def report_of(fates: Iterable[Fate]) -> SplitReport:
-    """The report of a rank's layers."""
     fates = list(fates)
     count = [fate.what for fate in fates].count
     total = sum(fate.work for fate in fates)
@@ -86,15 +85,13 @@ def warn_of_whole_layers(report: SplitReport) -> None:
 
 
 def percent(share: float) -> str:
-    """In words, for messages."""
     return f"{100 * share:.1f}% of the weight gradients' FLOPs"
 
 
 def weight_work(layer: nn.Module, name: str) -> float:
     """FLOPs of a layer's weight gradients for one token of the model's input, halved: the elements of its trained
     matrices. ``name``: in its chunk; those of Megatron's ``experts`` get their even share of the tokens. A look-up
-    counts nothing.
-    """
+    counts nothing."""
     if hasattr(layer, "num_embeddings"):
         return 0.0
     matrices = (p for p in layer._parameters.values() if p is not None and p.requires_grad and p.dim() > 1)

@@ -20,9 +20,15 @@ from torch import Tensor, nn
 from megatron_pp.errors import WeightGradError
 from megatron_pp.plan.tasks import Part
 from megatron_pp.weight_grad.deferred import Deferred, Ready, SplitLayer, Waiting, frozen, versions
-from megatron_pp.weight_grad.delivery import add_and_fire, add_silently
 from megatron_pp.weight_grad.linear import Casts
-from megatron_pp.weight_grad.parameter_leaf import accumulates, follow, new_leaf, take_gradient
+from megatron_pp.weight_grad.parameter_leaf import (
+    accumulates,
+    add_and_fire,
+    add_silently,
+    follow,
+    new_leaf,
+    take_gradient,
+)
 from megatron_pp.weight_grad.report import SplitReport, percent
 from megatron_pp.weight_grad.transformer_engine import DelayedRun, SwitchedQueue, hooked_names
 
@@ -34,8 +40,6 @@ _NEVER = -1  # the chunk, never complete, of parameters whose layer fires their 
 
 @dataclass
 class _Backward:
-    """The backward that is running."""
-
     key: Key
     split: bool
     final: bool  # whether this (chunk, microbatch) completes the chunk's gradients
@@ -46,8 +50,7 @@ class _Backward:
 
     def puts_off(self, weight: Tensor) -> bool:
         """Whether a layer queues its gradients: for W, or in the last backward for its end, since hooks must not fire
-        inside of autograd's run.
-        """
+        inside of autograd's run."""
         return (self.split or self.final) and id(weight) not in self.whole
 
 
@@ -67,9 +70,7 @@ class WeightGradStore:
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self._whole: dict[int, Tensor] = {}
         self._logged: set[tuple[str, str]] = set()
-        self._layers: list[tuple[nn.Module, int, bool]] = []
-        self._delayed: list[tuple[nn.Module, int, bool]] = []
-        self._queues_to_open: list[SwitchedQueue] = []
+        self._layers: list[tuple[nn.Module, int, bool, SwitchedQueue | None]] = []
         self.abort_step()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -80,11 +81,7 @@ class WeightGradStore:
 
     def own(self, layer: nn.Module, chunk: int, delays: bool, switched: SwitchedQueue | None = None) -> None:
         """Register a layer of ``chunk``; ``delays``: it has a queue of its own, as built or as ``switched``."""
-        self._layers.append((layer, chunk, delays and switched is None))
-        if delays:
-            self._delayed.append((layer, chunk, switched is not None))
-        if switched is not None and switched not in self._queues_to_open:
-            self._queues_to_open.append(switched)
+        self._layers.append((layer, chunk, delays, switched))
 
     # -- called by the engine --------------------------------------------------------------------------------------
 
@@ -101,13 +98,13 @@ class WeightGradStore:
 
     def begin_step(self, last: Mapping[int, Part]) -> None:
         """Start a step. ``last`` names, per chunk, the microbatch whose W (or unsplit B) completes the chunk's
-        gradients.
-        """
+        gradients."""
         self.abort_step()
         self._last.update(last)
         self._look_up_parameters()
-        for queue in self._queues_to_open:
-            queue.open()
+        for *_, switched in self._layers:
+            if switched is not None:
+                switched.open()
         self.armed = True
 
     def end_step(self) -> None:
@@ -124,10 +121,10 @@ class WeightGradStore:
         return sorted(self._queues)
 
     def abort_step(self) -> None:
-        """Drop everything of a step."""
         self.armed = self.delivering = False
-        for queue in self._queues_to_open:
-            queue.close()
+        for *_, switched in self._layers:
+            if switched is not None:
+                switched.close()
         self.casts = Casts()
         self._current: _Backward | None = None
         self._last: dict[int, Part] = {}
@@ -141,8 +138,7 @@ class WeightGradStore:
     @contextmanager
     def backward(self, chunk: int, mb: Part, split: bool = True) -> Iterator[None]:
         """Around the backward of (chunk, mb): input gradients only where ``split``, else all gradients. A slice of a
-        sequence is (mb, slice).
-        """
+        sequence is (mb, slice)."""
         key = (chunk, mb)
         if not self.armed:
             raise WeightGradError(
@@ -150,7 +146,11 @@ class WeightGradStore:
             )
         if key in self._queues:
             raise WeightGradError(f"backward of chunk {chunk}, microbatch {mb} ran twice")
-        delayed = [DelayedRun(layer, switched) for layer, its_chunk, switched in self._delayed if its_chunk == chunk]
+        delayed = [
+            DelayedRun(layer, switched is not None)
+            for layer, its_chunk, delays, switched in self._layers
+            if delays and its_chunk == chunk
+        ]
         self._queues[key] = deque()
         self.casts.clear()
         now = self._current = _Backward(key, split, self._last.get(chunk) == mb, self._whole)
@@ -243,8 +243,7 @@ class WeightGradStore:
 
     def arrive(self, parameter: Tensor, leaf: Tensor) -> None:
         """Called when autograd has finished a leaf's gradient; there is none where layers queued it, or added it to
-        ``main_grad`` themselves.
-        """
+        ``main_grad`` themselves."""
         current, grad = self._current, take_gradient(leaf)
         run = None if current is None else current.switched.get(id(parameter))
         if run is not None and grad is not None and run.takes(parameter, grad):
@@ -309,8 +308,8 @@ class WeightGradStore:
 
     def _look_up_parameters(self) -> None:
         """The chunks and the leaf of each parameter; for each step, since parameters may be replaced."""
-        for layer, chunk, delays in self._layers:
-            hooked = hooked_names(layer) if delays else ()
+        for layer, chunk, delays, switched in self._layers:
+            hooked = hooked_names(layer) if delays and switched is None else ()
             for name, parameter in layer._parameters.items():
                 if parameter is not None:
                     chunks = (chunk, _NEVER) if name in hooked else (chunk,)

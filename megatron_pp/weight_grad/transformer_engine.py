@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_pp.weight_grad.deferred import tensors_in
+
 _LIBRARY = "transformer_engine."
 
 
@@ -58,8 +60,7 @@ def why_not_switched(layer: nn.Module) -> str:
 class SwitchedQueue:
     """Makes a layer queue its weight gradients between ``open`` and ``close``; outside of that it computes as built.
 
-    Gradients of its parameters reach the leaves of the step, so no hook fires in its backward.
-    """
+    Gradients of its parameters reach the leaves of the step, so no hook fires in its backward."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -87,8 +88,7 @@ class SwitchedQueue:
 
 class DelayedRun:
     """What one backward leaves to a layer's ``backward_dw()``, in the place of a ``Deferred``. Made before the
-    backward, which ``end_backward`` ends.
-    """
+    backward, which ``end_backward`` ends."""
 
     kept: tuple[Tensor, ...] = ()  # the layer has them
 
@@ -105,8 +105,7 @@ class DelayedRun:
 
     def takes(self, parameter: Tensor, grad: Tensor) -> bool:
         """Whether a gradient that reached the leaf of a switched layer's parameter goes with what the layer has queued:
-        not where this backward did not use the layer.
-        """
+        not where this backward did not use the layer."""
         if self._queued() + self._entries <= 0:
             return False
         if parameter.dim() <= 1:
@@ -125,7 +124,7 @@ class DelayedRun:
 
     def queued(self) -> list[Tensor]:
         """What the layer has queued in this backward, which is just over."""
-        return list(_tensors(list(self.layer.wgrad_store.context.queue)[-self._entries :] if self._entries else ()))
+        return list(tensors_in(list(self.layer.wgrad_store.context.queue)[-self._entries :] if self._entries else ()))
 
     def prepare(self) -> None:
         """Nothing runs ahead of ``compute``."""
@@ -162,15 +161,6 @@ class DelayedRun:
 
     def _queued(self) -> int:
         return int(self.layer.wgrad_store.context.qsize())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those in nested lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
 
 
 def _exchange(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> list[Tensor | None]:

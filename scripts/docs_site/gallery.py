@@ -6,7 +6,6 @@ import contextlib
 import io
 import tempfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 from made_parts import markdown_table
@@ -63,15 +62,13 @@ def picture_path(name: str) -> str:
 
 def filled(text: str) -> str:
     """The page with its table and sections in their places."""
-    for mark, made in ((TABLE_MARK, table()), (COMPARISON_MARK, _picture(COMPARED)), (SECTIONS_MARK, sections())):
+    table = markdown_table([HEAD, *map(_cells, all_numbers())])
+    sections = "\n\n".join(map(_section, all_numbers()))
+    for mark, made in ((TABLE_MARK, table), (COMPARISON_MARK, _picture(COMPARED)), (SECTIONS_MARK, sections)):
         if mark not in text:
             raise ValueError(f"{PAGE} has no line {mark}")
         text = text.replace(mark, made)
     return text
-
-
-def table() -> str:
-    return markdown_table([HEAD, *map(_cells, _numbers())])
 
 
 def _cells(numbers: Numbers) -> list[str]:
@@ -87,10 +84,6 @@ def _cells(numbers: Numbers) -> list[str]:
     ]
 
 
-def sections() -> str:
-    return "\n\n".join(map(_section, _numbers()))
-
-
 def _section(numbers: Numbers) -> str:
     name, summary = numbers.family.name, numbers.family.summary
     source = f"Source: {numbers.family.source}."
@@ -102,8 +95,3 @@ def _picture(name: str) -> str:
     file = picture_path(name)
     image = f'<a href="{file}"><img src="{file}" alt="{name}" loading="lazy"></a>'
     return f"{image}\n\n    {' '.join(draw_command(name))} -o x.svg"
-
-
-@cache
-def _numbers() -> list[Numbers]:
-    return all_numbers()

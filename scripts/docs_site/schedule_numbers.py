@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import StageCosts
@@ -73,5 +74,6 @@ def numbers_of(family: Family) -> Numbers:
     )
 
 
-def all_numbers() -> list[Numbers]:
-    return [numbers_of(family) for family in SCHEDULES.values()]
+@cache
+def all_numbers() -> tuple[Numbers, ...]:
+    return tuple(numbers_of(family) for family in SCHEDULES.values())

@@ -30,7 +30,7 @@ from megatron_pp.testing.streams import StreamNetwork
 from megatron_pp.testing.streams.cuda import replaced
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData
 from megatron_pp.tracing.recorder import Tracer, chosen_steps
-from megatron_pp.weight_grad.fused import add_weight_grad, fused_kernels
+from megatron_pp.weight_grad.linear import add_weight_grad, fused_kernels
 from tests.functional_tests import race_cases
 from tests.harness import output_layer_runs, processes
 from tests.harness.nccl_runs import FailingBlock, step_on_nccl

@@ -22,9 +22,8 @@ from megatron_pp.plan.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
 from megatron_pp.runtime.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.gradient_hooks import SyncHooks
-from megatron_pp.runtime.sequence_slices import SliceRunner, sequence_slice
+from megatron_pp.runtime.sequence_slices import SlicedSteps, SliceRunner, sequence_slice
 from megatron_pp.runtime.skip_tensors import SkipRunner
-from megatron_pp.runtime.sliced_steps import SlicedSteps
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import (

@@ -165,7 +165,7 @@ function setFont(pen, size) {
   pen.font = `${size}px system-ui, sans-serif`;
 }
 
-// How a chart's blocks are labelled, as in labels.py: the first form in a good size, else the last in the smallest.
+// How a chart's blocks are labelled, as in figures.py: the first form in a good size, else the last in the smallest.
 function chooseLabels(chart, pen) {
   const room = x(chart, view.from + chart.shortBlock) - x(chart, view.from) - LABEL.room;
   const last = ((chart.chunks - 1) << 20) | (chart.microbatches * chart.slices - 1);

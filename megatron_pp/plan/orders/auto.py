@@ -6,7 +6,7 @@ One family for each placement, since the placement decides which layers a rank b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_pp.plan.family import Announce, Family, Order, Shape
@@ -22,11 +22,15 @@ class AutoOrders:
     families: tuple[Family, ...]
     placement: str
 
-    def result(self, spec: PlanSpec, announce: Announce | None = None) -> SearchResult:
-        return search(spec, self.families, self.placement, announce)
+    def result(
+        self, spec: PlanSpec, announce: Announce | None = None, allowed: Callable[[Plan], bool] | None = None
+    ) -> SearchResult:
+        return search(spec, self.families, self.placement, announce, allowed)
 
-    def of_spec(self, spec: PlanSpec, announce: Announce | None = None) -> Plan:
-        return self.result(spec, announce).best.plan
+    def of_spec(
+        self, spec: PlanSpec, announce: Announce | None = None, allowed: Callable[[Plan], bool] | None = None
+    ) -> Plan:
+        return self.result(spec, announce, allowed).best.plan
 
     def of_shape(self, shape: Shape) -> list[Order]:
         """Without measured values."""

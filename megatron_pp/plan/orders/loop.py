@@ -9,6 +9,7 @@ where the bubble was.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from megatron_pp.plan.dataflow import RESULT_OF, inputs_of
 from megatron_pp.plan.family import Family, Order, Repeats, Shape, b, every_group, every_microbatch, f, i, w
@@ -235,30 +236,19 @@ def delay_weights(order: Order, delay: int) -> Order:
 def zb_h2(shape: Shape) -> list[Order]:
     """No bubble within a rank's own span, for about twice the memory of 1F1B.
 
-    Rank r warms up with 2 (P-r) - 1 forwards, so that it has work until the first gradient comes back, and keeps 2 r
-    weight gradients for the end, so that it has work until the last rank is done. At most 2 P - 1 microbatches in
-    memory, on every rank; the first P-1 forwards' delay remains in the makespan.
+    Rank r warms up with 2 (P-r) - 1 forwards, as in eager 1F1B, so that it has work until the first gradient comes
+    back, and keeps 2 r weight gradients for the end, so that it has work until the last rank is done. At most 2 P - 1
+    microbatches in memory, on every rank; the first P-1 forwards' delay remains in the makespan.
     """
-    return [_zb_h2_order(shape.pipeline_size, shape.num_microbatches, rank) for rank in range(shape.pipeline_size)]
-
-
-def _zb_h2_order(size: int, microbatches: int, rank: int) -> Order:
-    forwards = [f(0, m) for m in range(microbatches)]
-    weights = [w(0, m) for m in range(microbatches)]
-    warmup = min(2 * (size - rank) - 1, microbatches)
-    order, forwards = forwards[:warmup], forwards[warmup:]
-    for done in range(microbatches):
-        order.append(i(0, done))
-        if done >= 2 * rank:
-            order.append(weights.pop(0))
-        if forwards:
-            order.append(forwards.pop(0))
-    return order + weights
+    return [delay_weights(order, delay=2 * rank) for rank, order in enumerate(eager_1f1b(shape))]
 
 
 def _every_turn(shape: Shape) -> Repeats:
     return every_group(shape) if shape.num_chunks > 1 else every_microbatch(shape)
 
+
+_one_chunk_family = partial(Family, chunks=1, repeats=every_microbatch)
+_grouped = partial(Family, grouped=True, repeats=every_group)
 
 FAMILIES = (
     Family(
@@ -268,54 +258,45 @@ FAMILIES = (
         "all forwards, then all backwards; M microbatches in memory",
         chunks=1,
     ),
-    Family(
+    _one_chunk_family(
         ONE_F_ONE_B,
         one_f_one_b,
         "arXiv 2104.04473, section 2.2.1",
         "P-1-r warm-up forwards, then one forward, one backward; P-r microbatches in memory",
-        chunks=1,
-        repeats=every_microbatch,
     ),
-    Family(
+    _one_chunk_family(
         "eager_1f1b",
         eager_1f1b,
         "arXiv 2211.05322, section 5",
         "1F1B with twice the warm-up: hides transfers that 1F1B waits for; 2 (P-r) - 1 microbatches in memory",
-        chunks=1,
-        repeats=every_microbatch,
     ),
-    Family(
+    _grouped(
         INTERLEAVED,
         interleaved,
         "arXiv 2104.04473, section 2.2.2",
         "V chunks a rank take turns; bubble 1/V of 1F1B's for V times its transfers",
-        grouped=True,
-        repeats=every_group,
     ),
-    Family(
+    _grouped(
         "gis",
         gis,
         "arXiv 2503.01328, section 3.2",
         "interleaved 1F1B's bubble in V P chunks of memory; in groups of G < P less memory, more bubble",
-        grouped=True,
         small_groups=True,
         repeats=lambda shape: Repeats(_group_of_gis(shape)),
     ),
-    Family(
+    _grouped(
         "gis_h",
         gis_h,
         "arXiv 2503.01328, section 3.2",
         "gis in groups of at most P/2: about half of interleaved 1F1B's memory for more bubble",
-        grouped=True,
         small_groups=True,
         repeats=lambda shape: Repeats(group_of_gis_h(shape)),
     ),
-    Family(
+    _grouped(
         COMBINED,
         combined_1f1b,
         "Megatron-core, overlap_moe_expert_parallel_comm; arXiv 2412.19437, section 3.2.1, for the pairs",
         "interleaved 1F1B whose forwards and backwards run in pairs, for one chunk more in memory",
-        grouped=True,
         repeats=_every_turn,
     ),
     Family(
@@ -324,31 +305,25 @@ FAMILIES = (
         "arXiv 2211.05953, section 4",
         "every chunk runs all its microbatches in one stretch; V M chunks in memory",
     ),
-    Family(
+    _one_chunk_family(
         "zb_h1",
         zb_h1,
         "arXiv 2401.10241, section 2.1",
         "1F1B with weight gradients in its bubble: (P-1)(F+B-W) is left; P microbatches in memory",
-        chunks=1,
         splits_weight=True,
-        repeats=every_microbatch,
     ),
-    Family(
+    _one_chunk_family(
         "zb_h2",
         zb_h2,
         "arXiv 2401.10241, section 2.2",
         "no bubble within a rank's span (counts on the optimizer bypass); 2P-1 microbatches in memory",
-        chunks=1,
         splits_weight=True,
-        repeats=every_microbatch,
     ),
-    Family(
+    _grouped(
         "interleaved_zb",
         interleaved_zb,
         "arXiv 2104.04473, section 2.2.2, with the split of arXiv 2401.10241",
         "interleaved 1F1B with weight gradients in its bubble, at the same memory",
         splits_weight=True,
-        grouped=True,
-        repeats=every_group,
     ),
 )

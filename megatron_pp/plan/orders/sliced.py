@@ -10,49 +10,35 @@ With n slices of equal cost, which is what ``slice_costs.py`` cuts for causal at
 
 from __future__ import annotations
 
-from megatron_pp.plan.family import Family, every_group, every_microbatch
-from megatron_pp.plan.orders.loop import interleaved, interleaved_zb, one_f_one_b, zb_h1
+from dataclasses import replace
+
+from megatron_pp.plan.family import Family
+from megatron_pp.plan.orders import loop
 
 SEQ_1F1B = "seq_1f1b"
 INTERLEAVED_SEQ = "interleaved_seq_1f1b"
+_WHOLE = {family.name: family for family in loop.FAMILIES}
+_SOURCE = "arXiv 2406.03488"
+_SPLIT = f"{_SOURCE}, with the split of arXiv 2401.10241"
+
+
+def _sliced(whole: str, name: str, source: str, summary: str) -> Family:
+    return replace(_WHOLE[whole], name=name, source=source, summary=summary, sliced=True)
+
 
 FAMILIES = (
-    Family(
+    _sliced(
+        loop.ONE_F_ONE_B,
         SEQ_1F1B,
-        one_f_one_b,
-        "arXiv 2406.03488",
+        _SOURCE,
         "1F1B on n slices of every sequence: bubble (P-1)/(nM+P-1); (n+P-1-r)/n microbatches in memory",
-        chunks=1,
-        repeats=every_microbatch,
-        sliced=True,
     ),
-    Family(
+    _sliced(
+        loop.INTERLEAVED,
         INTERLEAVED_SEQ,
-        interleaved,
-        "arXiv 2406.03488",
+        _SOURCE,
         "interleaved 1F1B on slices of every sequence; V chunks a rank take turns after P slices",
-        grouped=True,
-        repeats=every_group,
-        sliced=True,
     ),
-    Family(
-        "seq_zb",
-        zb_h1,
-        "arXiv 2406.03488, with the split of arXiv 2401.10241",
-        "Seq1F1B with weight gradients in its bubble",
-        chunks=1,
-        splits_weight=True,
-        repeats=every_microbatch,
-        sliced=True,
-    ),
-    Family(
-        "interleaved_seq_zb",
-        interleaved_zb,
-        "arXiv 2406.03488, with the split of arXiv 2401.10241",
-        "interleaved Seq1F1B with weight gradients in its bubble",
-        splits_weight=True,
-        grouped=True,
-        repeats=every_group,
-        sliced=True,
-    ),
+    _sliced("zb_h1", "seq_zb", _SPLIT, "Seq1F1B with weight gradients in its bubble"),
+    _sliced("interleaved_zb", "interleaved_seq_zb", _SPLIT, "interleaved Seq1F1B with weight gradients in its bubble"),
 )

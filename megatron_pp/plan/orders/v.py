@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from megatron_pp.plan.costs import MemoryModel, StageCosts
 from megatron_pp.plan.dataflow import RESULT_OF
-from megatron_pp.plan.family import Family, Order, Repeats, Shape, every_microbatch, no_remark, w
+from megatron_pp.plan.family import Family, Order, Repeats, Shape, every_microbatch, w
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, instruction
 from megatron_pp.plan.placement import V_SHAPE, Placement
 from megatron_pp.plan.sim.greedy import Problem, Rules, schedule
@@ -213,46 +214,34 @@ def _dualpipe_remark(shape: Shape) -> str:
     )
 
 
-def _family(
-    name: str,
-    orders: Callable[[Shape], list[Order]],
-    source: str,
-    summary: str,
-    splits_weight: bool = True,
-    remark: Callable[[Shape], str] = no_remark,
-    repeats: Callable[[Shape], Repeats] | None = None,
-) -> Family:
-    return Family(
-        name, orders, source, f"{summary}; V placement", V_SHAPE, 2, splits_weight, remark=remark, repeats=repeats
-    )
-
-
 def _from_twice_the_ranks(shape: Shape) -> Repeats:
     """Below, other orders stand in."""
     return Repeats(1, 2 * shape.pipeline_size)
 
+
+_family = partial(Family, placement=V_SHAPE, chunks=2, splits_weight=True)
 
 FAMILIES = (
     _family(
         "zb_v",
         zb_v,
         "arXiv 2401.10241, section 6",
-        "no bubble within a rank's span (counts on the optimizer bypass) for 1F1B's memory",
+        "no bubble within a rank's span (counts on the optimizer bypass) for 1F1B's memory; V placement",
         repeats=_from_twice_the_ranks,
     ),
-    _family("v_half", v_half, "arXiv 2405.15362, section 4", "half of 1F1B's memory and bubble"),
+    _family("v_half", v_half, "arXiv 2405.15362, section 4", "half of 1F1B's memory and bubble; V placement"),
     _family(
         "v_min",
         v_min,
         "arXiv 2405.15362, section 4",
-        "a third of 1F1B's memory, two thirds of its bubble",
+        "a third of 1F1B's memory, two thirds of its bubble; V placement",
         repeats=every_microbatch,
     ),
     _family(
         "1f1b_v",
         one_f_one_b_v,
         "arXiv 2405.15362, appendix",
-        "1F1B's bubble for two thirds of its memory, backwards unsplit",
+        "1F1B's bubble for two thirds of its memory, backwards unsplit; V placement",
         splits_weight=False,
         repeats=every_microbatch,
     ),
@@ -260,7 +249,7 @@ FAMILIES = (
         DUALPIPE_V,
         dualpipe_v,
         "arXiv 2412.19437, section 3.2.1",
-        "forwards paired with full backwards, one's communication behind the other's compute",
+        "forwards paired with full backwards, one's communication behind the other's compute; V placement",
         remark=_dualpipe_remark,
         repeats=_from_twice_the_ranks,
     ),

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import heappop, heappush
 
 from megatron_pp.plan.costs import MemoryModel, StageCosts
@@ -32,13 +33,24 @@ and backwards, ascending with the microbatch."""
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be scheduled; ``transfer`` is the time of one message between two ranks."""
+    """What is to be scheduled; ``transfer`` is the time of one message between two ranks, unless ``links`` names
+    their link.
+    """
 
     placement: Placement
     num_microbatches: int
     memory: MemoryModel
     costs: StageCosts
     transfer: float = 0.0
+    links: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+    def transfer_time(self, source: int, target: int) -> float:
+        return self.links.get((source, target), self.transfer)
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """What each microbatch takes of the costs."""
+        return self.costs.of_microbatches(self.num_microbatches)
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ class _Clock:
         self.most = most
         self.placement = problem.placement
         self.costs = problem.costs
-        self.transfer = problem.transfer
+        self.problem = problem
         self.arrivals = {
             (op, stage): [UNKNOWN] * problem.num_microbatches
             for op in (FORWARD, BACKWARD)
@@ -107,7 +119,7 @@ class _Clock:
 
     def _start(self, rank: _Rank, now: float, chosen: Instruction) -> float:
         stage = self.placement.stages[rank.number][chosen.chunk]
-        end = now + self.costs.of(chosen.op, stage)
+        end = now + self.costs.of(chosen.op, stage) * self.problem.shares[chosen.mb]
         rank.take(chosen, end)
         heappush(self.agenda, (end, rank.number))
         if chosen.op in RESULT_OF:
@@ -116,7 +128,7 @@ class _Clock:
             if consumer is not None:
                 home = self.placement.homes[consumer][0]
                 if home != rank.number:
-                    arrival += self.transfer
+                    arrival += self.problem.transfer_time(rank.number, home)
                 heappush(self.agenda, (arrival, home))
             self.arrivals[(RESULT_OF[chosen.op], stage)][chosen.mb] = arrival
         return end
@@ -149,7 +161,8 @@ class _Rank:
         self.forward_ends: dict[tuple[int, int], float] = {}
         self.order: Order = []
         ops = (FORWARD, INPUT_GRAD, WEIGHT_GRAD) if rules.split else (FORWARD, BACKWARD)
-        self.work_left = self.microbatches * sum(self.costs.of(op, stage) for op in ops for stage in self.stages)
+        self.shares = problem.shares
+        self.work_left = sum(self.shares) * sum(self.costs.of(op, stage) for op in ops for stage in self.stages)
         self.used = 0.0
         self.free_at = 0.0
         self.wake_at = 0.0
@@ -203,8 +216,8 @@ class _Rank:
         """Whether an operation that is not held back by memory gets its input before the weight gradient would be
         well under way.
         """
-        chunk, _ = self.weights[0]
-        until = now + self.rules.patience * self.costs.weight[self.stages[chunk]]
+        chunk, mb = self.weights[0]
+        until = now + self.rules.patience * self.costs.weight[self.stages[chunk]] * self.shares[mb]
         coming = [
             at
             for _, op, c, mb in heads
@@ -231,5 +244,5 @@ class _Rank:
         if op in RESULT_OF:
             self.next[(RESULT_OF[op], chunk)] = mb + 1
         self.order.append(chosen)
-        self.work_left -= self.costs.of(op, self.stages[chunk])
+        self.work_left -= self.costs.of(op, self.stages[chunk]) * self.shares[mb]
         self.free_at = end

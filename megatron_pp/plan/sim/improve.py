@@ -1,11 +1,11 @@
 """Local search: makes known compute orders shorter by moving single operations on the critical path.
 
-Operations of a stage are alike, so a rank's order is a row of *tokens* (forward, backward or weight gradient of a
-chunk), and microbatches are numbered as they come. As in tabu searches for job shops (Nowicki and Smutnicki 1996; Balas
-and Vazacopoulos 1998), the critical path falls into blocks, each without a pause on one rank, and only moves to the
-start or the end of a block can shorten it. Each move is judged by the new paths through what it moves; the best one
-that leads to orders not seen before is made, shorter or not. No choice depends on the clock of the machine, as every
-rank searches for itself.
+Microbatches of a stage stay in their order, so a rank's order is a row of *tokens* (forward, backward or weight
+gradient of a chunk), and microbatches are numbered as they come. As in tabu searches for job shops (Nowicki and
+Smutnicki 1996; Balas and Vazacopoulos 1998), the critical path falls into blocks, each without a pause on one rank, and
+only moves to the start or the end of a block can shorten it. Each move is judged by the new paths through what it
+moves; the best one that leads to orders not seen before is made, shorter or not. No choice depends on the clock of the
+machine, as every rank searches for itself.
 """
 
 from __future__ import annotations
@@ -61,29 +61,32 @@ class _Shop:
         self.count = problem.num_microbatches
         self.placement, self.memory = problem.placement, problem.memory
         self.split = split
-        self.transfer = problem.transfer
         costs, stages = problem.costs, problem.placement.num_stages
         backward = costs.backward_input if split else costs.backward
         each = [time for s in range(stages) for time in (costs.forward[s], backward[s], costs.weight[s])]
-        self.times = [time for time in each for _ in range(self.count)]
+        self.times = [time * share for time in each for share in problem.shares]
         self.needs, self.users = [-1] * len(self.times), [-1] * len(self.times)
         self.channels = [-1] * len(self.times)  # of the message that carries its result; none on the same rank
+        self.transfers = [0.0] * len(self.times)  # what that message takes
         homes = problem.placement.homes
         for s in range(stages):
             before = (s - 1, _F) if s else None
             after = (s + 1, _B) if s + 1 < stages else (s, _F)
             for kind, source in ((_F, before), (_B, after)):
                 if source is not None:
-                    self._connect(source, (s, kind), homes[source[0]][0], homes[s][0])
+                    self._connect(source, (s, kind), homes[source[0]][0], homes[s][0], problem)
         self.bases = [[(3 * s + kind) * self.count for s in row for kind in range(3)] for row in self.placement.stages]
 
-    def _connect(self, source: tuple[int, int], target: tuple[int, int], rank: int, other: int) -> None:
+    def _connect(
+        self, source: tuple[int, int], target: tuple[int, int], rank: int, other: int, problem: Problem
+    ) -> None:
         one, two = (self.count * (3 * stage + kind) for stage, kind in (source, target))
         ranks = self.placement.pipeline_size
         for k in range(self.count):
             self.needs[two + k], self.users[one + k] = one + k, two + k
             if rank != other:
                 self.channels[one + k] = (source[1] * ranks + rank) * ranks + other
+                self.transfers[one + k] = problem.transfer_time(rank, other)
 
     def numbered(self, rank: int, row: Sequence[int]) -> list[int]:
         """The operations that the tokens of ``rank`` stand for."""
@@ -141,7 +144,7 @@ class _Shop:
                 now += self.times[number]
                 channel, there = self.channels[number], now
                 if channel >= 0:  # messages of a channel take turns
-                    there = turn[channel] = max(now, turn[channel]) + self.transfer
+                    there = turn[channel] = max(now, turn[channel]) + self.transfers[number]
                 arrivals[number] = there
                 ran.append(number)
                 if number in waiting:
@@ -169,7 +172,7 @@ class _Shop:
         user = self.users[number]
         if user < 0:
             return 0.0
-        return self.times[user] + tails[user] + (self.transfer if self.channels[number] >= 0 else 0.0)
+        return self.times[user] + tails[user] + self.transfers[number]
 
 
 class _Search:

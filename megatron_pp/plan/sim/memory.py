@@ -55,14 +55,8 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "seq_length", "micro_batch_size", "element_bytes")
-        for name in (
-            *sizes,
-            "num_attention_heads",
-            "vocab_size",
-            "tensor_parallel",
-            "context_parallel",
-            "data_parallel",
-        ):
+        ranks = ("tensor_parallel", "context_parallel", "data_parallel")
+        for name in (*sizes, "num_attention_heads", "vocab_size", *ranks):
             least = 0 if name in ("num_attention_heads", "vocab_size") else 1
             if getattr(self, name) < least:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be at least {least}")
@@ -185,7 +179,7 @@ class RankMemory:
         return max(self.on_host, default=0.0)
 
 
-def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = True) -> RankMemory:
+def rank_memory(plan: Plan, rank: int, shape: ModelShape) -> RankMemory:
     """Bytes of ``rank`` along its program. Raises PlanError where the layers do not divide over the stages."""
     stages, total, slices = plan.placement.stages[rank], plan.placement.num_stages, plan.spec.slices
     share = 1 / plan.placement.pipeline_size if plan.placement.barriers else None
@@ -196,7 +190,7 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     kept = [0.0 if plan.spec.forward_only else (shape.kept_bytes(s, total) - shared) / slices for s in range(total)]
     late = [shape.kept_for_weights(s, total) / slices for s in range(total)]
     inside = kept_timeline(plan.programs[rank], stages, kept, late)  # the chunks' own activations
-    tensors, recorded = tensors_timeline(plan, rank, deallocate), recorded_timeline(plan, rank, deallocate)
+    tensors, recorded = tensors_timeline(plan, rank), recorded_timeline(plan, rank)
     passes = (n * logits for n in logits_timeline(plan, rank))
     timelines = zip(map(add, inside, passes), tensors, recorded, key_values_timeline(plan, rank), strict=True)
     message = shape.message_bytes / slices
@@ -206,9 +200,9 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     return RankMemory(static, after, on_host)
 
 
-def peak_bytes(plan: Plan, shape: ModelShape, deallocate: bool = True) -> tuple[float, ...]:
+def peak_bytes(plan: Plan, shape: ModelShape) -> tuple[float, ...]:
     """Peak of every rank, static part included."""
-    return tuple(rank_memory(plan, r, shape, deallocate).peak for r in range(len(plan.programs)))
+    return tuple(rank_memory(plan, r, shape).peak for r in range(len(plan.programs)))
 
 
 def peak_host_bytes(plan: Plan, shape: ModelShape) -> tuple[float, ...]:

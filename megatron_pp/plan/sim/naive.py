@@ -5,11 +5,7 @@ Not for training, where every rank but one would always be idle; it is what the 
 
 from __future__ import annotations
 
-from megatron_pp.errors import PlanError
 from megatron_pp.plan.family import Family, Order, Shape, b, f
-from megatron_pp.plan.lower import lowered
-from megatron_pp.plan.placement import LOOP, Placement
-from megatron_pp.plan.spec import Plan, PlanSpec
 
 NAIVE = "naive"
 
@@ -26,11 +22,3 @@ def naive_orders(shape: Shape) -> list[Order]:
 
 
 NAIVE_FAMILY = Family(NAIVE, naive_orders, source="", summary="one microbatch at a time", chunks=1)
-
-
-def naive_plan(spec: PlanSpec) -> Plan:
-    """The lowered plan. Raises PlanError unless ``spec`` has one chunk a rank."""
-    if spec.num_chunks != 1:
-        raise PlanError(f"the naive schedule has 1 model chunk a rank, not {spec.num_chunks}")
-    placement = Placement(LOOP, spec.pipeline_size, 1)
-    return lowered(spec, placement, naive_orders(spec.shape))

@@ -25,17 +25,12 @@ class Arrival(NamedTuple):
     meeting: Meeting | Gathering
 
 
-class Announcement(NamedTuple):
-    """The announcement of a receive, on its way to the sender."""
-
-    receive: End
-
-
 class TimedQueues(QueueMachine):
     """All queues, channels and links of a pipeline, with time.
 
-    ``started`` collects arrivals that are certain, ``announced`` (when, announcement), until the caller takes them and
-    gives each back at its time, to ``arrive`` or ``announce``.
+    ``started`` collects arrivals that are certain, ``announced`` receives whose announcement is on its way to the
+    sender, with the time when it is there, until the caller takes them and gives each back then, to ``arrive`` or
+    ``announce``.
     """
 
     def __init__(self, plan: Plan, network: Network) -> None:
@@ -47,7 +42,7 @@ class TimedQueues(QueueMachine):
         detached = self.one_way and not plan.spec.variable_shapes and size >= GLOO_DETACHED_BYTES
         self.announces_late = network.gloo and not detached
         self.started: list[Arrival] = []
-        self.announced: list[tuple[float, Announcement]] = []
+        self.announced: list[tuple[float, End]] = []
         self._unannounced: Counter[Direction] = Counter()  # receives whose announcement is on its way
         self._wire_free: dict[tuple[int, int], float] = {}
 
@@ -67,10 +62,10 @@ class TimedQueues(QueueMachine):
         self._start_met(now)
         return complete
 
-    def announce(self, announcement: Announcement, now: float) -> None:
+    def announce(self, receive: End, now: float) -> None:
         """The announcement has reached the sender; the transfer may have started."""
-        self._unannounced[announcement.receive.direction] -= 1
-        self.meet(announcement.receive)
+        self._unannounced[receive.direction] -= 1
+        self.meet(receive)
         self._start_met(now)
 
     def activate(self, entry: Entry, now: float) -> None:
@@ -83,17 +78,15 @@ class TimedQueues(QueueMachine):
             reached = max(now, self._wire_free.get((target, source), now))
             if reached > now or self._unannounced[end.direction]:
                 self._unannounced[end.direction] += 1
-                self.announced.append((reached, Announcement(end)))
+                self.announced.append((reached, end))
             else:
                 self.meet(end)
 
     def _start_met(self, now: float) -> None:
         met, self.met = self.met, []
-        for meeting in met:
-            if isinstance(meeting, Meeting):
-                self.started.append(Arrival(self._transfer(meeting, now), meeting))
-            else:
-                self.started.append(Arrival(self._collective(meeting, now), meeting))
+        for one in met:
+            transfer = self._transfer(one, now) if isinstance(one, Meeting) else self._collective(one, now)
+            self.started.append(Arrival(transfer, one))
 
     def _collective(self, ends: Gathering, now: float) -> Transfer:
         """A collective: a transfer of no link, from the root or to it, that is under way as soon as all are there."""

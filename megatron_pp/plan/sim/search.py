@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp.errors import PlanError
@@ -35,7 +35,7 @@ from megatron_pp.plan.verifier import verify
 
 _FINALISTS = 6  # searched orders that are lowered and simulated
 _IMPROVED = 3  # seeds whose best orders local search goes on from
-_EFFORT = 800  # of it, per operation; a million take some 2 s
+EFFORT = 800  # of it, per operation; a million take some 2 s
 _MOST_EFFORT = 400_000
 _ROUNDS = 2  # times that the best results become patterns in turn
 _PATIENCE = 5.0  # seconds of search before it is announced
@@ -78,16 +78,21 @@ def slots_of(orders: Sequence[Order]) -> Slots:
 
 
 def search(
-    spec: PlanSpec, families: Iterable[Family], placement_kind: str, announce: Announce | None = None
+    spec: PlanSpec,
+    families: Iterable[Family],
+    placement_kind: str,
+    announce: Announce | None = None,
+    allowed: Callable[[Plan], bool] | None = None,
 ) -> SearchResult:
-    """The best plan for ``spec`` (lowered as it says) among ``families`` and what grows out of them, on one placement.
+    """The best plan for ``spec`` (lowered as it says) among ``families`` and what grows out of them, on one placement;
+    of those that are ``allowed``.
 
     Without ``spec.measured`` F = B = W = 1, transfers are free, and the limit is 1F1B's memory. Raises PlanError where
     nothing keeps to the memory limit, with the least that any candidate needs. A search of more than 5 s is announced,
     once.
     """
     placement = Placement(placement_kind, spec.pipeline_size, spec.num_chunks)
-    return _Search(spec, placement, families, _Patience(announce, spec)).run()
+    return _Search(spec, placement, families, _Patience(announce, spec)).run(allowed)
 
 
 def default_measured(placement: Placement) -> Measured:
@@ -132,9 +137,10 @@ class _Search:
         self.measured = spec.measured or default_measured(placement)
         self.costs = self.measured.costs(placement.num_stages)
         self.memory = self.measured.memory(placement)
-        self.problem = Problem(placement, spec.num_microbatches, self.memory, self.costs, self.measured.transfer)
+        transfers = self.measured.transfer, self.measured.each_link
+        self.problem = Problem(placement, spec.num_microbatches, self.memory, self.costs, *transfers)
 
-    def run(self) -> SearchResult:
+    def run(self, allowed: Callable[[Plan], bool] | None) -> SearchResult:
         orders = self._named_orders()
         named = [self._candidate(name, order) for name, order in orders.items()]
         found = [c for c in named if self._fits(c.peaks)]
@@ -144,7 +150,7 @@ class _Search:
             grown = sorted([*self._grow(orders), *self._one_at_a_time()], key=lambda trial: trial.result.makespan)
             found += self._fitting([*grown, *self._improved(grown, least)])
         for candidate in sorted([*found, *offloaded], key=lambda c: c.makespan):  # of equals, the named one comes first
-            if _is_accepted(candidate.plan):
+            if (allowed is None or allowed(candidate.plan)) and _is_accepted(candidate.plan):
                 return SearchResult(candidate, tuple((c, self._fits(c.peaks)) for c in named))
         raise PlanError(self._why_none(named))
 
@@ -177,6 +183,9 @@ class _Search:
         """No plan is shorter. Raises PlanError where not even one microbatch fits."""
         try:
             network, count = self.measured.network(), self.spec.num_microbatches
+            if self.costs.microbatches:  # no bound is known; only one microbatch's memory is looked at
+                lower_bound(self.placement, 1, replace(self.costs, microbatches=()), network, self.memory)
+                return 0.0
             return lower_bound(self.placement, count, self.costs, network, self.memory).step
         except PlanError as error:
             raise PlanError(self._why_none(named)) from error
@@ -187,7 +196,7 @@ class _Search:
         for trial in sorted(of_seeds.values(), key=lambda one: one.result.makespan)[:_IMPROVED]:
             self.patience.look()
             size = sum(map(len, trial.result.orders))
-            effort = min(_EFFORT * size, _MOST_EFFORT)
+            effort = min(EFFORT * size, _MOST_EFFORT)
             for result in improved(self.problem, trial.result, least, effort, _FINALISTS):
                 yield replace(trial, result=result)
 
@@ -227,6 +236,9 @@ class _Search:
         pilot_size = _PILOT * self.spec.pipeline_size
         if self.spec.num_microbatches > pilot_size:
             smaller = replace(self.spec, num_microbatches=pilot_size)
+            if self.costs.microbatches:
+                fewer = replace(self.measured, microbatches=self.costs.microbatches[:pilot_size])
+                smaller = replace(smaller, measured=fewer)
             pilot = _Search(smaller, self.placement, self.families, self.patience)
             first = pilot._seeds(pilot._named_orders())
             promising = {(t.seed, t.rules) for t in pilot._shortest(first.items(), self._rules())}

@@ -2,7 +2,7 @@
 
 Transfers follow the rules of ``rendezvous.py`` (``network_model.py`` has them with time): a WAIT or FREE holds its rank
 until the transfer is over, while what was posted before goes on; a hand-off between chunks of one rank costs nothing.
-Copies between device and host take turns on an engine for each direction and rank (``copy_engines.py``).
+Copies between device and host take turns on an engine for each direction and rank.
 The rules of the device, where any are given, hold a rank in other instructions too, as in ``rendezvous.py``.
 Events are worked off in the order of time, so the cost grows with the number of instructions, times the logarithm of
 the number of ranks.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import itemgetter
 
@@ -21,11 +22,10 @@ from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import FREE, Network, StageCosts
 from megatron_pp.plan.dataflow import Message, message_of
 from megatron_pp.plan.instruction import POST_OF, Instruction, halves
-from megatron_pp.plan.queues import Entry, Meeting
+from megatron_pp.plan.queues import End, Entry, Meeting
 from megatron_pp.plan.rendezvous import check_rendezvous
-from megatron_pp.plan.sim.copy_engines import CopyEngines
-from megatron_pp.plan.sim.network_model import Announcement, Arrival, TimedQueues
-from megatron_pp.plan.sim.simulation import Simulation, TransferLog, Waits
+from megatron_pp.plan.sim.network_model import Arrival, TimedQueues
+from megatron_pp.plan.sim.simulation import Event, Simulation, TransferLog, Waits
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, Plan, checked_device
 
 
@@ -45,18 +45,45 @@ def simulate(plan: Plan, costs: StageCosts, network: Network = FREE, device: Col
     return _Run(plan, costs.placed(plan.placement), network, rules).run()
 
 
+class _CopyEngines:
+    """Of a rank, one for each direction between device and host: each makes a copy at a time, in the order posted."""
+
+    def __init__(self, costs: StageCosts, shares: tuple[float, ...]) -> None:
+        self.made: list[Event] = []
+        self._costs = costs
+        self._shares = shares  # of each slice
+        self._posted: dict[tuple[str, int, int, int], Event] = {}
+        self._free_at: dict[str, float] = {}  # by op
+
+    def post(self, at: Instruction, now: float) -> Event:
+        """The copy of OFFLOAD or LOAD: it begins once those posted before it in its direction are over."""
+        start = max(now, self._free_at.get(at.op, now))
+        copy = Event(at, start, start + self._costs.of(at.op, at.stage) * self._shares[at.slice])
+        self._free_at[at.op] = copy.end
+        self._posted[(at.op, at.stage, at.mb, at.slice)] = copy
+        self.made.append(copy)
+        return copy
+
+    def end_of(self, at: Instruction) -> float:
+        """When the copy is over that FREE_OFFLOAD or WAIT_LOAD waits for."""
+        return self._posted.pop((ins.COPY_OF[at.op], at.stage, at.mb, at.slice)).end
+
+    @property
+    def idle_from(self) -> float:
+        """When all that was posted is over."""
+        return max(self._free_at.values(), default=0.0)
+
+
+@dataclass(slots=True)
 class _PairRest:
     """Of a pair that runs: the sends in it that have not gone out (when each does, and its index in the rank's times),
     the index of its backward, and when it is over.
     """
 
-    __slots__ = ("backward", "end", "held_since", "sends")
-
-    def __init__(self) -> None:
-        self.sends: list[tuple[float, int, Instruction]] = []
-        self.backward = 0
-        self.end = 0.0
-        self.held_since = 0.0
+    sends: list[tuple[float, int, Instruction]] = field(default_factory=list)
+    backward: int = 0
+    end: float = 0.0
+    held_since: float = 0.0
 
     def delay(self, time: float) -> None:
         self.sends = [(when + time, index, at) for when, index, at in self.sends]
@@ -66,7 +93,7 @@ class _PairRest:
 class _Rank:
     """One rank on the clock: how far it is, and what it waits for."""
 
-    def __init__(self, plan: Plan, rank: int, copies: CopyEngines) -> None:
+    def __init__(self, plan: Plan, rank: int, copies: _CopyEngines) -> None:
         self.number = rank
         self.program = plan.programs[rank]
         self.copies = copies
@@ -132,9 +159,9 @@ class _Run:
         self.late_receives = plan.spec.variable_shapes  # as in rendezvous.py: its WAIT posts such a receive in full
         self.posts = {ins.BATCH} | ins.SEND_OPS | ins.COLLECTIVE_POSTS
         self.posts |= set() if self.late_receives else ins.RECV_OPS
-        self.ranks = [_Rank(plan, r, CopyEngines(costs, self.shares)) for r in range(len(plan.programs))]
+        self.ranks = [_Rank(plan, r, _CopyEngines(costs, self.shares)) for r in range(len(plan.programs))]
         self.log = TransferLog()
-        self.agenda: list[tuple[float, int, _Rank | Arrival | Announcement]] = []
+        self.agenda: list[tuple[float, int, _Rank | Arrival | End]] = []
         self.planned = 0  # breaks ties: of two events at one time, the one planned first happens first
 
     def run(self) -> Simulation:
@@ -162,7 +189,7 @@ class _Run:
             tuple(tuple(rank.copies.made) for rank in self.ranks),
         )
 
-    def _plan_event(self, when: float, what: _Rank | Arrival | Announcement) -> None:
+    def _plan_event(self, when: float, what: _Rank | Arrival | End) -> None:
         self.planned += 1
         heappush(self.agenda, (when, self.planned, what))
 
@@ -297,8 +324,8 @@ class _Run:
                 self.log.append(arrival.transfer)
             self._plan_event(arrival.transfer.end, arrival)
         self.queues.started.clear()
-        for when, announcement in self.queues.announced:
-            self._plan_event(when, announcement)
+        for when, receive in self.queues.announced:
+            self._plan_event(when, receive)
         self.queues.announced.clear()
 
     def _arrive(self, now: float, arrival: Arrival) -> None:

@@ -48,18 +48,13 @@ def steady_step(plan: Plan, costs: StageCosts, network: Network = FREE, device: 
     for steps in _STEPS:
         each = replace(costs, microbatches=steps * costs.microbatches)
         result = simulate(in_a_row(plan, steps), each, network, device)
-        ends = [_step_ends(result, rank, steps) for rank in range(len(result.ends))]
+        ends = [
+            times[len(times) // steps - 1 :: len(times) // steps] for times in result.ends
+        ]  # of each step, per rank
         periods = [late - early for rank in ends for early, late in pairwise(rank[steps // 2 - 1 :])]
         if max(periods) - min(periods) <= _CLOSE * result.makespan:
             break
     return SteadyStep(sum(periods) / len(periods), tuple(busy / steps for busy in result.busy))
-
-
-def _step_ends(result: Simulation, rank: int, steps: int) -> list[float]:
-    """When ``rank`` ended each of the steps."""
-    times = result.ends[rank]
-    length = len(times) // steps
-    return [times[(step + 1) * length - 1] for step in range(steps)]
 
 
 def in_a_row(plan: Plan, steps: int) -> Plan:
@@ -75,12 +70,11 @@ def in_a_row(plan: Plan, steps: int) -> Plan:
 
 def longest_span(result: Simulation) -> float:
     """The longest time of a rank from the start of its first operation to the end of its last one."""
-    return max(_span(result, rank) for rank in range(len(result.ends)))
-
-
-def _span(result: Simulation, rank: int) -> float:
-    compute = [event for event in result.events(rank) if event.instruction.op in COMPUTE_OPS]
-    return compute[-1].end - compute[0].start if compute else 0.0
+    of_ranks = (
+        [event for event in result.events(rank) if event.instruction.op in COMPUTE_OPS]
+        for rank in range(len(result.ends))
+    )
+    return max(compute[-1].end - compute[0].start if compute else 0.0 for compute in of_ranks)
 
 
 def counts_on_bypass(result: Simulation) -> bool:

@@ -45,7 +45,6 @@ class NodeStreams:
         return self._current
 
     def set(self, stream: Lane) -> None:
-        """As ``torch.cuda.set_stream``."""
         self.current()
         self._switch(stream)
 

@@ -59,8 +59,7 @@ def check_streams(
     ``rank_main`` builds the model chunks of ``communicator.rank`` and calls the schedule function with
     ``p2p_communicator=communicator``. ``config``: with Megatron's field names; the communicators are made from it.
     ``seed`` and ``record_streams``: see ``StreamNetwork``. Raises the first exception of any rank, and RuntimeError
-    where the devices wait for each other forever, or are not done after ``timeout`` seconds.
-    """
+    where the devices wait for each other forever, or are not done after ``timeout`` seconds."""
     network = StreamNetwork(
         pipeline_size, StepSettings.from_config(config).one_way, seed=seed, record_streams=record_streams
     )

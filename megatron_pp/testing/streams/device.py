@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_pp.testing.streams.allocator import CachingAllocator
 from megatron_pp.testing.streams.autograd_streams import NodeStreams
-from megatron_pp.testing.streams.memory import FREE, Access, Block, StreamRace
+from megatron_pp.testing.streams.memory import FREE, Access, Block, CachingAllocator, StreamRace
 from megatron_pp.testing.streams.timelines import Host, Lane, Timeline, join
 
 _POOLED = 32  # streams that torch makes per priority; then they come round

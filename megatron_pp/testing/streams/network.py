@@ -12,7 +12,6 @@ bytes are not looked at (``run_ahead``), it does not stop.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 
 from megatron_pp.testing.adversarial_transports import WindowNetwork
-from megatron_pp.testing.deterministic_threads import Turns
 from megatron_pp.testing.memory_transport import End, MemoryTransport, MemoryWork, Queue
 from megatron_pp.testing.streams.device import VirtualDevice, running_on, unrecorded
 from megatron_pp.testing.streams.memory import READ, WRITE
@@ -33,8 +31,7 @@ _HASTE = (0.0, 0.5, 1.0)  # how likely polling finds what the host does not know
 
 class StreamWork(MemoryWork):
     """One posted operation. ``needs``: what has to finish before it starts; ``end``: what has happened before what
-    comes after it, once it has met its peers.
-    """
+    comes after it, once it has met its peers."""
 
     def __init__(
         self, network: StreamNetwork, device: VirtualDevice, queue: Queue, ends: list[End], lane: Lane
@@ -78,12 +75,10 @@ class StreamNetwork(WindowNetwork):
         run_ahead: bool = False,
         store: Any = None,
     ) -> None:
-        super().__init__(size, one_way, store)
+        super().__init__(size, one_way, store, seed)
         self.run_ahead = run_ahead
-        self.held: Callable[[StreamWork], bool] = _never
-        self.rng = random.Random(seed)
+        self.held: Callable[[StreamWork], bool] = lambda work: False
         self.haste = _HASTE[(seed or 0) % len(_HASTE)]
-        self._turns = None if seed is None else Turns(size, self.rng, _never)
         self.record_streams = record_streams
         self.timelines: Iterator[int] = itertools.count()
         self.devices = [VirtualDevice(rank, self) for rank in range(size)]
@@ -95,21 +90,8 @@ class StreamNetwork(WindowNetwork):
     def running(self, rank: int) -> Iterator[None]:
         """This thread is the host of rank ``rank``."""
         device = self.devices[rank]
-        with running_on(device), recording(device, checks=not self.run_ahead):
-            if self._turns is None:
-                yield
-                return
-            with self._turns.running(rank):
-                try:
-                    yield
-                except BaseException as error:  # else the others would hang
-                    self.abort(f"rank {rank}: {type(error).__name__}: {error}")
-                    raise
-
-    def abort(self, why: str) -> None:
-        super().abort(why)
-        if self._turns is not None:
-            self._turns.give_up()
+        with running_on(device), recording(device, checks=not self.run_ahead), super().running(rank):
+            yield
 
     # -- what a transport calls ------------------------------------------------------------------------------------
 
@@ -125,8 +107,7 @@ class StreamNetwork(WindowNetwork):
             self._unfinished.append(work)
             self.enqueue(work)
             self.progress()
-        if self._turns is not None and self.rng.random() < 0.5:
-            self._turns.give_way(rank)
+        self.after_post(rank)
         return work
 
     def transport(self, rank: int) -> StreamTransport:
@@ -176,7 +157,6 @@ class StreamNetwork(WindowNetwork):
             )
 
     def progress(self) -> None:
-        """Finish what can finish on the devices."""
         with self.changed:
             moved = True
             while moved:
@@ -239,10 +219,6 @@ class StreamTransport(MemoryTransport):
     def __init__(self, network: StreamNetwork, rank: int) -> None:
         super().__init__(network, rank)
         self.device = torch.device("cuda", 0)
-
-
-def _never(work: Any = None) -> bool:
-    return False
 
 
 def _words(end: End) -> str:

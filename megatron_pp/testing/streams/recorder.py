@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_pp.testing.streams.cuda_tensors import CudaTensors
 from megatron_pp.testing.streams.device import VirtualDevice, is_quiet
 from megatron_pp.testing.streams.memory import READ, WRITE
+from megatron_pp.weight_grad.deferred import tensors_in
 
 # Read the shape of their argument, not its data.
 _OF_SHAPE = {
@@ -90,10 +91,9 @@ class _Recorder(PassingMode):
 
     def _enter(self, effects: _Effects, args: Any, kwargs: Any, result: Any) -> None:
         device = self.device
-        given = [(at, t) for at, value in enumerate(args) for t in _tensors(value)]
-        given += [(name, t) for name, value in kwargs.items() for t in _tensors(value)]
+        given = [(at, t) for at, value in (*enumerate(args), *kwargs.items()) for t in tensors_in(value)]
         storages = {t.untyped_storage()._cdata for _, t in given}
-        results = list(_tensors(result))
+        results = list(tensors_in(result))
         new = [t for t in results if t.untyped_storage()._cdata not in storages]
         if results and not new and not effects.written:
             return  # a view
@@ -114,11 +114,3 @@ class _Recorder(PassingMode):
                 device.block_of(tensor.untyped_storage())
         if effects.synchronizes or self.tensors.is_blocking_copy(effects.name, args, kwargs):
             device.synchronize([device.stream], effects.name)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

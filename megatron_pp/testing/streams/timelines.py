@@ -29,7 +29,6 @@ class Timeline:
         self.clock: Clock = {number: 0}
 
     def advance(self) -> None:
-        """One more step."""
         self.clock[self.number] += 1
 
 
@@ -76,7 +75,6 @@ class Lane(Timeline):
         return self.clock
 
     def issue(self) -> None:
-        """The host issues an operation."""
         self.now()
         self.advance()
 
@@ -90,5 +88,4 @@ class Lane(Timeline):
         return self.pending
 
     def wait_for_lane(self, other: Lane) -> None:
-        """As ``Stream.wait_stream``."""
         self.wait_for(other.now(), other.unfinished())

@@ -31,7 +31,7 @@ print(json.dumps({
 def annotated(value: Path): ...
 assert annotated.__annotations__ == {"value": Path}, "no future statement of ours holds"
 """
-AS_MAIN = "import sys\nfrom megatron_pp.cli.as_main import run_module, run_script\n{}(sys.argv[1], sys.argv[2:])"
+AS_MAIN = "import sys\nfrom megatron_pp.cli.run import run_module, run_script\n{}(sys.argv[1], sys.argv[2:])"
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.channels import ChannelGroups, Key, in_rounds
-from megatron_pp.comm.nccl_options import channel_options
+from megatron_pp.comm.channels import ChannelGroups, Key, channel_options, in_rounds
 from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.errors import CommunicatorClosedError, P2PTimeoutError
 from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement

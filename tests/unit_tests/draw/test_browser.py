@@ -19,7 +19,7 @@ from megatron_pp.draw.facts import legend_keys
 from megatron_pp.draw.html import render_html
 from megatron_pp.draw.palette import OPERATIONS, block_colour
 from megatron_pp.tracing.report import write_timeline
-from tests.unit_tests.draw.timelines import NETWORK, compared, timeline_of
+from tests.unit_tests.draw.timelines import NETWORK, compared, num_blocks, timeline_of
 from tests.unit_tests.tracing.test_report import simulated, write_traces
 
 pytest.importorskip("selenium", reason="selenium is not installed (extra: test)")
@@ -77,7 +77,7 @@ def opened(browser, tmp_path, timelines, width=1400, tables=(), scheme="light"):
     )
     size = {"width": width, "height": 1200, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    return shown(browser, page, sum(timeline.num_blocks for timeline in timelines))
+    return shown(browser, page, num_blocks(*timelines))
 
 
 def shown(browser, page, blocks):
@@ -126,7 +126,7 @@ def test_a_page_of_three_schedules_can_be_read(browser, screenshots, tmp_path, w
     browser.save_screenshot(str(screenshots / f"three_schedules_{width}.png"))
     for labels, timeline in zip(browser.execute_script(LABELS), timelines, strict=True):
         if width == 1400:
-            assert len(labels) == timeline.num_blocks
+            assert len(labels) == num_blocks(timeline)
             assert {label["name"] for label in labels} >= {f"{op}15" for op in timeline.ops}
         assert not overlapping(label_boxes(labels))
         assert all(at["left"] > 52 and at["right"] <= width and at["size"] >= 6 for at in labels)

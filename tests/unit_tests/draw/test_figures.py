@@ -15,11 +15,11 @@ import pytest
 
 from megatron_pp import draw
 from megatron_pp.draw.facts import legend_keys, summary
-from megatron_pp.draw.labels import text_width
+from megatron_pp.draw.figures import text_width
 from megatron_pp.draw.palette import OPERATIONS, block_colour, block_name
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.orders import SCHEDULES
-from tests.unit_tests.draw.timelines import compared, timeline_of
+from tests.unit_tests.draw.timelines import compared, num_blocks, timeline_of
 
 BLOCK = re.compile(r"[FBIWST]\d+(\.\d+)?")
 LETTER, NUMBER = re.compile("[FBIWST]"), re.compile(r"\d+(\.\d+)?")
@@ -63,7 +63,7 @@ def test_every_schedule_has_all_its_blocks_and_labels(schedule):
     svg = draw.svg([timeline])
     colours = {block_colour(op, c, timeline.num_chunks) for op in timeline.ops for c in range(timeline.num_chunks)}
     keys = sum(len(key.colours) for key in legend_keys([timeline]))
-    assert sum(len(boxes(svg, colour)) for colour in colours) == timeline.num_blocks + keys
+    assert sum(len(boxes(svg, colour)) for colour in colours) == num_blocks(timeline) + keys
     labels = [name for name, _ in labels_of(svg)]
     events = [e.instruction for lane in timeline.lanes for e in lane.compute]
     assert sorted(labels) in [sorted(block_name(at, chunks) for at in events) for chunks in (1, timeline.num_chunks)]
@@ -76,7 +76,7 @@ def test_three_schedules_at_8_ranks_and_16_microbatches_are_labelled_inside_thei
     colours = {c for key in legend_keys(timelines) for c in key.colours}
     blocks = [box for colour in colours for box in boxes(svg, colour)]
     labels = labels_of(svg)
-    assert len(labels) == sum(timeline.num_blocks for timeline in timelines) == 8 * 16 * (2 + 3 + 6)
+    assert len(labels) == num_blocks(*timelines) == 8 * 16 * (2 + 3 + 6)
     for _, lines in labels:
         ends = [text_width(text, size) / 2 for text, size, *_ in lines]
         left, right = (lines[0][2] - max(ends), lines[0][2] + max(ends))

@@ -8,8 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from megatron_pp.draw.grid import grid_cells, render_grid
-from megatron_pp.draw.text import plain, render_text
+from megatron_pp.draw.text import grid_cells, plain, render_grid, render_text
 from megatron_pp.draw.timeline import simulated_timeline
 from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.orders import SCHEDULES

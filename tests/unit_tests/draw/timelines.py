@@ -40,3 +40,7 @@ def compared(*schedules: str, p: int = 8, m: int = 16, network: Network = FREE) 
     costs = StageCosts.uniform(1, p, p, p)
     plans = (plan_of(name, p, m) for name in schedules)
     return [simulated_timeline(simulate(q, costs.regrouped(q.placement.num_stages), network)) for q in plans]
+
+
+def num_blocks(*timelines: Timeline) -> int:
+    return sum(len(lane.compute) for timeline in timelines for lane in timeline.lanes)

@@ -96,7 +96,7 @@ def test_a_step_that_raises_the_failure_does_not_log_it_too(caplog: pytest.LogCa
         assert over.wait(SECONDS)
         acted.set()
 
-    rank.guard._abort = abort
+    rank.guard.abort = abort
     rank.other.publish_failure(Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad"))
     with pytest.raises(PipelinePeerError, match="ValueError"), rank.guard.step(rank.source, after=WORK):
         assert aborted.wait(SECONDS)

@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
 from megatron_pp.faults.attach import close_guard
-from megatron_pp.faults.completed_work import CompletedWork, Place, query_during_captures
 from megatron_pp.faults.diagnosis import pending_peers
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.records import DONE, IN_STEP, Process, Progress, decode
-from megatron_pp.faults.tracker import Tracker
+from megatron_pp.faults.tracker import CompletedWork, Place, Tracker, query_during_captures
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec

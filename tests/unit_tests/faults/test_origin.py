@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_pp.errors import P2PError, P2PTimeoutError, P2PTransferError, PipelinePeerError, SendBufferError
 from megatron_pp.faults.attach import close_guard, watched
-from megatron_pp.faults.exceptions import is_consequence, tail_of, text_of, type_name
+from megatron_pp.faults.diagnosis import is_consequence, tail_of, text_of, type_name
 from megatron_pp.faults.records import MAX_TEXT
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime.stage import PipelineStage

@@ -47,6 +47,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "trace_first_step": ("101", "101", 101),
     "measure": ("5", "5", 5),
     "measure_out": ("out.json", '"out.json"', "out.json"),
+    "pipeline_replan": ("every:100", '"every:100"', "every:100"),
     "strict": ("1", "true", True),
     "any_microbatch_count": ("yes", "true", True),
     "split_weight_grad": ("no", "false", False),

@@ -9,10 +9,11 @@ import pytest
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.costs import Link, MemoryModel, Network, StageCosts
+from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.sim.bound import bound_of, lower_bound
-from megatron_pp.plan.sim.naive import naive_plan
+from megatron_pp.plan.sim.naive import naive_orders
 from megatron_pp.plan.sim.one_machine import Job, least_end
 from megatron_pp.plan.sim.search import peak_memory
 from megatron_pp.plan.sim.simulate import simulate
@@ -42,6 +43,11 @@ def memory_of(plan, rng):
     free = MemoryModel((), forward, tuple(rng.random() * kept for kept in forward))
     peaks = (peak_memory(order, plan.placement.stages[r], free) for r, order in enumerate(plan.orders))
     return replace(free, limits=tuple(peaks))
+
+
+def naive_plan(microbatches):
+    spec = PlanSpec("naive", 3, 1, microbatches, split_backward=False)
+    return lowered(spec, Placement(LOOP, 3, 1), naive_orders(spec.shape))
 
 
 @pytest.mark.slow
@@ -81,7 +87,7 @@ def test_no_simulated_plan_is_below_the_bound(family, policy):
 
 def test_a_single_microbatch_takes_the_critical_path():
     costs = StageCosts.per_stage((1.0, 2.0, 3.0), (2.0, 3.0, 1.0), (1.0, 1.0, 1.0), (2.5, 4.0, 2.0))
-    plan, network = naive_plan(PlanSpec("naive", 3, 1, 1, split_backward=False)), Network(link=Link(0.25))
+    plan, network = naive_plan(1), Network(link=Link(0.25))
     bound = bound_of(plan, costs, network)
     assert (bound.reason, bound.step) == ("critical path", 6.0 + 8.5 + 4 * 0.25)
     assert bound.step == simulate(plan, costs, network).makespan
@@ -116,7 +122,7 @@ def test_memory_for_one_microbatch_makes_a_round_trip_of_each():
     placement, costs, network = Placement(LOOP, 3, 1), StageCosts.uniform(3), Network(link=Link(0.5))
     memory = MemoryModel.in_chunks(placement, 1.0)
     bound = lower_bound(placement, 5, costs, network, memory, split=False)
-    plan = naive_plan(PlanSpec("naive", 3, 1, 5, split_backward=False))
+    plan = naive_plan(5)
     assert bound.step == simulate(plan, costs, network).makespan == 5 * (3 * 3 + 4 * 0.5)
     assert bound.reason.startswith("memory")
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_pp.comm.communicator import P2PCore
-from megatron_pp.config.hardware_queues import VARIABLE
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
@@ -20,6 +19,7 @@ from megatron_pp.plan.tasks import Task
 from megatron_pp.runtime import log_once, plan_choice, step
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.pairs import in_turn
+from megatron_pp.runtime.plan_choice import VARIABLE
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
 from megatron_pp.testing.pipeline import run_in_threads
@@ -141,7 +141,7 @@ def test_the_streams_of_the_pipeline_are_counted(
     fields = {"pipeline_schedule": schedule, "overlap_p2p_comm": True, **fields}
     for queues, warnings in ((max(2, streams - 1), streams > 2), (streams, False)):
         monkeypatch.setenv(VARIABLE, str(queues))
-        log_once._warn.cache_clear()
+        log_once._log.cache_clear()
         plan_choice._kept_advice.cache_clear()
         caplog.clear()
         network = DeviceNetwork(3, fields.get("p2p_channels") != "shared")

@@ -39,7 +39,7 @@ from megatron_pp.testing.toy import (
     toy_forward_step,
     toy_loss,
 )
-from megatron_pp.tracing.stage_times import StageTimes
+from megatron_pp.tracing.analysis import StageTimes
 from megatron_pp.weight_grad import split_weight_grad
 
 FORWARD, BACKWARD = (0.004, 0.008), (0.008, 0.016)  # seconds by stage

@@ -25,7 +25,8 @@ from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.skip_tensors import SkipRunner
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import HIDDEN, SkipBlock, ToyBlock, ToyData, toy_chunks, toy_config, toy_forward_step
+from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, toy_chunks, toy_config, toy_forward_step
+from tests.harness.skip_block import SkipBlock
 
 STATE = ("inputs", "outputs", "output_grads", "input_grads")
 

@@ -5,7 +5,6 @@ a hook that reads them. The numbers are those of one process, and memory that no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pp.integrations.freed_outputs import freed_output, leave_freed_outputs, take_freed_outputs
+from megatron_pp.integrations.megatron_steps import freed_output
 from megatron_pp.runtime.deallocate import accumulate, backward_root, custom_backward
 from megatron_pp.runtime.pairs import in_turn
 from megatron_pp.runtime.stage import PipelineStage
@@ -230,29 +229,6 @@ def tensors(output: Any) -> list[Tensor]:
     return output if isinstance(output, list) else [output]
 
 
-def module_with_custom_backward() -> ModuleType:
-    """Which takes freed outputs, as Megatron's schedules do under ``install()``."""
-    schedules = ModuleType("schedules")
-    schedules.custom_backward = custom_backward  # type: ignore[attr-defined]
-    take_freed_outputs(schedules)
-    take_freed_outputs(schedules)
-    return schedules
-
-
-def test_megatrons_own_function_comes_back_and_is_used_for_tensors() -> None:
-    schedules = module_with_custom_backward()
-    leaf = torch.ones(3, requires_grad=True)
-    schedules.custom_backward((leaf * 2.0).sum(), None)
-    assert torch.equal(leaf.grad, torch.full((3,), 2.0))
-    for _ in range(2):
-        leave_freed_outputs(schedules)
-        assert schedules.custom_backward is custom_backward
-
-
-def test_a_freed_output_without_a_gradient_says_so() -> None:
-    assert not freed_output(torch.ones(3)).requires_grad
-
-
 @pytest.mark.parametrize("keep", [backward_root, freed_output])
 @pytest.mark.parametrize("kind", ["plain", "view", "custom function", "second of two", "list"])
 def test_memory_that_nothing_needs_comes_back_and_the_graph_stays(kind: str, keep: Callable[[Any], Any]) -> None:
@@ -265,10 +241,10 @@ def test_memory_that_nothing_needs_comes_back_and_the_graph_stays(kind: str, kee
     del output
     assert all(storage.expired() for storage in storages)
     if keep is freed_output:
-        schedules = module_with_custom_backward()
         for freed, grad in zip(tensors(root), grads, strict=True):
             assert freed.requires_grad
-            schedules.custom_backward(freed, grad)
+            assert freed.untyped_storage().nbytes() == 4
+            custom_backward(freed, grad)
     else:
         accumulate(tuple(root) if isinstance(root, list) else (root,), tuple(grads))
     assert x.grad is not None
@@ -284,10 +260,9 @@ def test_memory_that_the_graph_has_saved_stays_until_the_backward(keep: Callable
     root = keep(output)
     del output
     assert not storage.expired()
-    schedules = module_with_custom_backward()
     for start, grad in ((root, torch.zeros(10)), (also, torch.ones(10))):
         if keep is freed_output:
-            schedules.custom_backward(start, grad)
+            custom_backward(start, grad)
         else:
             accumulate((start,), (grad,))
     assert storage.expired()
@@ -298,6 +273,7 @@ def test_what_needs_no_gradient_leaves_nothing() -> None:
     plain = torch.ones(3)
     assert backward_root(plain) is None
     assert backward_root([plain, None]) == [None, None]
+    assert not freed_output(plain).requires_grad
 
 
 def test_what_is_left_stays_what_it_is() -> None:
@@ -310,6 +286,6 @@ def test_what_is_left_stays_what_it_is() -> None:
 def test_a_leaf_keeps_its_data() -> None:
     leaf = torch.ones(3, requires_grad=True)
     accumulate((backward_root(leaf),), (torch.full((3,), 2.0),))
-    module_with_custom_backward().custom_backward(freed_output(leaf), torch.full((3,), 0.5))
+    custom_backward(freed_output(leaf), torch.full((3,), 0.5))
     assert torch.equal(leaf.detach(), torch.ones(3))
     assert torch.equal(leaf.grad, torch.full((3,), 2.5))

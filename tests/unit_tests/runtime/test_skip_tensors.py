@@ -15,8 +15,9 @@ from megatron_pp.runtime.pairs import in_turn
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
-from megatron_pp.testing.toy import SkipBlock, ToyData, ToyResult, reference_run
+from megatron_pp.testing.toy import ToyData, ToyResult, reference_run
 from megatron_pp.weight_grad import split_weight_grad
+from tests.harness.skip_block import SkipBlock
 from tests.harness.stream_runs import plan_on_streams
 
 U_NET = "a=0>3; b=1>2,3; sign=0>1,3 no_grad"

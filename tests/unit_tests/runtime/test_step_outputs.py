@@ -237,7 +237,7 @@ def test_stages_before_one_that_uses_no_input(
 
 
 def test_it_is_said_once_that_zeros_are_sent(caplog: pytest.LogCaptureFixture) -> None:
-    log_once._warn.cache_clear()
+    log_once._log.cache_clear()
     with caplog.at_level(logging.WARNING, "megatron_pp"):
         for _ in range(2):
             run_in_threads(4, 1, DATA, block=DetachedLast)

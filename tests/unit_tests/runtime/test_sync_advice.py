@@ -11,8 +11,8 @@ import torch
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
+from megatron_pp.runtime.gradient_hooks import unsynchronised
 from megatron_pp.runtime.stage import PipelineStage
-from megatron_pp.runtime.sync_advice import unsynchronised
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import ToyBlock, toy_config
 

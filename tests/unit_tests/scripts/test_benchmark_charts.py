@@ -10,8 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
-from benchmarks.chart_style import look
-from benchmarks.charts import CHARTS, write_chart
+from benchmarks.charts import CHARTS, look, write_chart
 from benchmarks.engines import ENGINES
 from benchmarks.overhead import MEASURED
 from benchmarks.readings import PEERS, READINGS, reading
@@ -95,7 +94,7 @@ CASES: dict[str, tuple[list[Row], str, list[str]]] = {
 def test_chart_and_paragraph(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows, part, words = CASES[name]
-    report = Report(name, "A title", [], rows, machine={"cores": 2})
+    report = Report(name, "A title", rows, machine={"cores": 2})
     assert part in reading(report)
     path = write_chart(report, tmp_path)
     assert path == tmp_path / f"{name}.svg"
@@ -106,7 +105,7 @@ def test_chart_and_paragraph(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_chart_is_the_same_each_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    report = Report("growth", "A title", [], GROWTH, machine={"cores": 2})
+    report = Report("growth", "A title", GROWTH, machine={"cores": 2})
     one, other = (write_chart(report, tmp_path / folder) for folder in "ab")
     assert one is not None
     assert other is not None

@@ -24,7 +24,7 @@ def write(folder: Path, rounds: int, p: int, columns: list[str] | None = None) -
     machine = {"cores": 2, "on": f"2026-01-0{p}"}
     rows = [{"P": p, "ms": 1.5 * p}]
     columns = columns or ["P", "ms"]
-    Report("sweep", "A sweep", columns, rows, {"rounds": rounds}, ["A note."], machine=machine).write(folder)
+    Report("sweep", "A sweep", rows, {"rounds": rounds}, ["A note."], columns, machine).write(folder)
     return folder
 
 
@@ -45,7 +45,7 @@ def test_two_runs_make_one_table(tmp_path: Path) -> None:
 
 def test_a_benchmark_with_a_chart_and_a_reading(tmp_path: Path) -> None:
     columns = ["setting", "off us", "on us", "added us", "share"]
-    Report("tracing", "A trace", columns, TRACING, {"compute ms": 10.0}).write(tmp_path / "a")
+    Report("tracing", "A trace", TRACING, {"compute ms": 10.0}, columns=columns).write(tmp_path / "a")
     text = run(tmp_path / "page.md", tmp_path / "a", text=PAGE.replace("sweep", "tracing"))
     chart, reading, folded = text.split("\n\n")[:3]
     assert chart.endswith("![A trace](charts/tracing.svg)")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pp.errors import FusedWeightGradError
-from megatron_pp.weight_grad import WeightGradStore, fused, fused_kernels, split_weight_grad
-from megatron_pp.weight_grad.fused import add_weight_grad
+from megatron_pp.weight_grad import WeightGradStore, fused_kernels, linear, split_weight_grad
+from megatron_pp.weight_grad.linear import add_weight_grad
 from tests.harness.transformer_engine_python import on_cpu as transformer_engine_on_cpu
 
 MICROBATCHES = 3
@@ -124,7 +124,7 @@ class Calls:
         self.library = torch.library.Library("aten", "IMPL")
         self.library.impl("addmm.dtype_out", self.addmm, "CPU")
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        monkeypatch.setattr(fused, "_transformer_engine_gemm", lambda: None)
+        monkeypatch.setattr(linear, "_transformer_engine_gemm", lambda: None)
 
     def addmm(self, start: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor, **scales: int) -> Tensor:
         """torch has it for CUDA alone: half-precision factors, their products added in ``dtype``."""
@@ -170,18 +170,18 @@ def test_other_dtypes_are_cast(calls: Calls, inputs: str, main: str) -> None:
 @pytest.mark.xdist_group("transformer_engine")
 def test_with_an_older_torch_transformer_engine_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through its own ``general_gemm``; only the kernel below it is a stand-in."""
-    monkeypatch.setattr(fused, "_ADDMM_WIDENS", False)
-    fused._transformer_engine_gemm.cache_clear()
+    monkeypatch.setattr(linear, "_ADDMM_WIDENS", False)
+    linear._transformer_engine_gemm.cache_clear()
     x, g, main_grad = torch.randn(10, 6).bfloat16(), torch.randn(10, 4).bfloat16(), torch.ones(4, 6)
     with transformer_engine_on_cpu():
-        assert fused._transformer_engine_gemm() is not None
+        assert linear._transformer_engine_gemm() is not None
         add_weight_grad(None, x, g, main_grad)
     torch.testing.assert_close(main_grad, 1 + g.float().t() @ x.float())
-    fused._transformer_engine_gemm.cache_clear()
+    linear._transformer_engine_gemm.cache_clear()
 
 
 def test_without_either_they_are_cast(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_ADDMM_WIDENS", False)
+    monkeypatch.setattr(linear, "_ADDMM_WIDENS", False)
     x, g, main_grad = torch.randn(10, 6).bfloat16(), torch.randn(10, 4).bfloat16(), torch.ones(4, 6)
     add_weight_grad(None, x, g, main_grad)
     torch.testing.assert_close(main_grad, 1 + g.float().t() @ x.float())

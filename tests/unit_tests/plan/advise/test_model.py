@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp.config.layout_text import layers_per_stage
+from megatron_pp.config.layout import layers_per_stage
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.activations import kept_timeline
 from megatron_pp.plan.advise.fit import Room, best_counts, fitted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_pp.config.hardware_queues import VARIABLE, queue_advice
+from megatron_pp.runtime.plan_choice import VARIABLE, queue_advice
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,263 @@
+"""What ranks exchange to change plans together: a thread of each rank, which alone calls the job's store for it.
+
+Every rank reports what it has recorded of a window of steps. The job's first rank, which leads, gives all reports to a
+search (``tracing/proposing.py``) and publishes its answer. Every rank reads it, makes the plans and counts itself as
+ready. Some steps before each boundary the first rank publishes which answer holds from there on: the last one for which
+all ranks were ready. So at a boundary no rank waits for a search, and none can miss a change.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron_pp.comm.transport import Transport
+from megatron_pp.faults.store import private_client
+from megatron_pp.plan.spec import Plan
+from megatron_pp.tracing import files
+from megatron_pp.tracing.clock_sync import agree_on_clocks
+from megatron_pp.tracing.proposing import Answer, Recorded, answer_text, read_answer, searched
+from megatron_pp.tracing.recorder import Keeper
+
+logger = logging.getLogger("megatron_pp")
+
+_ROOT = "megatron_pp/replan"
+# Seconds.
+_POLL = 0.25  # for an answer; slower where thousands of ranks poll one store
+_FAST = 0.005  # for a decision that is due
+_AFTER_ERROR = 1.0
+_JOIN = 5.0
+
+
+class Window(Keeper):
+    """The recorded steps of one window on one rank."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self._plans: list[tuple[Plan, float]] = []
+        self._steps: list[files.StepRecord] = []
+        self._sync = ""
+
+    def before(self, plan: Plan, size: float) -> int:
+        """Compares the clocks, once. Collective over the pipeline."""
+        if not self._sync:
+            self._sync = files.sync_line(self.clock(), agree_on_clocks(self.transport, self.clock).ahead)
+        if all(known is not plan for known, _ in self._plans):
+            self._plans.append((plan, size))
+        return next(i for i, (known, _) in enumerate(self._plans) if known is plan)
+
+    def keep(self, plan: Plan, record: files.StepRecord) -> None:
+        self._steps.append(record)
+
+    def text(self) -> str:
+        """The trace of this rank; empty where no step was recorded."""
+        if not self._steps:
+            return ""
+        transport = self.transport
+        ranks = tuple(map(transport.global_rank, range(transport.size)))
+        header = files.RunHeader("0", transport.rank, ranks, transport.device.type, socket.gethostname())
+        plans = [files.plan_line(plan, transport.rank, size) for plan, size in self._plans]
+        return "".join([files.header_line(header), *plans, self._sync, *map(files.step_line, self._steps)])
+
+
+class Change(NamedTuple):
+    """A plan of an answer, on this rank. ``sentence``: from what to what; ``shares``: for which microbatches."""
+
+    plan: Plan
+    shares: tuple[float, ...]
+    sentence: str
+
+
+class Exchange:
+    """Of one rank of a job of ``world`` ranks. ``rank``: in the job; number 0 leads. ``mine``: in its pipeline."""
+
+    def __init__(self, store: Any, rank: int, world: int, mine: int) -> None:
+        self.rank, self.world, self.mine = rank, world, mine
+        self.news = threading.Condition()
+        self.changes: dict[int, list[Change]] = {}  # by the number of the answer
+        self._store = store
+        self._prefix = ""
+        self._outbox: list[tuple[int, Window, dict[str, Any]]] = []
+        self._decided: dict[int, int] = {}
+        self._due: int | None = None  # the boundary whose decision comes next
+        self._read = 0  # answers
+        self._closed = False
+        self._said: set[str] = set()
+        self._leads = _Leader(self) if rank == 0 else None
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"megatron_pp replan {rank}")
+        self._thread.start()
+
+    def report(self, number: int, window: Window, more: dict[str, Any]) -> None:
+        """Hand over what this rank has recorded, with ``more`` for JSON."""
+        with self.news:
+            self._outbox.append((number, window, more))
+            self.news.notify_all()
+
+    def expect(self, boundary: int) -> None:
+        """From now on the decision for ``boundary`` is looked for, and made by the rank that leads."""
+        with self.news:
+            self._due = boundary
+            self.news.notify_all()
+
+    def decision(self, boundary: int, check: Callable[[], None]) -> int:
+        """The number of the answer that holds from ``boundary`` on; 0: none. Waits for it, as long as ``check``, which
+        is called in between, does not raise.
+        """
+        with self.news:
+            while boundary not in self._decided:
+                self.news.wait(4 * _FAST)
+                check()
+            return self._decided.pop(boundary)
+
+    def knows(self, boundary: int) -> bool:
+        """Whether ``decision`` need not wait."""
+        return boundary in self._decided
+
+    def close(self) -> None:
+        with self.news:
+            self._closed = True
+            self.news.notify_all()
+        if self._leads is not None:
+            self._leads.stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN)
+
+    def say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning(text)
+
+    def _run(self) -> None:
+        pause = _POLL * max(1.0, self.world / 500)
+        while not self._closed:
+            try:
+                self._round()
+                wait = pause if self._due is None else _FAST
+            except Exception as error:  # whatever the store's client raises, or an answer that cannot be used
+                if not self._closed:
+                    self.say_once(f"pipeline_replan: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                wait = _AFTER_ERROR
+            with self.news:
+                if not self._closed and not self._outbox:
+                    self.news.wait(wait)
+
+    def _round(self) -> None:
+        if not self._prefix:
+            self._store = private_client(self._store)
+            made = self._store.add(f"{_ROOT}/made/{self.rank}", 1)  # by all ranks as often, one after the other
+            self._prefix = f"{_ROOT}/{made}"
+        while self._outbox:
+            number, window, more = self._outbox[0]
+            report = {"window": number, "trace": window.text(), **more}
+            self._store.set(self.key("report", self.rank), json.dumps(report))
+            self._store.add(self.key("reports", number), 1)
+            self._outbox.pop(0)
+            if self._leads is not None:
+                self._leads.window = number
+        if self._leads is not None:
+            self._leads.work(self._store, self._due)
+        self._read_answer()
+        due = self._due
+        if due is not None and self._store.check([self.key("decision", due)]):
+            number = int(self._store.get(self.key("decision", due)))
+            with self.news:
+                self._decided = {due: number}
+                self._due = None if self._due == due else self._due
+                self.news.notify_all()
+
+    def _read_answer(self) -> None:
+        number = self._read + 1
+        if not self._store.check([self.key("answer", number)]):
+            return
+        text = self._store.get(self.key("answer", number))
+        self._read = number  # one that cannot be used is passed over, and then not used by any rank
+        self.changes[number] = self._made(read_answer(text))
+        self._store.add(self.key("ready", number), 1)
+
+    def _made(self, answer: Answer) -> list[Change]:
+        made = [Change(proposal.plan(), proposal.shares, proposal.sentence) for proposal in answer.proposals]
+        for change in made:
+            change.plan.tasks(self.mine)
+        return made
+
+    def key(self, what: str, number: int) -> str:
+        return f"{self._prefix}/{what}/{number}"
+
+
+class _Leader:
+    """What the job's first rank does besides. ``window``: the last one that it has reported."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.window = 0
+        self._searched = 0  # the last window that was given to a search
+        self._published = 0
+        self._holds = 0
+        self._decided = 0
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answer: Answer | None = None
+
+    def work(self, store: Any, due: int | None) -> None:
+        if self._answer is not None:
+            self._publish(store, self._answer)
+        elif self._thread is None and self.window > self._searched:
+            self._begin(store)
+        if due is not None and due > self._decided:
+            self._decide(store, due)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def _begin(self, store: Any) -> None:
+        key, window, ranks = self.exchange.key, self.window, range(self.exchange.world)
+        if store.add(key("reports", window), 0) < len(ranks):
+            return
+        self._searched = window
+        reports = [json.loads(store.get(key("report", rank))) for rank in ranks]
+        if any(report["window"] != window for report in reports):
+            return  # overtaken
+        recorded = Recorded(
+            [report["trace"] for report in reports],
+            reports[0]["splits"],
+            any(report["draws"] for report in reports),
+            [(), *reports[0]["shares"]],
+        )
+        self._thread = threading.Thread(target=self._search, args=(recorded,), daemon=True, name="megatron_pp search")
+        self._thread.start()
+
+    def _search(self, recorded: Recorded) -> None:
+        """In a thread of its own, which waits for the process that searches."""
+        try:
+            self._answer = searched(recorded, self._note)
+        except Exception as error:
+            if not self.exchange._closed:
+                self.exchange.say_once(f"pipeline_replan: no plan was searched, and the present one stays: {error}")
+            self._answer = Answer([], [])
+        self._process = None
+
+    def _note(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def _publish(self, store: Any, answer: Answer) -> None:
+        self._answer = self._thread = None
+        for shares, why in answer.kept:
+            of = f" for microbatches that take {', '.join(map('{:g}'.format, shares))}" if shares else ""
+            logger.info("pipeline_replan: the plan stays%s: %s", of, why)
+        if answer.proposals:
+            self._published += 1
+            store.set(self.exchange.key("answer", self._published), answer_text(answer))
+
+    def _decide(self, store: Any, boundary: int) -> None:
+        key, ready = self.exchange.key, self._holds
+        for number in range(self._holds + 1, self._published + 1):
+            if store.add(key("ready", number), 0) == self.exchange.world:
+                ready = number
+        self._holds, self._decided = ready, boundary
+        store.set(key("decision", boundary), str(ready))

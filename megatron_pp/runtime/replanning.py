@@ -1,0 +1,198 @@
+"""Runs that plan anew while they go on (``config.pipeline_replan``).
+
+Steps are counted in windows of ``every:N`` training steps. The last steps of a window are recorded, as a trace records
+them. While training goes on, a process searches for a plan that is faster under what was measured
+(``replan_exchange.py``, ``tracing/proposing.py``); when all ranks have it, all change to it at the same boundary of two
+windows. No step waits for a search.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.comm.transport import Transport
+from megatron_pp.config.rules import replan_steps
+from megatron_pp.config.settings import TE_GRAPHS, StepSettings
+from megatron_pp.errors import ScheduleInputError
+from megatron_pp.faults.attach import PRIVATE_FIELDS, watched
+from megatron_pp.plan.replan import why_not
+from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.runtime.replan_exchange import Change, Exchange, Window
+from megatron_pp.tracing.recorder import Recording
+
+logger = logging.getLogger("megatron_pp")
+
+_RECORDED = 2  # steps at the end of a window
+_ASKED = 4  # of the kinds of steps with unequal microbatches: for how many a window asks for plans
+_PER_OCTAVE = 2  # steps in which what microbatches cost is rounded
+
+# One belongs to a model, and goes with it.
+_REPLANNINGS: weakref.WeakKeyDictionary[Any, Replanning] = weakref.WeakKeyDictionary()
+
+
+def replanning_of(
+    chunks: Sequence[torch.nn.Module], settings: StepSettings, fields: Mapping[str, Any]
+) -> Replanning | None:
+    """What plans the training of ``chunks``, this rank's, anew; None where nothing does. ``fields``: of the PlanSpec.
+    Raises ScheduleInputError where plans of it cannot be searched, or numbers would change.
+    """
+    if settings.pipeline_replan is None or fields["forward_only"] or fields["pipeline_size"] == 1:
+        return None
+    found = _REPLANNINGS.get(chunks[0])
+    if found is None or found.every != replan_steps("pipeline_replan", settings.pipeline_replan):
+        if len(chunks) > 1 and _share_parameters(chunks):
+            why = "chunks of a rank share a parameter, whose gradient would be added up in another order"
+            raise _refusal(settings, why)
+        found = Replanning(settings, chunks)
+        found.check(settings, PlanSpec(**fields))
+        _REPLANNINGS[chunks[0]] = found
+    return found
+
+
+def _refusal(settings: StepSettings, why: str) -> ScheduleInputError:
+    value = settings.pipeline_replan
+    return ScheduleInputError(
+        f"config.pipeline_replan is {value!r}, but this run cannot be planned anew: {why}; leave it out"
+    )
+
+
+def _share_parameters(chunks: Sequence[torch.nn.Module]) -> bool:
+    seen = [id(parameter) for chunk in chunks for parameter in chunk.parameters()]
+    return len(seen) != len(set(seen))
+
+
+def _draw_random_numbers(settings: Any, chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether forwards may: then several chunks of a rank have to take turns as before."""
+    if any(getattr(settings, name, 0.0) for name in ("hidden_dropout", "attention_dropout")):
+        return True
+    kinds = torch.nn.modules.dropout._DropoutNd
+    return any(isinstance(part, kinds) and part.p > 0 for chunk in chunks for part in chunk.modules())
+
+
+class Replanning:
+    """Of one model on one rank: ``next_plan`` when a training step begins, then ``recording``."""
+
+    def __init__(self, settings: StepSettings, chunks: Sequence[torch.nn.Module]) -> None:
+        self.every = replan_steps("pipeline_replan", settings.pipeline_replan)
+        self.ahead = max(1, self.every // 10)  # steps from a decision to its boundary
+        self.step = 0
+        self.draws = len(chunks) > 1 and _draw_random_numbers(settings, chunks)
+        self.exchange: Exchange | None = None  # None before the first step
+        self.window: Window | None = None
+        self.holds = 0  # the answer that is in force
+        self.plans: dict[tuple[PlanSpec, tuple[float, ...]], Change] = {}
+        self.asked: Counter[tuple[float, ...]] = Counter()
+        self._spec: PlanSpec | None = None
+
+    def check(self, settings: StepSettings, spec: PlanSpec) -> None:
+        """Raises ScheduleInputError where plans of ``spec`` cannot be searched anew."""
+        why = why_not(spec)
+        if not why and settings.cuda_graph_impl == TE_GRAPHS:
+            why = f"config.cuda_graph_impl is {TE_GRAPHS!r}, whose graphs were captured in the order of the plan"
+        if why:
+            raise _refusal(settings, why)
+        self._spec = spec
+
+    def next_plan(
+        self, plan: Plan, communicator: P2PCore, settings: StepSettings, splits: bool, shares: tuple[float, ...]
+    ) -> Plan:
+        """The plan of the step that begins: ``plan``, which the config asks for, or what stands in for it. ``splits``:
+        whether the model can put weight gradients off; ``shares``: what its microbatches cost, in steps (``in_steps``).
+
+        Raises what ends a step where a rank is gone.
+        """
+        if plan.spec is not self._spec:
+            self.check(settings, plan.spec)
+        if self.exchange is None:
+            self.exchange = _exchange_of(communicator.transport)
+            weakref.finalize(self, self.exchange.close)
+        self.step += 1
+        boundary, into = divmod(self.step - 1, self.every)
+        if into == 0 and boundary:
+            self._report(boundary, splits)
+            self._change(boundary, communicator, settings)
+        if into == self.every - self.ahead:
+            self.exchange.expect(boundary + 1)
+        if self.every - into <= _RECORDED and self.step > 1 and self.window is None:
+            self.window = Window(communicator.transport)
+        run = _of_run(plan.spec)
+        if shares and (run, shares) not in self.plans:
+            self.asked[shares] += 1
+        found = self.plans.get((run, shares)) or self.plans.get((run, ()))
+        return plan if found is None else found.plan
+
+    def recording(self, plan: Plan, size: float) -> Recording | None:
+        """The observer of the step that begins; None where it is not recorded."""
+        return None if self.window is None else self.window.recording(plan, self.step, size)
+
+    def description(self, plan: Plan, splits: bool) -> dict[str, str]:
+        """What ranks have to have in common besides, as all run the plan of one of them."""
+        options = {name: getattr(plan.spec, name) for name in sorted(PRIVATE_FIELDS)}
+        text = ", ".join(f"{name}={value}" for name, value in options.items())
+        return {
+            "what a plan depends on, with pipeline_replan": f"split weight gradients={splits}, {text}",
+            "plan": "" if plan.certificate is None else plan.certificate.digest,
+        }
+
+    def _report(self, window: int, splits: bool) -> None:
+        assert self.exchange is not None
+        if self.window is not None:
+            self.window.resolve_pending()
+            shares = [list(shares) for shares, _ in self.asked.most_common(_ASKED)]
+            self.exchange.report(window, self.window, {"splits": splits, "draws": self.draws, "shares": shares})
+        self.window = None
+        self.asked.clear()
+
+    def _change(self, boundary: int, communicator: P2PCore, settings: StepSettings) -> None:
+        exchange = self.exchange
+        assert exchange is not None
+        if exchange.knows(boundary):
+            number = exchange.decision(boundary, lambda: None)
+        else:
+            with watched(communicator, settings, "the agreement on the plan of the next steps") as guard:
+                number = exchange.decision(boundary, guard.check)
+        if number == self.holds:
+            return
+        self.holds = number
+        changes = exchange.changes.pop(number)
+        if any(not change.shares for change in changes):
+            self.plans.clear()  # made for what stages and links took before
+        for change in changes:
+            self.plans[_of_run(change.plan.spec), change.shares] = change
+            if exchange.rank == 0:
+                logger.warning("pipeline_replan: from training step %d on, %s", self.step, change.sentence)
+                logger.info("%s: %s", change.plan.spec.describe(), change.plan.certificate)
+
+
+def _exchange_of(transport: Transport) -> Exchange:
+    if transport.store is None:
+        raise ScheduleInputError("config.pipeline_replan needs a store that the ranks share, and their group has none")
+    world = dist.get_world_size() if dist.is_initialized() else transport.size
+    return Exchange(transport.store, transport.global_rank(transport.rank), world, transport.rank)
+
+
+@lru_cache(maxsize=64)
+def _of_run(spec: PlanSpec) -> PlanSpec:
+    """What plans for the same steps have in common."""
+    return replace(spec, schedule="", measured=None, split_backward=True, offload_chunks=None)
+
+
+def in_steps(costs: Sequence[float]) -> tuple[float, ...]:
+    """``costs`` of microbatches as shares of their median, rounded to powers of the square root of 2, so that steps
+    with nearly the same run the same plan; () where all are the same.
+    """
+    middle = statistics.median(costs)
+    steps = [round(_PER_OCTAVE * math.log2(cost / middle)) for cost in costs]
+    return tuple(2.0 ** (step / _PER_OCTAVE) for step in steps) if any(steps) else ()
