@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import product, zip_longest
-from operator import itemgetter
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
@@ -23,11 +22,9 @@ from megatron_pp.plan.instruction import (
     without_pairs,
 )
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.repeated import Block, RepetitionError
 from megatron_pp.plan.spec import Plan, PlanSpec
 
 _AFTER = {BACKWARD: FORWARD, INPUT_GRAD: FORWARD, WEIGHT_GRAD: INPUT_GRAD, OUTPUT_S: FORWARD, OUTPUT_T: OUTPUT_S}
-_OPERATION = itemgetter(*map(Instruction._fields.index, ("op", "mb", "chunk", "slice")))
 _OF_EVALUATION = frozenset({FORWARD, OUTPUT_S})
 
 
@@ -112,17 +109,6 @@ def check_programs(plan: Plan) -> None:
         rank, wanted, found = differs
         one, other = next((a, b) for a, b in zip_longest(wanted, found, fillvalue="nothing more") if a != b)
         raise PlanError(f"rank {rank}: the plan's order has {one} where its program runs {other}")
-
-
-def check_repetition(runs: Iterable[list[Instruction]], block: Block, longer: Iterable[list[Instruction]]) -> None:
-    """Raises RepetitionError unless ``runs``, what the ranks run, with one more ``block`` of theirs are ``longer``,
-    wherever those are placed.
-    """
-    for rank, (run, wanted) in enumerate(zip(runs, longer, strict=True)):
-        (start, end), ran = block.of(rank), list(map(_OPERATION, run))
-        ran[end:] = [(op, mb + block.microbatches, chunk, part) for op, mb, chunk, part in ran[start:]]
-        if ran != list(map(_OPERATION, wanted)):
-            raise RepetitionError(f"rank {rank}: the order of {block.microbatches} microbatches more is another one")
 
 
 def run_of(order: Iterable[Instruction], spec: PlanSpec) -> list[Instruction]:
