@@ -3,7 +3,7 @@
 | name                | what                                                                                  |
 | ------------------- | ------------------------------------------------------------------------------------- |
 | ours                | megatron_pp                                                                           |
-| plug-in             | megatron_pp under `install()`, with Megatron-core's own forward and backward          |
+| plug-in             | megatron_pp under `install()`, in Megatron-core's training loop                       |
 | megatron            | Megatron-core's own schedules, of the installed package                               |
 | megatron-main       | those of a checkout of Megatron-LM (`--megatron-source`)                              |
 | torch               | torch.distributed.pipelining                                                          |
