@@ -108,8 +108,7 @@ def _rank(
 
 
 def _row(work: Work, lengths: Lengths, seconds: list[float] | None, reason: str | None) -> Row:
-    spec = PlanSpec(work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches)
-    simulated = lengths.simulated(spec)
+    simulated = lengths.simulated(work.spec())
     row: Row = {"schedule": work.schedule, "V": work.num_chunks, "simulated": simulated.bubble_share}
     if seconds is None:
         return row | {"measured": reason or ""}

@@ -14,6 +14,7 @@ from benchmarks.engines import PLUG_IN, MakeStage, Step, Unavailable, Work, sche
 from benchmarks.megatron_library import Library, load
 from megatron_pp.integrations.megatron_core import installed
 from megatron_pp.p2p_communication import P2PCommunicator
+from megatron_pp.testing.threads import ThreadGroup
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b")
 
@@ -63,8 +64,8 @@ def _zeros_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _groups(library: Library, group: Any) -> Any:
     groups = library.module("process_groups_config").ProcessGroupCollection()
-    groups.tp = groups.cp = groups.dp_cp = groups.tp_dp_cp = _Solo()
-    groups.pp = group or _Solo()
+    groups.tp = groups.cp = groups.dp_cp = groups.tp_dp_cp = ThreadGroup(0, 1)
+    groups.pp = group or ThreadGroup(0, 1)
     groups.embd = groups.pos_embd = None
     return groups
 
@@ -77,7 +78,7 @@ def _config(library: Library, work: Work) -> Any:
             hidden_size=work.shape[2],
             num_attention_heads=1,
             pipeline_model_parallel_size=work.pipeline_size,
-            virtual_pipeline_model_parallel_size=work.num_chunks if work.num_chunks > 1 else None,
+            virtual_pipeline_model_parallel_size=work.virtual_size,
             microbatch_group_size_per_vp_stage=work.pipeline_size,
             pipeline_dtype=torch.float32,
             overlap_p2p_comm=work.overlaps,
@@ -95,9 +96,7 @@ class _Chunk(torch.nn.Module):
 
     def __init__(self, inner: torch.nn.Module, config: Any, vp_stage: int, library: Library) -> None:
         super().__init__()
-        self.inner = inner
-        self.config = config
-        self.vp_stage = vp_stage
+        self.inner, self.config, self.vp_stage = inner, config, vp_stage
         self.model_type = library.module("enums").ModelType.encoder_or_decoder
         self.received: torch.Tensor | None = None
 
@@ -108,11 +107,3 @@ class _Chunk(torch.nn.Module):
         state = self.__dict__
         received, state["received"] = state["received"], None
         return self.inner(x if received is None else received)
-
-
-class _Solo:
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0

@@ -14,7 +14,6 @@ from megatron_pp.config.model_config import TransformerConfig
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import family_of
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.weight_grad import split_weight_grad
@@ -23,8 +22,7 @@ SECONDS = 100.0  # that a rank waits; less than the process groups of the benchm
 
 
 def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, transport: Any) -> Step:
-    spec = PlanSpec(work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches)
-    family = family_of(spec)
+    family = family_of(work.spec())
     placement = Placement(family.placement, work.pipeline_size, work.num_chunks)
     config = make_config(work)
     chunks = [PipelineStage(make_stage(stage), config, c) for c, stage in enumerate(placement.stages[rank])]
@@ -32,7 +30,7 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
         raise Unavailable(f"{work.schedule} splits the backward, which these stages cannot")
     alone = work.pipeline_size == 1
     communicator = None if alone else P2PCommunicator(group, config, *([transport] if transport is not None else []))
-    function = get_forward_backward_func(work.pipeline_size, work.num_chunks if work.num_chunks > 1 else None)
+    function = get_forward_backward_func(work.pipeline_size, work.virtual_size)
     return scheduled_step(work, function, chunks, p2p_communicator=communicator)
 
 
@@ -64,7 +62,7 @@ def make_config(work: Work) -> SimpleNamespace:
     return SimpleNamespace(
         pipeline_dtype=torch.float32,
         hidden_size=work.shape[2],
-        virtual_pipeline_model_parallel_size=work.num_chunks if work.num_chunks > 1 else None,
+        virtual_pipeline_model_parallel_size=work.virtual_size,
         deallocate_pipeline_outputs=True,
         overlap_p2p_comm=work.overlaps,
         batch_p2p_comm=work.policy == "batched",

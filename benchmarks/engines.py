@@ -3,7 +3,7 @@
 | name                | what                                                                                  |
 | ------------------- | ------------------------------------------------------------------------------------- |
 | ours                | megatron_pp                                                                           |
-| plug-in             | megatron_pp under `install()`, with Megatron-core's own forward and backward          |
+| plug-in             | megatron_pp under `install()`, in Megatron-core's training loop                       |
 | megatron            | Megatron-core's own schedules, of the installed package                               |
 | megatron-main       | those of a checkout of Megatron-LM (`--megatron-source`)                              |
 | torch               | torch.distributed.pipelining                                                          |
@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from megatron_pp.plan.spec import PlanSpec
 
 ENGINES = ("ours", "megatron", "megatron-main", "torch", "torch per-direction")
 PLUG_IN = "plug-in"
@@ -52,6 +54,14 @@ class Work:
     @property
     def num_stages(self) -> int:
         return self.pipeline_size * self.num_chunks
+
+    @property
+    def virtual_size(self) -> int | None:
+        """V as Megatron has it: None without model chunks."""
+        return self.num_chunks if self.num_chunks > 1 else None
+
+    def spec(self, **more: Any) -> PlanSpec:
+        return PlanSpec(self.schedule, self.pipeline_size, self.num_chunks, self.num_microbatches, **more)
 
     @property
     def overlaps(self) -> bool:

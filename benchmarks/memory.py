@@ -11,7 +11,6 @@ from benchmarks.rank_processes import run_ranks
 from benchmarks.report import Report, Row, add_options
 from benchmarks.stages import TimedStage
 from megatron_pp.plan.builder import verified_plan
-from megatron_pp.plan.spec import PlanSpec
 
 HELP = "peak live activation bytes of every rank, beside verify's prediction and the peers"
 
@@ -89,9 +88,7 @@ def peak_bytes(step: Step) -> int:
 
 
 def _rows(work: Work, per_rank: list[dict[str, int]]) -> list[Row]:
-    spec = PlanSpec(
-        work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches, work.pipeline_size, work.policy
-    )
+    spec = work.spec(group_size=work.pipeline_size, policy=work.policy)
     predicted = [float(peaks.tensors) for peaks in verified_plan(spec)[1].ranks]
     rows = [_row(work, "predicted", predicted, "")]
     for engine in per_rank[0]:

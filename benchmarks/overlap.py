@@ -36,9 +36,9 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.costs import Link, Network, StageCosts
+from megatron_pp.plan.costs import Link, Network
 from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.spec import Plan
 from megatron_pp.plan.tasks import Task
 from megatron_pp.plan.verifier import verify
 from megatron_pp.runtime.compute import ModelSteps, StepOptions
@@ -67,11 +67,6 @@ class Setting:
 
     work: Work
     sweep: Sweep
-
-    @property
-    def spec(self) -> PlanSpec:
-        work = self.work
-        return PlanSpec(work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +131,7 @@ class VariantStep:
     ) -> None:
         """``stages``: what makes a stage from its forward's and backward's seconds, without and with copies."""
         work, sweep = setting.work, setting.sweep
-        plan = build_plan(setting.spec)
+        plan = build_plan(setting.work.spec())
         self.plan = wait_at_once(plan) if variant == WAIT_AT_ONCE else plan
         self.executor = FreesAtOnce if variant == FREE_AT_ONCE else PlanExecutor
         make_stage = (stages or (TimedStage, CopyingStage))[variant == FREE_AT_ONCE]
@@ -218,8 +213,7 @@ class FreesAtOnce(PlanExecutor):
             super()._free(at)
 
     def _copies(self, at: Task) -> deque[torch.Tensor]:
-        copies: deque[torch.Tensor] = self.steps.chunks[at.chunk].inner.copies  # type: ignore[attr-defined]
-        return copies
+        return self.steps.chunks[at.chunk].inner.copies  # type: ignore[attr-defined]
 
 
 class ReleaseTimer:
@@ -268,5 +262,5 @@ def _rows(setting: Setting, per_rank: list[dict[str, Any]]) -> list[Row]:
 
 def _without_transfers(setting: Setting) -> float:
     """Seconds of the step if transfers take no time."""
-    costs = StageCosts.uniform(setting.work.num_stages, setting.sweep.forward, setting.sweep.backward, 0.0)
-    return simulate(build_plan(setting.spec), costs, Network(0, link=Link(bandwidth=1e15))).makespan
+    costs = setting.sweep.costs(setting.work)
+    return simulate(build_plan(setting.work.spec()), costs, Network(0, link=Link(bandwidth=1e15))).makespan

@@ -18,7 +18,7 @@ from benchmarks.rounds import print_progress, summary, timed_rounds
 from benchmarks.sweep import Sweep, sweep_settings, work_of
 from benchmarks.sweep import add_arguments as add_sweep_arguments
 from megatron_pp.config.model_config import TRACE_DIR_VARIABLE, TRACE_STEPS_VARIABLE
-from megatron_pp.plan.costs import Link, Network, StageCosts
+from megatron_pp.plan.costs import Link, Network
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import POLICIES
 from megatron_pp.tracing.run import load_run
@@ -81,7 +81,7 @@ def _rank(rank: int, size: int, works: list[tuple[float, Work]], sweep: Sweep, f
 def _row(ratio: float, work: Work, sweep: Sweep, transfer: float, folder: Path) -> Row:
     traced = load_run(folder)
     times = summary([traced.measured(step).makespan for step in traced.steps])
-    costs = StageCosts.uniform(work.num_stages, sweep.forward * 1e3, sweep.backward * 1e3, 0.0)
+    costs = sweep.costs(work, 1e3)
     link = Link(bandwidth=work.message_bytes / (transfer * 1e3))
     network = Network(work.message_bytes, link=link, gloo=True)
     predicted = simulate(traced.plan(traced.steps[0]), costs, network).makespan

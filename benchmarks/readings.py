@@ -39,7 +39,7 @@ def overhead(report: Report) -> str:
 
 
 def _plugged_in(rows: Sequence[Row], column: str) -> str:
-    """A sentence on ours under `install()`, where Megatron-core's own forward and backward are most of the time."""
+    """A sentence on ours under `install()`."""
     of = {engine: {row["setting"]: row for row in _rows(rows, engine=engine)} for engine in (PLUG_IN, "megatron")}
 
     def compared(measured: str) -> str:
@@ -55,10 +55,7 @@ def _plugged_in(rows: Sequence[Row], column: str) -> str:
     stubbed, main_thread, wall = compared(column), compared(ON_GLOO[0]), compared(ON_GLOO[1])
     text = ""
     if stubbed:
-        text = (
-            f" Under `install()`, with Megatron-core's own forward and backward of a microbatch, it is {stubbed} what "
-            "Megatron-core's schedules take."
-        )
+        text = f" Under `install()` it is {stubbed} what Megatron-core's schedules take."
     if main_thread:
         text += f" Over gloo it is {main_thread} theirs on the busiest main thread, and a step takes {wall} theirs."
     return text
@@ -163,6 +160,15 @@ def growth(report: Report) -> str:
     )
 
 
+def replan(report: Report) -> str:
+    changed = report.rows[1:]
+    static, first = (_range(_values(changed, column), "{:.2f}") for column in ("over best static", "first plan over"))
+    return (
+        f"With a rank slowed, and then a link cut, the run's own plan takes {static} times the best static one; the "
+        f"plan that was best at the start takes {first} times the run's own."
+    )
+
+
 def _rows(rows: Iterable[Row], **wanted: str) -> list[Row]:
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
@@ -187,5 +193,5 @@ def _list(parts: Sequence[str]) -> str:
 
 READINGS: dict[str, Callable[[Report], str]] = {
     write.__name__: write
-    for write in (overhead, exposed, overlap, memory, bubble, prediction, tracing, training, growth)
+    for write in (overhead, exposed, overlap, memory, bubble, prediction, tracing, training, replan, growth)
 }  # fmt: skip

@@ -27,8 +27,7 @@ class StubTransport(Transport):
     device = torch.device("cpu")
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         self._work = Done()
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Done:

@@ -13,7 +13,7 @@ from benchmarks.stages import TimedStage
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import OVERLAP, PlanSpec
+from megatron_pp.plan.spec import OVERLAP
 
 CHUNKS = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2}
 """The schedules that are measured, with their number of model chunks on a rank."""
@@ -36,6 +36,9 @@ class Sweep:
 
     def stage(self, stage: int) -> TimedStage:
         return TimedStage(self.forward, self.backward)
+
+    def costs(self, work: Work, scale: float = 1.0) -> StageCosts:
+        return StageCosts.uniform(work.num_stages, self.forward * scale, self.backward * scale, 0.0)
 
     def message_bytes(self, ratio: float) -> float:
         """Of a message as long on the wire as ``ratio`` forwards, at the link's nominal rate."""
@@ -72,13 +75,12 @@ def work_of(schedule: str, size: int, microbatches: int, message_bytes: float) -
 
 def bound_seconds(work: Work, sweep: Sweep, transfer: float) -> float:
     """The shortest step that the order of compute allows, over all lookaheads: sends are waited as late as can be."""
-    costs = StageCosts.uniform(work.num_stages, sweep.forward, sweep.backward, 0.0)
+    costs = sweep.costs(work)
     network = Network(work.message_bytes, link=Link(bandwidth=work.message_bytes / transfer))
     late = 2 * work.virtual_microbatches
 
     def step(lookahead: int) -> float:
-        sizes = (work.schedule, work.pipeline_size, work.num_chunks, work.num_microbatches)
-        spec = PlanSpec(*sizes, policy=OVERLAP, release_after=late, lookahead=lookahead)
+        spec = work.spec(policy=OVERLAP, release_after=late, lookahead=lookahead)
         return simulate(build_plan(spec), costs, network).makespan
 
     return min(step(lookahead) for lookahead in (1, 2, 4, 8))

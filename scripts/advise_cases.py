@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -34,16 +33,9 @@ UNLIMITED = 10_000.0  # GB: these settings print no memory
 BUDGET = 600.0
 
 
-@dataclass(frozen=True)
-class Row:
-    setting: str
-    pipeline: str
-    outcome: Outcome
-
-    def cells(self, theirs: Outcome) -> list[str]:
-        one = self.outcome
-        speed = "" if one is theirs else f"{theirs.step / one.step:.2f}x"
-        return [self.setting, self.pipeline, f"{one.step:.5g}", f"{one.bubble:.1%}", f"{one.excess:.1%}", speed]
+def row(setting: str, pipeline: str, one: Outcome, theirs: Outcome) -> list[str]:
+    speed = "" if one is theirs else f"{theirs.step / one.step:.2f}x"
+    return [setting, pipeline, f"{one.step:.5g}", f"{one.bubble:.1%}", f"{one.excess:.1%}", speed]
 
 
 def stages_of_text(text: str, layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
@@ -63,23 +55,20 @@ def theirs(question: Question, chosen: Candidate, text: str) -> Outcome:
     placement = chosen.placement(question.pipeline_size)
     fixed = (0.0,) * question.pipeline_size
     room = Room(placement, states_of(chosen, question.pipeline_size), 1, question.memory, fixed)
-    return evaluate(question, chosen, fitted(stages_of_text(text, model.layers), room, 0.0, recompute=False))
+    return evaluate(question, chosen, fitted(stages_of_text(text, model.layers), room, model, recompute=False))
 
 
-def ours(question: Question) -> Outcome:
+def our_row(question: Question, theirs: Outcome) -> list[str]:
     best = search(question, BUDGET).best
     assert best is not None
-    return best
+    layout = f", {in_cell(layout_of(best))}" if layout_of(best) else ""
+    return row("", f"ours: {best.candidate}{layout}", best, theirs)
 
 
 def question_of(model: Model, ranks: int, microbatches: int, **options: Any) -> Question:
     values: dict[str, Any] = {"latency": 0.05, "bandwidth": 0.05, "schedules": NAMED, "recompute": False}
     values |= {"pipeline_size": ranks, "global_batch": microbatches, "memory": UNLIMITED, "models": ((1, model),)}
     return Question(**(values | options))
-
-
-def named(one: Outcome) -> str:
-    return f"ours: {one.candidate}" + (f", {in_cell(layout_of(one))}" if layout_of(one) else "")
 
 
 def in_cell(layout: str) -> str:
@@ -95,11 +84,10 @@ def mtp_losses() -> Iterator[list[str]]:
     before = theirs(question, chosen, "E|" + "t|" * 10 + "m|m|m||LLLL")
     setting = "Megatron-LM#5318, P=8, M=32"
     last = f"interleaved_1f1b, all losses at the end, {in_cell('E|(t|)*10m|m|m||L*4')}"
-    yield Row(setting, last, before).cells(before)
+    yield row(setting, last, before, before)
     spread = theirs(question, chosen, "E|" + "t|" * 10 + "m|m|m|LL|LL")
-    yield Row("", f"interleaved_1f1b, as it proposes, {in_cell('E|(t|)*10m|m|m|LL|LL')}", spread).cells(before)
-    best = ours(question)
-    yield Row("", named(best), best).cells(before)
+    yield row("", f"interleaved_1f1b, as it proposes, {in_cell('E|(t|)*10m|m|m|LL|LL')}", spread, before)
+    yield our_row(question, before)
 
 
 def deepseek(layers: int, mtp: int, spread: bool = False) -> Transformer:
@@ -126,9 +114,8 @@ def unequal_layers() -> Iterator[list[str]]:
         ends = "m" * transformer.mtp_layers + "L"
         text = "|".join(("E" if k == 0 else "") + "t" * n for k, n in enumerate(counts)) + ends
         before = theirs(question, Candidate("interleaved_1f1b", 2, 1, count, "overlap"), text)
-        yield Row(setting, "Megatron's interleaved_1f1b, V=2, equal stages", before).cells(before)
-        best = ours(question)
-        yield Row("", named(best), best).cells(before)
+        yield row(setting, "Megatron's interleaved_1f1b, V=2, equal stages", before, before)
+        yield our_row(question, before)
 
 
 def memory_limits() -> Iterator[list[str]]:
@@ -140,9 +127,8 @@ def memory_limits() -> Iterator[list[str]]:
         before = evaluate(question, chosen, cut_model(question, chosen, model))
         setting = f"OptPipe's question, P=8, M=32, {limit:g} GB"
         short = "" if not before.refused else f", which needs {before.peak:g} GB"
-        yield Row(setting, f"1f1b{short}", before).cells(before)
-        best = ours(question)
-        yield Row("", named(best), best).cells(before)
+        yield row(setting, f"1f1b{short}", before, before)
+        yield our_row(question, before)
 
 
 def cases() -> str:

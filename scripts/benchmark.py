@@ -40,6 +40,7 @@ SUBCOMMANDS = (
     "slices",
     "vocabulary",
     "training",
+    "replan",
     "growth",
     "gpu",
     "tables",
@@ -49,14 +50,15 @@ SUBCOMMANDS = (
 def main(argv: list[str] | None = None) -> int:
     """Parse, run the subcommand, print and write its report."""
     argv = sys.argv[1:] if argv is None else argv
-    args = _parser("--quick" in argv).parse_args(argv)
+    args = _parser(argv).parse_args(argv)
     from benchmarks.all import NO_DEVICE
-    from benchmarks.megatron_library import SOURCE_VARIABLE, source
     from benchmarks.report import BenchmarkError, NoDeviceError, files_of
     from benchmarks.shaped_network import sigterm_unwinds
 
     try:
         if args.megatron_source is not None:
+            from benchmarks.megatron_library import SOURCE_VARIABLE, source
+
             os.environ[SOURCE_VARIABLE] = str(args.megatron_source.resolve())
             source()  # refuses what is no checkout
         if args.out is not None:
@@ -75,10 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _parser(quick: bool) -> argparse.ArgumentParser:
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
+    """Of the subcommand that stands first, whose module alone is imported then, or of all of them."""
     parser = argparse.ArgumentParser(prog="benchmark.py", description=(__doc__ or "").split("\n\n")[1])
     kinds = parser.add_subparsers(dest="subcommand", required=True)
-    for name in SUBCOMMANDS:
+    for name in argv[:1] if {*argv[:1]} & {*SUBCOMMANDS} else SUBCOMMANDS:
         module = importlib.import_module(f"benchmarks.{name}")
         one = kinds.add_parser(name, help=module.HELP, description=module.HELP)
         one.add_argument("--out", type=Path, help="folder for NAME.json and NAME.txt")
@@ -91,7 +94,7 @@ def _parser(quick: bool) -> argparse.ArgumentParser:
         )
         module.add_arguments(one)
         one.set_defaults(run=module.run)
-        if quick:
+        if "--quick" in argv:
             one.set_defaults(**module.QUICK)
     return parser
 

@@ -85,7 +85,6 @@ class Books:
 
 
 def main() -> int:
-    """See the module's text."""
     arguments = parse_arguments()
     books = Books()
     start = time.monotonic()
@@ -128,7 +127,6 @@ def write_between_marks(path: Path, text: str) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--seed", type=int, default=0, help="draws rank, step, chunk, microbatch and policy of each fault"

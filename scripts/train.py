@@ -5,6 +5,7 @@ The program is examples/gpt. Under scripts/launch.py this process ends when its 
 """
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -29,10 +30,13 @@ if __name__ == "__main__":
         end_with_launcher()
     # The checkout that this script lies in comes first, installed or not.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    gc.disable()  # a seventh of the time to import torch goes into finding no garbage
     try:
         from examples.gpt.program import end_process, main
     except ModuleNotFoundError as error:
         if error.name not in ("tyro", "tomli"):
             raise
         sys.exit(f"train.py: {error}; install the project's extra: pip install -e '.[train]'")
+    gc.freeze()  # nor is it looked through later
+    gc.enable()
     end_process(main(sys.argv[1:]))

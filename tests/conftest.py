@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import socket
 import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -48,15 +50,10 @@ hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("project")
 
 
-# Ranks that a test starts with start_method="forkserver" are forked from a process that has loaded these. Tests of
+# Ranks that a test starts with start_method="forkserver" are forked from a process that has loaded this. Tests of
 # numbers, and of groups that all ranks make in one order, start theirs as a launcher does: each with an interpreter,
-# and an order of sets, of its own. Optimizers load torch._dynamo.
-multiprocessing.set_forkserver_preload(
-    [
-        *("pytest", "torch.distributed", "torch._dynamo", "megatron_pp.schedules", "megatron_pp.weight_grad"),
-        *("examples.gpt.program", "tests.harness.processes"),
-    ]
-)
+# and an order of sets, of its own.
+multiprocessing.set_forkserver_preload(["tests.harness.preload"])
 
 # Workers take files in this order, then all others: what runs long in one piece must not be left for the end.
 LONG = (
@@ -72,13 +69,28 @@ def place_of(item: pytest.Item) -> tuple[int, bool]:
     return LONG.index(name) if name in LONG else len(LONG), "functional_tests" not in item.path.parts
 
 
-def pytest_collection_finish() -> None:
-    """Garbage collections need not look through what libraries hold."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Nothing is collected while libraries are imported, and later collections need not look through what they hold."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
+def searches(item: pytest.Item) -> bool:
+    """Whether the test is parametrised with a schedule whose order is searched for, which takes most of a second."""
+    call = getattr(item, "callspec", None)
+    return call is not None and any(isinstance(v, str) and v in ("auto", "auto_v") for v in call.params.values())
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests that -m names are chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place_of)
+    for item in filter(searches, items):
+        item.add_marker(pytest.mark.slow)
     needing_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not needing_gpu:
         return

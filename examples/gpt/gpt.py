@@ -139,8 +139,7 @@ class LayerParts:
 
     def checkpointed(self, block: nn.Module, *inputs: Any) -> Tensor:
         """``block(*inputs)`` that keeps its input and computes the rest again in backward."""
-        output: Tensor = checkpoint(block, *inputs, use_reentrant=False)
-        return output
+        return checkpoint(block, *inputs, use_reentrant=False)
 
 
 def seed_of(*parts: object) -> int:

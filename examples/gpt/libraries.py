@@ -170,5 +170,4 @@ class TransformerEngineParts(LayerParts):
 
     def checkpointed(self, block: nn.Module, *inputs: Any) -> Tensor:
         """torch's own checkpointing would compute again with another FP8 scale."""
-        output: Tensor = self.te.checkpoint(block, *inputs, use_reentrant=False)
-        return output
+        return self.te.checkpoint(block, *inputs, use_reentrant=False)

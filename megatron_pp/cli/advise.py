@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_pp import draw
 from megatron_pp.cli import advise_input
 from megatron_pp.cli.cost_options import number
-from megatron_pp.cli.errors import OK, RefusedError, UsageError
+from megatron_pp.cli.errors import INTERRUPTED, OK, RefusedError, UsageError
 from megatron_pp.cli.plan_options import whole
 from megatron_pp.cli.terminal import print_line, print_table, write_output
 from megatron_pp.draw.front import Point
@@ -40,7 +43,8 @@ EXAMPLES = """examples:
   megatron-pp advise --from-trace runs/x/traces --global-batch 64 --memory-gb 80 --activation-gb 2
   megatron-pp advise --megatron-args "--num-layers 32 --hidden-size 4096 ..." --gpu a100
 
-exit codes: 0 done, 1 nothing fits into the memory, 2 wrong arguments
+exit codes: 0 done, 1 nothing fits into the memory, 2 wrong arguments, 3 ended by Ctrl-C or SIGTERM, with the best
+pipeline that was found until then
 """
 _BUDGETS = ((8, 7.0), (16, 50.0))  # seconds up to so many ranks
 _LONGEST = 100.0
@@ -69,12 +73,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
     budget = args.budget_s
     if budget is None:
         budget = next((seconds for ranks, seconds in _BUDGETS if question.pipeline_size <= ranks), _LONGEST)
-    with _progress() as report:
+    with _ended_by_signals(), _progress() as report:
         findings = search(question, budget, args.jobs or min(_JOBS, os.cpu_count() or 1), report)
     best = findings.best
-    order = None if best is None else best_order(question, best, _ORDER_SHARE * budget)
+    patience = 0.0 if findings.interrupted else _ORDER_SHARE * budget
+    order = None if best is None else best_order(question, best, patience)
     if args.json:
         console.file.write(json.dumps(answer.as_json(findings, order), indent=1) + "\n")
+    if best is None and findings.interrupted:
+        print("megatron-pp advise: interrupted before a plan was found", file=sys.stderr)
+        return INTERRUPTED
     if best is None:
         raise RefusedError(_nothing_fits(findings))
     if not args.json:
@@ -88,7 +96,20 @@ def run(args: argparse.Namespace, console: Console) -> int:
             write_whole(args.plot, picture)
         else:
             write_output(console, args.plot, picture)
-    return OK
+    return INTERRUPTED if findings.interrupted else OK
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends a search as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -149,7 +170,8 @@ def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, meas
     print_table(console, "Why not another", ["schedule", "step ms", "GB", "why"], rows)
     if findings.not_looked_at:
         count, seconds = len(findings.not_looked_at), short(findings.seconds)
-        print_line(console, f"after {seconds} s, {count} of the candidates were only estimated; --budget-s gives more")
+        ended = "interrupted after" if findings.interrupted else "after"
+        print_line(console, f"{ended} {seconds} s, {count} of the candidates were not built; --budget-s gives more")
 
 
 def _name(one: Outcome) -> str:

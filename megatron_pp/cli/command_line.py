@@ -39,12 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         _drop_output()
         problem, code = f"the answer cannot be written ({error.strerror or error})", BAD_INPUT
-    except RefusedError as error:
-        problem, code = str(error), REFUSED
-    except ImportError as error:
-        problem, code = _how_to_get(error), BAD_INPUT
-    except MegatronPPError as error:
-        problem, code = str(error), BAD_INPUT
+    except (ImportError, MegatronPPError) as error:
+        problem, code = _in_words(error), REFUSED if isinstance(error, RefusedError) else BAD_INPUT
     _complain(f"megatron-pp {args.command}: {problem}")
     return code
 
@@ -53,15 +49,11 @@ def _run_script(argv: Sequence[str]) -> int:
     """Errors of the settings are ours to report; whatever the script raises is raised."""
     try:
         script = run.prepare(argv)
-    except ImportError as error:
-        problem = _how_to_get(error)
-    except MegatronPPError as error:
-        problem = str(error)
-    else:
-        script()
-        return OK
-    _complain(f"megatron-pp {run.NAME}: {problem}")
-    return BAD_INPUT
+    except (ImportError, MegatronPPError) as error:
+        _complain(f"megatron-pp {run.NAME}: {_in_words(error)}")
+        return BAD_INPUT
+    script()
+    return OK
 
 
 def _command(name: str) -> Any:
@@ -70,12 +62,13 @@ def _command(name: str) -> Any:
         return importlib.import_module(f"megatron_pp.cli.{name}")
     except ImportError as error:
         return SimpleNamespace(
-            SUMMARY=f"not available: {_how_to_get(error)}", EXAMPLES="", add_arguments=lambda _: None, run=None
+            SUMMARY=f"not available: {_in_words(error)}", EXAMPLES="", add_arguments=lambda _: None, run=None
         )
 
 
-def _how_to_get(error: ImportError) -> str:
-    return f"{error}; `pip install {error.name}` gets it" if error.name else str(error)
+def _in_words(error: Exception) -> str:
+    missing = error.name if isinstance(error, ImportError) else None
+    return f"{error}; `pip install {missing}` gets it" if missing else str(error)
 
 
 def _complain(text: str) -> None:

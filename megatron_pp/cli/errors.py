@@ -3,6 +3,7 @@
 0  done
 1  the answer is no: the plan is refused, whatever is wrong with it and wherever it came from, or nothing fits
 2  no answer: wrong arguments, a file that cannot be read or written, or that holds no plan
+3  a search was ended by Ctrl-C or SIGTERM: the answer, where there is one, is the best until then
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from megatron_pp.errors import ExchangeError, MegatronPPError, PlanError
 OK = 0
 REFUSED = 1
 BAD_INPUT = 2  # argparse's own code too
+INTERRUPTED = 3
 
 
 class RefusedError(MegatronPPError):

@@ -36,9 +36,7 @@ def skip_sentences(plan: Plan) -> list[str]:
 
 
 def _by_cache(plan: Plan) -> dict[str, Traffic]:
-    def programs(cache: str) -> Any:
-        same = cache == plan.spec.skip_cache
-        return plan.programs if same else lowered(replace(plan.spec, skip_cache=cache), *about).programs
-
-    about = plan.placement, plan.orders
-    return {cache: traffic_of(programs(cache)) for cache in CACHES}
+    plans = {cache: replace(plan.spec, skip_cache=cache) for cache in CACHES if cache != plan.spec.skip_cache}
+    programs = {cache: lowered(spec, plan.placement, plan.orders).programs for cache, spec in plans.items()}
+    programs[plan.spec.skip_cache] = plan.programs
+    return {cache: traffic_of(programs[cache]) for cache in CACHES}

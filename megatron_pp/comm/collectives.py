@@ -38,8 +38,7 @@ class GroupCollectives:
     """On a process group of the pipeline's ranks. ``limit``: the timeout of each operation."""
 
     def __init__(self, group: dist.ProcessGroup, limit: Callable[[], timedelta]) -> None:
-        self.group = group
-        self.limit = limit
+        self.group, self.limit = group, limit
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         options = dist.BroadcastOptions()

@@ -41,21 +41,35 @@ class InterruptedTransferError(MegatronPPError, RuntimeError):
 class Transfer:
     """The work of one transfer, as torch's Work. ``is_over``: it is done, or failed."""
 
-    __slots__ = ("_error", "_post", "_queue", "_threads", "_work", "is_over")
+    __slots__ = ("_error", "_later", "_post", "_queue", "_threads", "_work", "is_over")
 
-    def __init__(self, threads: ChannelThreads, queue: Queue, work: Any, post: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self,
+        threads: ChannelThreads,
+        queue: Queue,
+        work: Any,
+        post: Callable[[], Any] | None = None,
+        later: list[Transfer] | None = None,
+    ) -> None:
         self._threads = threads
         self._queue: Queue | None = queue
+        self._later = later  # the channel's transfers that its thread has not been given yet
         self._work = work
         self._post = post
         self._error: BaseException | None = None
         self.is_over = False
 
     def begin(self) -> None:
-        """Hand it to the channel's thread, once."""
-        queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.put(self)
+        """Hand it to the channel's thread, once, after those that were posted before it."""
+        queue, later = self._queue, self._later
+        if queue is None:
+            return
+        given = [self] if later is None else later[: later.index(self) + 1]
+        if later is not None:
+            del later[: len(given)]
+        for transfer in given:
+            transfer._queue = transfer._later = None
+            queue.put(transfer)
 
     def follow(self) -> None:
         """In the channel's thread: post it, if that is still to be done, and wait for it."""
@@ -96,15 +110,19 @@ class ChannelThreads:
         self.limit: tuple[timedelta, ...] = ()
         self._why: str | None = None
         self._queues: dict[Hashable, Queue] = {}
+        self._later: dict[Hashable, list[Transfer]] = {}
         self._threads: list[threading.Thread] = []
         self._awaited: Transfer | None = None
         self._calls: SimpleQueue[None] = SimpleQueue()  # each means: look again
 
     def follow(self, channel: Hashable, work: Any, ahead: bool = True) -> Transfer:
-        """A posted transfer of ``channel``, followed at once, or with ``ahead=False`` when it is waited for: small
-        messages are done when they are posted, and waking a thread for each costs more than it saves.
+        """A posted transfer of ``channel``, followed at once, or with ``ahead=False`` when it or a later one of the
+        channel is waited for: small messages are done when they are posted, and waking a thread for each costs more
+        than it saves.
         """
-        transfer = Transfer(self, self._queue_of(channel), work)
+        later = self._later.setdefault(channel, [])
+        transfer = Transfer(self, self._queue_of(channel), work, later=later)
+        later.append(transfer)
         if ahead:
             transfer.begin()
         return transfer

@@ -32,6 +32,7 @@ _TAGS = {ACT: 0x4D5001, GRAD: 0x4D5002}
 _SHARED_TAG = 0x4D5000
 _TAGS_OF_ONE_AGREEMENT = 0x100  # tags are 31 bits wide
 _AGREEMENTS = 0x10000
+_SMALL_SENDS = 16  # of less than LARGE_BYTES each, so that less than 1 MiB is kept for them
 
 
 class Work(Protocol):
@@ -126,6 +127,12 @@ class Transport(Protocol):
         """The process group's own timeout; None where there is none."""
         return None
 
+    def unfinished_sends(self, allowed: int, message_bytes: float) -> int:
+        """How many sends a rank leaves unfinished before it waits: where their end can be polled, those ``allowed`` by
+        ``config.max_pending_sends``. ``message_bytes``: of the largest; 0 where it is not known.
+        """
+        return allowed if self.pollable else 0
+
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work: ...
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work: ...
@@ -206,6 +213,12 @@ class ProcessGroupTransport(Transport):
             self._threads = ChannelThreads()
             weakref.finalize(self, self._threads.close)
             call_at_exit(self.end)
+
+    def unfinished_sends(self, allowed: int, message_bytes: float) -> int:
+        """On gloo a wait for a send wakes a thread, so small ones are waited for together."""
+        if self.pollable:
+            return allowed
+        return _SMALL_SENDS if 0 < message_bytes < LARGE_BYTES else 0
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         if self._threads is None and not tensor.is_cuda:

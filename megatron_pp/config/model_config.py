@@ -27,6 +27,9 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 
 
+# -- how a field is written: its default, one line of help, and whether it makes a command-line flag -------------------
+
+
 def setting(
     default: Any, help_text: str, *, choices: Iterable[str] = (), cli: bool = True, section: str | None = None
 ) -> Any:
@@ -74,6 +77,8 @@ def _read_variable(variable: str, read: Callable[[str], Any]) -> Any:
     except ConfigError as error:
         raise ConfigError(f"environment variable {variable}: {error}") from None
 
+
+# -- the configuration ------------------------------------------------------------------------------------------------
 
 TRACE_DIR_VARIABLE = "MEGATRON_PP_TRACE_DIR"
 TRACE_STEPS_VARIABLE = "MEGATRON_PP_TRACE_STEPS"

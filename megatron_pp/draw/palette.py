@@ -40,30 +40,20 @@ class Colour(NamedTuple):
 
 WHITE = Colour(255, 255, 255)
 BLACK = Colour(0, 0, 0)
-OPERATIONS = {
-    FORWARD: Colour(0, 114, 178),  # blue
-    BACKWARD: Colour(230, 159, 0),  # orange
-    INPUT_GRAD: Colour(240, 250, 70),  # their yellow, greener: theirs is close to the orange for deuteranopes
-    WEIGHT_GRAD: Colour(40, 196, 150),  # their bluish green, lighter: theirs is close to the blue for tritanopes
-    OUTPUT_S: Colour(144, 0, 240),  # violet
-    OUTPUT_T: Colour(192, 48, 48),  # red
+# Colours (blue, orange, yellow, green, violet, red), names, and styles in 16 colours, where orange and yellow are one.
+# Their yellow is greener here, as it is close to the orange for deuteranopes, and their bluish green lighter, as it is
+# close to the blue for tritanopes.
+_BLOCKS = {
+    FORWARD: (Colour(0, 114, 178), "forward", "white on blue"),
+    BACKWARD: (Colour(230, 159, 0), "backward", "white on red"),
+    INPUT_GRAD: (Colour(240, 250, 70), "input gradients", "black on yellow"),
+    WEIGHT_GRAD: (Colour(40, 196, 150), "weight gradients", "black on green"),
+    OUTPUT_S: (Colour(144, 0, 240), "output layer, logits", "black on magenta"),
+    OUTPUT_T: (Colour(192, 48, 48), "output layer, weight gradient", "black on cyan"),
 }
-NAMES = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT_GRAD: "input gradients",
-    WEIGHT_GRAD: "weight gradients",
-    OUTPUT_S: "output layer, logits",
-    OUTPUT_T: "output layer, weight gradient",
-}
-_IN_16_COLOURS = {
-    FORWARD: "white on blue",
-    BACKWARD: "white on red",  # their orange and yellow are one colour there
-    INPUT_GRAD: "black on yellow",
-    WEIGHT_GRAD: "black on green",
-    OUTPUT_S: "black on magenta",
-    OUTPUT_T: "black on cyan",
-}
+OPERATIONS = {op: colour for op, (colour, _, _) in _BLOCKS.items()}
+NAMES = {op: name for op, (_, name, _) in _BLOCKS.items()}
+_IN_16_COLOURS = {op: style for op, (_, _, style) in _BLOCKS.items()}
 _LIGHTEST_CHUNK = 0.55
 
 

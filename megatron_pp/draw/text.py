@@ -93,7 +93,10 @@ def choose_scale(timelines: Sequence[Timeline], width: int) -> Scale:
     blocks = [(t, e) for t in timelines for lane in t.lanes for e in lane.compute if e.end > e.start]
     if not blocks:
         return Scale(max(end, 1.0), 1, width)
-    shortest = _short_duration([e.end - e.start for _, e in blocks])
+    # Without shorter ones that add up to less than a twentieth of the time.
+    lengths = sorted(e.end - e.start for _, e in blocks)
+    little = sum(lengths) / 20
+    shortest = next(length for length, total in zip(lengths, accumulate(lengths), strict=True) if total >= little)
     longest_name = max(len(block_name(e.instruction, t.num_chunks)) for t, e in blocks)
     for name in range(longest_name, 0, -1):
         columns = round(end / shortest * name)
@@ -101,13 +104,6 @@ def choose_scale(timelines: Sequence[Timeline], width: int) -> Scale:
             columns *= max(1, width // columns)
             return Scale(end / columns, columns, width)
     return Scale(end / width, width, width)
-
-
-def _short_duration(durations: list[float]) -> float:
-    """The shortest, without shorter ones that add up to less than a twentieth of the time."""
-    ordered = sorted(durations)
-    little = sum(ordered) / 20
-    return next(duration for duration, total in zip(ordered, accumulate(ordered), strict=True) if total >= little)
 
 
 def _legend(timelines: Sequence[Timeline], width: int, few_colours: bool) -> list[Text]:

@@ -39,8 +39,7 @@ class Heartbeat:
     """Owns the store: only this thread calls it. ``lock`` guards ``peers`` and everything that is handed over."""
 
     def __init__(self, store: FaultStore, pace: Pace, tracker: Tracker) -> None:
-        self.store = store
-        self.pace = pace
+        self.store, self.pace = store, pace
         self.peers = Peers()
         self.lock = threading.Condition()
         # Set by the guard: peers are read, although this rank moves, until ``settled_to``, the step in which all have

@@ -104,9 +104,7 @@ class Tracker:
     """
 
     def __init__(self, rank: int, size: int, completed: CompletedWork | None = None) -> None:
-        self.rank = rank
-        self.size = size
-        self.completed = completed
+        self.rank, self.size, self.completed = rank, size, completed
         self.after = ""
         self.source: Source | None = None
         self.phase = ""

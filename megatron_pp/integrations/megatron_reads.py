@@ -1,8 +1,8 @@
 """What Megatron-core's own schedule functions read and call, as known for each release.
 
 The plug-in replaces these functions. A config field or a hook that a newer release reads or calls in them would be
-missed in silence; so their source is read at `install()`, and what is not in the table is named. What `forward_step`
-and `backward_step` read needs no table: the plug-in calls them. Sources: as for `megatron_versions`.
+missed in silence; so their source is read at `install()`, and what is not in the table is named. Of `forward_step`
+and `backward_step` there are digests in `megatron_versions`. Sources: as for `megatron_versions`.
 
 `scripts/megatron_reads.py` prints what a checkout has beyond the table.
 """

@@ -69,11 +69,11 @@ ENTRIES = (
 # Function of Megatron's schedules.py -> the first 12 digits of the SHA-256 of its sources in the releases 0.14 to 0.20.
 # One that a release does not have is not called by the others.
 STEP_SOURCES: dict[str, str] = {
-    "forward_step": "24c526af4445",
+    "forward_step": "24c526af4445 d24e8a478a19",
     "forward_step_calc_loss": "58517506d765 7a1192ac53d3 0b552e0742e6 d972e4b02f52 24757f83c3de 9990d300271b",
     "_get_experimental_attention_variant_loss_scale_func": "48af6cc05903",
     "set_current_microbatch": "df4c005d24bb ccb26564d148",
-    "backward_step": "3682e74b1769 6ac4aa596b1b 435628e2479e",
+    "backward_step": "3682e74b1769 6ac4aa596b1b 435628e2479e b767f2485190",
     "custom_backward": "134012de6fb7",
 }
 

@@ -120,16 +120,8 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
     limits = default_measured(placement)
     if memory is not None:
         limits = Measured(memory_limit=memory.limits, activation=memory.forward, weight_activation=memory.weight)
-    measured = replace(
-        limits,
-        forward=costs.forward,
-        backward_input=costs.backward_input,
-        weight=costs.weight,
-        backward=costs.backward,
-        transfer=transfer,
-        offload=costs.offload if any(costs.offload) else None,
-    )
-    return replace(spec, measured=measured)
+    offload = costs.offload if any(costs.offload) else None
+    return replace(spec, measured=limits.taking(costs, transfer=transfer, offload=offload))
 
 
 def _plan(spec: PlanSpec, costs: StageCosts, network: Network, shape: ModelShape | None, limit: float | None) -> Plan:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from megatron_pp.errors import ExchangeError, PlanError
@@ -70,6 +71,11 @@ class Measured:
         """From what a JSON file holds, under the names above. Raises PlanError for a name that is not one of them."""
         _check_names("measured values", values, [field.name for field in fields(cls)])
         return cls(**values)
+
+    def taking(self, costs: StageCosts, **others: Any) -> Measured:
+        """With the times of ``costs``, and other fields as given."""
+        times = {name: getattr(costs, name) for name in ("forward", "backward_input", "weight", "backward")}
+        return replace(self, **times, **others)
 
     def costs(self, num_stages: int) -> StageCosts:
         """Times per stage."""
@@ -224,19 +230,18 @@ def fitted_link(samples: Sequence[tuple[float, float]]) -> Link:
     """The link on which transfers of these (size, time above 0) take latency + size / bandwidth, as near as can be: by
     least squares of relative errors.
     """
-    weights = [1 / time**2 for _, time in samples]
-    total = sum(weights)
-    size = sum(w * x for w, (x, _) in zip(weights, samples, strict=True)) / total
-    mean = sum(w * t for w, (_, t) in zip(weights, samples, strict=True)) / total
-    spread = sum(w * (x - size) ** 2 for w, (x, _) in zip(weights, samples, strict=True))
-    rise = sum(w * (x - size) * (t - mean) for w, (x, t) in zip(weights, samples, strict=True))
+    rows = [(1 / time**2, size, time) for size, time in samples]
+    total = sum(w for w, _, _ in rows)
+    size = sum(w * x for w, x, _ in rows) / total
+    mean = sum(w * t for w, _, t in rows) / total
+    spread = sum(w * (x - size) ** 2 for w, x, _ in rows)
+    rise = sum(w * (x - size) * (t - mean) for w, x, t in rows)
     if rise <= 0 or spread <= 0:
         return Link(mean)
     latency = mean - rise / spread * size
     if latency >= 0:
         return Link(latency, spread / rise)
-    through_zero = [(w * x * x, w * x * t) for w, (x, t) in zip(weights, samples, strict=True)]
-    return Link(0.0, sum(square for square, _ in through_zero) / sum(product for _, product in through_zero))
+    return Link(0.0, sum(w * x * x for w, x, _ in rows) / sum(w * x * t for w, x, t in rows))  # through zero
 
 
 def _link(latency: float, bandwidth: float | None) -> Link:
@@ -252,17 +257,12 @@ def _section(name: str, content: Any) -> Any:
 
 
 def _rows(name: str, rows: Any, width: int) -> tuple[Any, ...]:
-    if not isinstance(rows, (list, tuple)) or any(len(_row(name, row)) != width for row in rows):
+    lists = (list, tuple)
+    if not isinstance(rows, lists) or any(not isinstance(row, lists) or len(row) != width for row in rows):
         raise PlanError(f"measured {name} are {rows!r}; they must be lists of {width} numbers")
-    return tuple(map(tuple, rows))
-
-
-def _row(name: str, row: Any) -> Sequence[Any]:
-    if not isinstance(row, (list, tuple)):
-        return ()
-    for number in row:
+    for number in chain.from_iterable(rows):
         _check_number(name, number, True)
-    return row
+    return tuple(map(tuple, rows))
 
 
 def _check_names(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:

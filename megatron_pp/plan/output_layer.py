@@ -58,18 +58,16 @@ def collectives_of(
     found = sorted(_each(order, ends, placement, forward_only), key=lambda each: each[0])
     at = {(one.op, one.mb): i for i, one in numbered(order)}
     is_root = rank == placement.output_root
+    backward = (ins.BACKWARD, ins.INPUT_GRAD) if is_root else ()
+    users = {  # the root has the broadcast's tensor itself; by the time of T all have theirs
+        ins.BROADCAST: (ins.OUTPUT_T if is_root else ins.OUTPUT_S,),
+        ins.ALL_REDUCE: (ins.OUTPUT_T, *backward),
+        ins.REDUCE: backward,
+    }
     made = []
     for (due, _, mb), op in found:
-        ready, backward = at[(MADE_BY[op], mb)] + 1, at.get((ins.BACKWARD, mb), at.get((ins.INPUT_GRAD, mb)))
-        if op == ins.BROADCAST and is_root:  # it has its own; by the time of T all have theirs
-            use = at.get((ins.OUTPUT_T, mb))
-        elif op == ins.BROADCAST:
-            use = at[(ins.OUTPUT_S, mb)]
-        elif op == ins.REDUCE:
-            use = backward if is_root else None
-        else:
-            uses = at.get((ins.OUTPUT_T, mb)), backward if is_root else None
-            use = min((one for one in uses if one is not None), default=None)
+        ready = at[(MADE_BY[op], mb)] + 1
+        use = min((at[(user, mb)] for user in users[op] if (user, mb) in at), default=None)
         stage = placement.stages[rank][0]
         ends_of = placed(op, stage, mb, NONE, 0), placed(ins.FINISHED_BY[op], stage, mb, NONE, 0)
         made.append(Collective(due, *ends_of, ready, use, op == ins.BROADCAST and not is_root))

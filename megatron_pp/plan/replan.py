@@ -20,7 +20,6 @@ from megatron_pp.plan.instruction import (
     BACKWARD,
     BACKWARD_OPS,
     FORWARD,
-    SINGLE_COMPUTE_OPS,
     WEIGHT_GRAD,
     Instruction,
     format_program,
@@ -32,11 +31,11 @@ from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines
-from megatron_pp.plan.serialize import spec_from_values, spec_values
+from megatron_pp.plan.serialize import ComputeOf, spec_from_values, spec_values
 from megatron_pp.plan.sim.bound import bound_of
 from megatron_pp.plan.sim.greedy import Problem, Scheduled
 from megatron_pp.plan.sim.improve import improved
-from megatron_pp.plan.sim.search import EFFORT, default_measured, peak_memory
+from megatron_pp.plan.sim.search import EFFORT, default_measured, is_accepted, peak_memory
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
@@ -78,7 +77,7 @@ class Proposal:
             raise PlanError(f"the programs are not those of {self.digest}, which were verified")
         placement = Placement(self.placement, self.spec.pipeline_size, self.spec.num_chunks)
         programs = _Read(self.programs, placement)
-        plan = Plan(self.spec, placement, programs, _Compute(programs))
+        plan = Plan(self.spec, placement, programs, ComputeOf(programs))
         plan.certify(self.rules, self.device)
         return plan
 
@@ -106,47 +105,28 @@ class _Read(Lines):
         return self.placement.place(rank, parse_program(self.texts[rank]))
 
 
-class _Compute(Lines):
-    """The compute orders of programs."""
-
-    def __init__(self, programs: Sequence[Line]) -> None:
-        super().__init__(len(programs))
-        self.programs = programs
-
-    def _make(self, rank: int) -> Line:
-        return tuple(at for at in without_pairs(self.programs[rank]) if at.op in SINGLE_COMPUTE_OPS)
-
-
 def why_not(spec: PlanSpec) -> str:
     """Why runs of ``spec`` cannot be planned anew, in words; empty where they can."""
-    family = family_of(spec)
-    if family.digest:
-        return f"schedule {spec.schedule} is a file, whose order is the program's own"
-    if family.barriers:
-        return f"schedule {spec.schedule} splits the output layer over all ranks, for which no search plans"
-    if spec.slices > 1:
-        return "sequences are cut into slices, for which no search plans"
-    if spec.skip_tensors:
-        return "tensors skip stages, which no search plans for"
-    if spec.overlap_pairs:
-        return "pairs of a forward and a backward run as one, whose time is not the sum of the two"
-    if spec.offload_chunks or (spec.offload_chunks is None and family.offloads(spec.shape)):
-        return "activations are offloaded, and copies between device and host are not timed"
-    if family.placement not in _SEARCHING or SCHEDULES[_SEARCHING[family.placement]].chunks not in (
-        None,
-        spec.num_chunks,
-    ):
-        return f"no search plans for {spec.num_chunks} chunk(s) a rank on placement {family.placement}"
-    return ""
+    family, name = family_of(spec), f"schedule {spec.schedule}"
+    searching = SCHEDULES.get(_SEARCHING.get(family.placement, ""))
+    offloads = family.offloads(spec.shape) if spec.offload_chunks is None else spec.offload_chunks
+    reasons = (
+        (family.digest, f"{name} is a file, whose order is the program's own"),
+        (family.barriers, f"{name} splits the output layer over all ranks, for which no search plans"),
+        (spec.slices > 1, "sequences are cut into slices, for which no search plans"),
+        (spec.skip_tensors, "tensors skip stages, which no search plans for"),
+        (spec.overlap_pairs, "pairs of a forward and a backward run as one, whose time is not the sum of the two"),
+        (offloads, "activations are offloaded, and copies between device and host are not timed"),
+        (
+            searching is None or searching.chunks not in (None, spec.num_chunks),
+            f"no search plans for {spec.num_chunks} chunk(s) a rank on placement {family.placement}",
+        ),
+    )
+    return next((why for holds, why in reasons if holds), "")
 
 
 def proposed(
-    plan: Plan,
-    splits: bool,
-    draws: bool,
-    costs: StageCosts,
-    network: Network,
-    shares: tuple[float, ...] = (),
+    plan: Plan, splits: bool, draws: bool, costs: StageCosts, network: Network, shares: tuple[float, ...] = ()
 ) -> Proposal | str:
     """A plan that is predicted to be faster than ``plan``, which runs, by LEAST_GAIN at least; or what keeps it.
 
@@ -208,14 +188,8 @@ def _found(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Pl
 def _best(plans: Sequence[Plan], step_of: Callable[[Plan], float]) -> tuple[Plan, Certificate]:
     """The first that ``verify`` accepts, from the shortest on."""
     *others, last = sorted(plans, key=step_of)
-    for plan in others:
-        try:
-            verify(plan)
-        except PlanError:
-            continue
-        break
-    else:
-        plan = last
+    plan = next(filter(is_accepted, others), last)
+    if plan is last:
         verify(plan)
     assert plan.certificate is not None
     return plan, plan.certificate
@@ -233,12 +207,8 @@ def _measured(plan: Plan, costs: StageCosts, network: Network) -> Measured:
         measured = replace(free, memory_limit=tuple(peak_memory(order, stages, memory) for order, stages in rows))
     size = network.activation_bytes
     times = {edge: link.latency + link.wire_time(size) for edge, link in network.links.items()}
-    return replace(
-        measured,
-        forward=costs.forward,
-        backward_input=costs.backward_input,
-        weight=costs.weight,
-        backward=costs.backward,
+    return measured.taking(
+        costs,
         transfer=network.link.latency + network.link.wire_time(size),
         links=tuple((*edge, time) for edge, time in sorted(times.items())),
         microbatches=costs.microbatches or None,

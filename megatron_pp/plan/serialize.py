@@ -23,9 +23,9 @@ from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.files import read_text
 from megatron_pp.plan.instruction import NONE, Instruction, batch, pair, parse_instruction, without_pairs
 from megatron_pp.plan.measured import Measured
-from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES
-from megatron_pp.plan.placement import PLACEMENTS, Placement
+from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.repeated import Line, Lines
 from megatron_pp.plan.skip_tensors import SkipTensor
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.torch_csv import read_torch_csv, write_torch_csv
@@ -40,7 +40,6 @@ _VERSION = 2
 _OLD_CSV_HEAD = "megatron_pp plan"
 _EXPECTED = {"schedule": str, "pipeline_size": int, "num_chunks": int, "num_microbatches": int, "offload_chunks": int}
 _MOST = 10**9  # no stage, chunk, microbatch or rank of a real plan is as large
-_Programs = tuple[tuple[Instruction, ...], ...]
 
 
 def format_plan(plan: Plan, form: str, certified: bool = False) -> str:
@@ -77,9 +76,15 @@ def parse_plan(text: str, **lowering: Any) -> Plan:
     return read_torch_csv(text, **lowering)
 
 
-def compute_of(programs: Sequence[Sequence[Instruction]]) -> _Programs:
-    """The compute order of lowered programs, the halves of a pair by themselves."""
-    return tuple(tuple(at for at in without_pairs(program) if at.op in ins.SINGLE_COMPUTE_OPS) for program in programs)
+class ComputeOf(Lines):
+    """The compute orders of lowered programs, the halves of a pair by themselves."""
+
+    def __init__(self, programs: Sequence[Line]) -> None:
+        super().__init__(len(programs))
+        self.programs = programs
+
+    def _make(self, rank: int) -> Line:
+        return tuple(at for at in without_pairs(self.programs[rank]) if at.op in ins.SINGLE_COMPUTE_OPS)
 
 
 def _to_json(plan: Plan, certified: bool) -> str:
@@ -93,7 +98,7 @@ def _to_json(plan: Plan, certified: bool) -> str:
     }
     if certified and plan.certificate is not None:
         content["certificate"] = plan.certificate.to_dict()
-    if plan.orders != compute_of(plan.programs):
+    if plan.orders != ComputeOf(plan.programs):
         content["orders"] = [[_node(at) for at in order] for order in plan.orders]
     head = json.dumps(content, indent=1)[:-2]
     lines = (",\n".join("   " + json.dumps(_node(at)) for at in program) for program in plan.programs)
@@ -133,17 +138,12 @@ def _from_json(text: str) -> Plan:
         raise ExchangeError("'spec' is missing or no object")
     try:
         spec = spec_from_values(content["spec"])
-    except PlanError as error:
-        raise ExchangeError(str(error)) from error
-    kind = content.get("placement", "(missing)")
-    if kind not in PLACEMENTS:
-        raise ExchangeError(unknown("placement", kind, PLACEMENTS))
-    try:
-        placement = Placement(kind, spec.pipeline_size, spec.num_chunks, content.get("barriers", 0))
-    except ValueError as error:
+        sizes = spec.pipeline_size, spec.num_chunks, content.get("barriers", 0)
+        placement = Placement(content.get("placement", "(missing)"), *sizes)
+    except ValueError as error:  # PlanError is one
         raise ExchangeError(str(error)) from error
     programs = _ranks(content, "programs", spec, placement)
-    orders = _ranks(content, "orders", spec, placement) if "orders" in content else compute_of(programs)
+    orders = _ranks(content, "orders", spec, placement) if "orders" in content else ComputeOf(programs)
     cells = spec.num_chunks * spec.num_microbatches * spec.slices
     for rank, program in enumerate(programs):
         if len(program) < cells:
@@ -155,7 +155,7 @@ def _from_json(text: str) -> Plan:
     return Plan(spec, placement, programs, orders, str(content.get("remark", "")))
 
 
-def _ranks(content: dict[str, Any], what: str, spec: PlanSpec, placement: Placement) -> _Programs:
+def _ranks(content: dict[str, Any], what: str, spec: PlanSpec, placement: Placement) -> tuple[Line, ...]:
     listed = content.get(what)
     if not isinstance(listed, list):
         raise ExchangeError(f"'{what}' is missing or no list with an entry per rank")

@@ -36,7 +36,8 @@ def slice_lengths(seq_length: int, slices: int, attention: float = 0.0, multiple
         raise PlanError(f"{seq_length} tokens cannot be cut into {slices} slices; their number must be {needed}")
     cuts = [0]
     for k in range(1, slices):
-        wanted = round(units * _fraction_that_costs(k / slices, attention))
+        linear, share = 1 - attention, k / slices  # the x with linear x + attention x^2 = share
+        wanted = round(units * (2 * share / (linear + math.sqrt(linear**2 + 4 * attention * share))))
         cuts.append(min(max(wanted, cuts[-1] + 1), units - slices + k))
     return tuple(multiple * (end - start) for start, end in pairwise([*cuts, units]))
 
@@ -52,12 +53,6 @@ def slice_shares(lengths: Sequence[int], attention: float = 0.0) -> tuple[float,
         shares.append((1 - attention) * length / total + attention * (end**2 - start**2) / total**2)
         start = end
     return tuple(shares)
-
-
-def _fraction_that_costs(share: float, attention: float) -> float:
-    """The x with (1 - attention) x + attention x^2 = share."""
-    linear = 1 - attention
-    return 2 * share / (linear + math.sqrt(linear**2 + 4 * attention * share))
 
 
 def _check_share(attention: float) -> None:

@@ -49,6 +49,7 @@ class PlanExecutor:
     _: KW_ONLY
     deallocate: bool = True
     max_pending_sends: int = 2
+    message_bytes: float = 0  # of the largest; 0: not known
     weights: WeightGradStore | None = None
     pair_runner: PairRunner | None = None
     graph_in_evaluation: bool = False
@@ -78,7 +79,7 @@ class PlanExecutor:
         self.input_grads: dict[Key, Activation] = {}
         self.handles: dict[MessageKey, WaitHandle] = {}  # of what is posted and not waited for
         self.deferred: deque[tuple[WaitHandle, Task]] = deque()
-        self.max_deferred = self.max_pending_sends if communicator.transport.pollable else 0
+        self.max_deferred = communicator.transport.unfinished_sends(self.max_pending_sends, self.message_bytes)
         offloaded = plan.offloaded(self.rank)
         self.offloads = Offloads(communicator.host_copies, offloaded, self.hooks.chunks) if offloaded else None
         self._finished_in_place = ins.FREE_B if STATIC_BUFFERS in plan.spec.device else None
@@ -370,7 +371,10 @@ class PlanExecutor:
             self.outputs[key] = self.steps.backward_root(self.outputs[key])
 
     def _settle(self, most: int) -> None:
-        """Finish deferred sends, oldest first: those that are done, and those beyond ``most``."""
+        """Finish deferred sends, oldest first: those that are done, and those beyond ``most``; on gloo all then."""
+        if len(self.deferred) > most and not self.communicator.transport.pollable:
+            for handle, _ in reversed(self.deferred):  # a wait for the last of a channel is one for all
+                handle.wait()
         while self.deferred and (len(self.deferred) > most or self.deferred[0][0].is_completed()):
             self._wait_then_free(*self.deferred.popleft())
 
@@ -434,9 +438,8 @@ class PlanExecutor:
         }
         left = {name: sorted(table) for name, table in tables.items() if table}
         if left:
-            raise AssertionError(
-                f"rank {self.rank}: the plan ended with tensors or handles left: {left}; this is a fault of the engine"
-            )
+            what = f"the plan ended with tensors or handles left: {left}"
+            raise AssertionError(f"rank {self.rank}: {what}; this is a fault of the engine")
 
 
 def _by_name(plain: Handler, named: Handler, at: Task) -> None:

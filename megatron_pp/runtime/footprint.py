@@ -152,8 +152,7 @@ class KeptBytes:
         self.forward: dict[int, int] = {}
         self.weight: dict[int, int] = {}
         self.received: dict[int, int] = {}
-        self._weights = weights
-        self._chunks = chunks
+        self._weights, self._chunks = weights, chunks
         self._first, self._counted = _two_microbatches(plan, rank)
         self._saved: defaultdict[Cell, dict[StorageWeakRef, int]] = defaultdict(dict)
         self._hooks: saved_tensors_hooks | None = None

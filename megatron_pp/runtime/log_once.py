@@ -36,11 +36,11 @@ def certify_once(plan: Plan) -> None:
 def _predict(spec: PlanSpec) -> None:
     plan, measured = build_plan(spec), spec.measured or Measured()
     conditions = measured.costs(plan.placement.num_stages), measured.network()
-    step, bound = simulate(plan, *conditions), bound_of(plan, *conditions, measured.memory(plan.placement))
-    logger.info(
-        f"{spec.describe()}: predicted step {step.makespan:.4g}, bubble {step.bubble_share:.1%}, "
-        f"{bound.beside(step.makespan)}"
-    )
+    step = simulate(plan, *conditions)
+    text = f"{spec.describe()}: predicted step {step.makespan:.4g}, bubble {step.bubble_share:.1%}"
+    if not measured.microbatches:  # a bound is for microbatches that cost the same
+        text += f", {bound_of(plan, *conditions, measured.memory(plan.placement)).beside(step.makespan)}"
+    logger.info(text)
 
 
 @lru_cache(maxsize=256)

@@ -13,6 +13,7 @@ values that slices of a sequence share. Of tensors that share memory, that memor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,13 +92,13 @@ class _Saved:
         return whole[: whole.numel() // dtype.itemsize * dtype.itemsize].view(dtype).as_strided(size, stride, offset)
 
 
+@dataclass(eq=False)
 class _Kept:
     """What one forward has saved."""
 
-    def __init__(self) -> None:
-        self.blocks: dict[int, _Block] = {}  # by address of the storage, which the saved tensors keep alive
-        self.saved: list[_Saved] = []
-        self.wait: Wait | None = None
+    blocks: dict[int, _Block] = field(default_factory=dict)  # by address of the storage, which ``saved`` keep alive
+    saved: list[_Saved] = field(default_factory=list)
+    wait: Wait = field(init=False)  # for the copy that was posted last
 
 
 class Offloads:
@@ -105,8 +106,7 @@ class Offloads:
     that are offloaded; ``chunks``: the rank's model chunks. ``kept`` is empty after the step."""
 
     def __init__(self, copies: HostCopies, keys: frozenset[Key], chunks: Iterable[Any]) -> None:
-        self.copies = copies
-        self.keys = keys
+        self.copies, self.keys = copies, keys
         self.kept: dict[Key, _Kept] = {}
         modules = [chunk for chunk in chunks if isinstance(chunk, Module)]
         # Megatron's wrapper has a list of its own under the name of the method.
@@ -159,7 +159,7 @@ class Offloads:
     def free(self, at: Task) -> None:
         """Wait for that copy, then give up the device memory."""
         kept = self.kept[at.key]
-        self._wait(kept)
+        kept.wait()
         for block in kept.blocks.values():
             block.memory = None
 
@@ -174,17 +174,11 @@ class Offloads:
     def wait_load(self, at: Task) -> None:
         """Wait for that copy; the graph alone keeps the memory from here on."""
         kept = self.kept.pop(at.key)
-        self._wait(kept)
+        kept.wait()
         for block in kept.blocks.values():
             assert block.host is not None
             self.copies.give_back(block.host)
             block.host = None
-
-    @staticmethod
-    def _wait(kept: _Kept) -> None:
-        assert kept.wait is not None
-        kept.wait()
-        kept.wait = None
 
 
 def stand_in(tensor: Any) -> None:

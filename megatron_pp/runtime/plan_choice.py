@@ -23,8 +23,8 @@ from megatron_pp.plan.spec import BATCHED, EXPLICIT, HOOKS, ONE_WAY, Plan, PlanS
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.log_once import warn_once
 
-VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-_DEFAULT, _MOST = 8, 32
+QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+_DEFAULT_QUEUES, _MOST_QUEUES = 8, 32
 
 
 def queue_advice(streams: int, needs_one: bool, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -34,11 +34,11 @@ def queue_advice(streams: int, needs_one: bool, environ: Mapping[str, str] = os.
 
     ``streams``: those that the pipeline uses on a rank. ``needs_one``: tensor or context parallel layers rely on one
     queue, as Megatron requires before Blackwell."""
-    text = environ.get(VARIABLE)
-    queues = _DEFAULT if not text else int(text) if text.isdecimal() else 0
-    advice = f"set it to {1 if needs_one else _MOST}"
-    if not 1 <= queues <= _MOST:
-        why, advice = "no number of hardware queues", f"it must be a whole number from 1 to {_MOST}"
+    text = environ.get(QUEUES_VARIABLE)
+    queues = _DEFAULT_QUEUES if not text else int(text) if text.isdecimal() else 0
+    advice = f"set it to {1 if needs_one else _MOST_QUEUES}"
+    if not 1 <= queues <= _MOST_QUEUES:
+        why, advice = "no number of hardware queues", f"it must be a whole number from 1 to {_MOST_QUEUES}"
     elif needs_one and queues > 1:
         why = "before Blackwell, tensor and context parallel layers overlap as intended only in the order of issue"
     elif queues == 1 and not needs_one:
@@ -49,7 +49,7 @@ def queue_advice(streams: int, needs_one: bool, environ: Mapping[str, str] = os.
         why = f"enough for the pipeline's {streams} streams, but not for data parallel communication beside them"
     else:
         return None
-    return f"{VARIABLE} is {text or f'not set, which means {_DEFAULT} hardware queues'}: {why}; {advice}"
+    return f"{QUEUES_VARIABLE} is {text or f'not set, which means {_DEFAULT_QUEUES} hardware queues'}: {why}; {advice}"
 
 
 _BLACKWELL = 10  # compute capability

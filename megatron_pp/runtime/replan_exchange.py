@@ -79,7 +79,8 @@ class Exchange:
     def __init__(self, store: Any, rank: int, world: int, mine: int) -> None:
         self.rank, self.world, self.mine = rank, world, mine
         self.news = threading.Condition()
-        self.changes: dict[int, list[Change]] = {}  # by the number of the answer
+        self._changes: dict[int, list[Change]] = {}  # by the number of the answer
+        self.stirred = False  # a step has begun since the store was last asked: at the end of a run it may be gone
         self._store = store
         self._prefix = ""
         self._outbox: list[tuple[int, Window, dict[str, Any]]] = []
@@ -114,9 +115,12 @@ class Exchange:
                 check()
             return self._decided.pop(boundary)
 
-    def knows(self, boundary: int) -> bool:
-        """Whether ``decision`` need not wait."""
-        return boundary in self._decided
+    def taken(self, number: int) -> list[Change]:
+        """The plans of an answer that was decided on; earlier ones are forgotten."""
+        found = self._changes.pop(number)
+        for earlier in [one for one in tuple(self._changes) if one < number]:
+            del self._changes[earlier]
+        return found
 
     def close(self) -> None:
         with self.news:
@@ -136,7 +140,9 @@ class Exchange:
         pause = _POLL * max(1.0, self.world / 500)
         while not self._closed:
             try:
-                self._round()
+                if self.stirred or self._outbox or self._due is not None or (self._leads and self._leads.busy):
+                    self.stirred = False
+                    self._round()
                 wait = pause if self._due is None else _FAST
             except Exception as error:  # whatever the store's client raises, or an answer that cannot be used
                 if not self._closed:
@@ -176,7 +182,7 @@ class Exchange:
             return
         text = self._store.get(self.key("answer", number))
         self._read = number  # one that cannot be used is passed over, and then not used by any rank
-        self.changes[number] = self._made(read_answer(text))
+        self._changes[number] = self._made(read_answer(text))
         self._store.add(self.key("ready", number), 1)
 
     def _made(self, answer: Answer) -> list[Change]:
@@ -202,6 +208,11 @@ class _Leader:
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._answer: Answer | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether it waits for reports or an answer."""
+        return self._thread is not None or self.window > self._searched
 
     def work(self, store: Any, due: int | None) -> None:
         if self._answer is not None:

@@ -15,7 +15,6 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -92,9 +91,10 @@ class Replanning:
         self.exchange: Exchange | None = None  # None before the first step
         self.window: Window | None = None
         self.holds = 0  # the answer that is in force
-        self.plans: dict[tuple[PlanSpec, tuple[float, ...]], Change] = {}
+        self.plans: dict[tuple[PlanSpec | None, tuple[float, ...]], Change] = {}
         self.asked: Counter[tuple[float, ...]] = Counter()
         self._spec: PlanSpec | None = None
+        self._run: PlanSpec | None = None  # what plans for its steps have in common
 
     def check(self, settings: StepSettings, spec: PlanSpec) -> None:
         """Raises ScheduleInputError where plans of ``spec`` cannot be searched anew."""
@@ -103,7 +103,7 @@ class Replanning:
             why = f"config.cuda_graph_impl is {TE_GRAPHS!r}, whose graphs were captured in the order of the plan"
         if why:
             raise _refusal(settings, why)
-        self._spec = spec
+        self._spec, self._run = spec, _of_run(spec)
 
     def next_plan(
         self, plan: Plan, communicator: P2PCore, settings: StepSettings, splits: bool, shares: tuple[float, ...]
@@ -127,10 +127,12 @@ class Replanning:
             self.exchange.expect(boundary + 1)
         if self.every - into <= _RECORDED and self.step > 1 and self.window is None:
             self.window = Window(communicator.transport)
-        run = _of_run(plan.spec)
-        if shares and (run, shares) not in self.plans:
+        self.exchange.stirred = True
+        if shares and (self._run, shares) not in self.plans:
             self.asked[shares] += 1
-        found = self.plans.get((run, shares)) or self.plans.get((run, ()))
+        if not self.plans:
+            return plan
+        found = self.plans.get((self._run, shares)) or self.plans.get((self._run, ()))
         return plan if found is None else found.plan
 
     def recording(self, plan: Plan, size: float) -> Recording | None:
@@ -158,15 +160,13 @@ class Replanning:
     def _change(self, boundary: int, communicator: P2PCore, settings: StepSettings) -> None:
         exchange = self.exchange
         assert exchange is not None
-        if exchange.knows(boundary):
-            number = exchange.decision(boundary, lambda: None)
-        else:
-            with watched(communicator, settings, "the agreement on the plan of the next steps") as guard:
-                number = exchange.decision(boundary, guard.check)
+        # On all ranks, as what is watched counts as a step.
+        with watched(communicator, settings, "the agreement on the plan of the next steps") as guard:
+            number = exchange.decision(boundary, guard.check)
         if number == self.holds:
             return
         self.holds = number
-        changes = exchange.changes.pop(number)
+        changes = exchange.taken(number)
         if any(not change.shares for change in changes):
             self.plans.clear()  # made for what stages and links took before
         for change in changes:
@@ -183,7 +183,6 @@ def _exchange_of(transport: Transport) -> Exchange:
     return Exchange(transport.store, transport.global_rank(transport.rank), world, transport.rank)
 
 
-@lru_cache(maxsize=64)
 def _of_run(spec: PlanSpec) -> PlanSpec:
     """What plans for the same steps have in common."""
     return replace(spec, schedule="", measured=None, split_backward=True, offload_chunks=None)

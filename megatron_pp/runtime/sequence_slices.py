@@ -111,18 +111,12 @@ class SequenceSlice:
         return tuple(extended)
 
 
-class _Current(threading.local):
-    """A thread runs a rank."""
-
-    part: SequenceSlice | None = None
-
-
-_CURRENT = _Current()
+_CURRENT = threading.local()  # a thread runs a rank
 
 
 def sequence_slice() -> SequenceSlice | None:
     """The slice that this thread's rank is computing, in a forward or backward of a plan with slices; else None."""
-    return _CURRENT.part
+    return getattr(_CURRENT, "part", None)
 
 
 @dataclass(eq=False)
@@ -154,7 +148,7 @@ class SliceRunner:
         change = key_values_change(at.op, at.slice, count, self.plan.spec.forward_only)
         if change > 0:
             self.kept[cell] = {}
-        before, (start, stop) = _CURRENT.part, self.bounds[at.slice]
+        before, (start, stop) = sequence_slice(), self.bounds[at.slice]
         _CURRENT.part = SequenceSlice(at.slice, count, start, stop, self.length, at.mb, self.kept[cell])
         try:
             handler(at)

@@ -17,8 +17,7 @@ class PipelineStage(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, config: Any, vp_stage: int | None = None) -> None:
         super().__init__()
         self.inner = module
-        self.config = config
-        self.vp_stage = vp_stage
+        self.config, self.vp_stage = config, vp_stage
         self.received: Any = None
         self.named: dict[str, Any] = {}
 

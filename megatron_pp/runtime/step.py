@@ -104,9 +104,6 @@ class StepCall:
         communicator, shapes = self.communicator, self.shapes[0]
         plan = build_plan(self.spec, self._announce)
         certify_once(plan)
-        if self.replanning is not None:
-            shares = in_steps(self.microbatch_costs) if self.microbatch_costs else ()
-            plan = self.replanning.next_plan(plan, communicator, self.settings, self.weights is not None, shares)
         if not self.spec.forward_only:
             warn_of_limits(plan, self.weights is not None)
             synchronised = self.communicator.pp_group, self.inputs.pg_collection
@@ -114,6 +111,9 @@ class StepCall:
                 self._announce(sentence)
         if (advice := advice_on_queues(plan, self.settings, communicator)) is not None:
             self._announce(advice)
+        if self.replanning is not None:
+            shares = in_steps(self.microbatch_costs) if self.microbatch_costs else ()
+            plan = self.replanning.next_plan(plan, communicator, self.settings, self.weights is not None, shares)
         steps = self.make_steps(plan)
         sent = received = message_bytes(shapes.send, communicator.dtype)
         if shapes.receive != shapes.send:
@@ -123,7 +123,7 @@ class StepCall:
         measured = None if self.measuring is None else self.measuring.next_step(plan, *models)
         replanned = None if self.replanning is None else self.replanning.recording(plan, sent)
         recordings = [one for one in (traced, measured, replanned) if one is not None]
-        executor = self._executor(plan, steps, observers(*recordings))
+        executor = self._executor(plan, steps, observers(*recordings), max(sent, received))
         if measured is not None:
             measured.watch(executor)
         # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
@@ -240,7 +240,7 @@ class StepCall:
             return communicator_for(group, self.settings)
         return lone_communicator(self.settings, self.inputs.chunks[0])
 
-    def _executor(self, plan: Plan, steps: Any, recording: Observer | None) -> PlanExecutor:
+    def _executor(self, plan: Plan, steps: Any, recording: Observer | None, message_bytes: float) -> PlanExecutor:
         settings, chunks, (_, received, sent) = self.settings, self.inputs.chunks, self.messages
         if received is not None or sent is not None:  # the stages give each other dicts
             steps = NamedSteps(steps, received, sent, self._is_last_stage(plan))
@@ -260,6 +260,7 @@ class StepCall:
             self.shapes[0],
             deallocate=settings.deallocate_pipeline_outputs,
             max_pending_sends=settings.max_pending_sends,
+            message_bytes=0 if skips is not None else message_bytes,
             weights=self.weights,
             pair_runner=None if pairs is None else PairRunner(pairs, chunks),
             graph_in_evaluation=self.graph_in_evaluation,

@@ -127,10 +127,11 @@ class Pair(NamedTuple):
 
 class HostileNetwork(WindowNetwork):
     """Base of the adversarial networks: scheduling by seed, late transfers. ``pollable``: ``is_completed`` of a work is
-    exact, as on NCCL."""
+    exact, as on NCCL; with an odd seed, sends are put off where it is not, as small ones on gloo."""
 
     def __init__(self, size: int, one_way: bool = True, *, seed: int = 0, pollable: bool = False) -> None:
         super().__init__(size, one_way, seed=seed)
+        self.seed = seed
         self.pollable = pollable
         self.violations: list[str] = []
         self.transfers = 0
@@ -142,6 +143,7 @@ class HostileNetwork(WindowNetwork):
     def transport(self, rank: int) -> MemoryTransport:
         transport = super().transport(rank)
         transport.pollable = self.pollable
+        transport.waits_together = self.seed % 2 == 1
         return transport
 
     @contextmanager

@@ -26,10 +26,7 @@ Queue = tuple[object, ...]
 
 class MemoryWork:
     def __init__(self, network: MemoryNetwork, rank: int, queue: Queue, ends: list[End]) -> None:
-        self.network = network
-        self.rank = rank
-        self.queue = queue
-        self.ends = ends
+        self.network, self.rank, self.queue, self.ends = network, rank, queue, ends
         self.left = len(ends)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -57,9 +54,7 @@ class MemoryNetwork:
     """
 
     def __init__(self, size: int, one_way: bool = True, store: Any = None) -> None:
-        self.size = size
-        self.one_way = one_way
-        self.store = store
+        self.size, self.one_way, self.store = size, one_way, store
         self.changed = threading.Condition()
         self.failure: str | None = None
         self._queues: defaultdict[Queue, deque[MemoryWork]] = defaultdict(deque)
@@ -171,9 +166,7 @@ class MemoryCollectives:
     """Of one rank, in a collective that all ranks run together, each in a thread."""
 
     def __init__(self, rank: int, gathered: list[torch.Tensor], barrier: threading.Barrier) -> None:
-        self.rank = rank
-        self.gathered = gathered
-        self.barrier = barrier
+        self.rank, self.gathered, self.barrier = rank, gathered, barrier
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         source = self.all_gather(tensor)[root]
@@ -210,12 +203,15 @@ class MemoryTransport(Transport):
     """One rank's side of a MemoryNetwork. ``aborted`` stays False: the network holds the failure."""
 
     name = "threads"
+    waits_together = False  # whether sends are left unfinished though their end cannot be polled, as small ones on gloo
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
-        self.network = network
-        self.rank = rank
+        self.network, self.rank = network, rank
         self.size = network.size
         self.device = torch.device("cpu")
+
+    def unfinished_sends(self, allowed: int, message_bytes: float) -> int:
+        return allowed if self.pollable or self.waits_together else 0
 
     def collective(self, collective: Collective) -> Work:
         return self.network.post_collective(self.rank, collective)

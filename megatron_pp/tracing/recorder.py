@@ -151,8 +151,7 @@ class Tracer(Keeper):
     def __init__(self, folder: str, steps: Sequence[range], transport: Transport, first_step: int = 1) -> None:
         super().__init__(transport)
         self.number = next(_NUMBERS)
-        self.folder = folder
-        self.steps = steps
+        self.folder, self.steps = folder, steps
         self.step = first_step - 1
         self.recorded = 0
         self.plans: dict[PlanSpec, int] = {}

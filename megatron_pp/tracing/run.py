@@ -13,7 +13,7 @@ from megatron_pp.errors import ExchangeError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import MOVES, Message, message_of, neighbour_of
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.serialize import compute_of
+from megatron_pp.plan.serialize import ComputeOf
 from megatron_pp.plan.sim.simulation import Simulation, Transfer, TransferLog, Waits
 from megatron_pp.plan.spec import Plan
 from megatron_pp.tracing.files import RankTrace, read_rank_trace
@@ -44,7 +44,7 @@ class TracedRun:
                 raise ExchangeError(f"step {step}: rank {rank} ran another plan than rank 0: {record.spec.describe()}")
         placement = Placement(first.placement, first.spec.pipeline_size, first.spec.num_chunks)
         programs = tuple(record.program for record in records)
-        return Plan(spec, placement, programs, compute_of(programs))
+        return Plan(spec, placement, programs, ComputeOf(programs))
 
     def began(self, step: int) -> float:
         """When the first rank began ``step``, relative to the first recorded step."""

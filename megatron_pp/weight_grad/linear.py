@@ -174,8 +174,7 @@ def split_linear(layer_input: Tensor, layer: SplitLayer, weight: Tensor, bias: T
         layer_input, weight = casts.cast(layer_input, dtype), casts.cast(weight, dtype)
         bias = None if bias is None else casts.cast(bias, dtype)
         widen = not torch.is_autocast_cache_enabled()
-    result: Tensor = _apply_linear(layer_input, layer.store.anchor, weight, bias, layer, widen)
-    return result
+    return _apply_linear(layer_input, layer.store.anchor, weight, bias, layer, widen)
 
 
 class Casts:

@@ -58,12 +58,10 @@ class _SplitGemm:
     def __call__(self, a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
         leaf = b._base
         if leaf is None or parameter_behind(leaf) is leaf or not b.requires_grad:
-            whole: Tensor = self._ops.gmm(a, b, batch_sizes, trans_b=trans_b)
-            return whole
+            return self._ops.gmm(a, b, batch_sizes, trans_b=trans_b)
         now, shape = self._new_layer(parameter_behind(leaf), None), b.shape
         call = (now, self._ops.backend.gmm, shape, batch_sizes, trans_b)
-        product: Tensor = _Product.apply(a, self._anchor, leaf, *call)
-        return product
+        return _Product.apply(a, self._anchor, leaf, *call)
 
 
 @dataclass(slots=True)
@@ -85,8 +83,7 @@ class _Product(torch.autograd.Function):
         gmm, shape, batch_sizes, trans_b = call
         ctx.layer, ctx.call = layer, call
         ctx.save_for_backward(a, leaf)
-        product: Tensor = gmm(a, leaf.view(shape), batch_sizes, trans_a=False, trans_b=trans_b)
-        return product
+        return gmm(a, leaf.view(shape), batch_sizes, trans_a=False, trans_b=trans_b)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -133,8 +130,7 @@ class SplitState:
 
 
 def state_of(layer: Any) -> SplitState:
-    state: SplitState = layer.__dict__[MARK]
-    return state
+    return layer.__dict__[MARK]
 
 
 def overrides_of(layer: nn.Module) -> tuple[Overrides, str]:

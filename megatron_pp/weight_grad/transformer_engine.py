@@ -154,10 +154,8 @@ class DelayedRun:
         if self.switched:
             for base in type(self.layer).__mro__:
                 if base.__module__.startswith(_LIBRARY) and "backward_dw" in vars(base):
-                    found: Callable[[], None] = vars(base)["backward_dw"].__get__(self.layer)
-                    return found
-        own: Callable[[], None] = self.layer.backward_dw
-        return own
+                    return vars(base)["backward_dw"].__get__(self.layer)
+        return self.layer.backward_dw
 
     def _queued(self) -> int:
         return int(self.layer.wgrad_store.context.qsize())

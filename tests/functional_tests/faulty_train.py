@@ -8,6 +8,7 @@ its mark:
     data-stopped     the process is stopped there, as by SIGSTOP
     validation       reading a validation microbatch raises OSError
     optimizer        the optimizer's step raises OSError
+    optimizer-signalled   the process gets SIGTERM there
     save-killed      the process is killed at that file operation in the run's checkpoints
     save             an OSError there
 """
@@ -51,6 +52,8 @@ class Fault:
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "signalled":
+            os.kill(os.getpid(), signal.SIGTERM)
         else:
             raise OSError(5, "the disk has gone away")
 
@@ -104,7 +107,7 @@ if __name__ == "__main__":
         fault = Fault(what, int(number), Path(folder))
         if what.startswith("save"):
             put_into_saving(fault)
-        elif what == "optimizer":
+        elif what.startswith("optimizer"):
             put_into_optimizer(fault)
         else:
             put_into_data(fault, what.startswith("validation"))

@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 import types
 import weakref
 from collections.abc import Iterator
@@ -29,7 +30,10 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 
 from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.integrations import megatron_core, megatron_release, megatron_versions
-from megatron_pp.runtime import step
+from megatron_pp.plan.spec import Plan
+from megatron_pp.runtime import replan_exchange, step
+from megatron_pp.runtime.replanning import Replanning
+from tests.harness.proposals import to
 from tests.megatron import lab as megatron_lab
 from tests.megatron.cases import Case
 
@@ -352,6 +356,29 @@ def what_its_stages_cost_is_measured(case: Case) -> dict[str, Any]:
                 assert all(torch.equal(measured[name], unmeasured[name]) for name in unmeasured)
         content: dict[str, Any] = json.loads(Path(path).read_text()) if os.path.exists(path) else {}
     return content
+
+
+def its_plan_changes_while_it_trains(case: Case) -> list[str]:
+    """Schedules of the steps under `install(pipeline_replan="every:2")`; gradients are equal to the last bit."""
+    run = megatron_lab.Run(case)
+    with megatron_core.installed(strict=True):
+        _call(run, forward_only=False)
+    before, ran = _taken_gradients(run), []
+    chosen = Replanning.next_plan
+
+    def noted(self: Replanning, *arguments: Any) -> Plan:
+        ran.append(chosen(self, *arguments))
+        return ran[-1]
+
+    searches = mock.patch.object(replan_exchange, "searched", to("gis"))
+    installed = megatron_core.installed(strict=True, pipeline_replan="every:2")
+    with searches, mock.patch.object(Replanning, "next_plan", noted), installed:
+        for _ in range(10):
+            time.sleep(0.1)
+            _call(run, forward_only=False)
+            after = _taken_gradients(run)
+            assert all(torch.equal(after[name], before[name]) for name in before)
+    return [plan.spec.schedule for plan in ran]
 
 
 def _taken_gradients(run: megatron_lab.Run) -> dict[str, torch.Tensor]:

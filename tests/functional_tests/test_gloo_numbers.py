@@ -21,7 +21,7 @@ from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.processes import run_processes
 
 WORLD = 4
-# Pipeline size -> the groups.
+# Pipeline size -> the groups, which take cases in turn.
 GROUPS = {1: [[0], [1], [2], [3]], 2: [[0, 1], [2, 3]], 3: [[0, 1, 2]], 4: [[0, 1, 2, 3]]}
 
 OVERLAP: dict[str, Any] = {"overlap_p2p_comm": True}
@@ -99,12 +99,12 @@ CASES = [*grid(), *schedules(), *split_backwards()]
 
 
 def rank_main(rank: int, size: int) -> list[ToyResult | None]:
-    """Every case, on the group of its size that this rank is in; None where it is in none."""
+    """The cases of the groups that this rank is in; None in the place of others."""
     groups = {p: [dist.new_group(ranks) for ranks in lists] for p, lists in GROUPS.items()}
     results: list[ToyResult | None] = []
-    for case in CASES:
-        number = rank // case.size
-        results.append(run_case(case, groups[case.size][number]) if number < len(groups[case.size]) else None)
+    for turn, case in enumerate(CASES):
+        number = turn % len(GROUPS[case.size])
+        results.append(run_case(case, groups[case.size][number]) if rank in GROUPS[case.size][number] else None)
     return results
 
 
@@ -132,10 +132,10 @@ def run_case(case: Case, group: dist.ProcessGroup) -> ToyResult:
 def check_case(case: Case, per_rank: list[ToyResult]) -> None:
     data = ToyData(case.count, variable=case.variable)
     expected = reference_run(case.size * case.chunks, data, case.forward_only)
-    for first in range(0, len(per_rank), case.size):  # every group of this size ran it
-        result = merged(per_rank[first : first + case.size])
-        assert len(result.losses) == case.count
-        assert result.difference(expected) == 0.0
+    assert len(per_rank) == case.size
+    result = merged(per_rank)
+    assert len(result.losses) == case.count
+    assert result.difference(expected) == 0.0
 
 
 # One start serves all tests, on one worker.

@@ -27,20 +27,20 @@ CHOICES = dict(zip(POLICIES, [(1, 1, 1), (0, 1, 0), (1, 0, 0), (0, 0, 1)], stric
 
 
 def chosen_cases() -> list[Case]:
-    """Every policy on every cut as it is by default. With tied embeddings and the policy's choices on two cuts, of
-    which one takes the opposite choices; and forward-only on the other two."""
+    """Every policy on two cuts as it is by default, and there also forward-only. On the other two with tied embeddings
+    and the policy's choices, of which one takes the opposite ones."""
     cases = []
     for pp in (2, 4):
         for vp, policy in ((vp, policy) for vp in (None, 2) for policy in POLICIES):
             flip = (pp == 4) != (vp is not None)
             variable, keep, large = (bool(choice) != flip for choice in CHOICES[policy])
-            case = Case(pp=pp, vp=vp, policy=policy)
-            cases.append(case)
+            case = Case(Model(layers=2 * pp), pp=pp, vp=vp, policy=policy)
             if (pp == 4) == (list(POLICIES).index(policy) % 2 == 0):
-                tied = dataclasses.replace(case, model=TIED, variable_shapes=variable, deallocate=not keep)
+                model = dataclasses.replace(TIED, layers=2 * pp)
+                tied = dataclasses.replace(case, model=model, variable_shapes=variable, deallocate=not keep)
                 cases.append(dataclasses.replace(tied, group=6 if vp and large else None))
             else:
-                cases.append(dataclasses.replace(case, forward_only=True, variable_shapes=not variable))
+                cases += [case, dataclasses.replace(case, forward_only=True, variable_shapes=not variable)]
         cases.append(Case(pp=pp, vp=2, policy="overlap", microbatches=pp - 1))
         cases.append(Case(pp=pp, policy="overlap", microbatches=1))
     for per_token in (False, True):

@@ -38,12 +38,14 @@ JOBS = {
     "settings_reach_the_engine_and_not_the_config": SINGLE,
     "wrong_settings_install_nothing": SINGLE,
     "what_its_stages_cost_is_measured": PAIR,
+    "tests.functional_tests.known_steps_checks:run_as_megatrons": dataclasses.replace(ALONE, microbatches=1),
+    "its_plan_changes_while_it_trains": PAIR,
 }
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    jobs = [Job(case, check=CHECKS + name) for name, case in JOBS.items()]
+    jobs = [Job(case, check=name if ":" in name else CHECKS + name) for name, case in JOBS.items()]
     return dict(zip(JOBS, run_jobs(jobs, deadline=200), strict=True))
 
 
@@ -97,6 +99,12 @@ def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[s
 def test_settings_decide_how_transfers_go_out(outcomes: dict[str, Outcome]) -> None:
     for policies in outcomes["settings_reach_the_engine_and_not_the_config"].facts:
         assert policies == ["batched", "overlap", "overlap", "plain", *["overlap"] * 4] * 2
+
+
+def test_a_plan_changes_on_both_ranks_at_once(outcomes: dict[str, Outcome]) -> None:
+    first, second = outcomes["its_plan_changes_while_it_trains"].facts
+    assert first == second
+    assert (first[0], first[-1]) == ("interleaved_1f1b", "gis")
 
 
 def test_the_first_rank_writes_what_all_stages_cost(outcomes: dict[str, Outcome]) -> None:

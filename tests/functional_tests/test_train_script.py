@@ -261,13 +261,22 @@ def test_ctrl_c_ends_the_run_after_a_step_with_a_checkpoint_to_continue_from(tmp
     assert len(losses(folder)) == len(done) + 2
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks in /proc")
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
-    command = launched(2, str(ROOT / "scripts" / "train.py"), *ENDLESS, "--run-dir", "run")
-    with started(command, tmp_path) as process:
-        output = interrupt_at_step_three(process, lambda: os.kill(ranks_of(process.pid)[1], signal.SIGTERM))
-        assert process.returncode == 128 + signal.SIGTERM, output  # it is not done
-    assert "stopped by SIGTERM to another rank after step" in output
+    told, _ = run_processes(signalled, 2, (tmp_path,), timeout=DEADLINE, start_method="forkserver")
+    assert f"stopped by SIGTERM to another rank after step {find_checkpoint(tmp_path / 'run').step}" in told
+
+
+def signalled(rank: int, size: int, folder: Path) -> str:
+    if rank == 1:
+        put_into_optimizer(Fault("optimizer-signalled", 3, folder))
+    return train_rank(rank, size, folder, [[*ENDLESS, *ON_TEXT, "--run-dir", "run"]])
+
+
+def test_the_launcher_ends_with_the_code_of_ranks_that_a_signal_has_stopped(tmp_path: Path) -> None:
+    script = tmp_path / "stopped.py"
+    script.write_text(f"raise SystemExit({128 + signal.SIGTERM})")
+    code, output = run(launched(2, str(script)), tmp_path)
+    assert code == 128 + signal.SIGTERM, output
     assert "Traceback" not in output
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp.comm.gloo import InterruptedTransferError
+from megatron_pp.comm.gloo import LARGE_BYTES, InterruptedTransferError
 from megatron_pp.comm.transport import ACT, ProcessGroupTransport
 from tests.harness.processes import run_processes
 
@@ -18,6 +18,7 @@ def rank_main(rank: int, size: int) -> None:
     """A wait for a message that the other rank takes only after the wait has ended."""
     transport = ProcessGroupTransport(dist.group.WORLD)
     message = torch.ones(3)
+    assert [transport.unfinished_sends(2, size) for size in (0, 12, LARGE_BYTES - 1, LARGE_BYTES)] == [0, 16, 16, 0]
     if rank == 0:
         work = transport.isend(message, 1, ACT)
         # As abort does, without closing connections: gloo is not to help.

@@ -14,6 +14,7 @@ not the device's.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import sys
@@ -45,6 +46,7 @@ def project_files() -> list[Path]:
     ]
 
 
+@functools.cache
 def device_lines(path: Path) -> dict[int, int]:
     """First line of each statement of the device -> its last one (of a compound statement's head)."""
     found: dict[int, int] = {}

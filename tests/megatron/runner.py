@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import multiprocessing
@@ -118,15 +119,25 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
 
 def serve() -> None:
-    """The body of the process: for each line of the input, the list's process id, an Outcome for each job, ENDED."""
-    importlib.import_module("tests.megatron.lab")  # imported before the first fork, so that no rank pays for it again
+    """The body of the process: for each line of the input, the list's process id, an Outcome for each job, ENDED.
+
+    All that ranks need is imported before they are forked, so that none of them pays for it again, nor for looking
+    through it for garbage.
+    """
+    gc.disable()
+    for name in ("tests.megatron.lab", "megatron_pp.integrations.megatron_core"):
+        importlib.import_module(name)
     importlib.import_module("megatron_pp.integrations.megatron_release").load_megatron()
+    gc.enable()
     for line in sys.stdin.buffer:
+        jobs = [Job.from_dict(raw) for raw in json.loads(line)]
+        _import_checks(jobs)
+        gc.freeze()
         child = os.fork()
         if child == 0:
             os.setsid()
             try:
-                serve_jobs([Job.from_dict(raw) for raw in json.loads(line)])
+                serve_jobs(jobs)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -136,23 +147,29 @@ def serve() -> None:
         print("\n" + ENDED, flush=True)  # a line of a process that was killed may be unfinished
 
 
+def _import_checks(jobs: list[Job]) -> None:
+    """An error comes again where the check runs, and is that job's outcome."""
+    for module in {job.check.partition(":")[0] for job in jobs if job.check}:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+
+
 def serve_jobs(jobs: list[Job]) -> None:
-    """Run the jobs, print an Outcome as JSON for each, in order."""
-    ranks: Ranks | None = None
+    """Run the jobs, print an Outcome as JSON for each, in order. Ranks that have run a job wait for the next one of
+    their number.
+    """
+    sets: dict[int, Ranks] = {}
     for job in jobs:
-        if ranks is not None and ranks.world != job.case.world:
-            ranks.close()
-            ranks = None
-        if ranks is None:
-            ranks = Ranks(job.case.world)
+        world = job.case.world
+        if world not in sets:
+            sets[world] = Ranks(world)
         try:
-            outcome = merge(ranks.run(job))
+            outcome = merge(sets[world].run(job))
         except (RankFailedError, RankHungError) as trouble:
-            ranks.close()
-            ranks = None
+            sets.pop(world).close()
             outcome = Outcome("hang" if isinstance(trouble, RankHungError) else "error", str(trouble))
         print(json.dumps(vars(outcome)), flush=True)
-    if ranks is not None:
+    for ranks in sets.values():
         ranks.close()
 
 

@@ -4,7 +4,7 @@ estimate of each, which decides what is looked at first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -23,6 +23,7 @@ from megatron_pp.plan.sim.bound import lower_bound
 from megatron_pp.plan.spec import PlanSpec, Shape
 
 _PILOTS = (2, 4)  # an estimate is of so many P microbatches; the steady state goes on
+_LOGITS = 2  # microbatches between S and T, before a plan says how many
 _TENSORS = 4  # pipeline tensors of a rank besides its stages' inputs, before a plan says how many
 _ROOM = 1.5  # P microbatches: a search rarely finds a shorter step with more memory than for so many
 _SEEDS = {LOOP: ("1f1b", "interleaved_1f1b"), "v": ("v_half", "v_half")}  # of one chunk, of several
@@ -59,8 +60,18 @@ class Candidate:
     def searches(self) -> bool:
         return self.family.search is not None
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether its first estimate is its lower bound."""
+        return self.searches or bool(self.family.barriers)
+
     def placement(self, pipeline_size: int) -> Placement:
-        return Placement(self.family.placement, pipeline_size, self.num_chunks)
+        return Placement(self.family.placement, pipeline_size, self.num_chunks, self.family.barriers)
+
+    def model(self, question: Question) -> Model:
+        """Of microbatches of this size; without its output layer where that is split over all ranks."""
+        model = question.model(self.micro_batch)
+        return model.with_split_output() if self.family.barriers else model
 
     def shape(self, pipeline_size: int, most: int | None = None) -> Shape:
         """With at most so many microbatches."""
@@ -112,7 +123,7 @@ def _with_offloads(question: Question, one: Candidate) -> Iterator[Candidate]:
     own = one.family.offloads(one.shape(question.pipeline_size))
     if not own:
         yield one
-    if question.host_bandwidth is None or one.searches or one.slices > 1:
+    if question.host_bandwidth is None or one.searches or one.slices > 1 or one.family.barriers:
         return
     slots = question.offload_slots(question.model(one.micro_batch))
     for count in {own} if own else {(one.num_chunks + 1) // 2, one.num_chunks}:
@@ -136,8 +147,10 @@ def _chunks(family: Family, most: int) -> list[int]:
 
 
 def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] | None = None) -> Estimate:
-    """A first look. A search is estimated by its bound. ``bounds`` are those that are known, and get this one."""
-    model = question.model(candidate.micro_batch)
+    """A first look. A search is estimated by its bound, and so is a schedule with collectives, which ``order_time``
+    does not know. ``bounds`` are those that are known, and get this one.
+    """
+    model = candidate.model(question)
     try:
         cut = cut_model(question, candidate, model)
         placement = candidate.placement(question.pipeline_size)
@@ -149,7 +162,7 @@ def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] 
             known[key] = lower_bound(placement, *conditions, split=split, slices=slices).step
         bound = known[key]
         peak = max(cut.peaks)
-        if candidate.searches:
+        if candidate.is_bounded:
             return Estimate(candidate, cut, bound, peak, bound)
         step = _order_time(question, candidate, cut, question.transfer(model))
     except PlanError as error:
@@ -169,14 +182,22 @@ def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer:
     return long + (long - short) / (many - few) * (candidate.num_microbatches - many)
 
 
-def cut_model(question: Question, candidate: Candidate, model: Model, tensors: tuple[int, ...] | None = None) -> Fitted:
-    """The model on the candidate's stages, with what has to be recomputed there. ``tensors``: pipeline tensors of each
-    rank besides its stages' inputs. Raises PlanError where the layers do not fill the stages.
+def fixed_memory(model: Model, tensors: Sequence[int], slices: int, logits: int = _LOGITS) -> tuple[float, ...]:
+    """GB of each rank for its pipeline tensors and, where the output layer is split, for its share of that: parameters,
+    and logits of so many microbatches.
+    """
+    output = model.output
+    share = 0.0 if output is None else (output.static + logits * output.activation) / len(tensors)
+    return tuple(count * model.message / slices + share for count in tensors)
+
+
+def cut_model(question: Question, candidate: Candidate, model: Model) -> Fitted:
+    """The model on the candidate's stages, with what has to be recomputed there. Raises PlanError where the layers do
+    not fill the stages.
     """
     size = question.pipeline_size
     placement = candidate.placement(size)
-    each = tensors or (_TENSORS * candidate.num_chunks,) * size
-    fixed = tuple(count * model.message / candidate.slices for count in each)
+    fixed = fixed_memory(model, (_TENSORS * candidate.num_chunks,) * size, candidate.slices)
     room = Room(placement, states_of(candidate, size), candidate.slices, question.memory, fixed)
     units = model.units(placement.num_stages)
     try:
@@ -184,7 +205,7 @@ def cut_model(question: Question, candidate: Candidate, model: Model, tensors: t
     except PlanError:
         units = model.units(placement.num_stages, mtp_with_loss=True)
         counts = best_counts(units, room, question.recompute)
-    return fitted(stages_of(units, counts), room, model.attention, question.recompute)
+    return fitted(stages_of(units, counts), room, model, question.recompute)
 
 
 def states_of(candidate: Candidate, pipeline_size: int) -> States:
@@ -197,7 +218,13 @@ def states_of(candidate: Candidate, pipeline_size: int) -> States:
         return _offloaded_states(replace(candidate, num_microbatches=count), pipeline_size)
     shapes = [candidate.shape(pipeline_size, pilot * pipeline_size) for pilot in _PILOTS]
     few, many = (_states(name, shape) for shape in shapes)
-    return many if few == many else _states(name, candidate.shape(pipeline_size))  # it grows with the microbatches
+    if [_most(rank) for rank in few] == [_most(rank) for rank in many]:
+        return many
+    return _states(name, candidate.shape(pipeline_size))  # it grows with the microbatches
+
+
+def _most(states: Sequence[Kept]) -> int:
+    return max(sum(flight) + sum(waiting) for flight, waiting in states)
 
 
 @lru_cache(maxsize=256)

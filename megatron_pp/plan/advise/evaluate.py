@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.activations import host_timeline
-from megatron_pp.plan.advise.candidates import Candidate, cut_model
+from megatron_pp.plan.activations import host_timeline, logits_timeline
+from megatron_pp.plan.advise.candidates import Candidate, cut_model, fixed_memory
 from megatron_pp.plan.advise.fit import Fitted, Room, fitted, unrecomputed
 from megatron_pp.plan.advise.model import Model
 from megatron_pp.plan.advise.question import Question
@@ -68,7 +68,7 @@ def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None
 
     A search plans for nothing recomputed where that fits, else for what its estimate recomputes.
     """
-    model = question.model(candidate.micro_batch)
+    model = candidate.model(question)
     try:
         cut = cut or cut_model(question, candidate, model)
         if not candidate.searches:
@@ -131,12 +131,13 @@ def _run(
     """Raises PlanError for a plan that is refused."""
     spec = spec_of(question, candidate, measured)
     plan, verdict = verified_plan(spec)
-    fixed = tuple(count * model.message / candidate.slices for count in tensors_of(verdict))
+    logits = max((max(logits_timeline(plan, rank), default=0) for rank in range(spec.pipeline_size)), default=0)
+    fixed = fixed_memory(model, tensors_of(verdict), candidate.slices, logits)
     lines = plan.programs if candidate.offload_chunks else plan.orders
     states = [kept_states(line, candidate.num_chunks) for line in lines]
     room = Room(plan.placement, states, candidate.slices, question.memory, fixed)
     may_change = question.recompute and not candidate.searches  # a search was made for these costs
-    cut = fitted(cut.stages, room, model.attention, may_change) if may_change else _peaks(cut, room)
+    cut = fitted(cut.stages, room, model, may_change) if may_change else _peaks(cut, room)
     network = question.network(model)
     if candidate.offload_chunks and question.host_bandwidth is not None:
         copies = tuple(activation / question.host_bandwidth for activation in cut.activation)
@@ -153,6 +154,8 @@ def _run(
         rank = cut.peaks.index(max(cut.peaks))
         recomputed = ", all layers recomputed" if any(cut.recomputed) else ""
         refused = f"needs {cut.peaks[rank]:.3g} GB on rank {rank}{recomputed}"
+    elif candidate.family.barriers and candidate.schedule not in question.schedules:
+        refused = f"the model would have to split its output layer over all ranks; --schedules {candidate.schedule}"
     bound = bound_of(plan, cut.costs, network, None if refused else memory)
     certificate = None if plan.certificate is None else plan.certificate.to_dict()
     hosts = zip(plan.programs, plan.placement.stages, strict=True)

@@ -82,12 +82,14 @@ class Model:
     message     GB of one activation between stages
     attention   share of causal attention in the times, by which slices of a sequence differ
     flops       floating point operations of a whole microbatch (forward and backward); None where not known
+    output      the output layer with its loss where it is split over all ranks, and so no layer of a stage
     """
 
     layers: tuple[Layer, ...]
     message: float = 0.0
     attention: float = 0.0
     flops: float | None = None
+    output: Layer | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -99,6 +101,15 @@ class Model:
     def is_fluid(self) -> bool:
         """Whether the layers are not known, so that the model can be cut anywhere."""
         return all(one.kind == PART for one in self.layers)
+
+    @property
+    def can_split_output(self) -> bool:
+        """Whether there is one loss, at the end, that no layer for multi-token prediction shares."""
+        kinds = [one.kind for one in self.layers]
+        return kinds[-1] == LOSS and kinds.count(LOSS) == 1 and MTP not in kinds and len(kinds) > 1
+
+    def with_split_output(self) -> Model:
+        return replace(self, layers=self.layers[:-1], output=self.layers[-1])
 
     def times(self, factor: float) -> Model:
         """Microbatches of ``factor`` times the size, in proportion."""

@@ -72,8 +72,11 @@ class Question:
         for name in self.schedules:
             if name not in SCHEDULES:
                 raise PlanError(unknown("schedule", name, SCHEDULES))
-            if SCHEDULES[name].barriers:
-                raise PlanError(f"schedule {name} splits the output layer over all ranks, which is not advised on")
+            if SCHEDULES[name].barriers and not self._can_split_output:
+                raise PlanError(
+                    f"schedule {name} splits the output layer with its loss, so the model needs one (--loss-ms, or "
+                    "--gpu with --vocab-size), and no layers for multi-token prediction"
+                )
         object.__setattr__(self, "device", checked_device(self.device))
         counts = [count for _, count in self.microbatches()]
         if self.microbatch_costs and counts and len(self.microbatch_costs) not in counts:
@@ -117,7 +120,12 @@ class Question:
         return max(link.latency + link.wire_time(model.message) for link in links)
 
     @property
+    def _can_split_output(self) -> bool:
+        return all(model.can_split_output for _, model in self.models)
+
+    @property
     def tried(self) -> tuple[str, ...]:
-        """Without those that split the output layer over all ranks, whose costs a model in layers does not have."""
-        names = self.schedules or tuple(name for name in SCHEDULES if name not in _LIKE_OTHERS)
-        return tuple(name for name in names if not SCHEDULES[name].barriers)
+        """Names of families."""
+        may = self._can_split_output
+        known = (name for name, one in SCHEDULES.items() if name not in _LIKE_OTHERS and (may or not one.barriers))
+        return self.schedules or tuple(known)

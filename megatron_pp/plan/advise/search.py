@@ -5,6 +5,7 @@ promising first, for as long as the budget lasts.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,9 @@ _POLL = 0.02  # seconds
 
 @dataclass(frozen=True)
 class Findings:
-    """What was looked at, what there was no time for, and searches that could not find a shorter step."""
+    """What was looked at, what there was no time for, and searches that could not find a shorter step. ``interrupted``:
+    by a KeyboardInterrupt, before the budget was spent.
+    """
 
     question: Question
     outcomes: tuple[Outcome, ...]
@@ -36,6 +39,7 @@ class Findings:
     not_looked_at: tuple[Candidate, ...]
     needless: tuple[Candidate, ...]
     seconds: float
+    interrupted: bool = False
 
     @property
     def fitting(self) -> list[Outcome]:
@@ -61,7 +65,8 @@ class Findings:
 
 
 def search(question: Question, budget: float, jobs: int = 1, report: Report | None = None) -> Findings:
-    """The best pipelines for ``question`` that ``jobs`` processes find within ``budget`` seconds.
+    """The best pipelines for ``question`` that ``jobs`` processes find within ``budget`` seconds, or until a
+    KeyboardInterrupt.
 
     With one job all runs in this process, and what has begun is finished. Raises PlanError where no candidate is
     possible whatever the memory.
@@ -70,22 +75,24 @@ def search(question: Question, budget: float, jobs: int = 1, report: Report | No
     found.sort(key=lambda one: not one.searches)  # they take long, so the first of them begins before the rest is known
     searches = sum(one.searches for one in found)
     say = report or (lambda done, of, what: None)
-    queue, bounds = _Queue(question, budget), dict[Any, float]()
-    evaluator = _Processes(question, queue, jobs) if jobs > 1 else _InTurn(question, queue)
-    with evaluator:
-        for k, candidate in enumerate(found):
-            say(k, 2 * len(found), f"estimating {candidate}")
-            queue.estimates.append(estimate(question, candidate, bounds))
-            if k + 1 == searches:
-                evaluator.begin_early()
-        queue.sort()
-        for done, outcome in enumerate(evaluator.outcomes(began + budget)):
-            queue.add(outcome)
-            say(len(found) + done, 2 * len(found), str(outcome.candidate))
+    queue, bounds, interrupted = _Queue(question, budget), dict[Any, float](), False
+    evaluator = _Evaluator(question, queue, jobs)
+    try:
+        with evaluator:
+            for k, candidate in enumerate(found):
+                say(k, 2 * len(found), f"estimating {candidate}")
+                queue.estimates.append(estimate(question, candidate, bounds))
+                if k + 1 == searches and jobs > 1 and (first := queue.most_promising_search()):
+                    evaluator.start(first)
+            queue.sort()
+            for done, outcome in enumerate(evaluator.outcomes(began + budget)):
+                queue.outcomes.append(outcome)
+                say(len(found) + done, 2 * len(found), str(outcome.candidate))
+    except KeyboardInterrupt:
+        interrupted = True
     seconds = time.monotonic() - began
-    return Findings(
-        question, tuple(queue.outcomes), tuple(queue.estimates), tuple(queue.left()), tuple(queue.needless), seconds
-    )
+    known = tuple(queue.outcomes), tuple(queue.estimates)
+    return Findings(question, *known, queue.left(found), tuple(queue.needless), seconds, interrupted)
 
 
 class _Queue:
@@ -97,14 +104,15 @@ class _Queue:
         self.estimates: list[Estimate] = []
         self.outcomes: list[Outcome] = []
         self.waiting: list[Estimate] = []
-        self.begun: set[Candidate] = set()
+        self.begun: list[Candidate] = []
         self.needless: list[Candidate] = []
-        self.unfinished: list[Candidate] = []
 
     def most_promising_search(self) -> Candidate | None:
-        """By its bound; a chunk more takes longer."""
+        """By its bound, to be begun now; a chunk more takes longer."""
         searches = [one for one in self.estimates if one.candidate.searches and not one.refused]
-        return next((one.candidate for one in sorted(searches, key=_promise)), None)
+        first = min(searches, key=_promise).candidate if searches else None
+        self.begun += [first] if first else []
+        return first
 
     def sort(self) -> None:
         """The most promising named plans come first, then searches between the other ones."""
@@ -120,9 +128,6 @@ class _Queue:
     @property
     def best(self) -> float:
         return min((one.step for one in self.outcomes if not one.refused), default=float("inf"))
-
-    def add(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
 
     def next(self, may_search: bool = True) -> Candidate | None:
         """What to look at now, a search only where it may be, or nothing else waits; None where nothing is left."""
@@ -149,7 +154,7 @@ class _Queue:
             found = [replace(best, memory_share=share) for share in (best.memory_share / 2, 1.0)]
         for one in found:
             if one not in self.begun and one != best:
-                self.begun.add(one)
+                self.begun.append(one)
                 yield one
 
     def cut_of(self, candidate: Candidate) -> Fitted | None:
@@ -161,8 +166,10 @@ class _Queue:
         """Whether to stop, so many seconds after the end of the budget; later where nothing fits so far."""
         return beyond > (0.0 if self.best < float("inf") else _EXTRA * self.budget)
 
-    def left(self) -> list[Candidate]:
-        return [*self.unfinished, *(one.candidate for one in self.waiting)]
+    def left(self, found: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        """Of ``found``, and of the variants that were begun, those without an outcome."""
+        known = {*(one.candidate for one in self.outcomes), *self.needless}
+        return tuple(one for one in dict.fromkeys([*found, *self.begun]) if one not in known)
 
 
 def _sizes(candidate: Candidate) -> tuple[Any, ...]:
@@ -193,32 +200,10 @@ def _promise(one: Estimate) -> tuple[float, float]:
     return one.bound * (1 + _CHUNK * one.candidate.num_chunks), one.peak
 
 
-class _InTurn:
-    """One after the other, in this process; what has begun is finished."""
-
-    def __init__(self, question: Question, queue: _Queue) -> None:
-        self.question = question
-        self.queue = queue
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def begin_early(self) -> None:
-        pass
-
-    def outcomes(self, until: float) -> Iterator[Outcome]:
-        queue = self.queue
-        while (candidate := queue.next()) is not None:
-            yield evaluate(self.question, candidate, queue.cut_of(candidate))
-            if queue.is_over(time.monotonic() - until):
-                return
-
-
-class _Processes:
-    """``jobs`` at a time, each in a process of its own. What runs when the budget is spent is ended."""
+class _Evaluator:
+    """``jobs`` at a time, each in a process of its own; what runs when the budget is spent is ended. One job runs in
+    this process, and is finished.
+    """
 
     def __init__(self, question: Question, queue: _Queue, jobs: int) -> None:
         self.question = question
@@ -227,20 +212,16 @@ class _Processes:
         self.running: dict[Candidate, AsyncResult[Outcome]] = {}
 
     def __enter__(self) -> None:
-        self.pool = multiprocessing.get_context("spawn").Pool(self.jobs)
+        if self.jobs > 1:  # Ctrl-C reaches the whole group of processes: only this one has an answer to give
+            ignore = (signal.SIGINT, signal.SIG_IGN)
+            self.pool = multiprocessing.get_context("spawn").Pool(self.jobs, signal.signal, ignore)
 
     def __exit__(self, *error: object) -> None:
-        self.pool.terminate()
-        self.pool.join()
+        if self.jobs > 1:
+            self.pool.terminate()
+            self.pool.join()
 
-    def begin_early(self) -> None:
-        """The search that promises most, while other candidates are estimated."""
-        candidate = self.queue.most_promising_search()
-        if candidate is not None:
-            self.queue.begun.add(candidate)
-            self._start(candidate)
-
-    def _start(self, candidate: Candidate) -> None:
+    def start(self, candidate: Candidate) -> None:
         work = self.question, candidate, self.queue.cut_of(candidate)
         self.running[candidate] = self.pool.apply_async(evaluate, work)
 
@@ -252,14 +233,18 @@ class _Processes:
                 candidate = queue.next(may_search=searches < max(1, self.jobs - 1))
                 if candidate is None:
                     break
-                self._start(candidate)
+                if self.jobs > 1:
+                    self.start(candidate)
+                else:
+                    yield evaluate(self.question, candidate, queue.cut_of(candidate))
+                    if queue.is_over(time.monotonic() - until):
+                        return
             if not running:
                 return
             done = [candidate for candidate, result in running.items() if result.ready()]
             for candidate in done:
                 yield running.pop(candidate).get()
             if queue.is_over(time.monotonic() - until):
-                queue.unfinished += running
                 return
             if not done:
                 time.sleep(_POLL)

@@ -5,6 +5,7 @@ and none waits for another, and what they keep at most.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import le
 
 from megatron_pp.plan.activations import KEPT, WAITING
 from megatron_pp.plan.costs import StageCosts
@@ -71,6 +72,6 @@ def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ..
     states.add((*flight, *late))
     most: list[tuple[int, ...]] = []
     for state in sorted(states, key=sum, reverse=True):
-        if not any(all(x <= y for x, y in zip(state, other, strict=True)) for other in most):
+        if not any(all(map(le, state, other)) for other in most):
             most.append(state)
     return tuple((state[:num_chunks], state[num_chunks:]) for state in most)

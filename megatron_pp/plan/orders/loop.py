@@ -243,10 +243,6 @@ def zb_h2(shape: Shape) -> list[Order]:
     return [delay_weights(order, delay=2 * rank) for rank, order in enumerate(eager_1f1b(shape))]
 
 
-def _every_turn(shape: Shape) -> Repeats:
-    return every_group(shape) if shape.num_chunks > 1 else every_microbatch(shape)
-
-
 _one_chunk_family = partial(Family, chunks=1, repeats=every_microbatch)
 _grouped = partial(Family, grouped=True, repeats=every_group)
 
@@ -297,7 +293,7 @@ FAMILIES = (
         combined_1f1b,
         "Megatron-core, overlap_moe_expert_parallel_comm; arXiv 2412.19437, section 3.2.1, for the pairs",
         "interleaved 1F1B whose forwards and backwards run in pairs, for one chunk more in memory",
-        repeats=_every_turn,
+        repeats=lambda shape: every_group(shape) if shape.num_chunks > 1 else every_microbatch(shape),
     ),
     Family(
         "breadth_first",

@@ -20,7 +20,9 @@ def pipe_offload(shape: Shape) -> list[Order]:
     and a backward. While the first and the last microbatches fill some turns in part, the others move up.
     """
     size, chunks, mbs = shape.pipeline_size, shape.num_chunks, range(shape.num_microbatches)
-    after = _turns(chunks, group_of_gis_h(shape))
+    group = group_of_gis_h(shape)
+    together = chunks // math.gcd(chunks, group)
+    after = [group * c + c // together for c in range(chunks)]  # turns, each at another place among ``chunks`` of them
     forwards = [((chunks * m + after[c], 0), f(c, m)) for m in mbs for c in range(chunks)]
     backwards = [((chunks * m + after[c], 1), b(chunks - 1 - c, m)) for m in mbs for c in range(chunks)]
     orders = []
@@ -29,14 +31,6 @@ def pipe_offload(shape: Shape) -> list[Order]:
         late = [((turn + first, half), at) for (turn, half), at in backwards]
         orders.append([at for _, at in sorted(forwards + late)])
     return let_backwards_overtake(orders, Placement(LOOP, size, chunks))
-
-
-def _turns(chunks: int, group: int) -> list[int]:
-    """How many turns after that of its first chunk a microbatch runs each chunk: at least ``group`` after the one
-    before, and each at another place among ``chunks`` turns.
-    """
-    together = chunks // math.gcd(chunks, group)
-    return [group * c + c // together for c in range(chunks)]
 
 
 FAMILIES = (

@@ -15,7 +15,7 @@ from megatron_pp.plan.dataflow import RESULT_OF
 from megatron_pp.plan.family import Family, Order, Repeats, Shape, every_microbatch, w
 from megatron_pp.plan.instruction import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, instruction
 from megatron_pp.plan.placement import V_SHAPE, Placement
-from megatron_pp.plan.sim.greedy import Problem, Rules, schedule
+from megatron_pp.plan.sim.greedy import UNKNOWN, Problem, Rules, Scheduled, schedule
 
 DUALPIPE_V = "dualpipe_v"
 
@@ -69,10 +69,12 @@ def _shortest(shape: Shape, offsets: OffsetsOf, chunks_in_memory: int, rules: It
     memory = MemoryModel.in_chunks(placement, chunks_in_memory)
     problem = Problem(placement, microbatches, memory, StageCosts.uniform(placement.num_stages))
     slots = [pattern_slots(offsets(size, rank), microbatches) for rank in range(size)]
-    found = [result for rule in rules if (result := schedule(problem, slots, rule)) is not None]
-    if not found:
-        return _squeezed(shape, offsets, split=True)
-    return min(found, key=lambda result: result.makespan).orders
+    best: Scheduled | None = None
+    for rule in rules:
+        found = schedule(problem, slots, rule, UNKNOWN if best is None else best.makespan)
+        if found is not None and (best is None or found.makespan < best.makespan):
+            best = found
+    return _squeezed(shape, offsets, split=True) if best is None else best.orders
 
 
 def v_half_offsets(size: int, rank: int) -> Offsets:

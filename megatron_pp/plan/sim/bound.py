@@ -9,12 +9,10 @@ work of a rank  A rank's operations take turns. None starts before a path to it 
                 it the path to the end of the step is left (the drain). The best preemptive schedule of jobs with such
                 heads and tails on one machine is known (``one_machine.py``); the rank's own is no shorter.
 link a to b     The messages of a directed link take turns on the wire in the same way.
-memory          Of a stage, at most K microbatches fit on their way from forward to backward, with what their earlier
-                chunks keep on the rank. So forward k + K waits for backward k: more paths, and later warm-ups.
-memory of a rank  Each microbatch keeps a stage's memory from its forward to its backward, at least a round trip through
-                the later stages, and then its share for W until that is over. These areas, memory times time, do not
-                overlap, and the limit times the time from the rank's first forward on has to hold them all. The same
-                holds for numbers: of forwards that fit at once, and of forwards and waiting W.
+memory          What fits on a rank at once lets forwards wait for backwards and for the W of earlier microbatches: more
+                paths (``bound_memory.py``).
+memory of rank r  Its work with these paths before and behind it. From a forward that leaves no room for anything else
+                until its microbatch is back, the rank has nothing else to do.
 
 The microbatches are taken to be alike. Where sequences are cut into slices, every slice counts as the cheapest one on
 paths, and memory is left out.
@@ -22,7 +20,6 @@ paths, and memory is left out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,8 +27,8 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs import FREE, MemoryModel, Network, StageCosts
 from megatron_pp.plan.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.sim.bound_memory import alone_from, waits_of
 from megatron_pp.plan.sim.bound_paths import PathFinder, Paths, StageTimes
-from megatron_pp.plan.sim.greedy import ROUNDING
 from megatron_pp.plan.sim.one_machine import Job, least_end
 from megatron_pp.plan.spec import Plan
 
@@ -86,12 +83,10 @@ def lower_bound(
     limited = memory if memory is not None and slices == 1 and not forward_only else None
     times = StageTimes.of(placement, costs, network, split, forward_only, slices)
     rounds = num_microbatches if slices == 1 else 1
-    alive = (rounds,) * placement.num_stages if limited is None else _alive(placement, limited, rounds)
-    finder = PathFinder(times, rounds, alive, forward_only)
     problem = _Problem(placement, num_microbatches, costs, network, times, split, forward_only, slices)
-    terms = list(problem.terms(finder.without_memory()))
+    terms = list(problem.terms(PathFinder(times, rounds, forward_only=forward_only)))
     if limited is not None:
-        terms += problem.memory_terms(finder, limited)
+        terms += problem.memory_terms(PathFinder(times, rounds, waits_of(placement, limited, times)), limited)
     reason, step = max(terms, key=lambda term: term[1])
     return Bound(step, reason, tuple(terms))
 
@@ -113,24 +108,6 @@ def bound_of(plan: Plan, costs: StageCosts, network: Network = FREE, memory: Mem
         forward_only=spec.forward_only,
         slices=spec.slices,
     )
-
-
-def _alive(placement: Placement, memory: MemoryModel, most: int) -> tuple[int, ...]:
-    """Per stage, how many microbatches can be past the start of their forward with their backward to come. Each of
-    them keeps what the rank's earlier chunks keep as well, since its backwards there come later.
-    """
-    alive = [0] * placement.num_stages
-    for rank, stages in enumerate(placement.stages):
-        kept, limit = 0.0, memory.limits[rank] * (1 + ROUNDING)
-        for stage in stages:
-            kept += memory.forward[stage]
-            alive[stage] = most if kept * most <= limit else int(limit / kept)
-        if not alive[stages[-1]]:
-            raise PlanError(
-                f"one microbatch alone needs {kept:g} of memory on rank {rank}, where the limit is "
-                f"{memory.limits[rank]:g}"
-            )
-    return tuple(alive)
 
 
 @dataclass(frozen=True)
@@ -156,27 +133,32 @@ class _Problem:
         heads, tails = finder.heads(), finder.tails()
         yield MEMORY, tails.forward[0][0]
         for rank in range(self.placement.pipeline_size):
-            work = least_end(self._work(rank, heads, tails))
-            yield f"memory of rank {rank}", max(work, self._area(rank, memory, heads, tails))
+            alone = alone_from(self.placement.stages[rank], memory, memory.limits[rank])
+            ways = {None, alone}
+            yield f"memory of rank {rank}", max(least_end(self._work(rank, heads, tails, way)) for way in ways)
 
-    def _work(self, rank: int, heads: Paths, tails: Paths) -> Iterator[Job]:
+    def _work(self, rank: int, heads: Paths, tails: Paths, alone: int | None = None) -> Iterator[Job]:
         """All operations of ``rank`` as jobs of one machine. A backward is two: up to its input gradient, and the rest,
         which is on the machine later, in its W or at the end of a whole B. Passes of a split output layer are added.
         """
         times, each = self.times, self.num_microbatches / len(heads.forward)
         if self.placement.barriers:
             yield Job(0.0, self.num_microbatches * sum(self.costs.passes), 0.0)
-        for stage in self.placement.stages[rank]:
+        stages = self.placement.stages[rank]
+        first, last = (stages[-1] + 1 if alone is None else stages[alone]), stages[-1]
+        for stage in stages:
             f, b, rest = self._full(stage)
-            for head, tail in zip(heads.forward, tails.forward, strict=True):
+            for head, tail in zip(heads.forward, tails.forward, strict=True) if stage < first else ():
                 yield Job(head[stage], each * f, max(0.0, tail[stage] - times.forward[stage]))
-            if self.forward_only:
-                continue
-            for head, tail in zip(heads.backward, tails.backward, strict=True):
-                left = tail[stage] - times.backward[stage] - times.early[stage]
-                yield Job(head[stage], each * b, max(0.0, left))
+            for k in range(0 if self.forward_only else len(heads.backward)):
+                left = max(0.0, tails.backward[k][stage] - times.backward[stage] - times.early[stage])
+                if alone is None or stage < last:
+                    yield Job(heads.backward[k][stage], each * b, left)
+                else:
+                    together = sum(times.output[first:last]) + times.trips[last]
+                    yield Job(heads.forward[k][first], together, left)
                 if rest:
-                    yield Job(head[stage] + times.backward[stage], each * rest, 0.0)
+                    yield Job(heads.backward[k][stage] + times.backward[stage], each * rest, 0.0)
 
     def _full(self, stage: int) -> tuple[float, float, float]:
         """Of a whole sequence: forward, backward up to the input gradient, and the rest."""
@@ -205,33 +187,3 @@ class _Problem:
             for head, tail in zip(before, after, strict=True):
                 jobs.append(Job(head[one] + sent, each * wire, link.latency + tail[other]))
         return found
-
-    def _area(self, rank: int, memory: MemoryModel, heads: Paths, tails: Paths) -> float:
-        """The least step in which the areas of a rank fit under its limit, by what is kept, by the number of forwards
-        that fit, and by that of forwards and waiting weight gradients together.
-        """
-        stages, limit = self.placement.stages[rank], memory.limits[rank] * (1 + ROUNDING)
-        kept, late = ([of[stage] for stage in stages] for of in (memory.forward, memory.weight))
-        if not all(kept) or math.isinf(limit):
-            return 0.0
-        ones, none = [1.0] * len(stages), [0.0] * len(stages)
-        ways = [(kept, late, limit), (ones, none, math.floor(limit / min(kept)))]
-        if all(late):
-            ways.append((ones, ones, math.floor(limit / min(*kept, *late))))
-        first, longest = stages[0], 0.0
-        after = max(0.0, tails.backward[-1][first] - self.times.backward[first] - self.times.early[first])
-        for alive, waiting, room in ways:
-            area = sum(one * self.times.trips[stage] for one, stage in zip(alive, stages, strict=True))
-            each = zip(alive, waiting, stages, strict=True)
-            more = sum(self._late_area(one, other, stage) for one, other, stage in each)
-            areas = self.num_microbatches * area / room, self.num_microbatches * (area + more) / room
-            longest = max(longest, areas[0] + after, areas[1])
-        return heads.forward[0][first] + longest
-
-    def _late_area(self, alive: float, waiting: float, stage: int) -> float:
-        """What a microbatch still keeps when its backward could be over: in the rest of B, or until W is."""
-        if not self.split:
-            return 0.0
-        least, whole = self.times.backward[stage], self.costs.backward[stage]
-        half = alive * (self.costs.backward_input[stage] - least) + waiting * self.costs.weight[stage]
-        return min(alive * (whole - least), half)

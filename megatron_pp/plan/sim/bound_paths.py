@@ -7,8 +7,9 @@ backward after the stage's own k-th forward. Paths hold for every order of micro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_pp.plan.costs import Network, StageCosts
 from megatron_pp.plan.instruction import BACKWARD, FORWARD
@@ -95,31 +96,36 @@ class Paths:
     backward: Table
 
 
+class Wait(NamedTuple):
+    """Forward k + ``most`` of ``stage`` starts after the part of backward k of ``until`` that takes ``time``."""
+
+    stage: int
+    most: int
+    until: int
+    time: float
+
+
 @dataclass(frozen=True)
 class PathFinder:
-    """``alive[stage]``: forwards that may be past their start with their backward to come; more than ``rounds`` where
-    memory does not matter.
-    """
+    """``waits``: what forwards wait for because of the memory."""
 
     times: StageTimes
     rounds: int
-    alive: tuple[int, ...]
+    waits: tuple[Wait, ...] = ()
     forward_only: bool = False
 
-    def without_memory(self) -> PathFinder:
-        return replace(self, alive=(self.rounds,) * len(self.alive))
-
     def heads(self) -> Paths:
-        times, last = self.times, len(self.alive) - 1
+        times, last = self.times, len(self.times.forward) - 1
         found = Paths([], [])
         for k in range(self.rounds):
             row: list[float] = []
-            for s, most in enumerate(self.alive):
+            for s in range(last + 1):
                 start = row[s - 1] + times.output[s - 1] if s else 0.0
                 if k:
                     start = max(start, found.forward[k - 1][s] + times.forward[s])
-                if k >= most:
-                    start = max(start, found.backward[k - most][s] + times.backward[s])
+                for wait in self._of_stage[s]:
+                    if k >= wait.most:
+                        start = max(start, found.backward[k - wait.most][wait.until] + wait.time)
                 row.append(start)
             back = [0.0] * len(row)
             for s in range(last, -1, -1):
@@ -133,20 +139,29 @@ class PathFinder:
             found.backward.append(back)
         return found
 
+    @cached_property
+    def _of_stage(self) -> list[list[Wait]]:
+        return [[wait for wait in self.waits if wait.stage == s] for s in range(len(self.times.forward))]
+
+    @cached_property
+    def _until(self) -> list[list[Wait]]:
+        return [[wait for wait in self.waits if wait.until == s] for s in range(len(self.times.forward))]
+
     def tails(self) -> Paths:
-        times, last = self.times, len(self.alive) - 1
+        times, last = self.times, len(self.times.forward) - 1
         forward: Table = [[]] * self.rounds
         backward: Table = [[]] * self.rounds
         for k in range(self.rounds - 1, -1, -1):
             row: list[float] = []
-            for s, most in enumerate(self.alive):
+            for s in range(last + 1):
                 left = times.backward[s] + times.rest[s]
                 if s:
                     left = max(left, times.gradient[s] + row[s - 1])
                 if k + 1 < self.rounds:
                     left = max(left, times.backward[s] + backward[k + 1][s])
-                if k + most < self.rounds:
-                    left = max(left, times.backward[s] + forward[k + most][s])
+                for wait in self._until[s]:
+                    if k + wait.most < self.rounds:
+                        left = max(left, wait.time + forward[k + wait.most][wait.stage])
                 row.append(left)
             backward[k] = row
             ahead = [0.0] * len(row)

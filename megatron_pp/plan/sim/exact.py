@@ -44,8 +44,9 @@ class Optimum:
         return self.step <= self.bound * (1 + _CLOSE)
 
 
-def optimum(problem: Problem, most: float, least: float = 0.0, seconds: float = 10.0, workers: int = 2) -> Optimum:
-    """The best plan with split backwards for ``problem``, searched for ``seconds`` on ``workers`` threads.
+def optimum(problem: Problem, most: float, least: float = 0.0, effort: float = 10.0, workers: int = 2) -> Optimum:
+    """The best plan with split backwards for ``problem``, searched on ``workers`` threads with so much ``effort``, in
+    CP-SAT's deterministic seconds, which do not depend on how busy the machine is.
 
     most, least  steps of a known plan and of a known bound: the nearer, the faster
 
@@ -59,7 +60,7 @@ def optimum(problem: Problem, most: float, least: float = 0.0, seconds: float = 
         raise PlanError("the exact solver needs OR-tools: pip install 'megatron-pp[solver]'") from error
     model = _Model(problem, most, least, cp_model.CpModel())
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds, solver.parameters.num_workers = seconds, workers
+    solver.parameters.max_deterministic_time, solver.parameters.num_workers = effort, workers
     status = solver.solve(model.model)
     if status == cp_model.INFEASIBLE:
         return Optimum(math.inf, math.inf, ())
@@ -81,14 +82,13 @@ class _Model:
     def __init__(self, problem: Problem, most: float, least: float, model: Any) -> None:
         self.problem, self.model = problem, model
         costs = problem.costs
-        times = [*costs.forward, *costs.backward_input, *costs.weight, problem.transfer]
+        times = [*costs.forward, *costs.backward_input, *costs.weight, problem.transfer, *problem.links.values()]
         self.scale = _scale(times, most)
         self.most = self._ticks(most)
         self.starts: dict[tuple[str, int, int], Any] = {}
         self.ends: dict[tuple[str, int, int], Any] = {}
         self.turns: dict[Any, list[Any]] = defaultdict(list)  # of each rank and channel: what cannot be at once
         self.kept: dict[int, list[tuple[Any, float]]] = defaultdict(list)  # of each rank: an interval and its memory
-        self.transfer = self._ticks(problem.transfer)
         for stage in range(problem.placement.num_stages):
             self._add_stage(stage)
         for op in (FORWARD, INPUT_GRAD):
@@ -136,15 +136,16 @@ class _Model:
         if user is None:
             return
         source, target = placement.homes[stage][0], placement.homes[user][0]
+        transfer = self._ticks(self.problem.transfer_time(source, target))
         for k in range(self.problem.num_microbatches):
             sent, used = self.ends[(op, stage, k)], self.starts[(op, user, k)]
-            if source == target or not self.transfer:
+            if source == target or not transfer:
                 self.model.add(used >= sent)
                 continue
             start = self.model.new_int_var(0, self.most, "")
             self.model.add(start >= sent)
-            self.model.add(used >= start + self.transfer)
-            message = self.model.new_fixed_size_interval_var(start, self.transfer, "")
+            self.model.add(used >= start + transfer)
+            message = self.model.new_fixed_size_interval_var(start, transfer, "")
             self.turns[(source, target, RESULT_OF[op])].append(message)
 
     def _limit_memory(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp.errors import PlanError
@@ -35,8 +35,9 @@ from megatron_pp.plan.verifier import verify
 
 _FINALISTS = 6  # searched orders that are lowered and simulated
 _IMPROVED = 3  # seeds whose best orders local search goes on from
-EFFORT = 800  # of it, per operation; a million take some 2 s
-_MOST_EFFORT = 400_000
+EFFORT = 800  # of it, per operation, while a step runs; a million take some 2 s
+_LOCAL, _MOST_LOCAL = 50, 400_000  # of it for a new plan: per pair of operations, and at most
+_SIMULATED = 2_000  # operations in all finalists of one seed: orders that promise the same differ as they are lowered
 _ROUNDS = 2  # times that the best results become patterns in turn
 _PATIENCE = 5.0  # seconds of search before it is announced
 _PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first: the steady state repeats itself
@@ -147,10 +148,12 @@ class _Search:
         offloaded = [c for c in self._offloaded(orders) if self._fits(c.peaks)]
         least = self._least_makespan(named)
         if min((c.makespan for c in found), default=UNKNOWN) > least * (1 + ROUNDING):
-            grown = sorted([*self._grow(orders), *self._one_at_a_time()], key=lambda trial: trial.result.makespan)
+            # For memory in which no pattern of a named family comes through; no order needs less.
+            single = self._try([("one microbatch at a time", naive_orders(self.shape))], _Pool())
+            grown = sorted([*self._grow(orders), *single], key=lambda trial: trial.result.makespan)
             found += self._fitting([*grown, *self._improved(grown, least)])
         for candidate in sorted([*found, *offloaded], key=lambda c: c.makespan):  # of equals, the named one comes first
-            if (allowed is None or allowed(candidate.plan)) and _is_accepted(candidate.plan):
+            if (allowed is None or allowed(candidate.plan)) and is_accepted(candidate.plan):
                 return SearchResult(candidate, tuple((c, self._fits(c.peaks)) for c in named))
         raise PlanError(self._why_none(named))
 
@@ -170,14 +173,8 @@ class _Search:
         if self.shape.group_size <= size:
             return named
         shape = replace(self.shape, group_size=size)
-        return {
-            **named,
-            **{
-                f"{family.name} in groups of {size}": family.orders(shape)
-                for family in self.families
-                if family.name in named
-            },
-        }
+        families = [family for family in self.families if family.name in named]
+        return named | {f"{family.name} in groups of {size}": family.orders(shape) for family in families}
 
     def _least_makespan(self, named: Sequence[Candidate]) -> float:
         """No plan is shorter. Raises PlanError where not even one microbatch fits."""
@@ -196,15 +193,18 @@ class _Search:
         for trial in sorted(of_seeds.values(), key=lambda one: one.result.makespan)[:_IMPROVED]:
             self.patience.look()
             size = sum(map(len, trial.result.orders))
-            effort = min(EFFORT * size, _MOST_EFFORT)
-            for result in improved(self.problem, trial.result, least, effort, _FINALISTS):
+            effort = min(_LOCAL * size**2, _MOST_LOCAL)
+            for result in improved(self.problem, trial.result, least, effort, max(_FINALISTS, _SIMULATED // size)):
                 yield replace(trial, result=result)
 
     def _candidate(self, name: str, orders: Sequence[Order]) -> Candidate:
         self.patience.look()
-        plan = lowered(self.spec, self.placement, orders)
+        return self._judged(name, lowered(self.spec, self.placement, orders), orders)
+
+    def _judged(self, name: str, plan: Plan, lines: Sequence[Sequence[Instruction]]) -> Candidate:
+        """``lines``: what each rank runs of ``plan``, all that keeps memory or gives it back at least."""
         makespan = simulate(plan, self.costs, self.measured.network()).makespan
-        peaks = tuple(peak_memory(o, self.placement.stages[r], self.memory) for r, o in enumerate(orders))
+        peaks = tuple(peak_memory(line, self.placement.stages[r], self.memory) for r, line in enumerate(lines))
         return Candidate(name, plan, makespan, peaks)
 
     def _offloaded(self, orders: dict[str, list[Order]]) -> Iterator[Candidate]:
@@ -222,10 +222,7 @@ class _Search:
             for count in range(1, chunks + 1) if wanted is None else [wanted] * (wanted > 0):
                 self.patience.look()
                 plan = lowered(replace(self.spec, offload_slots=slots), self.placement, order, offloaded=count)
-                makespan = simulate(plan, costs, self.measured.network()).makespan
-                ranks = enumerate(plan.programs)
-                peaks = tuple(peak_memory(p, self.placement.stages[r], self.memory) for r, p in ranks)
-                yield Candidate(f"{name} with {count} chunk(s) offloaded", plan, makespan, peaks)
+                yield self._judged(f"{name} with {count} chunk(s) offloaded", plan, plan.programs)
 
     def _fits(self, peaks: Sequence[float]) -> bool:
         return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.memory.limits, strict=True))
@@ -241,36 +238,33 @@ class _Search:
                 smaller = replace(smaller, measured=fewer)
             pilot = _Search(smaller, self.placement, self.families, self.patience)
             first = pilot._seeds(pilot._named_orders())
-            promising = {(t.seed, t.rules) for t in pilot._shortest(first.items(), self._rules())}
-            pool = _Pool()
-            for seed in seeds.items():
-                self._try([seed], [rule for rule in self._rules() if (seed[0], rule) in promising], pool)
-            return pool.trials
+            promising = {(t.seed, t.rules) for t in pilot._try(first.items(), _Pool())}
+            return self._try(seeds.items(), _Pool(), promising)
         patterns: Iterable[tuple[str, Sequence[Order]]] = seeds.items()
         pool = _Pool()
         for _ in range(_ROUNDS):
-            self._try(patterns, self._rules(), pool)
-            patterns = [(trial.seed, trial.result.orders) for trial in pool.trials]
+            patterns = [(trial.seed, trial.result.orders) for trial in self._try(patterns, pool)]
         return pool.trials
 
-    def _one_at_a_time(self) -> list[_Trial]:
-        """For memory in which no pattern of a named family comes through; no order needs less."""
-        return self._shortest([("one microbatch at a time", naive_orders(self.shape))], self._rules())
-
-    def _shortest(self, patterns: Iterable[tuple[str, Sequence[Order]]], rules: Sequence[Rules]) -> list[_Trial]:
-        pool = _Pool()
-        self._try(patterns, rules, pool)
-        return pool.trials
-
-    def _try(self, patterns: Iterable[tuple[str, Sequence[Order]]], rules: Sequence[Rules], pool: _Pool) -> None:
-        """Every rule on every pattern, into ``pool``; left out is what gets stuck under the memory limit."""
+    def _try(
+        self,
+        patterns: Iterable[tuple[str, Sequence[Order]]],
+        pool: _Pool,
+        promising: Collection[tuple[str, Rules]] | None = None,
+    ) -> list[_Trial]:
+        """Every rule on every pattern, or those that are ``promising``, into ``pool``, whose trials are returned; left
+        out is what gets stuck under the memory limit.
+        """
         for name, orders in patterns:
             slots = slots_of(orders)
-            for rule in rules:
+            for rule in self._rules():
+                if promising is not None and (name, rule) not in promising:
+                    continue
                 self.patience.look()
                 result = schedule(self.problem, slots, rule, pool.most)
                 if result is not None:
                     pool.add(_Trial(name, rule, result))
+        return pool.trials
 
     def _rules(self) -> list[Rules]:
         """What to try on every pattern."""
@@ -301,7 +295,8 @@ class _Search:
         )
 
 
-def _is_accepted(plan: Plan) -> bool:
+def is_accepted(plan: Plan) -> bool:
+    """Whether ``verify`` accepts it."""
     try:
         verify(plan)
     except PlanError:

@@ -27,14 +27,8 @@ class CudaTensors(TorchFunctionMode):
         super().__init__()
         self.device = device
         self.target = ""
-        self._special = {
-            "to": self._to,
-            "cuda": self._cuda,
-            "cpu": self._cpu,
-            "pin_memory": self._cpu,
-            "get_device": self._get_device,
-            "type": self._type,
-        }
+        self._special = {name: getattr(self, f"_{name}") for name in ("to", "cuda", "cpu", "get_device", "type")}
+        self._special["pin_memory"] = self._cpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

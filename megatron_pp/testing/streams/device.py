@@ -65,8 +65,7 @@ class VirtualDevice:
     """The device of ``rank``, on ``network``."""
 
     def __init__(self, rank: int, network: Network) -> None:
-        self.rank = rank
-        self.network = network
+        self.rank, self.network = rank, network
         self.host = Host(next(network.timelines), "host")
         self.default = Lane(next(network.timelines), "default stream", self.host)
         self.nodes = NodeStreams(self.default)

@@ -81,9 +81,7 @@ class Block:
     """Memory of ``nbytes`` that was allocated on stream ``home``."""
 
     def __init__(self, number: int, nbytes: int, home: Timeline) -> None:
-        self.number = number
-        self.nbytes = nbytes
-        self.home = home
+        self.number, self.nbytes, self.home = number, nbytes, home
         self.owner = 0
         self.freed: Access | None = None  # the last time
         self.recorded: set[Timeline] = set()  # streams named by record_stream

@@ -113,8 +113,7 @@ class StreamNetwork(WindowNetwork):
     def transport(self, rank: int) -> StreamTransport:
         return StreamTransport(self, rank)
 
-    def wait(self, work: MemoryWork, timeout: timedelta | None) -> None:
-        assert isinstance(work, StreamWork)
+    def wait(self, work: Any, timeout: timedelta | None) -> None:
         device = work.device
         if not self.run_ahead:
             device.block(lambda: work.left == 0 or work.finished, work.what)
@@ -182,15 +181,13 @@ class StreamNetwork(WindowNetwork):
             device.record_stream(tensor, lane)
         self.keep_address(end)
 
-    def _activate(self, work: MemoryWork) -> None:
-        assert isinstance(work, StreamWork)
+    def _activate(self, work: Any) -> None:
         join(work.end, self._done.get(work.queue, {}))
         super()._activate(work)
 
     def meet(self, one: End, other: End) -> None:
-        first, second = one.work, other.work
-        assert isinstance(first, StreamWork)
-        assert isinstance(second, StreamWork)
+        first: Any = one.work
+        second: Any = other.work
         join(first.end, second.end)
         join(second.end, first.end)
         first.partners.append(second)
@@ -201,8 +198,7 @@ class StreamNetwork(WindowNetwork):
         self.complete_end(one)
         self.complete_end(other)
 
-    def _complete(self, work: MemoryWork) -> None:
-        assert isinstance(work, StreamWork)
+    def _complete(self, work: Any) -> None:
         self._done[work.queue] = work.end
         join(self._lanes[work.queue].clock, work.end)
         super()._complete(work)

@@ -24,8 +24,7 @@ class Timeline:
     """``number`` is unique among all ranks; ``name`` is for reports."""
 
     def __init__(self, number: int, name: str) -> None:
-        self.number = number
-        self.name = name
+        self.number, self.name = number, name
         self.clock: Clock = {number: 0}
 
     def advance(self) -> None:

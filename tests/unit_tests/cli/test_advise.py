@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from contextlib import contextmanager
 
 import pytest
 
+from megatron_pp.cli import advise
 from megatron_pp.plan.measured import measured_values
 from megatron_pp.tracing import files
 from tests.unit_tests.cli.conftest import refused
@@ -44,6 +48,20 @@ def test_examples_in_help_run(command, tmp_path, monkeypatch):
         if not {"--from-trace", "--megatron-args"} & set(words):
             code, out, _ = command(*words[1:], "--budget-s", 0, "--jobs", 1)
             assert (code, out[:4]) == (0, "run "), words
+
+
+def test_a_signal_ends_the_search_with_an_answer(command, monkeypatch):
+    @contextmanager
+    def progress():
+        yield lambda done, of, what: done > of // 2 and os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(advise, "_progress", progress)
+    before = signal.getsignal(signal.SIGTERM)
+    code, out, err = command(*SMALL, *COSTS, *FEW)
+    assert (code, err) == (3, "")
+    assert out.startswith("run ")
+    assert "interrupted after" in out
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_json_has_the_same(command):
@@ -139,7 +157,7 @@ def test_a_file_of_layers(command, tmp_path):
         ((*COSTS, "--offload-ms", 1, "--offload-bandwidth", 1), "both say how long a copy takes"),
         ((*COSTS, "--output-ms", 1), "--loss-ms"),
         ((*COSTS, "--spread-mtp"), "--mtp-layers, which is missing"),
-        ((*COSTS, "--schedules", "vocab_1f1b"), "splits the output layer"),
+        ((*COSTS, "--schedules", "vocab_1f1b"), "splits the output layer with its loss, so the model needs one"),
         ((*COSTS, "--microbatch-costs", "1,2,3"), "costs of 3 microbatches are given; a step has 8"),
     ],
 )

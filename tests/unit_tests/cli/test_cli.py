@@ -241,6 +241,7 @@ def test_simulate_says_how_far_a_plan_is_from_the_bound(command):
 COSTS = ["--forward-ms", 1, "--backward-ms", 1.3, "--weight-ms", 0.8, "--p2p-ms", 0.2]
 
 
+@pytest.mark.slow
 def test_auto_is_searched_for_the_costs_that_are_given(command):
     """As from Python with the same values; without costs as ever."""
     measured = Measured(1.0, 1.3, 0.8, backward=2.1, transfer=0.2, memory_limit=4.0, weight_activation=1.0)
@@ -253,6 +254,7 @@ def test_auto_is_searched_for_the_costs_that_are_given(command):
     assert fitted(spec, StageCosts.uniform(4, 4.0, 4.0, 4.0), FREE) == spec
 
 
+@pytest.mark.slow
 def test_auto_is_searched_under_the_memory_limit(command):
     """Where 1F1B does not fit, ``auto`` does: its search knows the limit, and what messages take off it."""
     arguments = ["simulate", "--compare", "auto,1f1b", "-P", 2, "-V", 1, "-M", 4, *COSTS, *MODEL[:6], "--json"]
@@ -308,6 +310,7 @@ def test_several_schedules_are_one_drawing(command, tmp_path):
     assert "a Chrome trace holds one schedule" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("term", "colours"), [("xterm", r"4[0-7]"), ("xterm-256color", r"48;5;\d+")])
 def test_a_terminal_of_16_colours_gets_colours_of_its_own(term, colours):
     environment = {**os.environ, "TERM": term, "FORCE_COLOR": "1", "COLORTERM": "", "COLUMNS": "100"}
@@ -464,6 +467,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(what):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 @pytest.mark.parametrize("what", ["plan", "draw", "simulate --json", "verify", "plan -o /dev/stdout --format json"])
 def test_a_full_disk_is_said_in_one_line(what):
@@ -476,6 +480,7 @@ def test_a_full_disk_is_said_in_one_line(what):
     assert b"cannot be written (No space left on device)" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", ["NO_COLOR", "--no-colour", None])
 def test_colours_are_left_out_where_the_environment_or_the_user_says_so(plain):
     environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"FORCE_COLOR": "1", "TERM": "xterm"}
@@ -487,6 +492,7 @@ def test_colours_are_left_out_where_the_environment_or_the_user_says_so(plain):
     assert "B0==" in shown
 
 
+@pytest.mark.slow
 def test_tensors_that_skip_stages_are_counted(command):
     """arXiv 2603.15031, section 4.1: 496 blocks a microbatch without a cache, 220 with one; 31 and 8 on a hop."""
     line = ["-s", "interleaved_1f1b", "-P", "8", "-V", "4", "-M", "8", "--skip-tensors", "blocks"]

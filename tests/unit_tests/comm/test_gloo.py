@@ -79,11 +79,13 @@ def test_a_small_message_wakes_no_thread_before_somebody_waits(threads: ChannelT
             asked.append(threading.current_thread().name)
             return True
 
-    work = threads.follow("a channel", Small(), ahead=False)
-    threads.follow("a channel", Posted()).wait(PATIENCE)
+    works = [threads.follow("a channel", Small(), ahead=False) for _ in range(3)]
+    threads.follow("another", Posted()).wait(PATIENCE)
     assert asked == []
-    assert all(work.wait(PATIENCE) for _ in range(2))
-    assert asked == ["megatron_pp a channel"]
+    assert works[1].wait(PATIENCE)  # and with it the one before, but not the one behind it
+    assert [work.is_completed() for work in works] == [True, True, False]
+    assert all(work.wait(PATIENCE) for work in works)
+    assert asked == ["megatron_pp a channel"] * 3
 
 
 def test_channels_do_not_wait_for_each_other(threads: ChannelThreads) -> None:

@@ -100,6 +100,7 @@ def test_channels_follow_the_timeout_of_the_pipeline_group() -> None:
     assert on_ranks(look, overlap_p2p_comm=True) == [{later}] * SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {"p2p_channels": "shared"}])
 def test_shapes_travel_from_host_to_host(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for the device nowhere in a step: fixed shapes and variable ones have the same waits."""

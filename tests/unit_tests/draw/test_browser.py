@@ -28,9 +28,12 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="no Chromium with chromedriver on PATH (scripts/get_browser.sh)"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None or DRIVER is None, reason="no Chromium with chromedriver on PATH (scripts/get_browser.sh)"
+    ),
+]
 
 LABELS = "return charts.map((chart) => chart.labels)"
 VIEW = "return [view.from, view.to, view.end, view.picked]"
@@ -117,7 +120,6 @@ def label_boxes(labels):
     return [(at["name"], at["left"], at["y"], at["right"], at["y"] + 22) for at in labels]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [1400, 500])
 def test_a_page_of_three_schedules_can_be_read(browser, screenshots, tmp_path, width):
     """At P=8, M=16: every block has a label in a wide window; nothing covers anything else, in a narrow one too."""
@@ -194,7 +196,6 @@ def test_zooming_shows_a_part_of_all_charts_and_fit_the_whole(browser, screensho
     assert not browser.get_log("browser")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_colours_are_on_the_canvas(browser, screenshots, tmp_path, scheme):
     picture = screenshots / f"colours_{scheme}.png"
@@ -211,7 +212,6 @@ def test_a_stand_in_order_says_so(browser, tmp_path):
     assert "ZB-V's order" in browser.find_element("class name", "note").text
 
 
-@pytest.mark.slow
 def test_the_page_of_a_run_opens_with_its_steps_and_tables(browser, screenshots, tmp_path):
     """``timeline.html``, of traces that were written from simulated steps."""
     step = simulated("zb_v", 4, 2, 8)

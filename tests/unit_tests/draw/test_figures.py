@@ -163,7 +163,7 @@ def test_svg_escapes_titles():
 
 @pytest.mark.slow
 def test_png_has_two_dots_a_pixel_and_the_colours_on_light_and_dark_paper():
-    timelines = [timeline_of("dualpipe_v"), timeline_of("vocab_1f1b")]
+    timelines = [timeline_of("dualpipe_v", 2, 4), timeline_of("vocab_1f1b", 2, 4)]
     for dark in (False, True):
         pixels = matplotlib.image.imread(io.BytesIO(draw.png(timelines, 1200, dark)))[..., :3]
         assert pixels.shape[1] == 2400

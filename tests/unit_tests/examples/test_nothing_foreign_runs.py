@@ -15,7 +15,7 @@ RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
 UNPICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 # File -> what it may do: run the script that the user names; copy objects between ranks of one job, as torch does.
 ALLOWED = {
-    "megatron_pp/cli/as_main.py": {"running text: compile", "running text: exec"},
+    "megatron_pp/cli/run.py": {"running text: compile", "running text: exec"},
     "megatron_pp/integrations/v_step.py": {"unpickling: pickle"},
 }
 READS_YAML = {"load", "load_all", "full_load", "unsafe_load"}

@@ -140,6 +140,7 @@ def with_flags(rank: int, size: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_flags_that_differ_are_reported_on_every_rank() -> None:
     told = run_processes(with_flags, 3, timeout=60, start_method="forkserver")
     assert told == ["--train-steps is 8 on rank 0 and 9 on rank 2; start all nodes with the same flags"] * 3

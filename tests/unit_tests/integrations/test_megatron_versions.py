@@ -6,6 +6,8 @@ functional tests.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
 import linecache
 import types
@@ -14,6 +16,7 @@ import pytest
 
 from megatron_pp.errors import UnknownMegatronError
 from megatron_pp.integrations import megatron_versions
+from megatron_pp.integrations.megatron_release import Megatron
 
 FORWARD = (
     "forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
@@ -160,3 +163,20 @@ def test_the_row_of_a_version(version: str, release: tuple[int, int]) -> None:
 def test_older_than_the_table(version: str) -> None:
     with pytest.raises(UnknownMegatronError, match=r"oldest supported release is 0\.14"):
         megatron_versions.row_of(version)
+
+
+def test_functions_of_unknown_source_or_replaced_ones_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedules = published_schedules("0.20.0")
+    assert megatron_versions.known_steps(schedules) == {}
+    sources = {name: inspect.getsource(getattr(schedules, name)) for name in ("forward_step", "backward_step")}
+    digests = {name: hashlib.sha256(source.encode()).hexdigest()[:12] for name, source in sources.items()}
+    monkeypatch.setattr(megatron_versions, "STEP_SOURCES", {**digests, "of_a_newer_release": "0"})
+    known = megatron_versions.known_steps(schedules)
+    assert list(known) == list(digests)
+    row = megatron_versions.row_of("0.20.0")
+    megatron = Megatron("0.20.0", row, schedules, schedules, known_steps=known)
+    assert megatron.has_known_steps()
+    monkeypatch.setattr(schedules, "backward_step", functools.wraps(schedules.backward_step)(lambda **given: None))
+    assert not megatron.has_known_steps()
+    assert megatron_versions.known_steps(schedules) == {}
+    assert not Megatron("0.20.0", row, schedules, schedules).has_known_steps()

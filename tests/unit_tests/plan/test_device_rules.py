@@ -190,11 +190,13 @@ def sweep(schedule: str, sizes: Iterable[int], chunks: Iterable[int], every: int
                     yield replace(spec, **next(choices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", NAMED)
 def test_every_schedule_passes(schedule: str) -> None:
     assert check(sweep(schedule, (2, 3), (2,))) >= 48
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["auto", "auto_v"])
 def test_searched_orders_pass(schedule: str) -> None:
     assert check(PlanSpec(schedule, 2, 2, m, device=device) for m in (2, 3) for device in RUNS) == 6
@@ -203,9 +205,9 @@ def test_searched_orders_pass(schedule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", NAMED)
 def test_every_schedule_passes_for_every_number_of_microbatches(schedule: str) -> None:
-    """Of two schedules that follow each other, one takes the odd numbers, the other the even ones."""
-    every = 1 if EXHAUSTIVE else 2
-    assert check(sweep(schedule, (2, 4), (3,), every)) == (8 + 14) // every * len(RUNS) * 2
+    """Every fourth number; of four schedules that follow each other, each begins with another one."""
+    every = 1 if EXHAUSTIVE else 4
+    assert check(sweep(schedule, (2, 4), (3,), every)) >= (8 // every + 14 // every) * len(RUNS) * 2
 
 
 def random_orders(placement: Placement, microbatches: int, rng: random.Random) -> list[Order]:
@@ -236,6 +238,7 @@ def random_orders(placement: Placement, microbatches: int, rng: random.Random) -
     return orders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_any_order_that_can_run_passes(seed: int) -> None:
     """Nothing in the lowering relies on what makes a good schedule."""

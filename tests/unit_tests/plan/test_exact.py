@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron_pp.errors import PlanError
-from megatron_pp.plan.costs import MemoryModel, StageCosts
+from megatron_pp.plan.costs import Link, MemoryModel, Network, StageCosts
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
@@ -18,6 +18,7 @@ from megatron_pp.plan.sim.search import peak_memory
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.plan.verifier import verify
+from tests.unit_tests.plan.test_bound import TIGHT
 
 
 def problem(kind, size, chunks, m, room, costs=None, transfer=0.0):
@@ -61,6 +62,30 @@ def test_its_orders_run_as_fast_as_it_says_and_no_bound_is_above():
         assert found.is_proven
         assert simulate(plan, costs).makespan == pytest.approx(found.step)
         assert lower_bound(case.placement, 3, costs, memory=case.memory).step <= found.step * (1 + 1e-9)
+
+
+def test_no_optimum_is_below_the_bound():
+    rng, proven = random.Random(7), 0
+    for _ in range(12):
+        kind, size, chunks = rng.choice([(LOOP, 2, 1), (LOOP, 3, 1), (V_SHAPE, 2, 2), (LOOP, 2, 2)])
+        placement = Placement(kind, size, chunks)
+        stages = range(placement.num_stages)
+        costs = StageCosts.per_stage(*([rng.randint(1, 3) for _ in stages] for _ in range(3)))
+        kept = tuple(rng.choice([1.0, 2.0, 3.0]) for _ in stages)
+        late = tuple(rng.choice([0.0, 0.5, 1.0]) * one for one in kept)
+        room = tuple(rng.choice([1.0, 1.25, 1.5, 2.0]) * sum(kept[s] for s in row) for row in placement.stages)
+        case = Problem(placement, rng.randint(2, 4), MemoryModel(room, kept, late), costs, rng.choice([0.0, 0.5]))
+        found = solve(case, 200.0)
+        network = Network(link=Link(case.transfer))
+        bound = lower_bound(placement, case.num_microbatches, costs, network, case.memory)
+        assert bound.step <= found.step * (1 + 1e-9), (case, bound)
+        proven += found.is_proven
+    assert proven
+
+
+@pytest.mark.parametrize(("placement", "memory", "step"), TIGHT.values(), ids=TIGHT)
+def test_the_bound_of_a_tight_memory_is_reached(placement, memory, step):
+    assert solve(Problem(placement, 3, memory, StageCosts.uniform(placement.num_stages)), 60.0).step == step
 
 
 def test_a_step_that_cannot_be_is_refused():

@@ -272,6 +272,7 @@ def test_the_checkpoint_that_is_mutated_is_loaded(checkpoint: Path) -> None:
     _load(checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["latest", "description.json", "__0_0.distcp"])
 @examples(60)
 @given(data=st.data())
@@ -286,6 +287,7 @@ def test_a_damaged_checkpoint(name: str, data: st.DataObject, checkpoint: Path, 
     _only(CheckpointError, lambda: _load(folder))
 
 
+@pytest.mark.slow
 @examples(100)
 @given(data=st.data())
 def test_a_forged_description(data: st.DataObject, checkpoint: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from megatron_pp.plan.verifier import verify
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
 from tests.harness.plan_text import placed
+from tests.harness.sweeps import EXHAUSTIVE
 
 PLANS = [build_plan(PlanSpec(*size)) for size in (("1f1b", 2, 1, 4), ("zb_v", 2, 2, 4), ("zb_h1", 1, 1, 2))]
 COMMANDS = (
@@ -76,7 +77,7 @@ def exit_code(command: tuple[str, ...], path: Path, plan: Plan) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @settings(
-    max_examples=100,
+    max_examples=200 if EXHAUSTIVE else 40,
     deadline=None,
     derandomize=True,
     database=None,

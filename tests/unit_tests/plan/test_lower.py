@@ -165,6 +165,7 @@ def test_sends_stand_right_after_what_they_send(policy: str) -> None:
                     assert index[i] == index[made] + 1, (spec, at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [BATCHED, PLAIN])
 def test_batched_and_plain_wait_at_the_boundary_where_they_post(policy: str) -> None:
     for spec in specs(policy):

@@ -50,6 +50,7 @@ def simulated(spec: PlanSpec, copy: float = 0.0, device: Sequence[str] = (), hal
 # -- PipeOffload ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "chunks", "offloaded", "peak"),
     [(8, 4, None, 8), (8, 4, 0, 23), (8, 4, 4, 3), (16, 4, None, 14), (8, 6, None, 9), (4, 2, None, 3)],
@@ -68,6 +69,7 @@ def test_peaks_of_pipe_offload(size: int, chunks: int, offloaded: int | None, pe
         assert not any(verdict.on_host)
 
 
+@pytest.mark.slow
 def test_table_1_of_pipe_offload() -> None:
     """At P=8, V=4, M=32, F = B: chunks on the first rank, and the bubble, which offloading does not change."""
     numbers = {}

@@ -59,6 +59,7 @@ def sampled_spec(schedule: str, rng: random.Random) -> PlanSpec:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", REPEATING)
 def test_a_repeated_plan_is_the_one_that_is_made_directly(schedule: str) -> None:
     rng = random.Random(schedule)

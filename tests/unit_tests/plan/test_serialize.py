@@ -129,6 +129,7 @@ def test_pytorchs_schedules_import_and_verify(torch_files, name, shape):
             assert (plan.spec.pipeline_size, plan.spec.num_microbatches) == shape
 
 
+@pytest.mark.slow
 def test_pytorchs_numbering_of_1f1b_is_read_with_a_warning(torch_files):
     """PyTorch's table of 1F1B counts the last stage's forwards from 1; the order it means is clear."""
     text = (torch_files[(4, 8)] / "Schedule1F1B.csv").read_text()

@@ -134,7 +134,7 @@ def test_no_mutant_whose_gradients_are_not_reduced_once_is_accepted(schedule: st
         explicit = plan.spec.grad_sync == EXPLICIT
         for rank, program in enumerate(plan.programs):
             assert not is_harmful(program, explicit)
-            for mutant in mutants(program, plan.spec.num_chunks, rng, 25):
+            for mutant in mutants(program, plan.spec.num_chunks, rng, 12):
                 if is_harmful(mutant, explicit):
                     refused += 1
                     if is_accepted(plan, rank, mutant):

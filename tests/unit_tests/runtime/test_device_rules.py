@@ -19,7 +19,7 @@ from megatron_pp.plan.tasks import Task
 from megatron_pp.runtime import log_once, plan_choice, step
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.pairs import in_turn
-from megatron_pp.runtime.plan_choice import VARIABLE
+from megatron_pp.runtime.plan_choice import QUEUES_VARIABLE
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
 from megatron_pp.testing.pipeline import run_in_threads
@@ -140,19 +140,19 @@ def test_the_streams_of_the_pipeline_are_counted(
     chunks = 2 if schedule == "zb_v" else 1
     fields = {"pipeline_schedule": schedule, "overlap_p2p_comm": True, **fields}
     for queues, warnings in ((max(2, streams - 1), streams > 2), (streams, False)):
-        monkeypatch.setenv(VARIABLE, str(queues))
+        monkeypatch.setenv(QUEUES_VARIABLE, str(queues))
         log_once._log.cache_clear()
         plan_choice._kept_advice.cache_clear()
         caplog.clear()
         network = DeviceNetwork(3, fields.get("p2p_channels") != "shared")
         run_in_threads(3, chunks, ToyData(4), network=network, **fields)
-        said = [record.message for record in caplog.records if VARIABLE in record.message]
+        said = [record.message for record in caplog.records if QUEUES_VARIABLE in record.message]
         assert len(said) == warnings
         assert all(f"is {queues}: the pipeline uses {streams} streams, of which some share a queue" in s for s in said)
 
 
 def test_tensor_parallel_layers_need_one_queue_before_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "8")
+    monkeypatch.setenv(QUEUES_VARIABLE, "8")
     plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
     for capability, needed in (((9, 0), True), ((10, 0), False)):
         plan_choice._kept_advice.cache_clear()

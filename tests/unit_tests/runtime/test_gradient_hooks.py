@@ -189,8 +189,7 @@ def test_1f1b_as_megatron(size: int, explicit: bool, overlap: bool) -> None:
 
 @pytest.mark.parametrize("param_sync", [False, True])
 @pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("chunks", [2, 3])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "chunks"), [(2, 3), (4, 2)])
 def test_interleaved_as_megatron(size: int, chunks: int, explicit: bool, param_sync: bool) -> None:
     for group, count in [(size, size), (size, 2 * size), (size + 1, 2 * size + 2), (2 * size, 2 * size)]:
         logs = run_logged(

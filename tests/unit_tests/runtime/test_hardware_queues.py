@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_pp.runtime.plan_choice import VARIABLE, queue_advice
+from megatron_pp.runtime.plan_choice import QUEUES_VARIABLE, queue_advice
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ from megatron_pp.runtime.plan_choice import VARIABLE, queue_advice
 def test_one_sentence_where_it_does_not_suit_the_run(
     value: str | None, streams: int, needs_one: bool, words: str
 ) -> None:
-    advice = queue_advice(streams, needs_one, {} if value is None else {VARIABLE: value})
+    advice = queue_advice(streams, needs_one, {} if value is None else {QUEUES_VARIABLE: value})
     assert advice is not None
-    assert advice.startswith(f"{VARIABLE} is ")
+    assert advice.startswith(f"{QUEUES_VARIABLE} is ")
     assert words in advice
     assert advice.endswith(("from 1 to 32", "; set it to 1" if needs_one else "; set it to 32"))
 
 
 @pytest.mark.parametrize(("value", "streams", "needs_one"), [("1", 9, True), ("8", 8, False), ("32", 9, False)])
 def test_nothing_is_said_where_it_suits_the_run(value: str, streams: int, needs_one: bool) -> None:
-    assert queue_advice(streams, needs_one, {VARIABLE: value}) is None
+    assert queue_advice(streams, needs_one, {QUEUES_VARIABLE: value}) is None

@@ -73,16 +73,25 @@ def difference(
     return result.difference(reference(pipeline_size * num_chunks, data, forward_only))
 
 
+def small_cases() -> list[tuple[str, str, type[HostileNetwork]]]:
+    """All of them, or every schedule under every policy, where each of the two meets every network."""
+    return [
+        (schedule, policy, kind)
+        for (i, schedule), (j, policy), (k, kind) in product(
+            *map(enumerate, (TOY_SCHEDULES, POLICIES, HOSTILE_NETWORKS))
+        )
+        if EXHAUSTIVE or k == (i + j) % len(HOSTILE_NETWORKS)
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", HOSTILE_NETWORKS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("schedule", TOY_SCHEDULES)
+@pytest.mark.parametrize(("schedule", "policy", "kind"), small_cases())
 def test_every_schedule_and_policy(schedule: str, policy: str, kind: type[HostileNetwork]) -> None:
-    """On one of the eight combinations of size, channels and polling. They take turns, so that every schedule, and
-    every policy on every network, meets all of them.
+    """On one of the eight combinations of size, channels and polling. They take turns, so that every policy on every
+    network meets all of them but for one at most.
     """
     combinations = list(enumerate(product((2, 3), CHANNELS, (False, True))))
-    turn = list(TOY_SCHEDULES).index(schedule) + 3 * POLICIES.index(policy) + HOSTILE_NETWORKS.index(kind)
+    turn = list(TOY_SCHEDULES).index(schedule) // len(HOSTILE_NETWORKS) + POLICIES.index(policy)
     some = combinations if EXHAUSTIVE else [combinations[turn % len(combinations)]]
     for seed, (size, channels, pollable) in some:
         num_chunks = chunks_of(schedule, 2)
@@ -94,12 +103,14 @@ def test_every_schedule_and_policy(schedule: str, policy: str, kind: type[Hostil
 
 
 def large_cases() -> list[tuple[str, str, type[HostileNetwork]]]:
-    """All of them, or a part: 1F1B of chunks under every policy and on every network, the others once, in turn."""
+    """All of them, or a part: 1F1B of chunks under every policy and on every network, each second other one once, in
+    turn.
+    """
     everything = list(product(LARGE, POLICIES, HOSTILE_NETWORKS))
     if EXHAUSTIVE:
         return everything
     pairs = list(product(POLICIES, HOSTILE_NETWORKS))
-    others = [name for name in LARGE if name != CHUNKED]
+    others = [name for name in LARGE if name != CHUNKED][1::2]
     kept = {(schedule, *pairs[turn % len(pairs)]) for turn, schedule in enumerate(others)}
     kept |= {(CHUNKED, policy, kind) for policy, kind in zip(POLICIES, HOSTILE_NETWORKS, strict=True)}
     return [case for case in everything if case in kept]

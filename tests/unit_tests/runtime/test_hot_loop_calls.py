@@ -67,7 +67,9 @@ class AddWeight(torch.nn.Module):
         return x + self.weight
 
 
-def make_step(size: int, chunks: int, rank: int, microbatches: int, policy: str) -> Callable[[], Any]:
+def make_step(
+    size: int, chunks: int, rank: int, microbatches: int, policy: str, transport: StillTransport | None = None
+) -> Callable[[], Any]:
     config = SimpleNamespace(
         pipeline_dtype=torch.float32,
         hidden_size=SHAPE[2],
@@ -77,7 +79,7 @@ def make_step(size: int, chunks: int, rank: int, microbatches: int, policy: str)
         batch_p2p_comm=policy == "batched",
     )
     stages = [PipelineStage(AddWeight(), config, chunk) for chunk in range(chunks)]
-    communicator = P2PCommunicator(ThreadGroup(rank, size), config, StillTransport(rank, size))
+    communicator = P2PCommunicator(ThreadGroup(rank, size), config, transport or StillTransport(rank, size))
     x = torch.ones(SHAPE)
     function = get_forward_backward_func(size, chunks if chunks > 1 else None)
     return lambda: function(

@@ -112,6 +112,7 @@ def found(path: str = "megatron_pp_measured.json") -> MeasuredFile:
 # --- what is in the file
 
 
+@pytest.mark.slow
 def test_times_of_stages_are_those_that_they_take_and_auto_and_advise_read_them(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,7 +123,7 @@ def test_times_of_stages_are_those_that_they_take_and_auto_and_advise_read_them(
     for took, slept in ((file.values.forward, FORWARD), (file.values.backward, BACKWARD)):
         assert isinstance(took, tuple)
         for seconds, least in zip(took, slept, strict=True):
-            assert least <= seconds < 4 * least
+            assert least <= seconds < 10 * least
     assert [r.message for r in caplog.records if "measured over 2 steps: times of 2 stages" in r.message]
     assert file.run is not None
     assert (file.run.steps, file.run.schedule, file.run.num_microbatches) == (2, "1f1b", 5)
@@ -142,7 +143,7 @@ def test_slices_of_a_sequence_add_up() -> None:
     train(2, steps=2, measure=1, block=SleepingBlock, sequence_slices=3, pipeline_schedule="seq_1f1b")
     assert isinstance(found().values.forward, tuple)
     for seconds, least in zip(found().values.forward, FORWARD, strict=True):
-        assert 3 * least <= seconds < 9 * least
+        assert 3 * least <= seconds < 30 * least
     assert found().values.activation == (2 * ACTIVATION, 3 * ACTIVATION + 3 * 4)
 
 
@@ -153,6 +154,7 @@ def test_disturbed_operations_count_where_there_are_no_others() -> None:
     assert times.medians() == {("F", 0): 2, ("B", 0): 5}
 
 
+@pytest.mark.slow
 def test_bytes_are_what_a_microbatch_keeps() -> None:
     train(2, measure=1, split=True, pipeline_schedule="zb_h1")
     # The input and tanh's output; on the last stage also the difference that pow saves, and the loss.

@@ -47,6 +47,7 @@ GPT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "chunks", "fields"), GPT, ids=[f"{name} {list(f)}" for name, _, f in GPT])
 def test_a_gpt_has_the_numbers_of_the_schedule_without_offloading(
     schedule: str, chunks: int, fields: dict[str, Any]
@@ -81,6 +82,7 @@ def test_reentrant_checkpoints() -> None:
     assert found.difference(wanted) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [n for n, of in SCHEDULES.items() if of.search is None and not of.barriers])
 def test_every_schedule_can_offload(schedule: str) -> None:
     family = SCHEDULES[schedule]

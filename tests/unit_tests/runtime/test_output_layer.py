@@ -61,6 +61,7 @@ def test_losses_and_gradients_are_those_of_the_whole_layer(name: str, size: int,
     check(case, *step(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_on_nccl_collectives_run_on_a_stream_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On virtual devices, by the transport for NCCL: nothing is read before a collective has written it."""

@@ -18,9 +18,6 @@ from megatron_pp.config import TransformerConfig
 from megatron_pp.errors import ConfigError, PipelineMismatchError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.instruction import format_program
-from megatron_pp.plan.measured import Measured
-from megatron_pp.plan.replan import Proposal
 from megatron_pp.runtime import replan_exchange
 from megatron_pp.runtime.pairs import in_turn
 from megatron_pp.runtime.replan_exchange import Change, Exchange
@@ -30,11 +27,10 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, gradients_of, merged, toy_chunks, toy_config
-from megatron_pp.tracing.files import parse_rank_trace
 from megatron_pp.tracing.proposing import Answer, Recorded, searched
 from megatron_pp.weight_grad import split_weight_grad
+from tests.harness.proposals import Search, proposal, to
 
-Search = Callable[[Recorded, Any], Answer]
 Said = Callable[[str], list[str]]
 
 
@@ -74,20 +70,6 @@ def train(
     return merged(run_ranks(size, rank_main, network.abort))
 
 
-def proposal(recorded: Recorded, schedule: str, shares: tuple[float, ...] = ()) -> Proposal:
-    """Another schedule's plan for what was recorded, whatever is predicted of it."""
-    spec = parse_rank_trace(recorded.traces[0], "rank 0").plans[-1].spec
-    plan = build_plan(replace(spec, schedule=schedule, split_backward=recorded.splits, measured=None))
-    assert plan.certificate is not None
-    proof = plan.certificate.rules, plan.certificate.device, plan.certificate.digest
-    named = replace(plan.spec, measured=Measured(microbatches=shares) if shares else None)
-    return Proposal(named, plan.placement.kind, tuple(map(format_program, plan.programs)), *proof, f"to {schedule}")
-
-
-def to(schedule: str) -> Search:
-    return lambda recorded, started: Answer([proposal(recorded, schedule)], [])
-
-
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replan_exchange, "_POLL", 0.01)
@@ -114,6 +96,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
 # --- numbers, and what is changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "other", "chunks", "split"),
     [("1f1b", "zb_h1", 1, True), ("1f1b", "gpipe", 1, False), ("interleaved_1f1b", "interleaved_zb", 2, True)],

@@ -84,7 +84,7 @@ def over_all_counts(pipeline_size: int, num_chunks: int, variable: bool = False,
 
 @pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
-@pytest.mark.parametrize("pipeline_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pipeline_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_default_schedules_equal_one_process(pipeline_size: int, num_chunks: int, variable: bool) -> None:
     assert over_all_counts(pipeline_size, num_chunks, variable) == []
 
@@ -109,6 +109,7 @@ def test_shared_channels_equal_one_process(pipeline_size: int, num_chunks: int) 
     assert wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_pending_sends", [0, 1, 5])
 def test_release_distance_does_not_change_numbers(max_pending_sends: int) -> None:
     assert mismatches(3, 2, 7, max_pending_sends=max_pending_sends) == []

@@ -28,6 +28,7 @@ from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData, reference_run
 from tests.harness.executor_mutants import EARLY_RELEASES, DeallocatesWhatItDefers, OwnsNothing
 from tests.harness.race_support import PlanRun, exact_data, network_for, run_plan
+from tests.harness.sweeps import EXHAUSTIVE
 
 SPECS = {
     "1f1b": PlanSpec("1f1b", 3, 1, 8),
@@ -128,9 +129,12 @@ def test_the_write_is_caught_by_nothing_else_before_it_has_done_harm() -> None:
 @pytest.mark.parametrize("policy", FLAGS)
 @pytest.mark.parametrize("schedule", TOY_SCHEDULES)
 def test_a_sound_engine_is_left_alone(schedule: str, policy: str) -> None:
-    """Through the entry points, with both checks of debug mode on, over the network that poisons."""
-    num_chunks = TOY_SCHEDULES[schedule].chunks or 2
-    for forward_only, deallocate in ((False, True), (True, True), (False, False)):
+    """Through the entry points, with both checks of debug mode on, over the network that poisons. Under the policies of
+    a schedule with the three ways to keep outputs in turn.
+    """
+    num_chunks, ways = TOY_SCHEDULES[schedule].chunks or 2, ((False, True), (True, True), (False, False))
+    turn = (list(TOY_SCHEDULES).index(schedule) + list(FLAGS).index(policy)) % 3
+    for forward_only, deallocate in ways if EXHAUSTIVE else ways[turn : turn + 1]:
         data = ToyData(5)
         result = run_in_threads(
             3,

@@ -67,12 +67,14 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "chunks", "fields"), CASES)
 def test_numbers_are_those_of_one_process(size, chunks, fields):
     for cache in CACHES:
         assert_close(run(size, chunks, skip_cache=cache, **fields), expected(size * chunks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"p2p_debug": True}, {"overlapped_forward_backward": in_turn}])
 def test_tensors_of_any_shape_of_use(fields):
     """A U-Net's, one that two stages use, and one without a gradient."""

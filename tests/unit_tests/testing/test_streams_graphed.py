@@ -38,6 +38,7 @@ def wrong_gradients(schedule: str, size: int, policy: str) -> int:
     return max(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "size", "policy"), UNSAFE)
 def test_a_pending_gradient_is_overwritten(schedule: str, size: int, policy: str) -> None:
     report, _ = toy_step_on_streams(schedule, size, DATA, **GRAPHED, **POLICIES[policy])
@@ -54,6 +55,7 @@ def test_it_is_not_where_sends_are_waited_at_their_round(schedule: str, size: in
     assert wrong_gradients(schedule, size, policy) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "size", "policy"), UNSAFE)
 def test_nor_where_sends_are_settled_before_the_operation_after_the_next_backward(
     schedule: str, size: int, policy: str, monkeypatch: pytest.MonkeyPatch

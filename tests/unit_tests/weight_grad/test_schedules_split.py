@@ -44,12 +44,14 @@ def chunks_of(name: str, wanted: int = 2) -> int:
     return TOY_SCHEDULES[name].chunks or wanted
 
 
-@pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
+@pytest.mark.parametrize(
+    "size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in ((3, 4, 8) if EXHAUSTIVE else (3, 8)))]
+)
 @pytest.mark.parametrize("name", NAMED)
 def test_losses_and_gradients_equal_one_process(name: str, size: int) -> None:
     """On many ranks with the ragged numbers of microbatches alone; ``MEGATRON_PP_EXHAUSTIVE=1`` runs all."""
     chunks, few, ragged = chunks_of(name), {1, size - 1}, 2 * size + 3
-    counts = {*few, 2 * size, ragged} if size < 4 or EXHAUSTIVE else {*few, ragged} if size == 4 else {ragged}
+    counts = {*few, 2 * size, ragged} if size < 8 or EXHAUSTIVE else {ragged}
     for microbatches in sorted(counts):
         data = ToyData(microbatches)
         result = run_in_threads(size, chunks, data, prepare=split_weight_grad, pipeline_schedule=name, **OVERLAP)
@@ -89,6 +91,7 @@ class _WatchedStore(WeightGradStore):
         super().run(chunk, mb)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLITTING)
 def test_weight_gradients_wait_as_the_plan_says(name: str) -> None:
     size, chunks, microbatches = 4, chunks_of(name), 10

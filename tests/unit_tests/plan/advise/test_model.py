@@ -65,24 +65,26 @@ def test_stages_are_cut_so_that_the_dearest_is_cheapest(loss):
 
 def test_memory_moves_layers_away_from_ranks_that_keep_more():
     placement = Placement("loop", 4, 1)
-    units = gpt(16, loss=0.0).units(4)
+    model = gpt(16, loss=0.0)
+    units = model.units(4)
     counts = best_counts(units, room(placement, 8, limit=14.0), recompute=False)
-    cut = fitted(stages_of(units, counts), room(placement, 8, limit=14.0), 0.0, False)
+    cut = fitted(stages_of(units, counts), room(placement, 8, limit=14.0), model, False)
     assert max(cut.peaks) <= 14.0
-    assert max(fitted(stages_of(units, balanced(units, 4)), room(placement, 8), 0.0, False).peaks) > 14.0
+    assert max(fitted(stages_of(units, balanced(units, 4)), room(placement, 8), model, False).peaks) > 14.0
 
 
 def test_no_more_is_recomputed_than_the_memory_needs():
     placement = Placement("loop", 4, 1)
-    units = gpt(16, loss=0.0).units(4)
+    model = gpt(16, loss=0.0)
+    units = model.units(4)
     stages = stages_of(units, (5, 4, 4, 5))
-    cut = fitted(stages, room(placement, 8, limit=14.0), 0.0, True)
+    cut = fitted(stages, room(placement, 8, limit=14.0), model, True)
     # Rank 0 keeps 4 microbatches of 4 layers; a recomputed layer keeps 1/17, and 1 layer is the workspace.
     assert cut.recomputed == (1, 0, 0, 0)
     assert cut.peaks[0] == pytest.approx(16 - 4 * 16 / 17 + 16 / 17)
     assert cut.costs.backward_input == (5.0, 4.0, 4.0, 4.0)
     assert cut.costs.backward == (9.0, 8.0, 8.0, 8.0)
-    tight = fitted(stages, room(placement, 8, limit=1.0), 0.0, True)
+    tight = fitted(stages, room(placement, 8, limit=1.0), model, True)
     assert max(tight.peaks) > 1.0
     assert tight.recomputed == (4, 4, 4, 4)
 

@@ -154,6 +154,39 @@ def test_a_budget_that_is_spent_says_what_is_left():
     assert as_json(found)["not_looked_at"]
 
 
+def test_an_interrupted_search_has_the_best_so_far():
+    def report(done, of, what):
+        if done > of // 2:  # two plans were built
+            raise KeyboardInterrupt
+
+    found = search(question(), budget=30.0, report=report)
+    assert (found.interrupted, len(found.fitting)) == (True, 2)
+    assert found.best in found.fitting
+    built = {one.candidate for one in found.outcomes}
+    assert {*found.not_looked_at} == {one.candidate for one in found.estimates} - built
+    assert as_json(found)["interrupted"]
+
+
+def test_a_split_output_layer_is_weighed_but_not_recommended_unasked():
+    loss = Layer(LOSS, 4, 4, 4, 2.0, static=8.0)
+    model = Model((*[layer(DECODER, 1, 1, 1, 1.0)] * 8, loss))
+    asked = question(models=((1, model),), schedules=(), max_chunks=1, splits_backward=False)
+    assert {"vocab_1f1b", "vocab_1f1b_alg1"} <= set(asked.tried)
+    assert not any(name.startswith("vocab") for name in question(schedules=()).tried)
+    (plain,) = (evaluate(asked, one) for one in candidates(asked) if one.schedule == "1f1b")
+    (split,) = (evaluate(asked, one) for one in candidates(asked) if one.schedule == "vocab_1f1b")
+    assert why_not(split, plain).startswith(f"{split.step / plain.step - 1:+.1%}, but the model would have to split")
+    found = search(replace(asked, schedules=("1f1b", "vocab_1f1b")), budget=30.0)
+    best = found.best
+    assert (best.candidate.schedule, best.refused, best.step) == ("vocab_1f1b", "", split.step)
+    assert best.step < plain.step
+    assert best.fit.costs.output_layer == (4.0, 4.0, 4.0)
+    assert simulate(build_plan(best.spec), best.fit.costs, Network(link=Link(0.1))).makespan == best.step
+    assert best.bound.step <= best.step
+    # P + 1 microbatches of 2 layers, and of the output layer a quarter of its parameters and of some logits
+    assert best.fit.peaks[0] == pytest.approx(5 * 2.0 + 8.0 / 4 + 1 * 2.0 / 4)
+
+
 def test_processes_find_the_same():
     asked = question(schedules=("1f1b", "zb_h1"), max_chunks=1)
     alone, together = (search(asked, 30.0, jobs) for jobs in (1, 2))
