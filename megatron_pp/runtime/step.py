@@ -104,9 +104,6 @@ class StepCall:
         communicator, shapes = self.communicator, self.shapes[0]
         plan = build_plan(self.spec, self._announce)
         certify_once(plan)
-        if self.replanning is not None:
-            shares = in_steps(self.microbatch_costs) if self.microbatch_costs else ()
-            plan = self.replanning.next_plan(plan, communicator, self.settings, self.weights is not None, shares)
         if not self.spec.forward_only:
             warn_of_limits(plan, self.weights is not None)
             synchronised = self.communicator.pp_group, self.inputs.pg_collection
@@ -114,6 +111,9 @@ class StepCall:
                 self._announce(sentence)
         if (advice := advice_on_queues(plan, self.settings, communicator)) is not None:
             self._announce(advice)
+        if self.replanning is not None:
+            shares = in_steps(self.microbatch_costs) if self.microbatch_costs else ()
+            plan = self.replanning.next_plan(plan, communicator, self.settings, self.weights is not None, shares)
         steps = self.make_steps(plan)
         sent = received = message_bytes(shapes.send, communicator.dtype)
         if shapes.receive != shapes.send:
