@@ -163,8 +163,12 @@ class _Queue:
         return next((one.cut for one in self.estimates if _sizes(one.candidate) == sizes), None)
 
     def is_over(self, beyond: float) -> bool:
-        """Whether to stop, so many seconds after the end of the budget; later where nothing fits so far."""
-        return beyond > (0.0 if self.best < float("inf") else _EXTRA * self.budget)
+        """Whether to stop, so many seconds after the end of the budget; later where nothing fits so far, and not before
+        a plan was built.
+        """
+        if self.best < float("inf"):
+            return beyond > 0
+        return beyond > _EXTRA * self.budget and any(one.fit is not None for one in self.outcomes)
 
     def left(self, found: Sequence[Candidate]) -> tuple[Candidate, ...]:
         """Of ``found``, and of the variants that were begun, those without an outcome."""

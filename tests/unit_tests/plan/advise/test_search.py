@@ -154,6 +154,11 @@ def test_a_budget_that_is_spent_says_what_is_left():
     assert as_json(found)["not_looked_at"]
 
 
+def test_a_budget_that_is_too_short_for_one_plan_builds_one():
+    asked = question(schedules=("1f1b",), max_chunks=1)
+    assert search(asked, budget=0.0, jobs=2).best is not None
+
+
 def test_an_interrupted_search_has_the_best_so_far():
     def report(done, of, what):
         if done > of // 2:  # two plans were built
