@@ -224,6 +224,23 @@ def test_a_plan_that_is_not_the_verified_one_is_run_by_no_rank(searches: Callabl
     assert_same(trained, train(pause=0.0))
 
 
+def test_a_plan_that_one_rank_cannot_read_is_run_by_none(
+    searches: Callable[[Search], None], said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches(to("gpipe"))
+    make = Exchange._made
+
+    def made(self: Exchange, answer: Answer) -> list[Change]:
+        if self.rank:
+            raise MemoryError("no room for tasks")
+        return make(self, answer)
+
+    monkeypatch.setattr(Exchange, "_made", made)
+    train(pipeline_replan="every:1")
+    assert said("MemoryError: no room for tasks")
+    assert not said("from training step")
+
+
 def test_ranks_that_change_to_different_plans_are_told_apart(
     searches: Callable[[Search], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
