@@ -18,8 +18,6 @@ from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.instruction import (
     BACKWARD,
     BACKWARD_OPS,
-    COMPUTE_OPS,
-    COPY_OPS,
     FORWARD,
     FREE_OFFLOAD,
     INPUT_GRAD,
@@ -27,6 +25,7 @@ from megatron_pp.plan.instruction import (
     OFFLOAD,
     OUTPUT_S,
     OUTPUT_T,
+    PAIR,
     SINGLE_COMPUTE_OPS,
     WAIT_LOAD,
     WEIGHT_GRAD,
@@ -41,6 +40,7 @@ Shares = float | Sequence[float]  # one for all stages, or one per stage in mode
 KEPT = {FORWARD: 1, BACKWARD: -1, INPUT_GRAD: -1, FREE_OFFLOAD: -1, LOAD: 1}
 WAITING = {INPUT_GRAD: 1, WEIGHT_GRAD: -1}
 _ON_HOST = {OFFLOAD: 1, WAIT_LOAD: -1}
+_CHANGES = {*KEPT, *WAITING, PAIR}
 
 
 def kept_timeline(
@@ -121,14 +121,15 @@ def peak_activations(plan: Plan, weight_share: Shares = WEIGHT_SHARE) -> tuple[f
     """The most that each rank keeps at once, in units of one chunk's forward. Raises PlanError, see
     activations_timeline.
     """
-    counted = ([at for at in program if at.op in COMPUTE_OPS or at.op in COPY_OPS] for program in plan.programs)
+    counted = ([at for at in program if at.op in _CHANGES] for program in plan.programs)
     return tuple(max(_timeline(plan, rank, run, weight_share), default=0.0) for rank, run in enumerate(counted))
 
 
 def peak_on_host(plan: Plan) -> tuple[float, ...]:
     """The most that each rank has offloaded at once, in the same unit."""
     ones = (1.0 / plan.spec.slices,) * plan.placement.num_stages
-    timelines = (host_timeline(p, s, ones) for p, s in zip(plan.programs, plan.placement.stages, strict=True))
+    copies = ([at for at in program if at.op in _ON_HOST] for program in plan.programs)
+    timelines = (host_timeline(c, s, ones) for c, s in zip(copies, plan.placement.stages, strict=True))
     return tuple(max(timeline, default=0.0) for timeline in timelines)
 
 

@@ -22,11 +22,11 @@ from megatron_pp.plan.instruction import (
     Instruction,
 )
 from megatron_pp.plan.lower import lowered
-from megatron_pp.plan.order_check import check_repetition, run_of
+from megatron_pp.plan.order_check import run_of
 from megatron_pp.plan.orders import check_slices
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.repeated import Line, Lines, Repeated, Repeating
-from megatron_pp.plan.repetition import fewest_microbatches, steady_block
+from megatron_pp.plan.repetition import block_at, fewest_microbatches, steady_place
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.verifier import Verdict, verify
@@ -36,6 +36,7 @@ _BUILDING = threading.RLock()  # ranks that are threads of one process build a p
 _TEMPLATES: BoundedCache[PlanSpec, tuple[_Template | None]] = BoundedCache(256 << 20, least=2)
 _INSTRUCTION = 136  # bytes of an instruction and the pointer to it
 _TASK = 400  # bytes of a task and its instruction
+_PLACES: dict[PlanSpec, int | None] = {}  # of plans that were tried as templates
 _TRIALS = 3  # sizes that are tried for a template
 
 
@@ -88,26 +89,39 @@ def _template(spec: PlanSpec) -> _Template | None:
         orders = family.orders(spec.shape)
         fewest = max(least, fewest_microbatches(orders, spec.num_chunks * spec.slices, period))
         fewest += (spec.num_microbatches - fewest) % period
-        step = -(-fewest // (2 * period)) * period
-        sizes = range(fewest, spec.num_microbatches + 1, step)[:_TRIALS]
-        made = (_proven(replace(spec, num_microbatches=size), period) for size in sizes)
-        found = next((template for template in made if template is not None), None)
-        if found is None and len(sizes) < _TRIALS:
+        step = period if spec.num_microbatches % period else -(-fewest // (2 * period)) * period
+        sizes, found, tried = range(fewest, spec.num_microbatches + 1, step), None, 0
+        for trial in (replace(spec, num_microbatches=size) for size in sizes):
+            place = _steady_place(trial, period)
+            if place is not None:
+                found, tried = _proven(trial, period, place), tried + 1
+                if found is None:
+                    _PLACES[trial] = None  # not to be tried again
+            if found is not None or tried == _TRIALS:
+                break
+        else:
             return None
         known = _TEMPLATES.put(key, (found,), 0 if found is None else 2 * _size(found.plan.orders))
     template = known[0]
     return template if template and template.plan.spec.num_microbatches <= spec.num_microbatches else None
 
 
+def _steady_place(spec: PlanSpec, period: int) -> int | None:
+    """That of a block in what the ranks run, if there is one; looked for once."""
+    if spec not in _PLACES:
+        more = replace(spec, num_microbatches=spec.num_microbatches + period)
+        runs, longer = ([run_of(order, spec) for order in _orders(of)] for of in (spec, more))
+        _PLACES[spec] = steady_place(spec, period, runs, longer)
+    return _PLACES[spec]
+
+
 @collector_paused()
-def _proven(spec: PlanSpec, period: int) -> _Template | None:
+def _proven(spec: PlanSpec, period: int, place: int) -> _Template | None:
     """The template that the plan of ``spec`` is, if it is one."""
-    more = replace(spec, num_microbatches=spec.num_microbatches + period)
     try:
         plan = lowered_plan(spec)
-        runs, longer = ([run_of(order, spec) for order in of] for of in (plan.orders, _Orders(more, plan.placement)))
-        check_repetition(runs, steady_block(plan, period, runs), longer)
-        programs = Repeating(plan.programs, steady_block(plan, period), {})
+        programs = Repeating(plan.programs, block_at(place, spec, period, plan.programs), {})
+        more = replace(spec, num_microbatches=spec.num_microbatches + period)
         # A shorter last group has effects far ahead of it.
         if spec.num_microbatches % period and Repeated(programs, 1) != lowered_plan(more).programs:
             return None
@@ -139,15 +153,20 @@ class _Orders(Lines):
         self.placement = placement
 
     def _make(self, rank: int) -> Line:
-        orders = map(self.placement.place, count(), family_of(self.spec).orders(self.spec.shape))
-        self._made.update(enumerate(orders if self.spec.split_backward else map(_whole, orders)))
+        self._made.update(enumerate(map(self.placement.place, count(), _orders(self.spec))))
         return self._made[rank]
+
+
+def _orders(spec: PlanSpec) -> Iterable[Sequence[Instruction]]:
+    orders = family_of(spec).orders(spec.shape)
+    return orders if spec.split_backward else map(_whole, orders)
 
 
 def forget_plans() -> None:
     """Empty the caches."""
     _PLANS.clear()
     _TEMPLATES.clear()
+    _PLACES.clear()
 
 
 def _size(lines: Iterable[Line]) -> int:

@@ -144,8 +144,7 @@ def _check_pairs(plan: Plan, rank: int) -> None:
 
 def _timed_length(program: Sequence[Instruction]) -> int:
     """Its length as ``Plan.timed`` counts, with the members of a pair by themselves."""
-    pairs = [len(at.members) for at in program if at.op == ins.PAIR]
-    return len(program) + sum(pairs) - len(pairs)
+    return len(program) + sum(len(at.members) - 1 for at in program if at.op == ins.PAIR)
 
 
 def tensors_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterator[int]:

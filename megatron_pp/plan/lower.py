@@ -59,7 +59,6 @@ from megatron_pp.plan.instruction import (
     SENT_BY,
     Instruction,
     batch,
-    numbered,
     pair,
     pair_up,
     placed,
@@ -124,6 +123,10 @@ class _Programs(Lines):
         return tuple(_RankLowering(self.spec, self.placement, rank, self.clocked, self.offloaded).program())
 
 
+def _in_turn(inputs: list[tuple[_Turn, Instruction]]) -> Iterable[Instruction]:
+    return map(_SECOND, inputs if len(inputs) == 1 else sorted(inputs, key=_FIRST))
+
+
 class _RankLowering:
     """Lays out one rank's program on its boundaries."""
 
@@ -136,6 +139,7 @@ class _RankLowering:
         self.ends = clocked.ends[rank]
         self.result_ends = clocked.result_ends
         self.lookahead = 0 if DEVICE_SYNC in spec.device else spec.lookahead
+        self.several_chunks = placement.num_chunks > 1
         self.looks_ahead = spec.policy == OVERLAP and spec.channels == ONE_WAY and not spec.variable_shapes
         self.sends_within = self.looks_ahead and DEVICE_SYNC not in spec.device
         self.routes = routes_of(spec.skip_tensors, spec.skip_cache, placement) if spec.skip_tensors else None
@@ -146,22 +150,26 @@ class _RankLowering:
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
         self.inputs: dict[int, list[tuple[_Turn, Instruction]]] = defaultdict(list)
         self.behind: dict[Instruction, list[Post]] = {}  # receives of the named tensors that come with another one
+        self.backwards: dict[tuple[int, int, int], int] = {}  # by stage, microbatch and slice: their entries
         self._sites: dict[tuple[str, int], _Site] = {}  # by op and stage
 
     def program(self) -> list[Instruction]:
         sends, receives = self._messages()
+        order, posts, sends_within = self.order, self.posts, self.sends_within
         for send in sends:
+            use = send.use
             if send.place and self.looks_ahead:
-                self.inputs[send.use + 1].append(((send.round, _POSTS, send.place), send.post))
-            elif self.sends_within and self.order[send.use].members:
-                self.within[(send.use, send.post.op)] = send.post
+                self.inputs[use + 1].append(((send.round, _POSTS, send.place), send.post))
+            elif sends_within and order[use].members:
+                self.within[(use, send.post.op)] = send.post
             else:
-                self.posts[send.use + 1].append(send)
+                posts[use + 1].append(send)
         if self.spec.policy == OVERLAP:
             self._place_releases(sends)
         if self.spec.policy == OVERLAP and not self.spec.variable_shapes:
-            for receive in self._with_named(receives):
-                self.inputs[receive.use].append(((receive.round, _WAITS, receive.place), receive.finish))
+            inputs = self.inputs
+            for due, _, _, _, _, finish, use, _, place in self._with_named(receives):
+                inputs[use].append(((due, _WAITS, place), finish))
         if self.looks_ahead:
             self._place_ahead(receives)
         else:
@@ -177,14 +185,17 @@ class _RankLowering:
         """
         sends: list[Post] = []
         receives: list[Post] = []
-        sites, ends, inputs = self._sites, self.ends, self.inputs
+        sites, ends, inputs, backwards = self._sites, self.ends, self.inputs, self.backwards
         for i, entry in enumerate(self.order):
             for at in entry.members or (entry,):
-                hand, came, went = sites.get((at.op, at.stage)) or self._site(at.op, at.stage)
+                op, stage, mb, _, chunk, part, _, _ = at
+                hand, came, went = sites.get((op, stage)) or self._site(op, stage)
+                if op in BACKWARD_OPS:
+                    backwards[(stage, mb, part)] = i
                 if hand is not None:
-                    inputs[i].append(((0, _POSTS, 0), placed(hand, at.stage, at.mb, NONE, at.chunk, at.slice)))
+                    inputs[i].append(((0, _POSTS, 0), placed(hand, stage, mb, NONE, chunk, part)))
                 elif came is not None:
-                    due = came.ends[(at.mb, at.slice)]
+                    due = came.ends[(mb, part)]
                     receives.append(post_of(came, due, at, i))
                     if came.names:
                         self.behind[receives[-1].post] = list(named_posts(came, due, at, i))
@@ -224,21 +235,23 @@ class _RankLowering:
         An output is released before its own backward at the latest: the gradient that comes back shows that the send is
         done, and what is released then needs no memory in the backward.
         """
-        backwards = {(at.stage, at.mb, at.slice): i for i, at in numbered(self.order) if at.op in BACKWARD_OPS}
+        backwards = self.backwards
         turns = sorted(set(backwards.values())) if STATIC_BUFFERS in self.spec.device else []
-        last, after = len(self.order), 1 + self.spec.release_after
-        apart = self.spec.pipeline_size // 2 if self.placement.num_chunks > 1 else 0
-        for send in sends:
-            use, finish = send.use, send.finish
-            boundary = min(use + after + min(send.slack, apart), last)
-            if finish.op == FREE_F:
-                boundary = min(boundary, backwards.get((finish.stage, finish.mb, finish.slice), boundary))
-            elif turns and (following := bisect_right(turns, use)) < len(turns):
-                boundary = min(boundary, turns[following] + 1)
-            if boundary == use + 1 < last:  # right before its backward: behind the gradient
-                self.inputs[boundary].append(((self.ends[boundary], _POSTS, send.place), finish))
+        last, after, releases = len(self.order), 1 + self.spec.release_after, self.releases
+        apart = self.spec.pipeline_size // 2 if self.several_chunks else 0
+        for _, _, _, _, _, finish, use, slack, place in sends:
+            boundary = use + after + (slack if slack < apart else apart)
+            op, stage, mb, _, _, part, _, _ = finish
+            if op == FREE_F:
+                latest = backwards.get((stage, mb, part), last)
             else:
-                self.releases[boundary].append(finish)
+                following = bisect_right(turns, use)
+                latest = turns[following] + 1 if following < len(turns) else last
+            boundary = min(boundary, latest, last)
+            if boundary == use + 1 < last:  # right before its backward: behind the gradient
+                self.inputs[boundary].append(((self.ends[boundary], _POSTS, place), finish))
+            else:
+                releases[boundary].append(finish)
 
     def _place_collectives(self) -> None:
         ordered = self.rank, self.order, self.result_ends, self.placement, self.spec.forward_only
@@ -258,7 +271,7 @@ class _RankLowering:
         hidden at all. With several the clock's bubbles are shorter than transfers may be (simulated: interleaved 1F1B
         on four ranks would take 1.4% longer where a transfer takes as long as a forward).
         """
-        if self.placement.num_chunks > 1:
+        if self.several_chunks:
             return max(0, use - self.lookahead)
         length = len(self.order[use].members) or 1
         return bisect_right(self.ends, self.ends[use] - length - self.lookahead)
@@ -276,19 +289,20 @@ class _RankLowering:
         channel; where that comes too late, when it is due or as late as the sender does not have to wait for it.
         """
         lines: dict[tuple[int, str], list[Post]] = defaultdict(list)
+        ends, posts, inputs = self.ends, self.posts, self.inputs
         for receive in receives:
             lines[receive.channel].append(receive)
         for line in lines.values():
             for before, receive, after in zip([None, *line], line, [*line[1:], None], strict=False):
-                boundary = due = self._due(receive)
-                wanted = min(due, self._ahead(receive.use))
-                if before is None or before.use < wanted:
-                    self.posts[wanted].append(receive)
-                elif before.use <= due or (boundary := self._latest(receive, after)) == due:
-                    turn = before.round, _BEHIND_WAITS, 0
-                    self.inputs[min(before.use, due)].append((turn, receive.post))
+                boundary = due = bisect_right(ends, receive.round)
+                wanted = self._ahead(receive.use)
+                wanted = due if due < wanted else wanted
+                if before is None or (used := before.use) < wanted:
+                    posts[wanted].append(receive)
+                elif used <= due or (boundary := self._latest(receive, after)) == due:
+                    inputs[min(used, due)].append(((before.round, _BEHIND_WAITS, 0), receive.post))
                 else:
-                    self.posts[boundary].append(receive)
+                    posts[boundary].append(receive)
                 for named in self.behind.get(receive.post, ()) if self.behind else ():
                     self.inputs[boundary].append(((receive.round, _POSTS, named.place), named.post))
 
@@ -306,17 +320,18 @@ class _RankLowering:
         copies, loads = self._copies()
         program: list[Instruction] = []
         posts, collectives, releases, inputs = self.posts, self.collectives, self.releases, self.inputs
+        alone = self.looks_ahead  # a post is, where it is the only one at its boundary
         for i, entry in enumerate((*self.order, None)):
             if i in collectives:
                 self._emit_with_collectives(i, program)
             if i in posts:
                 here = posts[i]
-                if len(here) == 1 and self.looks_ahead:
+                if alone and len(here) == 1:
                     program.append(here[0].post)
                 else:
                     self._emit_posts(sorted(here), program)
             if entry is None and i in inputs:
-                program += map(_SECOND, sorted(inputs[i], key=_FIRST))
+                program += _in_turn(inputs[i])
             if i in releases:
                 program += releases[i]
             if i - 1 in after:
@@ -325,7 +340,7 @@ class _RankLowering:
                 program += copies[i]
             if entry is not None:
                 if i in inputs:
-                    program += map(_SECOND, sorted(inputs[i], key=_FIRST))
+                    program += _in_turn(inputs[i])
                 if i in loads:
                     program += loads[i]
                 if i in before:
@@ -364,7 +379,7 @@ class _RankLowering:
                 program.append(batch(p.post for p in together))
                 program += waits_of(together) + releases_of(together)
         elif self.spec.channels == ONE_WAY:
-            emit = self._emit_named if any(p.place for p in posts) else self._emit_one_way
+            emit = self._emit_named if self.routes and any(p.place for p in posts) else self._emit_one_way
             emit(posts, program)
         elif self.spec.variable_shapes:
             for p in posts:
@@ -385,15 +400,17 @@ class _RankLowering:
 
     def _emit_one_way(self, posts: list[Post], program: list[Instruction]) -> None:
         """Receives, sends, then the waits that stand here; behind a wait, the next receive of its channel."""
+        if self.looks_ahead:  # those behind others stand there already
+            program += [p.post for p in receives_first(posts)]
+            return
         receives = [p for p in posts if p.post.op in RECV_OPS]
         first: dict[tuple[int, str], Post] = {}
         for p in receives:
             first.setdefault(p.channel, p)
         program += [p.post for p in first.values()]
         program += [p.post for p in posts if p.post.op in SEND_OPS]
-        if not self.looks_ahead:
-            for p in receives:
-                program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
+        for p in receives:
+            program += (p.finish,) if first[p.channel] is p else (p.post, p.finish)
 
     def _emit_named(self, posts: list[Post], program: list[Instruction]) -> None:
         """The same where named tensors are among them. On one hardware queue one waits for that before it on its

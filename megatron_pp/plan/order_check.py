@@ -19,11 +19,9 @@ from megatron_pp.plan.instruction import (
     WEIGHT_GRAD,
     Instruction,
     instruction,
-    later,
     without_pairs,
 )
 from megatron_pp.plan.placement import Placement
-from megatron_pp.plan.repeated import Block, RepetitionError
 from megatron_pp.plan.spec import Plan, PlanSpec
 
 _AFTER = {BACKWARD: FORWARD, INPUT_GRAD: FORWARD, WEIGHT_GRAD: INPUT_GRAD, OUTPUT_S: FORWARD, OUTPUT_T: OUTPUT_S}
@@ -58,29 +56,31 @@ def _check_order(
     parts = range(slices) if slices > 1 else (NONE,)
     ran = dict.fromkeys(product(range(chunks), range(microbatches), parts), "")  # the ops of each, in order
     for at in without_pairs(order):
-        if at.op not in ins.SINGLE_COMPUTE_OPS:
+        op, _, mb, _, chunk, part, _, _ = at
+        if op not in ins.SINGLE_COMPUTE_OPS:
             raise _error(rank, at, "an order holds compute alone: F, B, I and W, and S and T of a split output layer")
-        if at.op in OUTPUT_OPS and (at.chunk or at.op not in passes):
+        if op in OUTPUT_OPS and (chunk or op not in passes):
             raise _error(rank, at, "S and T are passes of chunk 0, in a schedule that splits the output layer")
-        cell = (at.chunk, at.mb, at.slice)
+        cell = (chunk, mb, part)
         ops = ran.get(cell)
         if ops is None:
-            of = f", slices 0..{slices - 1}" if slices > 1 else ", sequences whole" if at.slice != NONE else ""
+            of = f", slices 0..{slices - 1}" if slices > 1 else ", sequences whole" if part != NONE else ""
             raise _error(rank, at, f"chunks are 0..{chunks - 1}, microbatches 0..{microbatches - 1}{of}")
-        if at.op in ops:
+        if op in ops:
             raise _error(rank, at, "it stands twice in the order")
-        before = _AFTER.get(at.op)
+        before = _AFTER.get(op)
         if before is not None and before not in ops:
             raise _error(rank, at, f"{at._replace(op=before)} has to come before it")
-        part = slice_before(at.op, at.slice, slices)
-        if part is not None and RESULT_OF[at.op] not in map(RESULT_OF.get, ran[(at.chunk, at.mb, part)]):
-            raise _error(rank, at, f"{at._replace(slice=part)} has to come before it: {CAUSAL[RESULT_OF[at.op]]}")
-        ran[cell] = ops + at.op
+        first = None if part == NONE else slice_before(op, part, slices)
+        if first is not None and RESULT_OF[op] not in map(RESULT_OF.get, ran[(chunk, mb, first)]):
+            raise _error(rank, at, f"{at._replace(slice=first)} has to come before it: {CAUSAL[RESULT_OF[op]]}")
+        ran[cell] = ops + op
+    complete = ("FB", "FIW") if trains else ("F",)
     for cell, ops in ran.items():
-        lacking = next((op for op in passes if op not in ops and not cell[0]), None)
+        lacking = next((op for op in passes if op not in ops and not cell[0]), None) if passes else None
         if lacking is not None:
             raise _error(rank, instruction(lacking, *cell), "the order lacks it")
-        if "".join(op for op in ops if op not in OUTPUT_OPS) not in (("FB", "FIW") if trains else ("F",)):
+        if ops not in complete and "".join(op for op in ops if op not in OUTPUT_OPS) not in complete:
             raise _incomplete(rank, ops, cell, trains)
 
 
@@ -95,33 +95,31 @@ def _incomplete(rank: int, ops: str, cell: tuple[int, int, int], trains: bool) -
 
 
 def check_programs(plan: Plan) -> None:
-    """Raises PlanError where a program's compute is not the plan's order; a plan may come without orders."""
+    """Raises PlanError where a program's compute is not the plan's order; a plan may come without orders. The programs
+    are complete (``check_rank``), and so is an order that runs the same.
+    """
     if not plan.orders:
         return
     spec = plan.spec
-    check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only, spec.slices)
-    for rank, (order, program) in enumerate(zip(plan.orders, plan.programs, strict=True)):
-        wanted, found = run_of(order, spec), _compute_of(program)
-        if wanted != found:
-            one, other = next((a, b) for a, b in zip_longest(wanted, found, fillvalue="nothing more") if a != b)
-            raise PlanError(f"rank {rank}: the plan's order has {one} where its program runs {other}")
-
-
-def check_repetition(runs: Iterable[list[Instruction]], block: Block, longer: Iterable[list[Instruction]]) -> None:
-    """Raises RepetitionError unless ``runs``, what the ranks run, are ``longer`` with one more ``block`` of theirs."""
-    for rank, (run, wanted) in enumerate(zip(runs, longer, strict=True)):
-        start, end = block.of(rank)
-        if run[:end] + [later(at, block.microbatches) for at in run[start:]] != wanted:
-            raise RepetitionError(f"rank {rank}: the order of {block.microbatches} microbatches more is another one")
+    runs = ((run_of(o, spec), _compute_of(p)) for o, p in zip_longest(plan.orders, plan.programs, fillvalue=()))
+    differs = next(((rank, *run) for rank, run in enumerate(runs) if run[0] != run[1]), None)
+    if differs or spec.forward_only:  # an evaluation does not run all of its order
+        check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only, spec.slices)
+    if differs:
+        rank, wanted, found = differs
+        one, other = next((a, b) for a, b in zip_longest(wanted, found, fillvalue="nothing more") if a != b)
+        raise PlanError(f"rank {rank}: the plan's order has {one} where its program runs {other}")
 
 
 def run_of(order: Iterable[Instruction], spec: PlanSpec) -> list[Instruction]:
     """What a plan runs of ``order``."""
-    return [at for at in without_pairs(order) if at.op in _OF_EVALUATION or not spec.forward_only]
+    run = without_pairs(order)
+    return [at for at in run if at.op in _OF_EVALUATION] if spec.forward_only else list(run)
 
 
 def _compute_of(program: Iterable[Instruction]) -> list[Instruction]:
-    return [half for at in program if at.op in ins.COMPUTE_OPS for half in ins.halves(at)]
+    run = (at for at in program if at.op in ins.COMPUTE_OPS)
+    return [half for at in run for half in (ins.halves(at) if at.members else (at,))]
 
 
 def _error(rank: int, at: Instruction, why: str) -> PlanError:

@@ -2,53 +2,83 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from operator import eq, itemgetter, sub
 
 from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, PAIR, WEIGHT_GRAD, Instruction
 from megatron_pp.plan.repeated import Block
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.spec import PlanSpec
 
 _MARGIN = 4  # operations of a rank between its steady state and the block, on either side
-_Orders = Iterable[Sequence[Instruction]]
+_Line = Sequence[Instruction]
+_OPERATION = itemgetter(*map(Instruction._fields.index, ("op", "mb", "chunk", "slice")))
 
 
-def fewest_microbatches(orders: _Orders, forwards: int, period: int) -> int:
+def fewest_microbatches(orders: Iterable[_Line], forwards: int, period: int) -> int:
     """How many a plan has at least whose ``orders``, on ranks that run ``forwards`` of each microbatch, one of a chunk
     and slice, stay in their steady state for ``period`` microbatches.
     """
     return -(-(sum(_edges(orders)) + 2 * _MARGIN) // forwards) + period
 
 
-def steady_block(plan: Plan, period: int, lines: _Orders | None = None) -> Block:
-    """``period`` microbatches in the middle of the steady state: a block that ``verify`` may find to be repeatable; of
-    the plan's programs, or of ``lines`` in which its ranks run the same compute.
-
-    It is counted in backwards, as many on each rank, or in forwards where the plan has no others.
+def steady_place(spec: PlanSpec, period: int, runs: Sequence[_Line], longer: Sequence[_Line]) -> int | None:
+    """How many backwards (forwards where the plan has no others) each rank has behind it at the start of a block of
+    ``period`` microbatches with which once more ``runs``, what the ranks run, are ``longer``, wherever those are
+    placed: in the middle of all such places. None where there is none with a margin.
     """
-    each, spare = plan.spec.num_chunks * plan.spec.slices, plan.spec.num_microbatches - period
-    if plan.spec.forward_only:
-        ops, first = frozenset({FORWARD}), each * spare // 2
-    else:
-        forwards, backwards = _edges(plan.orders)
-        ops, first = BACKWARD_OPS, (each * spare - forwards + backwards) // 2
-    counts = first, first + each * period
-    starts, ends = zip(*(_positions(line, ops, counts) for line in lines or plan.programs), strict=True)
-    return Block(starts, ends, period)
+    first, last = 1, _operations(spec, spec.num_microbatches)
+    for run, wanted in zip(runs, longer, strict=True):
+        ran, goal, ends = list(map(_OPERATION, run)), list(map(_OPERATION, wanted)), _ends(run, spec)
+        moved = [(op, mb + period, chunk, part) for op, mb, chunk, part in ran]
+        first = max(first, bisect_left(ends, len(ran) - _alike(reversed(moved), reversed(goal))) + 1)
+        last = min(last, bisect_right(ends, _alike(ran, goal)) - _operations(spec, period))
+    # A shorter last group delays operations far ahead of it: found by trials, for all sizes that were tried.
+    margin = 3 * spec.pipeline_size if spec.num_microbatches % period else _MARGIN
+    if last - first < margin:
+        return None
+    place = (first + last) // 2
+    lengths = map(sub, *block_at(place, spec, period, runs)[1::-1])
+    longer_by = (len(wanted) - len(run) for run, wanted in zip(runs, longer, strict=True))
+    return place if all(map(eq, lengths, longer_by)) else None
 
 
-def _edges(orders: _Orders) -> tuple[int, int]:
+def _alike(ran: Iterable[object], goal: Iterable[object]) -> int:
+    """How many of both are the same before one differs."""
+    count = 0
+    for one, other in zip(ran, goal, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def block_at(place: int, spec: PlanSpec, period: int, lines: Iterable[_Line]) -> Block:
+    """``period`` microbatches from that place on: a block that ``verify`` may find to be repeatable; of programs, or of
+    orders in which the ranks run the same compute.
+    """
+    found, behind = [_ends(line, spec) for line in lines], place + _operations(spec, period)
+    return Block(tuple(ends[place - 1] for ends in found), tuple(ends[behind - 1] for ends in found), period)
+
+
+def _operations(spec: PlanSpec, microbatches: int) -> int:
+    """Backwards, or forwards, of a rank."""
+    return microbatches * spec.num_chunks * spec.slices
+
+
+def _ends(line: _Line, spec: PlanSpec) -> list[int]:
+    """Right behind each of them, or the pair that it is in."""
+    ops = {FORWARD} if spec.forward_only else {*BACKWARD_OPS, PAIR}
+    return [k for k, at in enumerate(line, 1) if at.op in ops]
+
+
+def _edges(orders: Iterable[_Line]) -> tuple[int, int]:
     """The most that a rank runs before its steady state: forwards before its first backward, and input gradients before
     its first weight gradient.
     """
     forwards = backwards = 0
     for order in orders:
-        forwards = max(forwards, sum(1 for _ in takewhile(lambda at: at.op == FORWARD, order)))
-        backwards = max(backwards, sum(at.op == INPUT_GRAD for at in takewhile(lambda at: at.op != WEIGHT_GRAD, order)))
+        ops = [at.op for at in order]
+        forwards = max(forwards, next((k for k, op in enumerate(ops) if op != FORWARD), len(ops)))
+        backwards = max(backwards, (ops[: ops.index(WEIGHT_GRAD)] if WEIGHT_GRAD in ops else ops).count(INPUT_GRAD))
     return forwards, backwards
-
-
-def _positions(program: Sequence[Instruction], ops: frozenset[str], counts: tuple[int, int]) -> tuple[int, int]:
-    """Right behind the instruction that is, or completes, that many operations of ``ops``, for each of ``counts``."""
-    found = [k for k, at in enumerate(program, 1) if at.op in ops or at.op == PAIR]  # a pair has one of each
-    return found[counts[0] - 1], found[counts[1] - 1]

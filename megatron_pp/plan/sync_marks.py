@@ -7,6 +7,7 @@ behind rank 0 in the forward direction and ahead in the backward one (Megatron's
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -17,7 +18,6 @@ from megatron_pp.plan.instruction import (
     FORWARD,
     GRADIENT_OPS,
     NONE,
-    OUTPUT_S,
     OUTPUT_T,
     SYNC_OPS,
     WEIGHT_GRAD,
@@ -27,6 +27,7 @@ from megatron_pp.plan.instruction import (
 from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 
 _NOTED = ins.COMPUTE_OPS | SYNC_OPS
+_BACKWARDS = BACKWARD_OPS | {WEIGHT_GRAD, OUTPUT_T}
 
 Syncs = dict[int, list[Instruction]]  # index of an entry of a compute order -> syncs next to it
 
@@ -119,32 +120,17 @@ class _Check:
         self.rank = rank
         self.spec = plan.spec
         self.program = plan.programs[rank]
-        self.last: dict[int, int] = {}  # chunk -> index of the compute operation after which its gradients are complete
-        self.last_backward: dict[int, int] = {}  # chunk -> the same for layers that do all of their backward in B
-        self.last_pass: dict[int, int] = {}  # chunk -> the same for a split output layer
-        self.first: dict[int, int] = {}  # chunk -> index of its first forward
-        self.backwards: list[int] = []
-        self.syncs: list[tuple[int, Instruction]] = []
-        for k, entry in [(k, entry) for k, entry in enumerate(self.program) if entry.op in _NOTED]:
-            if entry.op in SYNC_OPS:
-                self.syncs.append((k, entry))
-            else:
-                for at in ins.halves(entry):
-                    self._note(k, at)
-
-    def _note(self, k: int, at: Instruction) -> None:
-        if at.op == FORWARD:
-            self.first.setdefault(at.chunk, k)
-            return
-        if at.op == OUTPUT_S:
-            return
-        self.backwards.append(k)
-        if at.op == OUTPUT_T:
-            self.last_pass[at.chunk] = k
-            return
-        self.last[at.chunk] = k
-        if at.op in BACKWARD_OPS:
-            self.last_backward[at.chunk] = k
+        noted = [(k, entry) for k, entry in enumerate(self.program) if entry.op in _NOTED]
+        self.syncs = [(k, entry) for k, entry in noted if entry.op in SYNC_OPS]
+        ran = [(k, at) for k, entry in noted for at in entry.members or (entry,)]
+        backwards = [(k, at) for k, at in ran if at.op in _BACKWARDS]
+        self.backwards = [k for k, _ in backwards]
+        # Chunk -> index of the compute operation after which its gradients are complete; the same for layers that do
+        # all of their backward in B; the same for a split output layer; index of its first forward.
+        self.last = {at.chunk: k for k, at in backwards if at.op != OUTPUT_T}
+        self.last_backward = {at.chunk: k for k, at in backwards if at.op in BACKWARD_OPS}
+        self.last_pass = {at.chunk: k for k, at in backwards if at.op == OUTPUT_T}
+        self.first = {at.chunk: k for k, at in reversed(ran) if at.op == FORWARD}
 
     def run(self) -> None:
         seen: dict[str, set[int]] = {op: set() for op in SYNC_OPS}
@@ -188,7 +174,8 @@ class _Check:
 
     def _following(self, k: int) -> int | None:
         """The backward or WEIGHT that comes next after instruction ``k``."""
-        return next((c for c in self.backwards if c > k), None)
+        following = bisect_right(self.backwards, k)
+        return self.backwards[following] if following < len(self.backwards) else None
 
     def _is_early(self, k: int, at: Instruction) -> bool:
         """Whether ``at`` enables the sync for a last backward that leaves weight gradients for later."""

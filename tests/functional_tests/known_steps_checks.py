@@ -197,7 +197,11 @@ def run_as_megatrons(case: Case) -> None:
         theirs = microbatches(MegatronSteps, scenario)
         assert microbatches(KnownSteps, scenario) == theirs, f"{name}: {theirs}"
     schedules = load_megatron().schedules
-    for function in ("forward_step", "backward_step", "forward_step_calc_loss", "set_current_microbatch"):
+    functions = "forward_step", "backward_step", "forward_step_calc_loss", "set_current_microbatch"
+    for function in functions:
         with mock.patch.object(schedules, function):
             assert not load_megatron().has_known_steps()
     assert load_megatron().has_known_steps()
+    with mock.patch.multiple(schedules, **dict.fromkeys(functions, mock.DEFAULT)) as called:
+        microbatches(KnownSteps, {})
+    assert not any(one.called for one in called.values()), "a stage without a loss needs none of them"

@@ -8,7 +8,10 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from megatron_pp.plan import builder
 from megatron_pp.plan.instruction import BATCH, Instruction, batch
+from megatron_pp.plan.repeated import Block
+from megatron_pp.plan.repetition import block_at
 from megatron_pp.plan.spec import Plan
 
 Program = tuple[Instruction, ...]
@@ -35,6 +38,13 @@ def mutants(
                 seen.add(mutated)
                 programs = (*plan.programs[:rank], mutated, *plan.programs[rank + 1 :])
                 yield f"{kind}: rank {rank}, {what}", replace(plan, programs=programs)
+
+
+def steady_block(plan: Plan, period: int) -> Block:
+    """Where its family repeats the order, of the plan's programs. Raises IndexError where backwards are missing."""
+    place = builder._steady_place(plan.spec, period)
+    assert place is not None
+    return block_at(place, plan.spec, period, plan.programs)
 
 
 def _program_mutants(program: Program, rng: random.Random | None, most: int) -> Iterator[tuple[str, str, Program]]:

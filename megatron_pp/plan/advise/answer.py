@@ -21,46 +21,37 @@ _SMALL = 0.002  # a difference of shares that is not worth a word
 def in_one_line(question: Question, outcome: Outcome) -> str:
     """``zb_v, V=2 on a V, M=64 microbatches of 1, group 8, overlap, ...``."""
     chosen = outcome.candidate
-    shape = chosen.shape(question.pipeline_size)
-    parts = [
+    grouped = chosen.family.grouped and chosen.num_chunks > 1
+    parts = (
         f"{chosen.schedule}: V={chosen.num_chunks} ({chosen.family.placement} placement)",
         f"M={chosen.num_microbatches} microbatches of {chosen.micro_batch}",
-    ]
-    if chosen.family.grouped and chosen.num_chunks > 1:
-        parts.append(f"groups of {shape.group_size}")
-    parts.append(chosen.policy)
-    if chosen.slices > 1:
-        parts.append(f"sequences in {chosen.slices} slices")
-    parts.append(f"layers {layers_in_words(outcome)}")
-    parts.append(recomputed_in_words(outcome))
-    if chosen.offload_chunks:
-        parts.append(f"{chosen.offload_chunks} of {chosen.num_chunks} chunks offloaded")
-    else:
-        parts.append("nothing offloaded")
-    return ", ".join(parts)
+        f"groups of {chosen.shape(question.pipeline_size).group_size}" if grouped else "",
+        chosen.policy,
+        f"sequences in {chosen.slices} slices" if chosen.slices > 1 else "",
+        f"layers {_layers(outcome)}",
+        _recomputed_in_words(outcome),
+        f"{chosen.offload_chunks} of {chosen.num_chunks} chunks offloaded"
+        if chosen.offload_chunks
+        else "nothing offloaded",
+    )
+    return ", ".join(filter(None, parts))
 
 
-def layers_in_words(outcome: Outcome) -> str:
-    fit = outcome.fit
-    if fit is None or not layout_of(outcome):
-        return "in equal shares" if fit is None or _is_even(outcome) else "as given"
-    counts = [sum(one.kind not in ("embedding", "loss") for one in layers) for layers in fit.stages]
-    return ",".join(map(str, counts))
+def _layers(outcome: Outcome) -> str:
+    stages = outcome.fit.stages if outcome.fit is not None else ()
+    if layout_of(outcome):
+        return ",".join(str(sum(one.kind not in ("embedding", "loss") for one in layers)) for layers in stages)
+    works = {round(sum(one.work for one in layers), 9) for layers in stages}
+    return "in equal shares" if len(works) <= 1 else "as given"
 
 
-def _is_even(outcome: Outcome) -> bool:
-    fit = outcome.fit
-    return fit is not None and len({round(sum(one.work for one in layers), 9) for layers in fit.stages}) == 1
-
-
-def recomputed_in_words(outcome: Outcome) -> str:
+def _recomputed_in_words(outcome: Outcome) -> str:
     fit = outcome.fit
     if fit is None or not any(fit.recomputed):
         return "nothing recomputed"
     if layout_of(outcome):
         return f"recomputed layers {','.join(map(str, fit.recomputed))}"
-    shares = ",".join(f"{count / STEPS:.0%}" for count in fit.recomputed)
-    return f"recomputed share of each stage {shares}"
+    return f"recomputed share of each stage {','.join(f'{count / STEPS:.0%}' for count in fit.recomputed)}"
 
 
 def sentences(question: Question, outcome: Outcome) -> list[str]:
@@ -85,8 +76,7 @@ def sentences(question: Question, outcome: Outcome) -> list[str]:
 def throughput(question: Question, outcome: Outcome) -> dict[str, float | None]:
     """Of all replicas; MFU of one device."""
     sequences = question.global_batch / outcome.step * 1e3 if outcome.step else 0.0
-    flops = question.model(outcome.candidate.micro_batch).flops
-    mfu = None
+    flops, mfu = question.model(outcome.candidate.micro_batch).flops, None
     if flops is not None and question.peak_flops and outcome.step:
         done = flops * outcome.candidate.num_microbatches / question.pipeline_size
         mfu = done / (outcome.step / 1e3) / question.peak_flops

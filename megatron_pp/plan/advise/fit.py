@@ -71,67 +71,65 @@ def best_counts(units: Units, room: Room, recompute: bool) -> Counts:
     builds no such stages.
     """
     counts = _fastest(tuple(units), room.placement)
-    price = _Price(units, room, recompute)
-    if len(units) == len(counts) or not price.is_short(counts):
+    cuts = _Cuts(units, room, recompute)
+    if len(units) == len(counts) or not cuts.is_short(counts):
         return counts
-    return improved(counts, price, _Givers(units, room), _Buildable(units, room.placement))
+    return improved(counts, cuts.price, cuts.givers, cuts.is_buildable)
 
 
 @lru_cache(maxsize=64)
 def _fastest(units: tuple[tuple[Layer, ...], ...], placement: Placement) -> Counts:
     """Without a memory limit."""
-    is_buildable = _Buildable(units, placement)
-    counts = balanced(units, placement.num_stages)
-    if not is_buildable(counts):
-        raise PlanError("Megatron builds no layers for multi-token prediction where this layout has them")
-    if len(units) == len(counts):
-        return counts
     room = Room(placement, ((),) * placement.pipeline_size, 1, math.inf, (0.0,) * placement.pipeline_size)
-    return improved(counts, _Price(units, room, False), _Givers(units, room), is_buildable)
+    cuts, counts = _Cuts(units, room, False), balanced(units, placement.num_stages)
+    if not cuts.is_buildable(counts):
+        raise PlanError("Megatron builds no layers for multi-token prediction where this layout has them")
+    return counts if len(units) == len(counts) else improved(counts, cuts.price, cuts.givers, cuts.is_buildable)
 
 
-class _Sums:
-    """Sums of a field over the units of each stage, by differences."""
-
-    def __init__(self, units: Units) -> None:
-        totals = [total(unit) for unit in units]
-        recomputed = [one.activation if one.recomputed is None else one.recomputed for one in totals]
-        lists = {
-            "work": [one.work for one in totals],
-            "activation": [one.activation for one in totals],
-            "late": [one.late for one in totals],
-            "static": [one.static for one in totals],
-            "recomputed": recomputed,
-            "again": [0.0 if one.recomputed is None else one.forward for one in totals],
-        }
-        self.prefix = {name: list(accumulate(values, initial=0.0)) for name, values in lists.items()}
-
-    def of(self, name: str, counts: Counts) -> list[float]:
-        prefix, ends = self.prefix[name], list(accumulate(counts, initial=0))
-        return [prefix[b] - prefix[a] for a, b in pairwise(ends)]
-
-
-class _Price:
-    """(GB that no rank has, work of the busiest rank, unevenness) of a number of units per stage. Recomputation counts
-    in proportion to the memory that it has to give.
-    """
+class _Cuts:
+    """Units per stage, and what they mean for the ranks. ``recompute``: whether memory may be had by recomputation."""
 
     def __init__(self, units: Units, room: Room, recompute: bool) -> None:
-        self.sums = _Sums(units)
+        self.units = units
         self.room = room
         self.recompute = recompute
+        totals = [total(unit) for unit in units]
+        lists = {name: [getattr(one, name) for one in totals] for name in ("work", "activation", "late", "static")}
+        lists["recomputed"] = [one.activation if one.recomputed is None else one.recomputed for one in totals]
+        lists["again"] = [0.0 if one.recomputed is None else one.forward for one in totals]
+        self._prefix = {name: list(accumulate(values, initial=0.0)) for name, values in lists.items()}
+
+    def _of(self, name: str, counts: Counts) -> list[float]:
+        """Sums over the units of each stage, by differences."""
+        prefix, ends = self._prefix[name], list(accumulate(counts, initial=0))
+        return [prefix[b] - prefix[a] for a, b in pairwise(ends)]
+
+    def is_buildable(self, counts: Counts) -> bool:
+        return is_buildable(stages_of(self.units, counts), self.room.placement)
+
+    def _needs(self, counts: Counts) -> list[float]:
+        """GB of each rank but for ``fixed``, nothing recomputed."""
+        activation, late, static = (self._of(name, counts) for name in ("activation", "late", "static"))
+        ranks = enumerate(self.room.placement.stages)
+        return [self.room.kept(rank, activation, late) + sum(static[s] for s in stages) for rank, stages in ranks]
 
     def is_short(self, counts: Counts) -> bool:
         """Whether a rank's memory does not do, nothing recomputed."""
-        activation, late, static = (self.sums.of(name, counts) for name in ("activation", "late", "static"))
-        return any(
-            self.room.kept(rank, activation, late) + sum(static[s] for s in stages) + self.room.fixed[rank]
-            > self.room.limit
-            for rank, stages in enumerate(self.room.placement.stages)
-        )
+        room = self.room
+        return any(need + fixed > room.limit for need, fixed in zip(self._needs(counts), room.fixed, strict=True))
 
-    def __call__(self, counts: Counts) -> tuple[float, ...]:
-        of = {name: self.sums.of(name, counts) for name in self.sums.prefix}
+    def givers(self, counts: Counts) -> Iterator[int]:
+        """Stages of the rank with the most work, and of that with the least room."""
+        work, stages, needs = self._of("work", counts), self.room.placement.stages, self._needs(counts)
+        busiest = max(stages, key=lambda row: sum(work[s] for s in row))
+        yield from {*busiest, *stages[needs.index(max(needs))]}
+
+    def price(self, counts: Counts) -> tuple[float, ...]:
+        """(GB that no rank has, work of the busiest rank, unevenness). Recomputation counts in proportion to the memory
+        that it has to give.
+        """
+        of = {name: self._of(name, counts) for name in self._prefix}
         missing, loads = 0.0, []
         for rank, stages in enumerate(self.room.placement.stages):
             load = sum(of["work"][s] for s in stages)
@@ -148,50 +146,21 @@ class _Price:
         return round(missing, 9), round(max(loads), 9), sum(load * load for load in loads)
 
 
-class _Givers:
-    """Stages of the ranks with the most work, and of those with the least room."""
-
-    def __init__(self, units: Units, room: Room) -> None:
-        self.sums = _Sums(units)
-        self.room = room
-
-    def __call__(self, counts: Counts) -> Iterator[int]:
-        work, activation, late, static = (self.sums.of(n, counts) for n in ("work", "activation", "late", "static"))
-        ranks = range(self.room.placement.pipeline_size)
-        stages = self.room.placement.stages
-        busiest = max(ranks, key=lambda r: sum(work[s] for s in stages[r]))
-        fullest = max(ranks, key=lambda r: self.room.kept(r, activation, late) + sum(static[s] for s in stages[r]))
-        yield from {*stages[busiest], *stages[fullest]}
-
-
-class _Buildable:
-    def __init__(self, units: Units, placement: Placement) -> None:
-        self.units = units
-        self.placement = placement
-
-    def __call__(self, counts: Counts) -> bool:
-        return is_buildable(stages_of(self.units, counts), self.placement)
-
-
 def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, model: Model, recompute: bool) -> Fitted:
     """The stages with as little recomputed as the memory allows; ``peaks`` may exceed the limit all the same."""
-    placement, chosen = room.placement, [0] * len(stages)
+    placement, chosen, peaks = room.placement, [0] * len(stages), []
     costs, activation, late = _stage_costs(stages, chosen, model.attention, model.output)
     static = tuple(sum(one.static for s in row for one in stages[s]) for row in placement.stages)
     for rank, row in enumerate(placement.stages):
-        kept = static[rank] + room.fixed[rank] + room.kept(rank, activation, late)
-        while recompute and kept + _workspace(stages, chosen, row) > room.limit:
-            stage = _dearest(stages, chosen, row, room, rank)
+        while True:
+            peak = static[rank] + room.fixed[rank] + room.kept(rank, activation, late) + _workspace(stages, chosen, row)
+            stage = _dearest(stages, chosen, row, room, rank) if recompute and peak > room.limit else None
             if stage is None:
                 break
             chosen[stage] += 1
             costs, activation, late = _stage_costs(stages, chosen, model.attention, model.output)
-            kept = static[rank] + room.fixed[rank] + room.kept(rank, activation, late)
-    peaks = tuple(
-        static[rank] + room.fixed[rank] + room.kept(rank, activation, late) + _workspace(stages, chosen, row)
-        for rank, row in enumerate(placement.stages)
-    )
-    return Fitted(tuple(map(tuple, stages)), tuple(chosen), costs, activation, late, static, peaks)
+        peaks.append(peak)
+    return Fitted(tuple(map(tuple, stages)), tuple(chosen), costs, activation, late, static, tuple(peaks))
 
 
 def unrecomputed(cut: Fitted) -> Fitted:

@@ -310,6 +310,7 @@ def test_several_schedules_are_one_drawing(command, tmp_path):
     assert "a Chrome trace holds one schedule" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("term", "colours"), [("xterm", r"4[0-7]"), ("xterm-256color", r"48;5;\d+")])
 def test_a_terminal_of_16_colours_gets_colours_of_its_own(term, colours):
     environment = {**os.environ, "TERM": term, "FORCE_COLOR": "1", "COLORTERM": "", "COLUMNS": "100"}
@@ -479,6 +480,7 @@ def test_a_full_disk_is_said_in_one_line(what):
     assert b"cannot be written (No space left on device)" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", ["NO_COLOR", "--no-colour", None])
 def test_colours_are_left_out_where_the_environment_or_the_user_says_so(plain):
     environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"FORCE_COLOR": "1", "TERM": "xterm"}

@@ -15,9 +15,8 @@ from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.instruction import parse_program
 from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.plan.repeated import Block
-from megatron_pp.plan.repetition import steady_block
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, Plan, PlanSpec
-from tests.harness.plan_mutants import mutants
+from tests.harness.plan_mutants import mutants, steady_block
 from tests.harness.sweeps import EXHAUSTIVE
 
 DEVICES = [rules for count in range(3) for rules in combinations((ONE_QUEUE, DEVICE_SYNC), count)]

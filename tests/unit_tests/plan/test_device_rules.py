@@ -190,6 +190,7 @@ def sweep(schedule: str, sizes: Iterable[int], chunks: Iterable[int], every: int
                     yield replace(spec, **next(choices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", NAMED)
 def test_every_schedule_passes(schedule: str) -> None:
     assert check(sweep(schedule, (2, 3), (2,))) >= 48

@@ -75,6 +75,7 @@ def test_every_lowering_of_every_shape_is_accepted(family: Family, size: int) ->
                 verify(lowered_plan(spec))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", NAMED, ids=by_name)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())

@@ -18,11 +18,10 @@ from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.orders import SCHEDULES, register
 from megatron_pp.plan.orders.loop import one_f_one_b
 from megatron_pp.plan.repeated import Block, Repeated, Repeating, RepetitionError
-from megatron_pp.plan.repetition import steady_block
 from megatron_pp.plan.spec import CHANNELS, DEVICE_RULES, EXPLICIT, HOOKS, POLICIES, Plan, PlanSpec, Shape
 from megatron_pp.plan.tasks import Task
 from megatron_pp.plan.verifier import verify
-from tests.harness.plan_mutants import mutants
+from tests.harness.plan_mutants import mutants, steady_block
 from tests.harness.sweeps import EXHAUSTIVE
 
 REPEATING = [name for name, family in SCHEDULES.items() if family.repeats is not None]
@@ -78,6 +77,17 @@ def test_a_repeated_plan_is_the_one_that_is_made_directly(schedule: str) -> None
         assert (found, plan.remark) == (verify(direct), direct.remark)
         repeated += isinstance(plan.programs, Repeated)
     assert repeated >= 2
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_a_shorter_last_group_is_repeated_too(chunks: int) -> None:
+    """Once its effects, far ahead of it, have an end within the plan."""
+    for count in (10, 28, 31, 40):
+        spec = PlanSpec("interleaved_1f1b", 3, chunks, count)
+        plan, found = verified_plan(spec)
+        assert isinstance(plan.programs, Repeated) == (count > 10)
+        direct = lowered_plan(spec)
+        assert (plan.programs, found) == (direct.programs, verify(direct))
 
 
 def test_tasks_are_those_of_the_program_and_shared_between_numbers_of_microbatches() -> None:

@@ -33,6 +33,7 @@ def sums(plan: Plan, draws: bool = False) -> list[object]:
     return [_sums(order, draws) for order in plan.orders]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "chunks", "splits"), [("1f1b", 1, True), ("gpipe", 1, False), ("gis", 2, True)])
 def test_a_proposal_is_faster_in_the_same_memory_and_adds_up_in_the_same_order(
     name: str, chunks: int, splits: bool
@@ -77,6 +78,7 @@ def test_memory_that_was_measured_stays_the_limit() -> None:
     assert (spec.measured.memory_limit, spec.measured.activation) == ((5.0, 4.0), (2.0, 1.0))
 
 
+@pytest.mark.slow
 def test_forwards_that_draw_random_numbers_stay_in_their_order() -> None:
     running = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 4))
     costs = slowed(4, 3)
@@ -115,6 +117,7 @@ def test_programs_that_are_not_the_verified_ones_are_refused() -> None:
         replace(found, programs=found.programs[::-1]).plan()
 
 
+@pytest.mark.slow
 def test_unequal_microbatches_are_planned_for_what_each_costs() -> None:
     running = build_plan(PlanSpec("1f1b", 3, 1, 6))
     shares, costs = (1.0, 4.0, 1.0, 1.0, 4.0, 1.0), StageCosts.uniform(3)

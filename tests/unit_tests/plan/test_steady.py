@@ -37,6 +37,7 @@ def test_the_papers_zero_bubble_is_that_of_steps_in_a_row(name, size):
     assert alone.makespan == 3 * microbatches + (size - 1) * (1 if name == "zb_h2" else 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("latency", [0.0, 0.1])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_schedule_gains_by_the_bypass_where_it_counts_on_it(name, latency):

@@ -38,8 +38,9 @@ def grid(pipeline_size: int, num_chunks: int) -> set[PlanSpec]:
     return specs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
-@pytest.mark.parametrize("pipeline_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pipeline_size", [1, 2, 3, 4])
 def test_accepts_the_whole_grid(pipeline_size: int, num_chunks: int) -> None:
     for spec in grid(pipeline_size, num_chunks):
         verify(lowered_plan(spec))

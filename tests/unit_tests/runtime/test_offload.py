@@ -82,6 +82,7 @@ def test_reentrant_checkpoints() -> None:
     assert found.difference(wanted) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [n for n, of in SCHEDULES.items() if of.search is None and not of.barriers])
 def test_every_schedule_can_offload(schedule: str) -> None:
     family = SCHEDULES[schedule]

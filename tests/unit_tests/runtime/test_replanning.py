@@ -96,6 +96,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
 # --- numbers, and what is changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "other", "chunks", "split"),
     [("1f1b", "zb_h1", 1, True), ("1f1b", "gpipe", 1, False), ("interleaved_1f1b", "interleaved_zb", 2, True)],

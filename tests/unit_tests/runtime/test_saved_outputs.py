@@ -125,6 +125,7 @@ def both_in_threads(size: int, kind: str, flip: bool, wrap: Callable[[Any], Any]
 POLICIES = ({"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {}, {"overlap_p2p_comm": True, "p2p_debug": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*MADE_OF, "gate"])
 @settings(max_examples=5, derandomize=True, deadline=None, database=None)
 @given(

@@ -103,6 +103,7 @@ def whole() -> Outcome:
     return train(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "chunks", "fields"),
     [

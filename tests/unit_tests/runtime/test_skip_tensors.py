@@ -67,6 +67,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "chunks", "fields"), CASES)
 def test_numbers_are_those_of_one_process(size, chunks, fields):
     for cache in CACHES:

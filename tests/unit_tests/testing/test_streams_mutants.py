@@ -98,6 +98,7 @@ def has_place(mutant: type[PlanExecutor], spec: PlanSpec) -> bool:
     return spec.policy != BATCHED or mutant is not FreesPostedReceive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutant", "name"),
     [(mutant, name) for mutant in WRONG_ACCESSES for name, spec in SPECS.items() if has_place(mutant, spec)],

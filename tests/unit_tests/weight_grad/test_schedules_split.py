@@ -91,6 +91,7 @@ class _WatchedStore(WeightGradStore):
         super().run(chunk, mb)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLITTING)
 def test_weight_gradients_wait_as_the_plan_says(name: str) -> None:
     size, chunks, microbatches = 4, chunks_of(name), 10
