@@ -52,8 +52,10 @@ def optimum(problem: Problem, most: float, least: float = 0.0, effort: float = 1
 
     Where times are no whole parts of a unit they are rounded down, by 1/65536 of ``most`` at the worst, and so are
     memory's by 1e-6 of it: then the step is of the rounded problem, and the bound holds. Raises PlanError where
-    OR-tools is missing.
+    OR-tools is missing, and for links or microbatches that differ, of which the model knows nothing.
     """
+    if problem.links or problem.costs.microbatches:
+        raise PlanError("the exact solver takes links that are alike, and microbatches that cost the same")
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:

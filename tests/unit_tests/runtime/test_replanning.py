@@ -140,12 +140,13 @@ def test_steps_of_unequal_microbatches_have_plans_of_their_own(searches: Callabl
     """The order of a step is that of its costs, on all ranks; other steps keep theirs."""
     asked: list[Recorded] = []
     ran: list[str] = []
-    kinds = {0: [1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 1: [1.0, 4.1, 1.0, 1.0, 1.0, 1.0]}
-    long = (1.0, 4.0, 1.0, 1.0, 1.0, 1.0)
+    kinds = [[1.0] * 6, [1.0, 4.1, 1.0, 1.0, 1.0, 1.0], [1.0] * 5 + [0.5]]
 
     def search(recorded: Recorded, started: Any) -> Answer:
+        """One kind at a time."""
         asked.append(recorded)
-        return Answer([proposal(recorded, "gpipe", tuple(shares)) for shares in recorded.shares if shares], [])
+        unknown = [tuple(shares) for shares in recorded.shares if shares]
+        return Answer([proposal(recorded, "gpipe", shares) for shares in unknown[:1]], [])
 
     searches(search)
     make = StepCall._executor
@@ -156,15 +157,15 @@ def test_steps_of_unequal_microbatches_have_plans_of_their_own(searches: Callabl
         return make(self, plan, *rest)
 
     def before(rank: int, step: int, config: Any) -> None:
-        config.microbatch_costs = kinds[step % 2] if rank else lambda: kinds[step % 2]
+        config.microbatch_costs = kinds[step % 3] if rank else lambda: kinds[step % 3]
 
     with mock.patch.object(StepCall, "_executor", noted):
-        changed = train(pipeline_replan="every:2", before=before, steps=14, pipeline_schedule="1f1b")
-    assert [*map(tuple, asked[0].shares)] == [(), long]
-    assert set(ran[1::2]) == {"1f1b"}, "steps whose microbatches cost the same"
-    assert ran[-2] == "gpipe"
-    assert ran[0] == "1f1b"
-    assert_same(changed, train(steps=14, pause=0.0, pipeline_schedule="1f1b"))
+        changed = train(pipeline_replan="every:3", before=before, steps=24, pipeline_schedule="1f1b")
+    assert {tuple(shares) for shares in asked[0].shares} == {(), (1.0, 4.0, *[1.0] * 4), (*[1.0] * 5, 0.5)}
+    assert set(ran[2::3]) == {"1f1b"}, "steps whose microbatches cost the same"
+    assert ran[0] == ran[1] == "1f1b"
+    assert ran[-3:] == ["gpipe", "gpipe", "1f1b"]
+    assert_same(changed, train(steps=24, pause=0.0, pipeline_schedule="1f1b"))
 
 
 def test_costs_are_rounded_so_that_similar_steps_run_one_plan() -> None:
@@ -223,6 +224,23 @@ def test_a_plan_that_is_not_the_verified_one_is_run_by_no_rank(searches: Callabl
     assert said("which were verified")
     assert not said("from training step")
     assert_same(trained, train(pause=0.0))
+
+
+def test_a_plan_that_one_rank_cannot_read_is_run_by_none(
+    searches: Callable[[Search], None], said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches(to("gpipe"))
+    make = Exchange._made
+
+    def made(self: Exchange, answer: Answer) -> list[Change]:
+        if self.rank:
+            raise MemoryError("no room for tasks")
+        return make(self, answer)
+
+    monkeypatch.setattr(Exchange, "_made", made)
+    train(pipeline_replan="every:1")
+    assert said("MemoryError: no room for tasks")
+    assert not said("from training step")
 
 
 def test_ranks_that_change_to_different_plans_are_told_apart(
