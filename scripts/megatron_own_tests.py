@@ -5,13 +5,13 @@
 
 The checkout's tests/unit_tests/pipeline_parallel/test_schedules.py, on 8 processes with gloo on the CPU (or NCCL,
 given 8 GPUs), with the checkout's own `megatron`. It needs pytest-mock. A test has passed if it passed on every rank.
-Exits with 1 where a test passes without `install()` and not with it.
+Exits with 1 where a test passes without `install()` and not with it, or none passes, and with 2 where it cannot run.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -135,6 +135,10 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each of the two runs")
     options, more = parser.parse_known_args()
     checkout = options.checkout.resolve()
+    if not (checkout / TESTS).is_file():
+        parser.error(f"{checkout} has no {TESTS}; give a checkout of Megatron-LM")
+    if importlib.util.find_spec("pytest_mock") is None:
+        parser.error("Megatron-LM's tests need pytest-mock, which is not installed: pip install pytest-mock")
     prepare(checkout)
     found = []
     for words, installs in (("as they are", False), ("under install()", True)):
@@ -147,6 +151,9 @@ def main() -> int:
     differing = {name: outcome for name, outcome in under.items() if without.get(name) != outcome}
     for name, outcome in differing.items():
         print(f"{name}\n    as it is: {without.get(name)}\n    under install(): {outcome}")
+    if "passed" not in without.values():
+        print(f"no test passed as it is, so nothing was compared: {next(iter(without.values()), 'no test was found')}")
+        return 1
     return 1 if any(without.get(name) == "passed" for name in differing) else 0
 
 

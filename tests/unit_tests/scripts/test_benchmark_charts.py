@@ -71,8 +71,8 @@ GROWTH = [
 CASES: dict[str, tuple[list[Row], str, list[str]]] = {
     "overhead": (
         OVERHEAD,
-        "Megatron-core 20 us (ours is 0.40 of it). Under `install()`, with Megatron-core's own forward and backward "
-        "of a microbatch, it is 15 us, 0.75 of what Megatron-core's schedules take.",
+        "Megatron-core 20 us (ours is 0.40 of it). Under `install()` it is 15 us, 0.75 of what Megatron-core's "
+        "schedules take.",
         ["ours", "plug-in", "megatron", "1f1b P=4 plain"],
     ),
     "exposed": (
