@@ -23,7 +23,7 @@ from megatron_pp.cli.terminal import print_line, print_table, write_output
 from megatron_pp.draw.front import Point
 from megatron_pp.draw.ticks import percent, short
 from megatron_pp.plan.advise import answer
-from megatron_pp.plan.advise.evaluate import Outcome, least_memory
+from megatron_pp.plan.advise.evaluate import Outcome
 from megatron_pp.plan.advise.flags import MEASURED_FILE, megatron_flags, our_flags, runs_in_megatron
 from megatron_pp.plan.advise.microbatch_order import MicrobatchOrder, best_order
 from megatron_pp.plan.advise.search import Findings, Report, search
@@ -127,7 +127,7 @@ def _progress() -> Iterator[Report]:
 
 
 def _nothing_fits(findings: Findings) -> str:
-    question, least = findings.question, least_memory(findings.outcomes)
+    question, least = findings.question, findings.least_memory
     if least is None:
         reasons = sorted({one.refused for one in findings.outcomes if one.refused}, key=len)
         return f"no pipeline is possible: {reasons[0] if reasons else 'none was tried'}"

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, Instruction
+from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, FREE_F, INPUT_GRAD, Instruction
 from megatron_pp.plan.spec import Plan
 from megatron_pp.weight_grad.deferred import tensors_in
 from megatron_pp.weight_grad.store import WeightGradStore
@@ -123,13 +123,17 @@ Cell = tuple[int, int]  # (stage, microbatch)
 
 
 class Engine(Protocol):
-    """What is read of the engine: tensors by (stage, microbatch, slice)."""
+    """What is read of the engine: tensors by (stage, microbatch, slice), and sends that are finished later than the
+    plan says, with their tasks."""
 
     @property
     def inputs(self) -> Mapping[Any, Any]: ...
 
     @property
     def outputs(self) -> Mapping[Any, Any]: ...
+
+    @property
+    def deferred(self) -> Iterable[tuple[Any, Any]]: ...
 
 
 class KeptBytes:
@@ -181,9 +185,12 @@ class KeptBytes:
     def _count(self, at: Instruction) -> None:
         """Before the first backward of a microbatch's slices."""
         assert self.engine is not None
+        outputs, sent = dict(self.engine.outputs), {task.key for _, task in self.engine.deferred if task.op == FREE_F}
+        for key in sent & outputs.keys():
+            del outputs[key]  # of the transport, which keeps it for a while
         given, made = (
             [tensor for key, value in table.items() if key[:2] == (at.stage, at.mb) for tensor in tensors_in(value)]
-            for table in (self.engine.inputs, self.engine.outputs)
+            for table in (self.engine.inputs, outputs)
         )
         self.received[at.stage] = sum(tensor.numel() * tensor.element_size() for tensor in given)
         self.forward[at.stage] = self._bytes(self._alive(at) | _storages([*given, *made]))

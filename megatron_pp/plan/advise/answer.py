@@ -151,7 +151,7 @@ def as_json(findings: Findings, order: MicrobatchOrder | None = None) -> dict[st
         ],
         "cannot_be_faster": [_named(one) for one in findings.needless],
         "not_looked_at": [_named(one) for one in findings.not_looked_at],
-        "least_memory_gb": min((one.peak for one in findings.outcomes if one.fit is not None), default=None),
+        "least_memory_gb": None if findings.least_memory is None else findings.least_memory.peak,
         "seconds": findings.seconds,
         "interrupted": findings.interrupted,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,7 +153,7 @@ def _run(
         rank = cut.peaks.index(max(cut.peaks))
         recomputed = ", all layers recomputed" if any(cut.recomputed) else ""
         refused = f"needs {cut.peaks[rank]:.3g} GB on rank {rank}{recomputed}"
-    elif candidate.family.barriers and candidate.schedule not in question.schedules:
+    elif not question.takes(candidate.schedule):
         refused = f"the model would have to split its output layer over all ranks; --schedules {candidate.schedule}"
     bound = bound_of(plan, cut.costs, network, None if refused else memory)
     certificate = None if plan.certificate is None else plan.certificate.to_dict()
@@ -180,9 +179,3 @@ def _recomputed_time(cut: Fitted) -> float:
     """Milliseconds of a microbatch, all stages together."""
     plain = sum(one.backward_input for layers in cut.stages for one in layers)
     return max(0.0, sum(cut.costs.backward_input) - plain)
-
-
-def least_memory(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Of those that were built, the one that needs the least."""
-    built = [one for one in outcomes if one.fit is not None]
-    return min(built, key=lambda one: one.peak, default=None)

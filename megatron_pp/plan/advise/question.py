@@ -123,6 +123,10 @@ class Question:
     def _can_split_output(self) -> bool:
         return all(model.can_split_output for _, model in self.models)
 
+    def takes(self, schedule: str) -> bool:
+        """Whether it may be recommended: a model has to split its output layer for some, which is not done unasked."""
+        return not SCHEDULES[schedule].barriers or schedule in self.schedules
+
     @property
     def tried(self) -> tuple[str, ...]:
         """Names of families."""

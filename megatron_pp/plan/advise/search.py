@@ -55,6 +55,12 @@ class Findings:
         return min(as_fast, key=lambda one: (round(one.peak, 6), one.step), default=None)
 
     @property
+    def least_memory(self) -> Outcome | None:
+        """Of those that were built and may be recommended, the one that needs the least, though it may not fit."""
+        built = [one for one in self.outcomes if one.fit is not None and self.question.takes(one.candidate.schedule)]
+        return min(built, key=lambda one: one.peak, default=None)
+
+    @property
     def front(self) -> list[Outcome]:
         """The Pareto front: fastest first, each with less memory than all before it."""
         front: list[Outcome] = []
@@ -115,12 +121,15 @@ class _Queue:
         return first
 
     def sort(self) -> None:
-        """The most promising named plans come first, then searches between the other ones."""
+        """The most promising named plans come first, then searches between the other ones; what cannot be recommended
+        is only compared, and comes among these.
+        """
         self.outcomes += [Outcome(one.candidate, one.refused) for one in self.estimates if one.refused]
         possible = [one for one in self.estimates if not one.refused and one.candidate not in self.begun]
         fits = [one for one in possible if one.peak <= self.question.memory]
         named = sorted((one for one in possible if not one.candidate.searches), key=lambda one: one.step)
-        front = _front([one for one in named if one in fits])
+        takes = self.question.takes
+        front = _front([one for one in named if one in fits and takes(one.candidate.schedule)])
         searches = sorted((one for one in possible if one.candidate.searches), key=_promise)
         rest = sorted((one for one in named if one not in front), key=lambda one: one.step if fits else one.peak)
         self.waiting = [*front[:2], *_alternately(searches, [*front[2:], *rest])]
@@ -164,11 +173,13 @@ class _Queue:
 
     def is_over(self, beyond: float) -> bool:
         """Whether to stop, so many seconds after the end of the budget; later where nothing fits so far, and not before
-        a plan was built.
+        a plan was built that may be recommended.
         """
         if self.best < float("inf"):
             return beyond > 0
-        return beyond > _EXTRA * self.budget and any(one.fit is not None for one in self.outcomes)
+        return beyond > _EXTRA * self.budget and any(
+            one.fit is not None and self.question.takes(one.candidate.schedule) for one in self.outcomes
+        )
 
     def left(self, found: Sequence[Candidate]) -> tuple[Candidate, ...]:
         """Of ``found``, and of the variants that were begun, those without an outcome."""
