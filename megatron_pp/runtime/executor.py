@@ -371,20 +371,20 @@ class PlanExecutor:
             self.outputs[key] = self.steps.backward_root(self.outputs[key])
 
     def _settle(self, most: int) -> None:
-        """Finish deferred sends, oldest first: those that are done, and those beyond ``most``; on gloo all then."""
+        """Finish deferred sends, oldest first: those that are done, and those beyond ``most``; on gloo the older half
+        then, as the newest may wait for the peer."""
         if len(self.deferred) > most and not self.communicator.transport.pollable:
-            for handle, _ in reversed(self.deferred):  # a wait for the last of a channel is one for all
+            most //= 2
+            for handle, _ in [*reversed(self.deferred)][most:]:  # a wait for the last of a channel is one for all
                 handle.wait()
         while self.deferred and (len(self.deferred) > most or self.deferred[0][0].is_completed()):
             self._wait_then_free(*self.deferred.popleft())
 
     def _hand_f(self, at: Task) -> None:
         source = (at.stage - 1, at.mb, at.slice)
-        output = self.outputs[source]
-        if isinstance(output, (list, tuple)):
-            self.inputs[at.key] = [tensor.detach().requires_grad_(self.graphs) for tensor in output]
-        else:
-            self.inputs[at.key] = output.detach().requires_grad_(self.graphs)
+        output, several = self.outputs[source], isinstance(self.outputs[source], (list, tuple))
+        made = [tensor.detach().requires_grad_(self.graphs) for tensor in (output if several else [output])]
+        self.inputs[at.key] = made if several else made[0]
         self.drop_data(source)
 
     def _hand_b(self, at: Task) -> None:

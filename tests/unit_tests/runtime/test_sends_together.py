@@ -49,11 +49,11 @@ class LikeGloo(StillTransport):
 
 
 @pytest.mark.parametrize("policy", ["plain", "batched", "overlap"])
-def test_the_last_send_is_waited_for_first_and_none_is_left(policy: str) -> None:
+def test_the_older_half_is_waited_for_last_send_first_and_none_is_left(policy: str) -> None:
     transport = LikeGloo(0, 2, most=4)
     make_step(2, 1, 0, 12, policy, transport)()
     assert transport.asked == {BYTES}
-    assert transport.waited == [5, 4, 3, 2, 1, 10, 9, 8, 7, 6, 12, 11]
+    assert transport.waited == [3, 2, 1, 6, 5, 4, 9, 8, 7, 12, 11, 10]
     assert all(sent - waited <= 5 + (policy == "overlap") for sent, waited in enumerate(transport.before_each_send))
 
 
