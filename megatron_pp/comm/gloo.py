@@ -30,6 +30,7 @@ logger = logging.getLogger("megatron_pp")
 # At least this goes into a TCP socket whose peer does not read, on Linux: net.core.wmem_default is 212,992 bytes, half
 # of it payload.
 LARGE_BYTES = 64 * 1024
+SMALL_SENDS = 16  # that a rank leaves unfinished: less than 1 MiB is kept for them
 _PREFIX = "megatron_pp "  # of the threads' names
 _PATIENCE = 1.0  # seconds for all threads to end; those that are stuck stay
 

@@ -19,7 +19,7 @@ from megatron_pp.comm.abort import abort_groups
 from megatron_pp.comm.at_exit import call_at_exit
 from megatron_pp.comm.channels import SHAPES, Channel, ChannelGroups, Key, in_rounds, pipeline_name
 from megatron_pp.comm.collectives import Collective, GroupCollectives, InThread, OnStream
-from megatron_pp.comm.gloo import LARGE_BYTES, ChannelThreads
+from megatron_pp.comm.gloo import LARGE_BYTES, SMALL_SENDS, ChannelThreads
 from megatron_pp.errors import P2PError, P2PTransferError
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES
 
@@ -32,7 +32,6 @@ _TAGS = {ACT: 0x4D5001, GRAD: 0x4D5002}
 _SHARED_TAG = 0x4D5000
 _TAGS_OF_ONE_AGREEMENT = 0x100  # tags are 31 bits wide
 _AGREEMENTS = 0x10000
-_SMALL_SENDS = 16  # of less than LARGE_BYTES each, so that less than 1 MiB is kept for them
 
 
 class Work(Protocol):
@@ -218,7 +217,7 @@ class ProcessGroupTransport(Transport):
         """On gloo a wait for a send wakes a thread, so small ones are waited for together."""
         if self.pollable:
             return allowed
-        return _SMALL_SENDS if 0 < message_bytes < LARGE_BYTES else 0
+        return SMALL_SENDS if 0 < message_bytes < LARGE_BYTES else 0
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         if self._threads is None and not tensor.is_cuda:

@@ -32,8 +32,6 @@ from megatron_pp.testing.toy import (
     ToyBlock,
     ToyData,
     ToyResult,
-    gradients_of,
-    merged,
     toy_chunks,
     toy_config,
     toy_forward_step,
@@ -41,6 +39,7 @@ from megatron_pp.testing.toy import (
 )
 from megatron_pp.tracing.analysis import StageTimes
 from megatron_pp.weight_grad import split_weight_grad
+from tests.harness.toy_training import train_toy
 
 FORWARD, BACKWARD = (0.004, 0.008), (0.008, 0.016)  # seconds by stage
 ACTIVATION = 3 * 2 * 4 * 4  # bytes of a tensor of the toy model
@@ -69,35 +68,9 @@ class SleepingBlock(ToyBlock):
 
 
 def train(
-    size: int,
-    num_chunks: int = 1,
-    *,
-    steps: int = 4,
-    microbatches: int = 5,
-    split: bool = False,
-    block: Any = ToyBlock,
-    kind: type[MemoryNetwork] = MemoryNetwork,
-    **fields: Any,
+    size: int, num_chunks: int = 1, *, steps: int = 4, kind: type[MemoryNetwork] = MemoryNetwork, **more: Any
 ) -> ToyResult:
-    """``steps`` training steps of the toy model, ranks as threads; gradients add up."""
-    network = kind(size)
-    data = ToyData(microbatches, variable=fields.get("variable_seq_lengths", False))
-    fields = {"virtual_pipeline_model_parallel_size": num_chunks if num_chunks > 1 else None, **fields}
-
-    def rank_main(rank: int) -> ToyResult:
-        config = toy_config(**fields)
-        communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
-        placement = placement_of(config, size, num_chunks)
-        chunks = toy_chunks(placement, rank, config, block)
-        if split:
-            split_weight_grad(chunks)
-        losses: list[float] = []
-        with network.running(rank):
-            for _ in range(steps):
-                losses += [float(report["loss"]) for report in toy_step(chunks, data, communicator)]
-        return ToyResult(losses, gradients_of(dict(zip(placement.stages[rank], chunks, strict=True))))
-
-    return merged(run_ranks(size, rank_main, network.abort))
+    return train_toy(kind(size), num_chunks, steps=steps, **{"microbatches": 5, **more})
 
 
 @pytest.fixture(autouse=True)

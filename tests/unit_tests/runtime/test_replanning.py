@@ -16,7 +16,6 @@ from torch.distributed import HashStore
 
 from megatron_pp.config import TransformerConfig
 from megatron_pp.errors import ConfigError, PipelineMismatchError, ScheduleInputError
-from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.runtime import replan_exchange
 from megatron_pp.runtime.pairs import in_turn
@@ -24,12 +23,10 @@ from megatron_pp.runtime.replan_exchange import Change, Exchange
 from megatron_pp.runtime.replanning import in_steps
 from megatron_pp.runtime.step import StepCall
 from megatron_pp.testing.memory_transport import MemoryNetwork
-from megatron_pp.testing.pipeline import placement_of, toy_step
-from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, gradients_of, merged, toy_chunks, toy_config
+from megatron_pp.testing.toy import ToyBlock, ToyResult
 from megatron_pp.tracing.proposing import Answer, Recorded, searched
-from megatron_pp.weight_grad import split_weight_grad
 from tests.harness.proposals import Search, proposal, to
+from tests.harness.toy_training import train_toy
 
 Said = Callable[[str], list[str]]
 
@@ -38,36 +35,19 @@ def train(
     num_chunks: int = 1,
     *,
     size: int = 2,
-    steps: int = 12,
-    microbatches: int = 6,
-    split: bool = True,
-    block: Any = ToyBlock,
     store: Any = HashStore,
     pause: float = 0.03,
     before: Callable[[int, int, Any], None] = lambda rank, step, config: None,
-    **fields: Any,
+    **more: Any,
 ) -> ToyResult:
-    """``steps`` training steps of the toy model, ranks as threads; gradients add up. ``before`` each step it is called
-    with the rank, the step and the config.
-    """
-    network, data = MemoryNetwork(size, store=store and store()), ToyData(microbatches)
-    fields = {"virtual_pipeline_model_parallel_size": num_chunks if num_chunks > 1 else None, **fields}
+    """``pause``: seconds before each step."""
 
-    def rank_main(rank: int) -> ToyResult:
-        config = toy_config(**fields)
-        communicator = P2PCommunicator(ThreadGroup(rank, size), config, network.transport(rank))
-        placement = placement_of(config, size, num_chunks)
-        chunks = toy_chunks(placement, rank, config, block)
-        if split:
-            split_weight_grad(chunks)
-        losses: list[float] = []
-        for step in range(1, steps + 1):
-            before(rank, step, config)
-            time.sleep(pause)
-            losses += [float(report["loss"]) for report in toy_step(chunks, data, communicator)]
-        return ToyResult(losses, gradients_of(dict(zip(placement.stages[rank], chunks, strict=True))))
+    def before_step(rank: int, step: int, config: Any) -> None:
+        before(rank, step, config)
+        time.sleep(pause)
 
-    return merged(run_ranks(size, rank_main, network.abort))
+    network = MemoryNetwork(size, store=store and store())
+    return train_toy(network, num_chunks, before=before_step, **{"steps": 12, "microbatches": 6, "split": True, **more})
 
 
 @pytest.fixture(autouse=True)
