@@ -25,9 +25,19 @@ from matplotlib.path import Path
 from matplotlib.text import Text
 from matplotlib.textpath import TextToPath
 
-from megatron_pp.draw.facts import IDLE, MEMORY, SHADES, Key, costs_line, legend_keys, summary
+from megatron_pp.draw.facts import (
+    IDLE,
+    MEMORY,
+    SHADES,
+    Key,
+    costs_line,
+    legend_keys,
+    summary,
+    tick_label,
+    tick_step,
+    value_ticks,
+)
 from megatron_pp.draw.palette import DARK, LIGHT, OPERATIONS, Colour, Theme, block_colour, block_name, ink_on
-from megatron_pp.draw.ticks import tick_label, tick_step, value_ticks
 from megatron_pp.draw.timeline import Lane, Timeline, pieces, thinned
 from megatron_pp.errors import PlanError
 

@@ -16,8 +16,7 @@ from megatron_pp.plan.spec import BATCHED, Plan, PlanSpec
 from megatron_pp.plan.sync_marks import prepares_in_forward
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
-from megatron_pp.runtime.compute import ModelSteps, StepOptions
-from megatron_pp.runtime.dict_activations import NamedSteps
+from megatron_pp.runtime.compute import ModelSteps, NamedSteps, StepOptions
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.gradient_hooks import SyncHooks, finalize_gradients, unsynchronised
 from megatron_pp.runtime.graph_order import check_graph_order

@@ -26,8 +26,7 @@ from megatron_pp.errors import (
 from megatron_pp.faults import guard as guard_module
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.liveness import process_of
-from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, Progress
-from megatron_pp.faults.store import FaultStore
+from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, FaultStore, Progress
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
