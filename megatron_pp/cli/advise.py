@@ -20,8 +20,8 @@ from megatron_pp.cli.cost_options import number
 from megatron_pp.cli.errors import INTERRUPTED, OK, RefusedError, UsageError
 from megatron_pp.cli.plan_options import whole
 from megatron_pp.cli.terminal import print_line, print_table, write_output
+from megatron_pp.draw.facts import percent, short
 from megatron_pp.draw.front import Point
-from megatron_pp.draw.ticks import percent, short
 from megatron_pp.plan.advise import answer
 from megatron_pp.plan.advise.evaluate import Outcome
 from megatron_pp.plan.advise.flags import MEASURED_FILE, megatron_flags, our_flags, runs_in_megatron

@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pp.comm.exchange import gather_numbers
-from megatron_pp.comm.link_times import copy_rates, measure_links, sizes_around
+from megatron_pp.comm.exchange import copy_rates, gather_numbers, measure_links, sizes_around
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ExchangeError, ScheduleInputError

@@ -6,6 +6,8 @@ import pytest
 
 from megatron_pp.cli.command_line import main
 
+MODEL = ["--layers", "16", "--hidden-size", "1024", "--seq-length", "1024", "--vocab-size", "32000"]
+
 
 @pytest.fixture
 def command(capsys, monkeypatch):
