@@ -25,7 +25,7 @@ def recorded_timeline(plan: Plan, rank: int) -> Iterator[int]:
     """
     walk = _Walk(plan)
     for at in plan.timed(rank):
-        for one in at.members or (at,):
+        for one in ins.each([at]):
             walk.advance(one)
         yield len(walk.waiting)
 

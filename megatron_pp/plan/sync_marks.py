@@ -112,7 +112,7 @@ class _Check:
         self.program = plan.programs[rank]
         noted = [(k, entry) for k, entry in enumerate(self.program) if entry.op in _NOTED]
         self.syncs = [(k, entry) for k, entry in noted if entry.op in ins.SYNC_OPS]
-        ran = [(k, at) for k, entry in noted for at in entry.members or (entry,)]
+        ran = [(k, at) for k, entry in noted for at in ins.each([entry])]
         backwards = [(k, at) for k, at in ran if at.op in _BACKWARDS]
         self.backwards = [k for k, _ in backwards]
         # Chunk -> index of the compute operation after which its gradients are complete; the same for layers that do
