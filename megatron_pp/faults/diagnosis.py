@@ -4,8 +4,6 @@ Exceptions of user code may raise when they are inspected; such errors are caugh
 text of a user's exception.
 """
 
-from __future__ import annotations
-
 import dis
 import re
 import traceback

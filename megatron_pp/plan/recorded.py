@@ -6,8 +6,6 @@ then, also receives that wait for their peers. So an input that was received on 
 the receives that were posted ahead on that channel are there.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator
 

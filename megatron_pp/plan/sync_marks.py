@@ -5,8 +5,6 @@ Collectives slow compute down, so Megatron starts them in the same slot on every
 behind rank 0 in the forward direction and ahead in the backward one (Megatron's interleaved schedule; apex#1611).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 runs its own compute order (``order_check.py``). What is refused is refused with the rank, the instruction and the cycle
 or the missing piece."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """One call of a schedule function, from its arguments to the reported losses."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
