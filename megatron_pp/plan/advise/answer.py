@@ -1,7 +1,5 @@
 """What the advisor says: the recommendation in one line, its numbers, and why the others lose."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any

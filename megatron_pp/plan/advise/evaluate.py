@@ -1,7 +1,5 @@
 """A candidate's plan: built, verified under the rules of its device, and simulated."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any
