@@ -81,10 +81,8 @@ def _recomputed_by_megatron(outcome: Outcome) -> list[str]:
         return ["what is recomputed is not in the flags below: the layers are not known (--layers N)"]
     if outcome.flagged == outcome.step:
         return []
-    most = max(outcome.fit.recomputed)
-    return [
-        f"Megatron has one number of recomputed layers for all stages, {most}: the step is {outcome.flagged:.4g} ms then"
-    ]
+    number = f"Megatron has one number of recomputed layers for all stages, {max(outcome.fit.recomputed)}"
+    return [f"{number}: the step is {outcome.flagged:.4g} ms then"]
 
 
 def throughput(question: Question, outcome: Outcome) -> dict[str, float | None]:
