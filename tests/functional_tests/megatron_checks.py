@@ -223,7 +223,7 @@ def impossible_arguments_are_errors(case: Case) -> list[str]:
         reports = call_schedule(run)
         assert len(reports) == (case.microbatches if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else 0)
         lengths = {"seq_length": torch.tensor(case.model.seq), "num_microbatches": torch.tensor(case.microbatches)}
-        assert len(call_schedule(run, **lengths, forward_only=None)) == len(reports), "as Megatron's schedules take them"
+        assert len(call_schedule(run, **lengths, forward_only=None)) == len(reports), "as in Megatron"
     return messages
 
 
