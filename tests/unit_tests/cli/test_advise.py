@@ -66,6 +66,16 @@ def test_a_signal_ends_the_search_with_an_answer(command, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_bar_on_the_terminal_counts(capsys, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with advise._progress():
+        pass
+    assert "None" not in capsys.readouterr().err
+    with advise._progress() as report:
+        report(3, 8, "zb_v")
+    assert "3/8" in capsys.readouterr().err
+
+
 def test_json_has_the_same(command):
     answer = json.loads(command(*SMALL, *COSTS, *FEW, "--json", "--device", "one_queue")[1])
     best = answer["recommended"]
