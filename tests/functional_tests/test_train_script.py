@@ -297,7 +297,7 @@ def test_a_run_is_alone_in_its_folder_and_ends_with_its_launcher(tmp_path: Path)
             with pytest.raises(RankFailedError) as refused:
                 train(2, tmp_path, resume)
             assert {kind for kind, _ in refused.value.errors.values()} == {"RunInUseError"}
-            assert f"the run's folder {folder} is in use: its run was started by process" in str(refused.value)
+            assert f"the run's folder {folder} is in use by another run" in str(refused.value)
             process.kill()
             wait_for_end(ranks)
         finally:
@@ -365,7 +365,7 @@ def faulty_optimizer(rank: int, size: int, folder: Path) -> None:
 def test_bad_input_is_reported_once_and_ends_the_run(tmp_path: Path) -> None:
     code, output = run(train_sh(*SMALL, "--data", "nothing"), tmp_path)
     assert (code, output.count("\n")) == (2, 1), output
-    assert output.startswith("train.py: DataError: data path nothing does not exist")
+    assert output.startswith("train.py: DataError: data path nothing is no file or readable folder")
 
 
 @pytest.mark.parametrize("ranks", ["x", "0", "-1", "2.5"])

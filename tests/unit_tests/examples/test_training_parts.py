@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt import interrupt, program
+from examples.gpt import program
 from examples.gpt.data import Microbatch
+from examples.gpt.ending import StopRequest, report
 from examples.gpt.gpt import OUTPUT, GPTStage
-from examples.gpt.interrupt import StopRequest
 from examples.gpt.metrics import METRICS, TENSORBOARD, Recorder, plot_metrics, read_metrics
 from examples.gpt.optimizer import (
     GradientClipper,
@@ -30,7 +29,6 @@ from examples.gpt.optimizer import (
     learning_rate,
     sum_tied_gradients,
 )
-from examples.gpt.reports import report
 from examples.gpt.settings import Settings
 from examples.gpt.trainer import ComputeTimers, forward_step, mean_loss, summed_loss
 from megatron_pp import parallel_state
@@ -123,16 +121,17 @@ def test_gradients_under_a_per_token_loss_are_divided_by_the_tokens(group: dist.
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    values = [learning_rate(step, peak=1.0, final=0.1, warmup_steps=4, total_steps=14) for step in range(14)]
+    settings = Settings(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4, train_steps=14)
+    values = [learning_rate(step, settings) for step in range(14)]
     assert values[:4] == [0.25, 0.5, 0.75, 1.0]
     assert values[4] == pytest.approx(1.0)
     assert values[-1] == pytest.approx(0.1)
     assert values[4:] == sorted(values[4:], reverse=True)
-    assert learning_rate(0, 1.0, 0.1, 0, 1) == 1.0
+    assert learning_rate(0, Settings(learning_rate=1.0, warmup_steps=0, train_steps=1)) == 1.0
 
 
 def make_optimizer(stages: list[GPTStage]) -> NamedAdamW:
-    return NamedAdamW(stages, (0.9, 0.95), 1e-8, weight_decay=0.5)
+    return NamedAdamW(stages, Settings(weight_decay=0.5))
 
 
 def test_adamw_decays_matrices_only() -> None:
@@ -176,13 +175,13 @@ def test_the_optimizers_tensors_are_all_that_it_needs_to_continue() -> None:
 
 
 def test_a_rank_without_parameters_takes_its_steps() -> None:
-    optimizer = NamedAdamW([torch.nn.ModuleDict()], (0.9, 0.95), 1e-8, 0.1)
+    optimizer = NamedAdamW([torch.nn.ModuleDict()], Settings())
     optimizer.step(1e-3)
     assert optimizer.tensors() == {}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_a_wish_and_the_next_one_soon_is_the_same_wish(number: signal.Signals) -> None:
+def test_a_signal_is_a_wish_and_the_next_one_is_the_same_wish(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
         assert signal.getsignal(number) == before
@@ -230,37 +229,6 @@ def test_a_launcher_finds_whole_reports_or_none(
     report(OSError(5, "the disk has gone away"), foreseen=False)
     assert not list(tmp_path.glob("*.json"))
     assert "OSError: [Errno 5] the disk has gone away" in capsys.readouterr().err
-
-
-BLOCKED = """
-import ctypes, importlib.util, signal, sys
-spec = importlib.util.spec_from_file_location("interrupt", sys.argv[1])
-interrupt = importlib.util.module_from_spec(spec)
-sys.modules["interrupt"] = interrupt
-spec.loader.exec_module(interrupt)
-interrupt.IMPATIENT_AFTER = 0.2
-libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
-with interrupt.StopRequest() as stop:
-    stop.begin()
-    print("blocked", flush=True)
-    libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)  # for ever, and no signal handler of Python runs
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="blocks in a call of glibc")
-def test_a_second_signal_ends_a_process_that_is_blocked_outside_of_python() -> None:
-    with subprocess.Popen([sys.executable, "-c", BLOCKED, str(interrupt.__file__)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            process.send_signal(signal.SIGTERM)
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.5)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 128 + signal.SIGTERM
-        finally:
-            process.kill()
 
 
 def test_timers_add_up_compute_and_nothing_else() -> None:
