@@ -112,7 +112,7 @@ class LayerParts:
         self.replicas: Any = None  # process group of the ranks that hold the same weights; None: there are no others
 
     def block(self, config: Any, layer: int) -> nn.Module:
-        """Layer ``layer`` (0-based, in the whole model): called with ``(hidden [s, b, h], rotary)`` and any slice."""
+        """Layer ``layer`` (0-based, in the whole model): called with ``(hidden [s, b, h], rotary, slice or None)``."""
         return Block(config, self.norm)
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -226,18 +226,16 @@ class GPTStage(nn.Module):
         Returns an activation ``[s, b, h]``; on the last stage, unless the output is split, the loss of each token, fp32
         or wider ``[b, s]``, or logits ``[b, s, vocab]`` when there are no labels."""
         part = sequence_slice()
-        of_slice: tuple[Any, ...] = ()
-        which: tuple[str, ...] = ()
         if part is not None:
             tokens, labels = (None if given is None else part.of(given, 1) for given in (tokens, labels))
-            of_slice, which = (part,), (f"slice {part.index} of {part.count}",)
         hidden = self._stage_input(tokens)
         draws = self.training and (self.config.hidden_dropout or self.config.attention_dropout)
         with self.parts.forward_context():
             for layer, block in self.layers.items():
                 if draws:
+                    which = [] if part is None else [f"slice {part.index} of {part.count}"]
                     torch.manual_seed(seed_of(self.seed, "dropout", microbatch, layer, *which))
-                inputs = hidden, self.rotary, *of_slice
+                inputs = hidden, self.rotary, part
                 hidden = self.parts.checkpointed(block, *inputs) if recompute else block(*inputs)
         for rows in self.output_rows.values():  # this rank's, where the output layer is split
             assert labels is not None, "a split output layer gives losses, no logits"

@@ -20,7 +20,6 @@ from examples.gpt.gpt import LayerParts, RotaryEmbedding, dropped
 from examples.gpt.settings import Settings
 
 TE = "transformer_engine"
-_NORMS = {"apex": ("apex.normalization", "FusedLayerNorm"), TE: (f"{TE}.pytorch", "LayerNorm")}
 _RECIPES = {
     "delayed": "DelayedScaling",
     "tensorwise": "Float8CurrentScaling",
@@ -54,17 +53,15 @@ def choose_libraries(settings: Settings, device: torch.device, split: bool) -> L
     elif settings.fp8 is not None:
         raise ArgumentError(f"--fp8 is {settings.fp8}, which needs --transformer-impl {TE}")
     else:
-        norm, layers = nn.LayerNorm, "layers: torch; norms: torch LayerNorm"
-        for library, (module, name) in reversed(_NORMS.items()):
-            if (found := _find("--norm-impl", settings.norm_impl, library, module, name, on_gpu)) is not None:
-                norm, layers = found, f"layers: torch; norms: {library} {name}"
-        parts = LayerParts(norm)
+        norm = _find("--norm-impl", settings.norm_impl, "apex", "apex.normalization", "FusedLayerNorm", on_gpu)
+        parts = LayerParts(norm or nn.LayerNorm)
+        layers = f"layers: torch; norms: {'apex FusedLayerNorm' if norm else 'torch LayerNorm'}"
     return Libraries(parts, fused_adam, (layers, f"optimizer: {optimizer}"))
 
 
 def _transformer_engine(settings: Settings, device: torch.device, split: bool) -> tuple[LayerParts, str]:
     flag, on_gpu = "--transformer-impl", device.type == "cuda"
-    if settings.norm_impl not in ("auto", TE):
+    if settings.norm_impl != "auto":
         raise ArgumentError(f"--norm-impl is {settings.norm_impl}, but {flag} {TE} has its own norms; leave one out")
     if settings.model.sequence_slices > 1:
         raise ArgumentError(f"{flag} {TE} keeps no keys and values for --sequence-slices; leave one out")
@@ -122,7 +119,7 @@ class TransformerEngineBlock(nn.Module):
         self.hidden_dropout = config.hidden_dropout
         self.fp8, self.is_first_microbatch = fp8, True
 
-    def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryEmbedding, part: None = None) -> Tensor:
         """``[s, b, h]`` to ``[s, b, h]``, same dtype."""
         first = self.is_first_microbatch if self.fp8 else None  # None: nothing is kept between microbatches
         x = x + dropped(self, self._attention(x, rotary, first)).to(x.dtype)

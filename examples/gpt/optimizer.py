@@ -15,29 +15,17 @@ from examples.gpt.settings import Settings
 from megatron_pp import parallel_state
 
 
-def finalize_gradients(
-    chunks: Sequence[GPTStage], last_stage_rank: int, model: Any, num_tokens: Tensor | None = None, **_: Any
-) -> None:
-    """Megatron's ``finalize_model_grads_func``, once the first two arguments are given. In place.
-
-    The data-parallel mean comes first, the tied embedding's sum after it. ``num_tokens`` (int, one element, right on
-    the last stage, of global rank ``last_stage_rank``) is given under ``calculate_per_token_loss``: the sum over
-    replicas is then divided by the tokens of all."""
+def finalize_gradients(chunks: Sequence[GPTStage], *_: Any, **__: Any) -> None:
+    """Megatron's ``finalize_model_grads_func``, once its first argument is given. In place: first the data-parallel
+    mean, then the tied embedding's sum."""
     gradients = [p.grad for chunk in chunks for p in chunk.parameters() if p.grad is not None]
     group = parallel_state.get_data_parallel_group()
     replicas = dist.get_world_size(group)
-    divisor: Tensor | int = replicas
-    if num_tokens is not None:
-        dist.broadcast(num_tokens, src=last_stage_rank, group=parallel_state.get_pipeline_model_parallel_group())
-        dist.all_reduce(num_tokens, group=group)
-        divisor = num_tokens.clamp(min=1)
     if replicas > 1 and gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients])  # one large message, not many small ones
         dist.all_reduce(flat, group=group)
-        for gradient, reduced in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(reduced.view_as(gradient))
-    if gradients and (num_tokens is not None or replicas > 1):
-        torch._foreach_div_(gradients, divisor)
+        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            torch.div(total.view_as(gradient), replicas, out=gradient)
     if chunks[0].output_rows:
         sum_tied_rows(chunks[0], parallel_state.get_pipeline_model_parallel_group())
     elif parallel_state.is_rank_in_embedding_group():

@@ -47,7 +47,7 @@ _DEFAULTS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 _NOT_FLAGS = {
     *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "sequence_parallel"),
     *("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype", "kv_channels"),
-    *("defer_embedding_wgrad_compute", "barrier_with_L1_time"),
+    *("defer_embedding_wgrad_compute", "barrier_with_L1_time", "calculate_per_token_loss"),
 }
 _CHUNKS = 2  # of schedules that take any number, where none is given
 # Smallest legal values.
@@ -113,7 +113,7 @@ class Settings:
     transformer_impl: Literal["local", "transformer_engine"] = "local"  # what the layers are built from
     fp8: Literal["e4m3", "hybrid"] | None = None  # compute layers in FP8, in this format; needs Transformer Engine
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"  # how FP8 is scaled
-    norm_impl: Literal["auto", "torch", "apex", "transformer_engine"] = "auto"  # auto: fused norms, if any, on a GPU
+    norm_impl: Literal["auto", "torch", "apex"] = "auto"  # whose norms; auto: apex's, if there, on a GPU
     optimizer_impl: Literal["auto", "torch", "apex"] = "auto"  # whose AdamW; auto: apex's, if there, on a GPU
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs when every process has one
 
@@ -125,7 +125,7 @@ class Settings:
     tensorboard: bool = True  # write TensorBoard's files beside metrics.jsonl, where it is installed
     plot: bool = True  # draw the metrics at the end, where matplotlib is installed
     wandb: str | None = None  # project of Weights & Biases to log to; WANDB_MODE=offline keeps it in the run's folder
-    peak_tflops: float | None = None  # of one device, for MFU; None: known for V100, A100, H100, H200, B200 in bf16
+    peak_tflops: float | None = None  # of one device, for MFU; None: known for common GPUs in bf16
     trace: str | None = None  # record the pipeline's timeline in these training steps, as in 3,10-12, and draw it
 
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)

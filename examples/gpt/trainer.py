@@ -26,7 +26,6 @@ from examples.gpt.optimizer import GradientClipper, NamedAdamW, finalize_gradien
 from examples.gpt.settings import Settings
 from megatron_pp import get_forward_backward_func, parallel_state, sequence_slice
 from megatron_pp.faults.attach import watched
-from megatron_pp.plan.placement import Placement
 from megatron_pp.runtime.communicators import communicator_for
 from megatron_pp.weight_grad import store_of
 
@@ -40,25 +39,14 @@ def forward_step(
     """One microbatch through one stage, as the schedules call it."""
     number, tokens, labels = next(data_iterator)
     output = model(tokens, labels, number, recompute=bool(checkpoint))
-    return output, summed_loss if model.config.calculate_per_token_loss else mean_loss
+    return output, mean_loss
 
 
 def mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Megatron's pair: the mean over the microbatch, and what to report. Of a slice, its mean, and its share of the
     microbatch's, so that reports add up to whole microbatches."""
-    loss = losses.mean()
-    return loss, _report(loss)
-
-
-def summed_loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's triple: the sum over the microbatch, its tokens, and what to report (the mean, all the same)."""
-    tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
-    return losses.sum(), tokens, _report(losses.mean())
-
-
-def _report(mean: Tensor) -> dict[str, Tensor]:
-    part = sequence_slice()
-    return {"loss": mean.detach() if part is None else mean.detach() * part.share * part.count}
+    loss, part = losses.mean(), sequence_slice()
+    return loss, {"loss": loss.detach() if part is None else loss.detach() * part.share * part.count}
 
 
 class _Timer:
@@ -133,9 +121,7 @@ class Trainer:
         self.config = config = self.chunks[0].config
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         sizes = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-        last_rank, _ = Placement(config.placement_name, sizes[0], config.num_chunks).homes[-1]
-        last_stage_rank = dist.get_global_rank(self.pipeline_group, last_rank)
-        config.finalize_model_grads_func = partial(finalize_gradients, self.chunks, last_stage_rank)
+        config.finalize_model_grads_func = partial(finalize_gradients, self.chunks)
         self.timers = config.timers = ComputeTimers(self.device)
         if (store := store_of(self.chunks)) is not None:
             store.timers = self.timers

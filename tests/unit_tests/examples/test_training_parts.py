@@ -25,19 +25,16 @@ from examples.gpt.metrics import METRICS, TENSORBOARD, Recorder, plot_metrics, r
 from examples.gpt.optimizer import (
     GradientClipper,
     NamedAdamW,
-    finalize_gradients,
     learning_rate,
     sum_tied_gradients,
 )
 from examples.gpt.settings import Settings
-from examples.gpt.trainer import ComputeTimers, forward_step, mean_loss, summed_loss
-from megatron_pp import parallel_state
+from examples.gpt.trainer import ComputeTimers, forward_step
 from tests.harness.processes import run_processes
 from tests.unit_tests.examples.test_gpt import (
     CUTS,
     WHOLE,
     make_batch,
-    make_config,
     make_stages,
     parameters_of,
     train_by_hand,
@@ -104,20 +101,6 @@ def test_the_clipper_counts_the_models_parameters(group: dist.ProcessGroup) -> N
         stages = make_stages(WHOLE, share_embeddings_and_output_weights=tied)
         counted = {name: p.numel() for name, p in parameters_of(stages).items() if not (tied and name == OUTPUT)}
         assert GradientClipper(stages, group, 0.0).num_parameters == sum(counted.values())
-
-
-def test_gradients_under_a_per_token_loss_are_divided_by_the_tokens(group: dist.ProcessGroup) -> None:
-    stages = make_stages(WHOLE)
-    train_by_hand(stages)
-    before = {name: p.grad.clone() for name, p in parameters_of(stages).items()}
-    parallel_state.initialize_model_parallel()
-    finalize_gradients(stages, 0, stages, torch.tensor(8, dtype=torch.int))
-    parallel_state.destroy_model_parallel()
-    for name, parameter in parameters_of(stages).items():
-        if name.startswith("layers."):
-            assert torch.equal(parameter.grad, before[name] / 8), name
-    tied = (before["embedding.weight"] + before[OUTPUT]) / 8
-    torch.testing.assert_close(parameters_of(stages)[OUTPUT].grad, tied)
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
@@ -245,19 +228,13 @@ def test_timers_add_up_compute_and_nothing_else() -> None:
     assert timers.take_seconds() == 0.0
 
 
-@pytest.mark.parametrize(("per_token", "expected"), [(False, mean_loss), (True, summed_loss)])
-def test_a_stage_names_the_loss_function_that_the_config_asks_for(per_token: bool, expected: object) -> None:
-    (stage,) = make_stages(WHOLE, make_config(calculate_per_token_loss=per_token))
+def test_the_loss_function_speaks_as_the_schedules_expect() -> None:
+    (stage,) = make_stages(WHOLE)
     output, loss_function = forward_step(iter([Microbatch(0, *make_batch())]), stage)
-    assert loss_function is expected
     assert torch.equal(output, stage(*make_batch()))
-
-
-def test_loss_functions_speak_as_the_schedules_expect() -> None:
-    losses = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
-    assert [float(x) for x in (mean_loss(losses)[0], mean_loss(losses)[1]["loss"])] == [3.0, 3.0]
-    total, tokens, report = summed_loss(losses)
-    assert (float(total), int(tokens), float(report["loss"])) == (12.0, 4, 3.0)
+    loss, report = loss_function(output)
+    assert torch.equal(loss, output.mean())
+    assert torch.equal(report["loss"], loss)
 
 
 def test_metrics_are_lines_of_json_and_later_ones_are_dropped_when_continued(tmp_path: Path) -> None:

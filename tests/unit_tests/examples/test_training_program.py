@@ -42,7 +42,7 @@ def flags(folder: Path, more: str = "") -> list[str]:
     "more",
     [
         "--virtual-pipeline-model-parallel-size 2",
-        "--untie-embeddings-and-output-weights --calculate-per-token-loss",
+        "--untie-embeddings-and-output-weights",
         "--precision bf16",
         "--num-microbatches-with-partial-activation-checkpoints 0",
         "--pipeline-schedule gpipe --clip-grad 0",
@@ -55,17 +55,6 @@ def test_every_kind_of_run_learns(tmp_path: Path, more: str) -> None:
     assert outcome.validation_after < outcome.validation_before - 0.5
     assert find_checkpoint(tmp_path / "run").step == 12
     assert not dist.is_initialized()
-
-
-@pytest.mark.slow
-def test_a_per_token_loss_takes_the_same_steps(tmp_path: Path) -> None:
-    """All microbatches have as many tokens, so the mean over tokens is the mean over microbatches."""
-    runs = {}
-    for more in ("", "--calculate-per-token-loss"):
-        train_here(flags(tmp_path / f"run{more}", f"--train-steps 4 {more}"))
-        records = [record for record in read_metrics(tmp_path / f"run{more}" / METRICS) if "loss" in record]
-        runs[more] = [record[name] for record in records for name in ("loss", "gradient_norm")]
-    assert runs[""] == pytest.approx(runs["--calculate-per-token-loss"], rel=1e-5)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_before_the_weights_are_touched(tmp_path: Path) -> None:
