@@ -4,8 +4,6 @@ Importing this package is cheap and does not import torch: ``megatron_pp.plan`` 
 Other names, modules among them, are loaded when they are first used.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import warnings
@@ -74,7 +72,7 @@ _MOVED = {
     "communicators": "runtime.communicators",
     "layout": "config.layout",
     "microbatch_counts": "config.microbatch_counts",
-    "named_tensors": "runtime.dict_activations",
+    "named_tensors": "runtime.compute",
     "output_lifetime": "runtime.deallocate",
     "overlap": "runtime.pairs",
     "p2p_debug": "runtime.send_buffer_check",

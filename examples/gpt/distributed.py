@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from examples.gpt.errors import ArgumentError, TrainingError
 from megatron_pp import parallel_state
-from megatron_pp.draw.ticks import counted
+from megatron_pp.draw.facts import counted
 from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
 from megatron_pp.runtime.communicators import close_communicators
 

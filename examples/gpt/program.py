@@ -26,7 +26,7 @@ from examples.gpt.settings import Settings, parse, save_settings
 from examples.gpt.trainer import Trainer
 from megatron_pp import TransformerConfig, parallel_state, split_weight_grad
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.draw.ticks import counted
+from megatron_pp.draw.facts import counted
 from megatron_pp.errors import ConfigError, PipelineError, PlanError
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family

@@ -1,7 +1,5 @@
 """The ``megatron-pp`` command: look at plans before they run, and at runs afterwards."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

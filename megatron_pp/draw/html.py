@@ -4,8 +4,6 @@ Blocks are drawn on a canvas from compressed columns: half a million of them tak
 ticks, 2^31 per timeline.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -16,8 +14,8 @@ from importlib.resources import files
 from typing import Any
 
 from megatron_pp.draw import facts
+from megatron_pp.draw.facts import value_ticks
 from megatron_pp.draw.palette import DARK, LIGHT, NAMES, OPERATIONS, block_colour, ink_on
-from megatron_pp.draw.ticks import value_ticks
 from megatron_pp.draw.timeline import Lane, Timeline, thinned
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import COPY_OF, LOAD, OFFLOAD, POST_OF

@@ -9,8 +9,6 @@ the rank above them: ``o`` to host memory, ``l`` back, ``c`` both.
 Besides, the textbook table: a row per rank, a column per time step, every operation one step long whatever it costs.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -20,9 +18,8 @@ from textwrap import wrap
 
 from rich.text import Text
 
-from megatron_pp.draw.facts import legend_keys, summary
+from megatron_pp.draw.facts import legend_keys, summary, tick_label, tick_step
 from megatron_pp.draw.palette import NAMES, OPERATIONS, block_name, block_style, colour_style
-from megatron_pp.draw.ticks import tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.plan.clock import run_clock
 from megatron_pp.plan.instruction import FORWARD, LOAD, Instruction, without_pairs

@@ -10,8 +10,6 @@ Megatron's. Megatron's own schedule runs what the engine does not serve, with on
 `install(strict=True)` raises NotServedError instead.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys

@@ -4,8 +4,6 @@ A keyword goes before the environment, the environment before the file, the file
 to which nothing is ever written. `TABLE` has every setting; `megatron-pp run` makes its flags from it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

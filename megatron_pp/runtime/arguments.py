@@ -1,7 +1,5 @@
 """The arguments of one call of a schedule function, checked and put in order before any communication."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Shapes of the messages between stages, from the arguments of a step and the parallel sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +8,7 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError, ScheduleInputError
 from megatron_pp.plan.slice_costs import attention_share, slice_lengths
 from megatron_pp.runtime.arguments import StepInputs, whole_argument
-from megatron_pp.runtime.dict_activations import Names
+from megatron_pp.runtime.compute import Names
 
 
 class Shapes(NamedTuple):

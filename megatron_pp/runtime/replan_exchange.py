@@ -6,8 +6,6 @@ ready. Some steps before each boundary the first rank publishes which answer hol
 all ranks were ready. So at a boundary no rank waits for a search, and none can miss a change.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import socket
@@ -17,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_pp.comm.transport import Transport
-from megatron_pp.faults.store import private_client
+from megatron_pp.faults.records import private_client
 from megatron_pp.plan.spec import Plan
 from megatron_pp.tracing import files
 from megatron_pp.tracing.clock_sync import agree_on_clocks

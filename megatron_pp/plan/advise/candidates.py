@@ -2,8 +2,6 @@
 estimate of each, which decides what is looked at first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """What is asked of the advisor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 promising first, for as long as the budget lasts.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import time
