@@ -323,7 +323,7 @@ def test_a_run_of_which_a_rank_was_killed_starts_again_and_repeats_the_undisturb
     """Killed in step 6, where the last checkpoint is step 4's. Dropout is on."""
     folder = trained.parent
     flags = [*SMALL, *INTERLEAVED, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1"]
-    fault = with_fault("data-killed", 1, 22, folder, *flags, "--data", "texts", "--run-dir", "killed")
+    fault = with_fault("data-killed", 1, 44, folder, *flags, "--data", "texts", "--run-dir", "killed")
     output = run_well(launched(2, *fault, restarts=1), folder)
     assert (folder / "struck").exists()
     assert output.count("PipelineStallError: pipeline stalled: the process of rank 1") == 1, output
@@ -336,7 +336,7 @@ FAULTY_RUN = [*SHORT, *INTERLEAVED, "--train-steps", "8", "--eval-interval", "2"
 
 def test_an_error_of_one_rank_ends_all_ranks_also_in_a_validation(tmp_path: Path) -> None:
     """The error stands with its stack, the other rank says whose it was, and so does the last line; in at most 30."""
-    code, output = run(launched(2, *with_fault("validation", 1, 6, tmp_path, *FAULTY_RUN)), tmp_path)
+    code, output = run(launched(2, *with_fault("validation", 1, 12, tmp_path, *FAULTY_RUN)), tmp_path)
     assert code == 1, output  # after a process group's timeout the deadline would have come first
     assert output.splitlines().count("Traceback (most recent call last):") == 1, output
     assert "OSError: [Errno 5] the disk has gone away" in output
