@@ -19,6 +19,7 @@ from torch import Tensor
 from examples.gpt.errors import DataError
 
 VOCAB_SIZE = 256  # tokens are bytes
+Microbatch = tuple[int, Tensor, Tensor]  # its number in the run, over all replicas; tokens and labels, int64 [b, s]
 
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 # Not part of every Python installation, or not the library itself.
@@ -90,14 +91,6 @@ class BatchShape(NamedTuple):
         return self.samples * self.seq_length
 
 
-class Microbatch(NamedTuple):
-    """``number`` counts the microbatches of the run, of all replicas; tokens and labels are int64 ``[b, s]``."""
-
-    number: int
-    tokens: Tensor
-    labels: Tensor
-
-
 class SampleOrder:
     """Samples of a text: windows of ``seq_length + 1`` tokens that overlap by one, in a shuffled order per epoch.
     ``tokens`` is uint8, of one dimension. Raises DataError if the text, which is called ``name`` in the message, does
@@ -126,7 +119,7 @@ class SampleOrder:
         for microbatch in range(self.shape.num_microbatches):
             place = microbatch * self.shape.data_parallel_size + data_parallel_rank
             tokens, labels = self.microbatch(step, microbatch, data_parallel_rank)
-            yield Microbatch(step * self.shape.microbatches + place, tokens.to(device), labels.to(device))
+            yield step * self.shape.microbatches + place, tokens.to(device), labels.to(device)
 
     def _window(self, sample: int) -> Tensor:
         epoch, index = divmod(sample, self.num_samples)

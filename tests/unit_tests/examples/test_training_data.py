@@ -84,8 +84,8 @@ def test_an_epoch_holds_every_sample_once(replicas: int) -> None:
         all_ranks = [order.step_iterator(step, rank, torch.device("cpu")) for rank in range(replicas)]
         found = [microbatch for rank in all_ranks for microbatch in rank]
         count = shape.microbatches
-        assert sorted(at.number for at in found) == list(range(step * count, (step + 1) * count))
-        drawn = [at.tokens[:, 0] // 4 for at in found if at.tokens is not None]
+        assert sorted(number for number, *_ in found) == list(range(step * count, (step + 1) * count))
+        drawn = [tokens[:, 0] // 4 for _, tokens, _ in found]
         steps.append(sorted(torch.cat(drawn).tolist()))
     assert sorted(steps[0] + steps[1]) == list(range(24))
     assert sorted(steps[2] + steps[3]) == list(range(24))

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from examples.gpt import program
-from examples.gpt.data import Microbatch
 from examples.gpt.ending import StopRequest, report
 from examples.gpt.gpt import OUTPUT, GPTStage
 from examples.gpt.metrics import METRICS, TENSORBOARD, Recorder, plot_metrics, read_metrics
@@ -230,7 +229,7 @@ def test_timers_add_up_compute_and_nothing_else() -> None:
 
 def test_the_loss_function_speaks_as_the_schedules_expect() -> None:
     (stage,) = make_stages(WHOLE)
-    output, loss_function = forward_step(iter([Microbatch(0, *make_batch())]), stage)
+    output, loss_function = forward_step(iter([(0, *make_batch())]), stage)
     assert torch.equal(output, stage(*make_batch()))
     loss, report = loss_function(output)
     assert torch.equal(loss, output.mean())
