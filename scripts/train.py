@@ -35,7 +35,7 @@ if __name__ == "__main__":
         from examples.gpt.ending import end_process
         from examples.gpt.program import main
     except ModuleNotFoundError as error:
-        if error.name not in ("tyro", "tomli"):
+        if error.name != "tyro":
             raise
         sys.exit(f"train.py: {error}; install the project's extra: pip install -e '.[train]'")
     gc.freeze()  # nor is it looked through later

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import sys
 import typing
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
@@ -28,16 +27,12 @@ from examples.gpt.files import read_text, write_atomically
 from megatron_pp import TransformerConfig, build_plan
 from megatron_pp.config.parallel_grid import fit_grid
 from megatron_pp.errors import PlanError
+from megatron_pp.integrations.settings import parse_toml
 from megatron_pp.plan.schedule_file import find_family, names_a_file
 from megatron_pp.plan.slice_costs import slice_lengths
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.pairs import PAIR_FUNCTIONS
 from megatron_pp.tracing.recorder import chosen_steps
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ARGUMENTS = "arguments.json"
 # Where this program's default is not the config's.
@@ -211,23 +206,16 @@ def parse(argv: Sequence[str]) -> Settings:
     given: list[str] = []
     if settings.config is not None:
         try:
-            given = _flags_of(tomllib.loads(Path(settings.config).read_text(encoding="utf-8")))
+            given = _flags_of(parse_toml(Path(settings.config).read_text(encoding="utf-8")))
             _parse(given)
         except (OSError, ValueError) as error:
             raise ArgumentError(f"--config is {settings.config}, which cannot be used: {error}") from error
         settings = _parse([*given, *argv])
     if settings.resume is not None and settings.run_dir is None:
-        folder = find_run(Path(settings.resume))
-        values = saved_values(folder)
+        values = saved_values(find_run(Path(settings.resume)))
         if any(flag.startswith("--pipeline-schedule") for flag in [*given, *argv]):
             values = {name: value for name, value in values.items() if name not in _BROUGHT}
-        try:
-            saved = _flags_of(values)
-            _parse(saved)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{folder / ARGUMENTS} cannot be read ({error}); give all flags, and a new --run-dir"
-            ) from error
+        saved = _flags_of(values)
         settings = _parse([*saved, *given, *argv])
     settings.check()
     return settings
@@ -239,13 +227,13 @@ def save_settings(settings: Settings, folder: Path) -> None:
 
 def saved_values(folder: Path) -> dict[str, Any]:
     """What ``save_settings`` has written to ``folder``. Raises CheckpointError."""
+    file = folder / ARGUMENTS
     try:
-        content = json.loads(read_text(folder / ARGUMENTS))
-        return {name: value for name, value in content.items() if name in _SAVED}
+        values = {name: value for name, value in json.loads(read_text(file)).items() if name in _SAVED}
+        _parse(_flags_of(values))
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{folder / ARGUMENTS} cannot be read ({error}); give all flags, and a new --run-dir"
-        ) from error
+        raise CheckpointError(f"{file} cannot be read ({error}); give all flags, and a new --run-dir") from error
+    return values
 
 
 def find_run(path: Path) -> Path:
