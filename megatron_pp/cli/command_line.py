@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = lambda message, *_: _complain(f"note: {message}")
             code = int(args.run(args, open_terminal(args.no_colour or None)))
-        sys.stdout.flush()
+        print(end="", flush=True)  # also where the output is closed, and there is none
         return code
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         _drop_output()
