@@ -189,6 +189,19 @@ def test_what_was_measured_of_stages_counts_with_its_transfers_and_the_memory_th
     assert_refused(command("advise", "-P", 2, *words, "--static-gb", "1,2,3"), 2, "--static-gb has 3 numbers")
 
 
+def test_microbatches_are_as_large_as_when_they_were_measured(command, tmp_path):
+    path = tmp_path / "measured.json"
+    run = {"pipeline_size": 2, "micro_batch_size": 4, "seq_length": 100}
+    path.write_text(json.dumps({"forward": [4, 4], "backward_input": [4, 4], "weight": [4, 4], "run": run}))
+    words = ("--global-batch", 8, "--memory-gb", 80, "--schedules", "1f1b", "--jobs", 1, "--json", "--costs", path)
+    as_it_was, half = (
+        json.loads(command("advise", *words, *size)[1])["recommended"] for size in ((), ("--micro-batch-size", 2))
+    )
+    assert (as_it_was["micro_batch_size"], as_it_was["num_microbatches"], as_it_was["step_ms"]) == (4, 2, 36)
+    assert as_it_was["tokens_per_second"] == pytest.approx(8 * 100 / 36e-3)
+    assert (half["num_microbatches"], half["step_ms"]) == (4, 30)
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
