@@ -80,6 +80,12 @@ def _newest_name(folder: Path) -> str:
     raise CheckpointError(f"{folder / LATEST} names no checkpoint")
 
 
+def make_newest(path: Path) -> None:
+    """The run goes on from the checkpoint at ``path`` when it starts again. Raises OSError."""
+    write_atomically(path.parent / LATEST, path.name + "\n")
+    sync_folder(path.parent)
+
+
 def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
     """Raises CheckpointLayoutError, naming each value that differs, for a checkpoint of another layout."""
     there = checkpoint.layout
@@ -260,8 +266,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         sync_folder(unfinished)
         os.rename(unfinished, self.folder / self.name)
         sync_folder(self.folder)
-        write_atomically(self.folder / LATEST, self.name + "\n")
-        sync_folder(self.folder)  # before what it has named until now is removed
+        make_newest(self.folder / self.name)  # before what was the newest until now is removed
         # Copies have other names than their descriptions, and are the user's.
         ours = [found.path for found in _described(self.folder) if found.name == found.path.name != self.name]
         for path in ours[max(self.keep, 1) - 1 :]:

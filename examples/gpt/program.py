@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from examples.gpt.checkpoint import CheckpointWriter
+from examples.gpt.checkpoint import CheckpointWriter, make_newest
 from examples.gpt.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
-from examples.gpt.distributed import Process, check_same_settings, choose_device, joined
+from examples.gpt.distributed import Process, check_same_settings, choose_device, joined, on_all_ranks
 from examples.gpt.ending import StopRequest, exit_code_of, report
 from examples.gpt.errors import TrainingError
 from examples.gpt.gpt import GPTStage, build_gpt_chunks
@@ -92,8 +92,10 @@ def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
             optimizer = NamedAdamW(chunks, settings, libraries.fused_adam)
             try:
                 trainer = Trainer(settings, chunks, training, validation, writer, recorder, stop, optimizer, device)
-                if start.checkpoint is not None:
-                    trainer.load(start.checkpoint)
+                if (first := start.checkpoint) is not None:
+                    trainer.load(first)
+                    if first.path.name == first.name:  # a copy with a name of the user's is never the newest
+                        on_all_ranks(lambda: make_newest(first.path) if process.rank == 0 else None)
                 trainer.train()
             finally:
                 recorder.close()

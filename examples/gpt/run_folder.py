@@ -1,7 +1,7 @@
 """The folder of a run: one run at a time in it, and where a run begins.
 
 A run whose folder holds one of the same settings goes on with that, so torchrun may start its processes again with the
-old command line (``--max-restarts``).
+old command line (``--max-restarts``). The checkpoint that a run resumes from is the newest one until the run has saved.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ def find_start(settings: Settings, layout: dict[str, Any]) -> Start:
     folder, checkpoint = _folder_of(settings), None
     if settings.resume is not None:
         checkpoint = find_checkpoint(Path(settings.resume))
+        # A copy with a name of the user's is never the newest: a restart begins there again.
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and checkpoint.path.name == checkpoint.name:
+            checkpoint = find_checkpoint(folder)
     elif (folder / ARGUMENTS).exists():
         if saved_values(folder) != settings.to_save():
             advice = f"give another, or --resume {folder} with what shall change"

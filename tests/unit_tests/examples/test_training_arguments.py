@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt.checkpoint import Checkpoint, write_description
+from examples.gpt.checkpoint import Checkpoint, make_newest, write_description
 from examples.gpt.distributed import Process, choose_device
 from examples.gpt.errors import (
     ArgumentError,
@@ -26,6 +26,7 @@ from examples.gpt.errors import (
 )
 from examples.gpt.libraries import choose_libraries
 from examples.gpt.program import _layout, main
+from examples.gpt.run_folder import find_start
 from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
 from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleError, ScheduleInputError, WorldSizeError
@@ -361,6 +362,21 @@ def test_a_folder_with_a_run_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
     save_run(tmp_path, parse([]))
     with pytest.raises(ArgumentError, match=f"holds a run of other settings; give another, or --resume {tmp_path}"):
         train_here(["--run-dir", str(tmp_path), "--seed", "7"])
+
+
+def test_a_restart_goes_on_from_what_its_run_has_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = save_run(tmp_path, parse([]))
+    settings = parse(["--resume", str(named)])
+    layout = _layout(settings, settings.make_config(2))
+    later = named.with_name("step-00000005")
+    later.mkdir()
+    write_description(Checkpoint(later, later.name, 5, layout, {}, {}, {}))
+    make_newest(later)
+    starts = []
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        starts.append(find_start(settings, layout).checkpoint.step)  # type: ignore[union-attr]
+    assert starts == [3, 5]
 
 
 @pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/step-00000003"])
