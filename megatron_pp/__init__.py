@@ -74,7 +74,7 @@ _MOVED = {
     "communicators": "runtime.communicators",
     "layout": "config.layout",
     "microbatch_counts": "config.microbatch_counts",
-    "named_tensors": "runtime.dict_activations",
+    "named_tensors": "runtime.compute",
     "output_lifetime": "runtime.deallocate",
     "overlap": "runtime.pairs",
     "p2p_debug": "runtime.send_buffer_check",

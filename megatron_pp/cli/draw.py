@@ -15,9 +15,8 @@ from megatron_pp.cli.errors import OK, UsageError
 from megatron_pp.cli.parser import refuse
 from megatron_pp.cli.terminal import print_line, print_table, write_output
 from megatron_pp.draw.chrome import render_chrome_trace
-from megatron_pp.draw.facts import costs_line
+from megatron_pp.draw.facts import costs_line, percent, short
 from megatron_pp.draw.text import plain, render_grid, render_text
-from megatron_pp.draw.ticks import percent, short
 from megatron_pp.draw.timeline import Timeline, simulated_timeline
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_pp.cli.errors import OK, refusing
 from megatron_pp.cli.parser import refuse
-from megatron_pp.cli.plan_options import PLAN_OPTIONS, add_plan_options, single_plan
-from megatron_pp.cli.skip_counts import skip_sentences
+from megatron_pp.cli.plan_options import PLAN_OPTIONS, add_plan_options, single_plan, skip_sentences
 from megatron_pp.cli.terminal import print_line
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.files import write_whole

@@ -16,12 +16,12 @@ from megatron_pp.plan.family import Family, no_offloads
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.names import unknown
 from megatron_pp.plan.orders import OLD_NAMES, ONE_F_ONE_B, SCHEDULES
-from megatron_pp.plan.orders.sliced import SEQ_1F1B
+from megatron_pp.plan.orders.loop import SEQ_1F1B
 from megatron_pp.plan.placement import LOOP, Placement
 from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
 from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.sim.naive import NAIVE, NAIVE_FAMILY, naive_orders
-from megatron_pp.plan.skip_tensors import BLOCKS, CACHES, skip_tensors
+from megatron_pp.plan.skip_tensors import BLOCKS, CACHES, Traffic, skip_tensors, traffic_of
 from megatron_pp.plan.spec import (
     CHANNELS,
     DEVICE_RULES,
@@ -44,6 +44,12 @@ NAMING = ("schedule", "pipeline_size", "num_chunks", "num_microbatches", "group_
 _LOWERING = ("policy", "channels", "forward_only", "variable_shapes", "release_after", "lookahead", "grad_sync")
 LOWERING = (*_LOWERING, "param_sync", "device", "offload_slots", "skip_tensors", "skip_cache")
 PLAN_OPTIONS = (*NAMING, *LOWERING, "source")
+# What ranks keep of named tensors.
+_CACHE_WORDS = {
+    "none": "without a cache",
+    "received": "where ranks keep what they receive",
+    "all": "where they keep what they make too",
+}
 
 
 def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
@@ -269,3 +275,29 @@ def _imported(args: argparse.Namespace) -> Plan:
         if name != "device" and mine != value:
             raise UsageError(f"{option(args, name)} is {value}; the plan in {args.source} was lowered with {mine}")
     return plan
+
+
+def skip_facts(plan: Plan) -> dict[str, Any]:
+    """For JSON; empty without such tensors."""
+    if not plan.spec.skip_tensors:
+        return {}
+    counts = {cache: traffic._asdict() for cache, traffic in _by_cache(plan).items()}
+    return {"skip_tensors": {"cache": plan.spec.skip_cache, **counts[plan.spec.skip_cache], "by_cache": counts}}
+
+
+def skip_sentences(plan: Plan) -> list[str]:
+    """One line; none without such tensors."""
+    if not plan.spec.skip_tensors:
+        return []
+    counts = _by_cache(plan)
+    mine = counts.pop(plan.spec.skip_cache)
+    others = (f"{_CACHE_WORDS[cache]} {of.messages} ({of.peak})" for cache, of in counts.items())
+    words = f"{_CACHE_WORDS[plan.spec.skip_cache]}: {mine.messages} sent per microbatch, at most {mine.peak} on a hop"
+    return [f"tensors to later stages, {words}; {', '.join(others)}"]
+
+
+def _by_cache(plan: Plan) -> dict[str, Traffic]:
+    plans = {cache: replace(plan.spec, skip_cache=cache) for cache in CACHES if cache != plan.spec.skip_cache}
+    programs = {cache: lowered(spec, plan.placement, plan.orders).programs for cache, spec in plans.items()}
+    programs[plan.spec.skip_cache] = plan.programs
+    return {cache: traffic_of(programs[cache]) for cache in CACHES}

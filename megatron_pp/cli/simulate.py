@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_pp.cli import cost_options, plan_options
 from megatron_pp.cli.errors import OK, REFUSED, UsageError
 from megatron_pp.cli.parser import given, refuse
-from megatron_pp.cli.skip_counts import skip_facts, skip_sentences
 from megatron_pp.cli.terminal import print_line, print_table
-from megatron_pp.draw.ticks import percent, short, size_label
+from megatron_pp.draw.facts import percent, short, size_label
 from megatron_pp.plan.activations import Shares
 from megatron_pp.plan.builder import offloaded_chunks
 from megatron_pp.plan.compare import Candidate, compare, fitted
@@ -139,7 +138,7 @@ def _sentences(result: Simulation, steady: SteadyStep | None, unit: str) -> list
             f"within the longest span of a rank, {short(span)} {unit}, the bubble is {within}: "
             f"{result.plan.spec.schedule} counts on the optimizer bypass, which --optimizer-bypass simulates"
         )
-    return lines + skip_sentences(result.plan)
+    return lines + plan_options.skip_sentences(result.plan)
 
 
 def _show(result: Simulation, peaks: Peaks, unit: str, console: Console) -> None:
@@ -180,7 +179,7 @@ def _facts(result: Simulation, steady: SteadyStep | None, peaks: Peaks, unit: st
             {"source": a, "target": b, "messages": messages, "bytes": size}
             for (a, b), (messages, size) in result.volume().items()
         ],
-        **skip_facts(result.plan),
+        **plan_options.skip_facts(result.plan),
     }
 
 

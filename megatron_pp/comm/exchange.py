@@ -1,12 +1,25 @@
-"""Messages of a few numbers between neighbours of a pipeline, between steps: blocking, over prepared channels."""
+"""Between steps, blocking and over prepared channels: messages of a few numbers between neighbours of a pipeline, and
+how long transfers of several sizes take on its links, and copies to host memory.
+
+Both ends of a link send a message of each size to and fro; half of a round trip is a transfer. Links are measured in
+rounds, in none of which a rank is an end twice, in one order on all ranks. The first trip warms up; after that both
+ends go on until they have made _TRIPS, or _SECONDS are over: before each trip the rank that keeps time says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron_pp.comm.transport import ACT, GRAD, Transport
+from megatron_pp.comm.channels import in_rounds
+from megatron_pp.comm.transport import ACT, GRAD, Edge, Transport
+
+_TRIPS = 6
+_SECONDS = 0.5
+_SMALL = 64  # bytes
 
 
 def send_numbers(
@@ -38,3 +51,82 @@ def gather_numbers(transport: Transport, mine: Sequence[float]) -> list[list[flo
     if rank < size - 1:
         send_numbers(transport, rank + 1, ACT, known, torch.float64)
     return [known[start : start + each] for start in range(0, size * each, each)]
+
+
+def sizes_around(message: float) -> tuple[int, ...]:
+    """In bytes: of nearly nothing, a quarter of ``message``, itself, and twice that."""
+    size = max(1, round(message))
+    return tuple(sorted({_SMALL, max(1, size // 4), size, 2 * size}))
+
+
+def measure_links(transport: Transport, edges: Iterable[Edge], sizes: Sequence[int]) -> dict[Edge, list[float]]:
+    """Of each of ``edges`` whose source this rank is: seconds of a transfer of each of ``sizes`` bytes, medians.
+    Collective over the pipeline; the channels of ``edges`` must have been prepared."""
+    times: dict[Edge, list[float]] = {}
+    for together in in_rounds([(source, target, ACT) for source, target in sorted(set(edges))]):
+        for source, target, _ in together:
+            if transport.rank == source:
+                times[source, target] = _ask(transport, target, sizes)
+            elif transport.rank == target:
+                _answer(transport, source, sizes)
+    return times
+
+
+def _ask(transport: Transport, peer: int, sizes: Sequence[int]) -> list[float]:
+    messages = _messages(transport, sizes)
+    trips: list[list[float]] = []
+    until = time.perf_counter() + _SECONDS
+    while not trips or (len(trips) <= _TRIPS and time.perf_counter() < until):
+        send_numbers(transport, peer, ACT, [1])
+        receive_numbers(transport, peer, GRAD, 1)  # the peer is there
+        trips.append([_round_trip(transport, peer, message) / 2 for message in messages])
+    send_numbers(transport, peer, ACT, [0])
+    return [statistics.median(taken) for taken in zip(*(trips[1:] or trips), strict=True)]
+
+
+def _round_trip(transport: Transport, peer: int, message: torch.Tensor) -> float:
+    began = time.perf_counter()
+    transport.isend(message, peer, ACT).wait()
+    transport.irecv(message, peer, GRAD).wait()
+    message[-1].item()  # on a GPU this waits for the message
+    return time.perf_counter() - began
+
+
+def _answer(transport: Transport, peer: int, sizes: Sequence[int]) -> None:
+    messages = _messages(transport, sizes)
+    while receive_numbers(transport, peer, ACT, 1) == [1]:
+        send_numbers(transport, peer, GRAD, [1])
+        for message in messages:
+            transport.irecv(message, peer, ACT).wait()
+            transport.isend(message, peer, GRAD).wait()
+
+
+def _messages(transport: Transport, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Of these sizes, all in one piece of memory."""
+    memory = torch.zeros(max(sizes), dtype=torch.uint8, device=transport.device)
+    return [memory[:size] for size in sizes]
+
+
+_BYTES = 16 * 2**20
+_COPIES = 5
+
+
+def copy_rates(device: torch.device) -> tuple[str, float, float]:
+    """What is copied, in words, and bytes per second to the host and back; on a CPU, of a copy in memory. Waits for the
+    device."""
+    on_device = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
+    if device.type == "cuda":
+        host = torch.zeros(_BYTES, dtype=torch.uint8, pin_memory=True)
+        return "device and pinned host memory", _rate(host, on_device), _rate(on_device, host)
+    rate = _rate(torch.zeros_like(on_device), on_device)
+    return "two places in the memory of the CPU", rate, rate
+
+
+def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Bytes per second, the median; the first copy warms up."""
+    times = []
+    for _ in range(1 + _COPIES):
+        began = time.perf_counter()
+        target.copy_(source)  # returns when it is done
+        times.append(time.perf_counter() - began)
+    return _BYTES / statistics.median(times[1:])

@@ -17,7 +17,7 @@ from megatron_pp.plan.family import Family
 from megatron_pp.plan.measured import Measured, measured_values
 from megatron_pp.plan.names import did_you_mean
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, check_slices
-from megatron_pp.plan.orders.sliced import INTERLEAVED_SEQ, SEQ_1F1B
+from megatron_pp.plan.orders.loop import INTERLEAVED_SEQ, SEQ_1F1B
 from megatron_pp.plan.placement import PLACEMENTS, Placement
 from megatron_pp.plan.schedule_file import choices, find_family, names_a_file
 from megatron_pp.plan.skip_tensors import SkipTensor, routes_of, skip_tensors

@@ -16,8 +16,8 @@ from importlib.resources import files
 from typing import Any
 
 from megatron_pp.draw import facts
+from megatron_pp.draw.facts import value_ticks
 from megatron_pp.draw.palette import DARK, LIGHT, NAMES, OPERATIONS, block_colour, ink_on
-from megatron_pp.draw.ticks import value_ticks
 from megatron_pp.draw.timeline import Lane, Timeline, thinned
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.instruction import COPY_OF, LOAD, OFFLOAD, POST_OF

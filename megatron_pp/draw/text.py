@@ -20,9 +20,8 @@ from textwrap import wrap
 
 from rich.text import Text
 
-from megatron_pp.draw.facts import legend_keys, summary
+from megatron_pp.draw.facts import legend_keys, summary, tick_label, tick_step
 from megatron_pp.draw.palette import NAMES, OPERATIONS, block_name, block_style, colour_style
-from megatron_pp.draw.ticks import tick_label, tick_step
 from megatron_pp.draw.timeline import Lane, Timeline
 from megatron_pp.plan.clock import run_clock
 from megatron_pp.plan.instruction import FORWARD, LOAD, Instruction, without_pairs

@@ -28,9 +28,8 @@ from megatron_pp.faults import consistency, diagnosis
 from megatron_pp.faults.diagnosis import is_consequence, is_raised_by_python, tail_of, text_of, type_name
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
 from megatron_pp.faults.liveness import state_of
-from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, Progress
+from megatron_pp.faults.records import AFTER, EXCEPTION, IN_STEP, MISMATCH, STALL, Entry, Failure, FaultStore, Progress
 from megatron_pp.faults.stall_detector import OwnState, find_stall
-from megatron_pp.faults.store import FaultStore
 from megatron_pp.faults.tracker import CompletedWork, InstructionMarks, Outside, Tracker
 from megatron_pp.faults.watchdog import Watchdog
 

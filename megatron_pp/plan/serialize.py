@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 from megatron_pp.errors import ExchangeError, InstructionError, PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.files import read_text
-from megatron_pp.plan.instruction import NONE, Instruction, batch, pair, parse_instruction, without_pairs
+from megatron_pp.plan.instruction import NONE, Instruction, batch, pair, parse_instruction, parse_program, without_pairs
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import OLD_NAMES
 from megatron_pp.plan.placement import Placement
@@ -29,7 +30,6 @@ from megatron_pp.plan.repeated import Line, Lines
 from megatron_pp.plan.skip_tensors import SkipTensor
 from megatron_pp.plan.spec import Plan, PlanSpec
 from megatron_pp.plan.torch_csv import read_torch_csv, write_torch_csv
-from megatron_pp.plan.version_1 import parse_version_1
 
 JSON = "json"
 TORCH_CSV = "torch-csv"
@@ -40,6 +40,23 @@ _VERSION = 2
 _OLD_CSV_HEAD = "megatron_pp plan"
 _EXPECTED = {"schedule": str, "pipeline_size": int, "num_chunks": int, "num_microbatches": int, "offload_chunks": int}
 _MOST = 10**9  # no stage, chunk, microbatch or rank of a real plan is as large
+# Names of release 0.1, in plans of version 1 and in traces.
+_VERSION_1 = {
+    "RA": ins.RECV_F,
+    "WA": ins.WAIT_F,
+    "SA": ins.SEND_F,
+    "DA": ins.FREE_F,
+    "HA": ins.HAND_F,
+    "RG": ins.RECV_B,
+    "WG": ins.WAIT_B,
+    "SG": ins.SEND_B,
+    "DG": ins.FREE_B,
+    "HG": ins.HAND_B,
+    "PS": ins.PARAM_SYNC,
+    "GE": ins.ENABLE_GRAD_SYNC,
+    "GS": ins.GRAD_SYNC,
+}
+_OLD_NAME = re.compile(rf"\b({'|'.join(_VERSION_1)})(?=\d)", re.ASCII)
 
 
 def format_plan(plan: Plan, form: str, certified: bool = False) -> str:
@@ -230,6 +247,18 @@ def _skip_tensor(value: Any) -> SkipTensor:
         )
     lists = {name: tuple(given) for name, given in value.items() if isinstance(given, list)}
     return SkipTensor(**{**value, **lists})
+
+
+def parse_version_1(line: str, overlap_pairs: bool) -> list[Instruction]:
+    """One rank's program as release 0.1 wrote it, not placed, in today's instructions: it had short names, no name for
+    a split backward, and pairs by adjacency. Raises InstructionError."""
+    program = parse_program(_OLD_NAME.sub(lambda found: _VERSION_1[found.group(1)], line))
+    split = {(at.chunk, at.mb) for at in program if at.op == ins.WEIGHT_GRAD}
+    renamed = [
+        ins.instruction(ins.INPUT_GRAD, at.chunk, at.mb) if at.op == ins.BACKWARD and (at.chunk, at.mb) in split else at
+        for at in program
+    ]
+    return ins.pair_up(renamed) if overlap_pairs else renamed
 
 
 def spec_values(spec: PlanSpec) -> list[tuple[str, Any]]:

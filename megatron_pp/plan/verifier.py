@@ -1,5 +1,5 @@
 """Accept or refuse a plan: completeness, buffer lifetime, memory (``lifetime.py``), deadlock and crossing messages
-(``rendezvous.py``) and buffers that are reused (``static_buffers.py``) under the rules of the device, and whether it
+(``rendezvous.py``) and buffers that are reused under the rules of the device, and whether it
 runs its own compute order (``order_check.py``). What is refused is refused with the rank, the instruction and the cycle
 or the missing piece."""
 
@@ -14,13 +14,15 @@ from megatron_pp.plan.activations import Shares, peak_activations, peak_on_host
 from megatron_pp.plan.aligned import RankQueues
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import WEIGHT_SHARE
+from megatron_pp.plan.instruction import BACKWARD_OPS, COMPUTE_OPS, FREE_B, Instruction
 from megatron_pp.plan.lifetime import RankPeaks, check_rank
 from megatron_pp.plan.order_check import check_programs
 from megatron_pp.plan.rendezvous import check_rendezvous
-from megatron_pp.plan.repeated import Block
+from megatron_pp.plan.repeated import Block, RepetitionError
 from megatron_pp.plan.sites import sites_of
 from megatron_pp.plan.spec import STATIC_BUFFERS, Plan, checked_device
-from megatron_pp.plan.static_buffers import check_static_buffers
+
+_Cell = tuple[int, int, int]  # stage, microbatch, slice
 
 
 @dataclass(frozen=True)
@@ -90,3 +92,47 @@ def verify(
     proven = {cert.COMPLETE, cert.LIFETIME if deallocate else cert.KEPT_OUTPUTS, cert.RENDEZVOUS, *rules, cert.ORDER}
     certificate = plan.certify([rule for rule in cert.PROOFS if rule in proven], rules)
     return Verdict(tuple(peaks), peak_activations(plan, weight_share), rules, peak_on_host(plan), certificate)
+
+
+def check_static_buffers(plan: Plan, block: Block | None = None) -> None:
+    """The rule of layers in CUDA graphs: whoever reads an input gradient, its send or the backward of the stage before
+    on the same rank, does so before the operation after the next backward. Transformer Engine gives its buffer to the
+    graphs that were captured after that backward (``_reuse_graph_input_output_buffers``), and autograd hands it out as
+    it is.
+
+    Raises PlanError, naming rank, operation and gradient. With ``block``, raises RepetitionError unless the block
+    leaves the same gradients that it found.
+    """
+    for rank in range(len(plan.programs)):
+        _check_static_buffers(plan, rank, block)
+
+
+def _check_static_buffers(plan: Plan, rank: int, block: Block | None) -> None:
+    newest: dict[_Cell, Instruction] = {}  # gradients of the last backward that are not settled, and that backward
+    exposed: dict[_Cell, Instruction] = {}  # of backwards before it: the next operation may overwrite them
+    ends = {} if block is None else dict(zip(block.of(rank), (0, block.microbatches), strict=True))
+    states = []
+    for position, at in enumerate(plan.programs[rank]):
+        if position in ends:
+            states.append([{(s, mb - ends[position], part) for s, mb, part in cells} for cells in (newest, exposed)])
+        if at.op == FREE_B:
+            read = at.stage, at.mb, at.slice
+            newest.pop(read, None), exposed.pop(read, None)
+        if at.op not in COMPUTE_OPS:
+            continue
+        backwards = [one for one in at.members or (at,) if one.op in BACKWARD_OPS]
+        for one in backwards:  # it copies the gradient that it uses before it overwrites anything
+            read = one.stage + 1, one.mb, one.slice
+            newest.pop(read, None), exposed.pop(read, None)
+        if exposed:
+            made = next(iter(exposed.values()))
+            sent = plan.placement.crosses_ranks(made.stage - 1)
+            raise PlanError(
+                f"rank {rank}: {at} ({at.name}) may overwrite the input gradient of {made}, which "
+                f"{'is still being sent' if sent else 'is not used yet'}: under {STATIC_BUFFERS} its buffer is reused "
+                "after the next backward"
+            )
+        if backwards:
+            exposed, newest = newest, {(one.stage, one.mb, one.slice): one for one in backwards if one.stage > 0}
+    if block is not None and states[0] != states[1]:
+        raise RepetitionError(f"rank {rank}: input gradients differ between both ends of the block")

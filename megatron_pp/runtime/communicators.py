@@ -7,19 +7,20 @@ kept per group and config, until the group is destroyed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from megatron_pp.comm import process_groups
+from megatron_pp.comm.collectives import Collective, Done, LoneCollectives
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
-from megatron_pp.comm.solo_transport import SoloTransport
-from megatron_pp.comm.transport import Transport
+from megatron_pp.comm.transport import P2PRequest, Transport, Work
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import CommunicatorClosedError, ScheduleInputError
+from megatron_pp.errors import CommunicatorClosedError, P2PError, ScheduleInputError
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.runtime.arguments import StepInputs
 
@@ -98,3 +99,28 @@ def pipeline_group(inputs: StepInputs, alone: bool) -> Any:
             "torch.distributed.init_process_group"
         )
     return None
+
+
+class SoloTransport(Transport):
+    """A pipeline of one rank: no transfers, no process group."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        raise P2PError(f"a pipeline of one rank cannot exchange tensors with rank {peer}")
+
+    irecv = isend
+
+    def collective(self, collective: Collective) -> Work:
+        collective(LoneCollectives())
+        return Done()
+
+    def batch(self, requests: Sequence[P2PRequest]) -> Sequence[Work]:
+        return [self.isend(*request[1:]) for request in requests]
+
+    def global_rank(self, rank: int) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0

@@ -9,7 +9,6 @@ of the pipeline time their links, gather what they have found, and the job's fir
 from __future__ import annotations
 
 import atexit
-import errno
 import json
 import logging
 import math
@@ -17,16 +16,16 @@ import os
 import statistics
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pp.comm.exchange import gather_numbers
-from megatron_pp.comm.link_times import copy_rates, measure_links, sizes_around
+from megatron_pp.comm.exchange import copy_rates, gather_numbers, measure_links, sizes_around
 from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ExchangeError, ScheduleInputError
 from megatron_pp.plan.costs import Link, StageCosts
-from megatron_pp.plan.files import write_whole
+from megatron_pp.plan.files import why_unwritable, write_whole
 from megatron_pp.plan.instruction import WEIGHT_GRAD, Instruction
 from megatron_pp.plan.measured import (
     CopyRates,
@@ -69,18 +68,13 @@ def measuring_of(model: Any, settings: StepSettings, forward_only: bool) -> Meas
 
 
 def _check_path(path: str) -> None:
-    folder = os.path.dirname(os.path.abspath(path))
-    try:
-        os.makedirs(folder, exist_ok=True)
-        if os.path.isdir(path):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
+    with suppress(OSError, ValueError):
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    why = why_unwritable(path)
+    if why:
         raise ScheduleInputError(
             f"config.measure_out is {path!r}, which cannot be written ({why}); name a file in a folder that can be"
-        ) from error
+        )
 
 
 class TimeKeeper(Keeper):

@@ -10,7 +10,7 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError, ScheduleInputError
 from megatron_pp.plan.slice_costs import attention_share, slice_lengths
 from megatron_pp.runtime.arguments import StepInputs, whole_argument
-from megatron_pp.runtime.dict_activations import Names
+from megatron_pp.runtime.compute import Names
 
 
 class Shapes(NamedTuple):

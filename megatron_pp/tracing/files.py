@@ -23,9 +23,8 @@ from megatron_pp.errors import ExchangeError, InstructionError, PlanError
 from megatron_pp.plan.files import read_text
 from megatron_pp.plan.instruction import Instruction, each, format_program, parse_program, without_pairs
 from megatron_pp.plan.placement import PLACEMENTS, Placement
-from megatron_pp.plan.serialize import spec_from_values, spec_values
+from megatron_pp.plan.serialize import parse_version_1, spec_from_values, spec_values
 from megatron_pp.plan.spec import Plan, PlanSpec
-from megatron_pp.plan.version_1 import parse_version_1
 
 RUN_RANDOM_BITS = 12
 """A run's name is hexadecimal: microseconds since 1970, then so many random bits."""

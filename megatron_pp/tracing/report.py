@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megatron_pp import draw
 from megatron_pp.draw.chrome import render_chrome_steps
+from megatron_pp.draw.facts import percent, short
 from megatron_pp.draw.html import Table, render_html
-from megatron_pp.draw.ticks import percent, short
 from megatron_pp.draw.timeline import Timeline, short_title, simulated_timeline
 from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.sim.bound import bound_of

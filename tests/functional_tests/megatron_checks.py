@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import logging
-import os
 import pickle
 import sys
-import tempfile
-import time
 import types
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,12 +23,8 @@ from megatron.core import parallel_state
 from megatron.core import pipeline_parallel as megatron_pipeline_parallel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 
-from megatron_pp.errors import ConfigError, ScheduleInputError
+from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations import megatron_core, megatron_release, megatron_versions
-from megatron_pp.plan.spec import Plan
-from megatron_pp.runtime import replan_exchange, step
-from megatron_pp.runtime.replanning import Replanning
-from tests.harness.proposals import to
 from tests.megatron import lab as megatron_lab
 from tests.megatron.cases import Case
 
@@ -120,14 +111,14 @@ def _log() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _fields(config: Any, fields: dict[str, Any]) -> Iterator[None]:
+def with_fields(config: Any, fields: dict[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in fields.items():
             stack.enter_context(mock.patch.object(config, name, value, create=True))
         yield
 
 
-def _call(run: megatron_lab.Run, **changed: Any) -> list[Any]:
+def call_schedule(run: megatron_lab.Run, **changed: Any) -> list[Any]:
     """One forward-only call of the schedule with this run's model, with ``changed`` arguments."""
     arguments: dict[str, Any] = {
         "forward_step_func": lambda data_iterator, model: megatron_lab.forward_step(False, data_iterator, model),
@@ -169,29 +160,29 @@ def unserved_steps_are_handed_back(case: Case) -> list[str]:
     warnings: list[str] = []
     with mock.patch.object(schedules, fake.__name__, fake):
         for fields, arguments in unserved:
-            with _fields(run.config, fields):
+            with with_fields(run.config, fields):
                 with _log() as lines, megatron_core.installed():
                     assert schedules.get_forward_backward_func().theirs is fake
                     for _ in range(2):
-                        assert _call(run, **arguments) == ["megatron's own"]
+                        assert call_schedule(run, **arguments) == ["megatron's own"]
                 assert len(lines) == 1, f"one warning for two calls, not {lines}"
                 warnings += lines
                 assert all(item in fake.calls[-1].items() for item in arguments.items())
                 before = len(fake.calls)
                 with megatron_core.installed(strict=True):
-                    _raises(megatron_core.NotServedError, "does not serve", lambda a=arguments: _call(run, **a))
+                    raised(megatron_core.NotServedError, "does not serve", lambda a=arguments: call_schedule(run, **a))
                 assert len(fake.calls) == before, "strict must not call Megatron's function"
         with (
             mock.patch.object(run.config, "overlap_moe_expert_parallel_comm", True, create=True),
             megatron_core.installed(),
         ):
             before = len(fake.calls)
-            assert len(_call(run, forward_only=True)) == case.microbatches, "evaluation is not combined"
+            assert len(call_schedule(run, forward_only=True)) == case.microbatches, "evaluation is not combined"
             assert len(fake.calls) == before
     return warnings
 
 
-def _raises(kind: type[Exception], words: str, function: Any) -> str:
+def raised(kind: type[Exception], words: str, function: Any) -> str:
     with pytest.raises(kind) as caught:
         function()
     assert words in str(caught.value)
@@ -222,11 +213,11 @@ def impossible_arguments_are_errors(case: Case) -> list[str]:
             ({"pipeline_schedule": "vocab_1f1b"}, {}, "which splits the output layer over all ranks"),
             ({"skip_tensors": "a=0>1"}, {}, "Megatron's models give a stage one tensor"),
         ):
-            with _fields(run.config, fields):
-                messages.append(_raises(ScheduleInputError, words, lambda a=arguments: _call(run, **a)))
+            with with_fields(run.config, fields):
+                messages.append(raised(ScheduleInputError, words, lambda a=arguments: call_schedule(run, **a)))
         with megatron_core.installed(any_microbatch_count=True):
-            _call(run, num_microbatches=3)
-        reports = _call(run)
+            call_schedule(run, num_microbatches=3)
+        reports = call_schedule(run)
         assert len(reports) == (case.microbatches if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else 0)
     return messages
 
@@ -240,7 +231,7 @@ def parallel_state_is_not_initialised(case: Case) -> str:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     with megatron_core.installed():
-        return _raises(ScheduleInputError, "parallel_state is not initialised", _without_groups)
+        return raised(ScheduleInputError, "parallel_state is not initialised", _without_groups)
 
 
 def distributed_is_not_initialised(case: Case) -> str:
@@ -249,7 +240,7 @@ def distributed_is_not_initialised(case: Case) -> str:
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     with megatron_core.installed():
-        return _raises(ScheduleInputError, "init_process_group", _without_groups)
+        return raised(ScheduleInputError, "init_process_group", _without_groups)
 
 
 def own_groups_and_communicator_are_taken(case: Case) -> list[float]:
@@ -259,7 +250,7 @@ def own_groups_and_communicator_are_taken(case: Case) -> list[float]:
     groups = megatron.default_groups()
     communicator = p2p_communication.P2PCommunicator(pp_group=groups.pp, config=run.config)
     with megatron_core.installed(), torch.no_grad():
-        reports = _call(run, p2p_communicator=communicator, **{megatron.row.groups_keyword: groups})
+        reports = call_schedule(run, p2p_communicator=communicator, **{megatron.row.groups_keyword: groups})
     return [float(report["loss"]) for report in reports]
 
 
@@ -276,7 +267,7 @@ def checkpointed_microbatches(case: Case) -> list[list[Any]]:
     for engine in (contextlib.nullcontext, megatron_core.installed):
         received.append([])
         with engine():
-            _call(run, forward_step_func=forward_step, forward_only=False)
+            call_schedule(run, forward_step_func=forward_step, forward_only=False)
     return [[list(more) for more in calls] for calls in received]
 
 
@@ -294,135 +285,12 @@ def outputs_that_a_hook_reads_keep_their_data(case: Case) -> list[float]:
     for deallocate in (True, False):
         for chunk in run.chunks:
             chunk.zero_grad_buffer()
-        with _fields(run.config, {"deallocate_pipeline_outputs": deallocate}), megatron_core.installed():
-            _call(run, forward_step_func=forward_step, forward_only=False)
+        with with_fields(run.config, {"deallocate_pipeline_outputs": deallocate}), megatron_core.installed():
+            call_schedule(run, forward_step_func=forward_step, forward_only=False)
         gradients.append({name: grad.clone() for name, grad in run.gradients().items()})
     freed, kept = gradients
     assert all(torch.equal(freed[name], kept[name]) for name in kept)
     return [float(grad.abs().max()) for grad in kept.values()]
-
-
-OVERRIDES: tuple[dict[str, Any], ...] = (
-    {},
-    {"overlap_p2p_comm": True},
-    {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": False, "p2p_channels": "shared"},
-    {"overlap_p2p_comm": False, "batch_p2p_comm": False, "p2p_debug": True, "deallocate_pipeline_outputs": True},
-    {"overlap_p2p_comm": True, "pipeline_schedule": "eager_1f1b", "max_pending_sends": 4},
-    {"overlap_p2p_comm": True, "variable_seq_lengths": False},
-    {"overlap_p2p_comm": True, "offload_chunks": 1},
-    {"overlap_p2p_comm": True, "variable_seq_lengths": True, "overlapped_forward_backward": "in_turn"},
-)
-
-
-def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
-    """The policies of steps under `OVERRIDES`; gradients are those of Megatron's own schedule, to the last bit."""
-    run = megatron_lab.Run(case)
-    _call(run, forward_only=False)
-    theirs = _taken_gradients(run)
-    policies = []
-    for config in ({}, {"deallocate_pipeline_outputs": False, "variable_seq_lengths": True}):
-        for overrides in OVERRIDES:
-            with (
-                _fields(run.config, config),
-                mock.patch.object(step, "build_plan", wraps=step.build_plan) as built,
-                mock.patch.object(schedules, "get_tensor_shapes", wraps=schedules.get_tensor_shapes) as shapes,
-                megatron_core.installed(strict=True, **overrides),
-            ):
-                fields = dict(vars(run.config))
-                _call(run, forward_only=False)
-                assert vars(run.config) == fields, "the config was written to"
-                # Where shapes vary, later releases of Megatron know none.
-                assert not any(call.kwargs["config"].variable_seq_lengths for call in shapes.call_args_list)
-            policies.append(built.call_args.args[0].policy)
-            if overrides.get("offload_chunks"):
-                assert built.call_args.args[0].offload_chunks, "the plan offloads"
-            ours = _taken_gradients(run)
-            assert all(torch.equal(ours[name], theirs[name]) for name in theirs), overrides
-    return policies
-
-
-def what_its_stages_cost_is_measured(case: Case) -> dict[str, Any]:
-    """The file that two ranks' steps leave under `install(measure=2)`; gradients are equal to the last bit."""
-    run = megatron_lab.Run(case)
-    with megatron_core.installed(strict=True):
-        _call(run, forward_only=False)
-    unmeasured = _taken_gradients(run)
-    with tempfile.TemporaryDirectory() as folder:  # each rank's own: the first one writes
-        path = os.path.join(folder, "measured.json")
-        with megatron_core.installed(strict=True, measure=2, measure_out=path):
-            for _ in range(3):
-                _call(run, forward_only=False)
-                measured = _taken_gradients(run)
-                assert all(torch.equal(measured[name], unmeasured[name]) for name in unmeasured)
-        content: dict[str, Any] = json.loads(Path(path).read_text()) if os.path.exists(path) else {}
-    return content
-
-
-def its_plan_changes_while_it_trains(case: Case) -> list[str]:
-    """Schedules of the steps under `install(pipeline_replan="every:2")`; gradients are equal to the last bit."""
-    run = megatron_lab.Run(case)
-    with megatron_core.installed(strict=True):
-        _call(run, forward_only=False)
-    before, ran = _taken_gradients(run), []
-    chosen = Replanning.next_plan
-
-    def noted(self: Replanning, *arguments: Any) -> Plan:
-        ran.append(chosen(self, *arguments))
-        return ran[-1]
-
-    searches = mock.patch.object(replan_exchange, "searched", to("gis"))
-    installed = megatron_core.installed(strict=True, pipeline_replan="every:2")
-    with searches, mock.patch.object(Replanning, "next_plan", noted), installed:
-        for _ in range(10):
-            time.sleep(0.1)
-            _call(run, forward_only=False)
-            after = _taken_gradients(run)
-            assert all(torch.equal(after[name], before[name]) for name in before)
-    return [plan.spec.schedule for plan in ran]
-
-
-def _taken_gradients(run: megatron_lab.Run) -> dict[str, torch.Tensor]:
-    """What the last step has left, which is then zero again."""
-    taken = {name: grad.clone() for name, grad in run.gradients().items()}
-    for chunk in run.chunks:
-        chunk.zero_grad_buffer()
-    assert any(grad.abs().max() > 0 for grad in taken.values())
-    return taken
-
-
-def wrong_settings_install_nothing(case: Case) -> list[str]:
-    """A second call sets the settings anew; a wrong one raises, and leaves everything as it was."""
-    messages = [
-        _raises(ConfigError, "did you mean p2p_timeout?", lambda: megatron_core.install(p2p_timeouts=3)),
-        _raises(ConfigError, "p2p_timeout is 0", lambda: megatron_core.install(p2p_timeout=0)),
-    ]
-    assert not megatron_core.is_installed()
-    run = megatron_lab.Run(case)
-    with megatron_core.installed(pipeline_schedule="eager_1f1b"):
-        with contextlib.suppress(ConfigError):
-            megatron_core.install(pipeline_schedule="late_1f1b")
-        assert _schedule_of_a_step(run) == "eager_1f1b"
-        with megatron_core.installed(p2p_timeout=30):
-            assert _schedule_of_a_step(run) == "1f1b"
-        assert _schedule_of_a_step(run) == "eager_1f1b"
-        megatron_core.install()
-        assert _schedule_of_a_step(run) == "1f1b"
-        with mock.patch.dict(os.environ, {"MEGATRON_PP_PIPELINE_SCHEDULE": "gpipe"}):
-            megatron_core.install()
-        assert _schedule_of_a_step(run) == "gpipe"
-        messages.append(_raises(ScheduleInputError, "zb_v", lambda: _with_schedule(run, "zb_v")))
-    return messages
-
-
-def _with_schedule(run: megatron_lab.Run, schedule: str) -> None:
-    with megatron_core.installed(pipeline_schedule=schedule):
-        _call(run)
-
-
-def _schedule_of_a_step(run: megatron_lab.Run) -> str:
-    with mock.patch.object(step, "build_plan", wraps=step.build_plan) as built:
-        _call(run)
-    return str(built.call_args.args[0].schedule)
 
 
 def shapes_are_those_of_the_release(case: Case) -> list[float]:
@@ -443,9 +311,9 @@ def shapes_are_those_of_the_release(case: Case) -> list[float]:
         return (torch.cat([output] * streams, -1) if output.dim() == 3 else output), loss_func
 
     with megatron_core.installed():
-        expected = _call(run, forward_only=False)
+        expected = call_schedule(run, forward_only=False)
         with mock.patch.object(schedules, "get_tensor_shapes", get_tensor_shapes):
-            reports = _call(run, forward_step_func=forward_step, forward_only=False)
+            reports = call_schedule(run, forward_step_func=forward_step, forward_only=False)
     assert asked
     assert all(one == (run.config, case.model.seq) for one in asked)
     assert [float(report["loss"]) for report in reports] == [float(report["loss"]) for report in expected]
@@ -455,7 +323,7 @@ def shapes_are_those_of_the_release(case: Case) -> list[float]:
 def interleaved_shapes_ignore_the_decoders_length(case: Case) -> int:
     """As in Megatron's interleaved schedule; the number of reports."""
     with megatron_core.installed():
-        return len(_call(megatron_lab.Run(case), decoder_seq_length=1))
+        return len(call_schedule(megatron_lab.Run(case), decoder_seq_length=1))
 
 
 def evaluation_leaves_autograd_as_it_is(case: Case) -> list[bool]:
@@ -475,9 +343,9 @@ def evaluation_leaves_autograd_as_it_is(case: Case) -> list[bool]:
         return output, loss_func
 
     with megatron_core.installed():
-        with_grad = _call(run, forward_step_func=forward_step)
+        with_grad = call_schedule(run, forward_step_func=forward_step)
         with torch.no_grad():
-            without = _call(run, forward_step_func=forward_step)
+            without = call_schedule(run, forward_step_func=forward_step)
     assert [float(report["loss"]) for report in with_grad] == [float(report["loss"]) for report in without]
     assert all(torch.equal(grad, before[name]) for name, grad in run.gradients().items())
     return seen
@@ -498,7 +366,7 @@ def evaluation_gives_graphs_back(case: Case) -> int:
         return output * _Keeping.apply(output, held), loss_func
 
     with megatron_core.installed():
-        _call(run, forward_step_func=forward_step)
+        call_schedule(run, forward_step_func=forward_step)
     assert len(alive) == 0
     return most
 

@@ -15,6 +15,7 @@ from tests.megatron.runner import run_jobs  # isort: skip
 pytestmark = needs_megatron
 
 CHECKS = "tests.functional_tests.megatron_checks:"
+SETTINGS = "tests.functional_tests.megatron_settings_checks:"
 ALONE = Case(Model(layers=2), microbatches=2)
 PAIR = Case(Model(layers=4), pp=2, vp=2, microbatches=4, policy="plain")
 SINGLE = Case(Model(layers=4), pp=2, microbatches=4, policy="batched")
@@ -35,11 +36,11 @@ JOBS = {
     "interleaved_shapes_ignore_the_decoders_length": PAIR,
     "evaluation_leaves_autograd_as_it_is": SINGLE,
     "evaluation_gives_graphs_back": dataclasses.replace(PAIR, policy="overlap"),
-    "settings_reach_the_engine_and_not_the_config": SINGLE,
-    "wrong_settings_install_nothing": SINGLE,
-    "what_its_stages_cost_is_measured": PAIR,
+    SETTINGS + "settings_reach_the_engine_and_not_the_config": SINGLE,
+    SETTINGS + "wrong_settings_install_nothing": SINGLE,
+    SETTINGS + "what_its_stages_cost_is_measured": PAIR,
     "tests.functional_tests.known_steps_checks:run_as_megatrons": dataclasses.replace(ALONE, microbatches=1),
-    "its_plan_changes_while_it_trains": PAIR,
+    SETTINGS + "its_plan_changes_while_it_trains": PAIR,
 }
 
 
@@ -97,18 +98,18 @@ def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[s
 
 
 def test_settings_decide_how_transfers_go_out(outcomes: dict[str, Outcome]) -> None:
-    for policies in outcomes["settings_reach_the_engine_and_not_the_config"].facts:
+    for policies in outcomes[SETTINGS + "settings_reach_the_engine_and_not_the_config"].facts:
         assert policies == ["batched", "overlap", "overlap", "plain", *["overlap"] * 4] * 2
 
 
 def test_a_plan_changes_on_both_ranks_at_once(outcomes: dict[str, Outcome]) -> None:
-    first, second = outcomes["its_plan_changes_while_it_trains"].facts
+    first, second = outcomes[SETTINGS + "its_plan_changes_while_it_trains"].facts
     assert first == second
     assert (first[0], first[-1]) == ("interleaved_1f1b", "gis")
 
 
 def test_the_first_rank_writes_what_all_stages_cost(outcomes: dict[str, Outcome]) -> None:
-    first, second = outcomes["what_its_stages_cost_is_measured"].facts
+    first, second = outcomes[SETTINGS + "what_its_stages_cost_is_measured"].facts
     assert second == {}
     file = MeasuredFile.from_dict(first)
     assert file.run is not None
@@ -122,7 +123,7 @@ def test_the_first_rank_writes_what_all_stages_cost(outcomes: dict[str, Outcome]
 
 
 def test_wrong_settings_are_errors_on_every_rank(outcomes: dict[str, Outcome]) -> None:
-    first, second = outcomes["wrong_settings_install_nothing"].facts
+    first, second = outcomes[SETTINGS + "wrong_settings_install_nothing"].facts
     assert first == second
 
 

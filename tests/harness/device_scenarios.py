@@ -20,11 +20,11 @@ from examples.gpt import program as training
 from examples.gpt.errors import ArgumentError
 from examples.gpt.settings import parse
 from megatron_pp.comm import abort
-from megatron_pp.comm.solo_transport import SoloTransport
 from megatron_pp.comm.transport import P2PRequest, Preparation, ProcessGroupTransport
 from megatron_pp.errors import P2PTransferError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
+from megatron_pp.runtime.communicators import SoloTransport
 from megatron_pp.runtime.pairs import on_two_streams
 from megatron_pp.testing.streams import StreamNetwork
 from megatron_pp.testing.streams.cuda import replaced

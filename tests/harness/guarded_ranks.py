@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_pp.faults.records import Entry
-from megatron_pp.faults.store import FaultStore
+from megatron_pp.faults.records import Entry, FaultStore
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import ToyData

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.instruction import Instruction, parse_program
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.serialize import JSON, TORCH_CSV, format_plan
-from megatron_pp.plan.spec import Plan
+from megatron_pp.plan.spec import Plan, PlanSpec
+
+
+def small_plan(schedule: str = "1f1b", p: int = 2, v: int = 1, m: int = 3, **options: Any) -> Plan:
+    return build_plan(PlanSpec(schedule, p, v, m, **options))
 
 
 def placed(placement: Placement, rank: int, text: str) -> tuple[Instruction, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,6 +19,8 @@ from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, gradients_of, 
 
 DATA = ToyData(4)
 T = TypeVar("T")
+POLICIES = [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {}]
+every_policy = pytest.mark.parametrize("policy", POLICIES, ids=["overlap", "batched", "plain"])
 
 
 def on_ranks(

@@ -9,11 +9,11 @@ from typing import Any
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.activations import host_timeline, logits_timeline
 from megatron_pp.plan.advise.candidates import Candidate, cut_model, fixed_memory
-from megatron_pp.plan.advise.fit import Fitted, Room, fitted, unrecomputed
+from megatron_pp.plan.advise.fit import Fitted, Room, fitted, with_recomputed
 from megatron_pp.plan.advise.model import Model
 from megatron_pp.plan.advise.question import Question
 from megatron_pp.plan.advise.timing import kept_states
-from megatron_pp.plan.builder import verified_plan
+from megatron_pp.plan.builder import build_plan, verified_plan
 from megatron_pp.plan.costs import MemoryModel
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.sim.bound import Bound, bound_of
@@ -72,7 +72,7 @@ def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None
         cut = cut or cut_model(question, candidate, model)
         if not candidate.searches:
             return _run(question, candidate, model, cut)
-        found = _searched(question, candidate, model, unrecomputed(cut))
+        found = _searched(question, candidate, model, with_recomputed(cut, (0,) * len(cut.stages)))
         if found.refused and any(cut.recomputed):
             found = _searched(question, candidate, model, cut)
     except PlanError as error:
@@ -161,6 +161,16 @@ def _run(
     on_host = max(max(host_timeline(line, row, cut.activation), default=0.0) for line, row in hosts)
     numbers = result.makespan, result.bubble_share, (waits[0], waits[1], waits[2]), on_host, again
     return Outcome(candidate, refused, spec, *numbers, cut, bound, certificate)
+
+
+def step_recomputed_evenly(question: Question, outcome: Outcome) -> float:
+    """Milliseconds of the same plan where every stage recomputes as many layers as the one that recomputes most."""
+    if outcome.fit is None or outcome.spec is None:
+        return 0.0
+    even = with_recomputed(outcome.fit, (max(outcome.fit.recomputed),) * len(outcome.fit.stages))
+    costs = replace(outcome.fit.costs, backward=even.costs.backward, backward_input=even.costs.backward_input)
+    network = question.network(outcome.candidate.model(question))
+    return simulate(build_plan(outcome.spec), costs, network, outcome.spec.device).makespan
 
 
 def _peaks(cut: Fitted, room: Room) -> Fitted:

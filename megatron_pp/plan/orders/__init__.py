@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.family import Family
-from megatron_pp.plan.orders import auto, loop, offloaded, sliced, v, vocabulary
+from megatron_pp.plan.orders import auto, loop, v, vocabulary
 from megatron_pp.plan.orders.loop import COMBINED, INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.placement import LOOP, V_SHAPE
 
 _SEARCHING_FAMILIES = (
-    auto.searching_family("auto", loop.FAMILIES + offloaded.FAMILIES, LOOP, chunks=None),
+    auto.searching_family("auto", loop.FAMILIES, LOOP, chunks=None),
     auto.searching_family("auto_v", v.FAMILIES, V_SHAPE, chunks=2),
 )
 
@@ -17,9 +17,8 @@ SCHEDULES: dict[str, Family] = {
     family.name: family
     for family in (
         *loop.FAMILIES,
-        *offloaded.FAMILIES,
         *v.FAMILIES,
-        *sliced.FAMILIES,
+        *loop.SLICED,
         *vocabulary.FAMILIES,
         *_SEARCHING_FAMILIES,
     )

@@ -8,6 +8,7 @@ where the bubble was.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +20,8 @@ from megatron_pp.plan.placement import LOOP, Placement
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved_1f1b"
 COMBINED = "combined_1f1b"
+SEQ_1F1B = "seq_1f1b"
+INTERLEAVED_SEQ = "interleaved_seq_1f1b"
 
 
 def breadth_first(shape: Shape) -> list[Order]:
@@ -125,6 +128,27 @@ def gis_h(shape: Shape) -> list[Order]:
 
 def group_of_gis_h(shape: Shape) -> int:
     return min(shape.group_size, (shape.pipeline_size + 1) // 2)
+
+
+def pipe_offload(shape: Shape) -> list[Order]:
+    """`gis_h` with the chunks of a group in turn, not one after the other: of V forwards in a row each is of another
+    chunk, so that copies of offloaded chunks are spread evenly, and as many of them are on their way at any time.
+
+    A microbatch comes to its next chunk G turns later, or as few more as make V chunks take turns; a turn is a forward
+    and a backward. While the first and the last microbatches fill some turns in part, the others move up.
+    """
+    size, chunks, mbs = shape.pipeline_size, shape.num_chunks, range(shape.num_microbatches)
+    group = group_of_gis_h(shape)
+    together = chunks // math.gcd(chunks, group)
+    after = [group * c + c // together for c in range(chunks)]  # turns, each at another place among ``chunks`` of them
+    forwards = [((chunks * m + after[c], 0), f(c, m)) for m in mbs for c in range(chunks)]
+    backwards = [((chunks * m + after[c], 1), b(chunks - 1 - c, m)) for m in mbs for c in range(chunks)]
+    orders = []
+    for rank in range(size):
+        first = after[-1] + size - 1 - rank  # the turn of the first backward
+        late = [((turn + first, half), at) for (turn, half), at in backwards]
+        orders.append([at for _, at in sorted(forwards + late)])
+    return let_backwards_overtake(orders, Placement(LOOP, size, chunks))
 
 
 def let_backwards_overtake(orders: list[Order], placement: Placement) -> list[Order]:
@@ -322,4 +346,47 @@ FAMILIES = (
         "interleaved 1F1B with weight gradients in its bubble, at the same memory",
         splits_weight=True,
     ),
+    Family(
+        "pipe_offload",
+        pipe_offload,
+        "arXiv 2503.01328, section 3",
+        "gis_h with half of the chunks offloaded, those kept longest: about (V+2)/(8V) of all activations stay",
+        grouped=True,
+        small_groups=True,
+        repeats=lambda shape: Repeats(1),
+        offloads=lambda shape: (shape.num_chunks + 1) // 2,
+    ),
+)
+
+
+# Sequences cut into slices (Seq1F1B, arXiv 2406.03488): the same orders with slices in place of microbatches, but for
+# one thing: forwards of a microbatch run from its first slice to its last, backwards from the last to the first
+# (``dataflow.slice_before``). So a rank's first backward waits for the forwards of a whole microbatch, and its warm-up
+# is n-1 forwards longer. With n slices of equal cost, which is what ``slice_costs.py`` cuts for causal
+# attention, the bubble of ``seq_1f1b`` is (P-1) / (n M + P-1), and rank r holds at most (n + P-1-r) / n microbatches,
+# where 1F1B holds P-r.
+_WHOLE = {family.name: family for family in FAMILIES}
+_SOURCE = "arXiv 2406.03488"
+_SPLIT = f"{_SOURCE}, with the split of arXiv 2401.10241"
+
+
+def _sliced(whole: str, name: str, source: str, summary: str) -> Family:
+    return replace(_WHOLE[whole], name=name, source=source, summary=summary, sliced=True)
+
+
+SLICED = (
+    _sliced(
+        ONE_F_ONE_B,
+        SEQ_1F1B,
+        _SOURCE,
+        "1F1B on n slices of every sequence: bubble (P-1)/(nM+P-1); (n+P-1-r)/n microbatches in memory",
+    ),
+    _sliced(
+        INTERLEAVED,
+        INTERLEAVED_SEQ,
+        _SOURCE,
+        "interleaved 1F1B on slices of every sequence; V chunks a rank take turns after P slices",
+    ),
+    _sliced("zb_h1", "seq_zb", _SPLIT, "Seq1F1B with weight gradients in its bubble"),
+    _sliced("interleaved_zb", "interleaved_seq_zb", _SPLIT, "interleaved Seq1F1B with weight gradients in its bubble"),
 )

@@ -39,11 +39,11 @@ def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tu
                 if not least:
                     continue
                 most = int((limit - whole) / own) if until >= stage else int((limit - own) / least)
-                waits.append(Wait(stage, 1 + most, until, times.backward[until]))
+                waits.append(Wait(stage, 1 + most, until, times.backward[until], False))
                 least = min(least, memory.weight[until])
                 if least:
                     time = times.backward[until] + times.rest[until]
-                    waits.append(Wait(stage, 1 + int((limit - own) / least), until, time))
+                    waits.append(Wait(stage, 1 + int((limit - own) / least), until, time, True))
     return tuple(waits)
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from megatron_pp.cli.command_line import main
 
+MODEL = ["--layers", "16", "--hidden-size", "1024", "--seq-length", "1024", "--vocab-size", "32000"]
+
 
 @pytest.fixture
 def command(capsys, monkeypatch):
@@ -23,7 +25,7 @@ def command(capsys, monkeypatch):
     return run
 
 
-def refused(result, code, *words):
+def assert_refused(result, code, *words):
     """One line of complaint with ``words`` in it, and nothing else."""
     assert result[0] == code
     assert result[1] == ""

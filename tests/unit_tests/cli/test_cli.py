@@ -1,28 +1,23 @@
-"""The command: what it prints, what it writes, and how it refuses. Each call is a real one, in this process."""
+"""The command: what ``plan`` and ``verify`` print and write, and how all of it refuses. Mostly in this process."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import re
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
+from megatron_pp.cli.terminal import print_table
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.compare import fitted
-from megatron_pp.plan.costs import FREE, StageCosts
-from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.serialize import load_plan
-from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
 from tests.harness.plan_text import placed, save_plan, without
-from tests.unit_tests.cli.conftest import refused
-
-MODEL = ["--layers", "16", "--hidden-size", "1024", "--seq-length", "1024", "--vocab-size", "32000"]
-
+from tests.unit_tests.cli.conftest import assert_refused
 
 # --- plan
 
@@ -94,7 +89,7 @@ def test_verify_reads_a_plan_file_of_version_1(command, tmp_path):
     code, out, _ = command("verify", "--import", path)
     assert (code, "deadlock-free" in out) == (0, True), out
     path.write_text(json.dumps({**content, "programs": [programs[0].replace("RG0.0 ", ""), programs[1]]}))
-    refused(command("simulate", "--import", path), 1, "refused: rank 0: WAIT_B0.0")
+    assert_refused(command("simulate", "--import", path), 1, "refused: rank 0: WAIT_B0.0")
 
 
 def test_verify_says_what_is_wrong_with_a_file_and_where(command, tmp_path):
@@ -117,260 +112,10 @@ def test_verify_under_the_rules_of_a_device(command, tmp_path):
     code, out, _ = command("verify", "--import", path, "--device", "device_sync")
     assert code == 1
     assert "refused: deadlock under device_sync: rank 0 waits at F0.1, which synchronises the device, for rank 1" in out
-    refused(command("verify", "--device", "one_queue,fast"), 2, "device rule 'fast' is not known; it is one of rendez")
+    assert_refused(command("verify", "--device", "one_queue,fast"), 2, "device rule 'fast' is not known; it is one of")
 
 
-# --- simulate
-
-
-def test_simulate_under_the_rules_of_a_device(command):
-    words = [
-        "simulate",
-        "-s",
-        "gpipe",
-        "-P",
-        2,
-        "-M",
-        4,
-        "--forward-ms",
-        1,
-        "--backward-ms",
-        2,
-        "--p2p-ms",
-        3,
-        "--json",
-    ]
-    spans = {
-        rule: json.loads(command(*words, "--device", rule)[1])["makespan"] for rule in ("rendezvous", "device_sync")
-    }
-    assert spans["rendezvous"] == json.loads(command(*words)[1])["makespan"] < spans["device_sync"]
-    refused(command(*words, "--device", "one_queue", "--gloo"), 2, "one_queue: gloo's transfers wait for no device")
-
-
-def test_simulate_gives_the_closed_form(command):
-    arguments = ["simulate", "-s", "1f1b", "-P", "4", "-M", "16", "--forward-ms", "10", "--backward-ms", "20", "--json"]
-    facts = json.loads(command(*arguments)[1])
-    assert facts["makespan"] == pytest.approx((16 + 3) * 30)
-    assert facts["bubble_share"] == pytest.approx(3 / 19)
-    assert facts["peak_in_flight"] == [4, 3, 2, 1]
-    assert len(facts["links"]) == 6
-
-
-def test_simulate_weighs_what_waits_for_weight_gradients(command):
-    arguments = ["simulate", "-s", "zb_h2", "-P", "3", "-M", "6", "--json"]
-    model = ["--layers", "3", "--hidden-size", "64", "--seq-length", "64", "--recompute", "full"]
-
-    def peak(*more):
-        return json.loads(command(*arguments, *more)[1])["peak_activations"][2]
-
-    assert peak("--weight-share", "1") == 5.0  # one in flight, four waiting
-    assert peak("--weight-share", "0.5") == 3.0
-    assert peak() == pytest.approx(1 + 4 * 32 / 34)
-    assert peak(*model) > 4 * 15  # recomputed layers keep their input alone
-
-
-def test_simulate_divides_a_ranks_time_over_its_chunks(command):
-    arguments = [
-        "simulate",
-        "-s",
-        "interleaved_1f1b",
-        "-P",
-        "4",
-        "-V",
-        "4",
-        "-M",
-        "8",
-        "--forward-ms",
-        "8",
-        "--backward-ms",
-        "16",
-        "--json",
-    ]
-    assert json.loads(command(*arguments)[1])["makespan"] == pytest.approx((4 * 8 + 3) * 24 / 4)
-
-
-def test_simulate_takes_times_per_stage_links_and_sizes(command):
-    arguments = "simulate -s gpipe -P 2 -M 1 --forward-ms 1,2 --backward-ms 2,4 --activation-mb 1 --bandwidth 1"
-    arguments += " --link 1-0:0.5:0.25 --json"
-    facts = json.loads(command(*arguments.split())[1])
-    # F 1, 1 MB at 1 GB/s = 1 ms, F 2, B 4, 0.5 + 4 ms back, B 2
-    assert facts["makespan"] == pytest.approx(1 + 1 + 2 + 4 + 4.5 + 2)
-
-
-def test_simulate_shows_tables_in_80_columns(command, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = command("simulate", "-P", 4, *MODEL)
-    assert code == 0
-    assert "peak memory" in out or "peak" in out
-    assert max(map(len, out.splitlines())) <= 80
-
-
-def test_compare_ranks_under_a_memory_limit(command):
-    arguments = ["simulate", "--compare", "gpipe,1f1b,zb_h1", "-P", 4, "-M", "8,32", *MODEL, "--json"]
-    free = json.loads(command(*arguments)[1])
-    assert [c["per_microbatch"] for c in free] == sorted(c["per_microbatch"] for c in free)
-    assert all(c["refused"] is None for c in free)
-    limit = sorted(c["peak_bytes"] for c in free)[2] / 2**30 + 0.01
-    limited = json.loads(command(*arguments, "--memory-limit", limit)[1])
-    fits = [c for c in limited if c["refused"] is None]
-    assert len(fits) >= 2
-    assert limited[: len(fits)] == fits
-    assert all(c["peak_bytes"] <= limit * 2**30 for c in fits)
-    assert "GiB" in limited[-1]["refused"]
-    assert command(*arguments, "--memory-limit", 0.001)[0] == 1
-
-
-@pytest.mark.slow
-def test_compare_all_names_what_cannot_be_had(command):
-    code, out, _ = command("simulate", "--compare", "all", "-P", 4, "-V", "2,3", "-M", 5, *MODEL)
-    assert code == 0
-    assert "16 layers do not divide over 12 stages" in out
-
-
-def test_simulate_says_how_far_a_plan_is_from_the_bound(command):
-    arguments = ["simulate", "-s", "1f1b", "-P", 4, "-M", 16]
-    code, out, _ = command(*arguments)
-    assert code == 0
-    assert "within 11.8% of the bound, 51 slots (work of rank 3)" in out  # 57 slots; ZB-H1 takes 51
-    bound = json.loads(command(*arguments, "--json")[1])["bound"]
-    assert (bound["step"], bound["reason"], bound["excess"]) == (51, "work of rank 3", pytest.approx(57 / 51 - 1))
-    ranked = json.loads(command("simulate", "--compare", "1f1b,zb_h1", "-P", 4, "-M", 16, "--json")[1])
-    assert [c["bound"]["excess"] for c in ranked] == [0, pytest.approx(57 / 51 - 1)]
-
-
-COSTS = ["--forward-ms", 1, "--backward-ms", 1.3, "--weight-ms", 0.8, "--p2p-ms", 0.2]
-
-
-@pytest.mark.slow
-def test_auto_is_searched_for_the_costs_that_are_given(command):
-    """As from Python with the same values; without costs as ever."""
-    measured = Measured(1.0, 1.3, 0.8, backward=2.1, transfer=0.2, memory_limit=4.0, weight_activation=1.0)
-    expected = build_plan(PlanSpec("auto", 4, 1, 8, measured=measured))
-    step = simulate(expected, measured.costs(4), measured.network()).makespan
-    alone = json.loads(command("simulate", "-s", "auto", "-P", 4, "-V", 1, "-M", 8, *COSTS, "--json")[1])
-    ranked = json.loads(command("simulate", "--compare", "auto", "-P", 4, "-V", 1, "-M", 8, *COSTS, "--json")[1])
-    assert alone["makespan"] == ranked[0]["makespan"] == step
-    spec = PlanSpec("auto", 4, 1, 8)
-    assert fitted(spec, StageCosts.uniform(4, 4.0, 4.0, 4.0), FREE) == spec
-
-
-@pytest.mark.slow
-def test_auto_is_searched_under_the_memory_limit(command):
-    """Where 1F1B does not fit, ``auto`` does: its search knows the limit, and what messages take off it."""
-    arguments = ["simulate", "--compare", "auto,1f1b", "-P", 2, "-V", 1, "-M", 4, *COSTS, *MODEL[:6], "--json"]
-    rows = {c["schedule"]: c for c in json.loads(command(*arguments)[1])}
-    limit = rows["1f1b"]["peak_bytes"] - 2**20
-    rows = {c["schedule"]: c for c in json.loads(command(*arguments, "--memory-limit", limit / 2**30)[1])}
-    assert rows["1f1b"]["refused"]
-    assert rows["auto"]["refused"] is None
-    assert rows["auto"]["peak_bytes"] <= limit
-    assert rows["auto"]["bound"]["step"] <= rows["auto"]["makespan"]
-
-
-# --- draw
-
-
-def test_draw_prints_the_timeline(command):
-    code, out, _ = command("draw", "-s", "1f1b", "-P", 2, "-M", 2)
-    assert code == 0
-    assert "rank 0 F0" in out
-    assert "\x1b[" not in out  # not a terminal
-
-
-def test_draw_grids_and_what_they_cost(command):
-    code, out, _ = command("draw", "--style", "grid", "-s", "naive,gpipe,1f1b", "-P", 4, "-M", 4)
-    assert code == 0
-    assert "rank 3      .  .  . F0 B0 F1 B1 F2 B2 F3 B3" in out
-    assert "75.0%" in out
-    assert "4 3 2 1" in out
-
-
-def test_the_grids_table_counts_slots_by_what_operations_cost(command):
-    """F, I and W of a rank's share take 1 slot, a whole backward 2, half a share half: 1F1B takes 3 (M + P - 1)."""
-    _, out, _ = command("draw", "--style", "grid", "-s", "1f1b,zb_h1,zb_v", "-P", 4, "-M", 4)
-    assert "a microbatch on a rank takes F 1, B 2, I 1, W 1 slots" in " ".join(out.split())
-    rows = {line.split()[0]: line.split() for line in out.splitlines() if "%" in line}
-    assert rows["1f1b"] == ["1f1b", "21", *["9"] * 4, "42.9%", "4", "3", "2", "1", "4", "8", "8", "4"]
-    assert rows["zb_h1"][1:6] == ["15", *["3"] * 4]
-    assert rows["zb_v"][1:6] == ["13.5", *["1.5"] * 4]
-    assert rows["zb_h1"][7:11] == ["4"] * 4  # a waiting weight gradient is in flight too, as for simulate
-
-
-@pytest.mark.slow
-def test_several_schedules_are_one_drawing(command, tmp_path):
-    _, out, _ = command("draw", "-s", "1f1b,zb_h1", "-P", 2, "-M", 4)
-    assert "1f1b P=2 V=1 M=4\nstep 15 slots" in out
-    assert "zb_h1 P=2 V=1 M=4\nstep 13 slots" in out
-    for name in ("a.svg", "a.html"):
-        assert command("draw", "-s", "1f1b,zb_h1", "-P", 2, "-M", 4, "-o", tmp_path / name)[0] == 0
-        text = (tmp_path / name).read_text()
-        assert all(title in text for title in ("1f1b P=2 V=1 M=4", "zb_h1 P=2 V=1 M=4"))
-    code, _, error = command("draw", "-s", "1f1b,zb_h1", "-P", 2, "-o", tmp_path / "a.json")
-    assert (code, error.count("\n")) == (2, 1)
-    assert "a Chrome trace holds one schedule" in error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("term", "colours"), [("xterm", r"4[0-7]"), ("xterm-256color", r"48;5;\d+")])
-def test_a_terminal_of_16_colours_gets_colours_of_its_own(term, colours):
-    environment = {**os.environ, "TERM": term, "FORCE_COLOR": "1", "COLORTERM": "", "COLUMNS": "100"}
-    environment.pop("NO_COLOR", None)
-    for style in ("text", "grid"):
-        line = [sys.executable, "-m", "megatron_pp", "draw", "-s", "zb_h1", "-P", "2", "-M", "2", "--style", style]
-        out = subprocess.run(line, capture_output=True, text=True, check=True, env=environment).stdout
-        found = dict(re.findall(rf"\x1b\[[\d;]*?;({colours})m([FIW])\d", out))
-        assert sorted(found.values()) == ["F", "I", "W"]
-
-
-def test_a_picture_without_matplotlib_is_an_error_of_one_line(command, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("a.svg", "a.png"):
-        code, _, error = command("draw", "-P", 2, "-M", 2, "-o", tmp_path / name)
-        assert code == 2
-        assert error == "megatron-pp draw: SVG and PNG pictures need matplotlib: pip install 'megatron-pp[viz]'\n"
-    assert command("draw", "-P", 2, "-M", 2, "-o", tmp_path / "a.html")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "beginning"),
-    [
-        ("a.svg", b"<?xml"),
-        ("a.html", b"<!DOCTYPE html>"),
-        ("a.png", b"\x89PNG"),
-        ("a.json", b'{"displayTimeUnit"'),
-        ("a.txt", b"zb_v"),
-    ],
-)
-def test_draw_writes_what_the_ending_says(command, tmp_path, name, beginning):
-    path = tmp_path / name
-    arguments = ["-P", 2, "-M", 4, "--forward-ms", 2, "--backward-ms", 4, *MODEL]
-    code, out, _ = command("draw", "-s", "zb_v", *arguments, "-o", path)
-    assert (code, out) == (0, f"wrote {path}\n")
-    assert path.read_bytes().startswith(beginning)
-
-
-def test_a_grid_can_be_written_to_a_file(command, tmp_path):
-    code, out, _ = command("draw", "--style", "grid", "-s", "gpipe", "-P", 2, "-M", 3, "-o", tmp_path / "grid.txt")
-    assert (code, out) == (0, f"wrote {tmp_path / 'grid.txt'}\n")
-    written = (tmp_path / "grid.txt").read_text()
-    shown = command("draw", "--style", "grid", "-s", "gpipe", "-P", 2, "-M", 3)[1]
-    assert written == shown
-
-
-def test_what_is_written_to_a_link_or_a_pipe_leaves_it_one(command, tmp_path):
-    (tmp_path / "plan.csv").write_text("old")
-    (tmp_path / "link.csv").symlink_to(tmp_path / "plan.csv")
-    assert command("plan", "-o", tmp_path / "link.csv")[0] == 0
-    assert (tmp_path / "link.csv").is_symlink()
-    assert (tmp_path / "plan.csv").read_text() == (tmp_path / "link.csv").read_text() != "old"
-    os.mkfifo(tmp_path / "pipe.csv")
-    reader = subprocess.Popen(["cat", tmp_path / "pipe.csv"], stdout=subprocess.PIPE, text=True)
-    assert command("plan", "-o", tmp_path / "pipe.csv")[0] == 0
-    assert reader.communicate(timeout=30)[0] == (tmp_path / "plan.csv").read_text()
-    assert (tmp_path / "pipe.csv").is_fifo()
-
-
-# --- refusals
+# --- refusals, and the command as a process
 
 
 @pytest.mark.parametrize(
@@ -410,7 +155,7 @@ def test_what_is_written_to_a_link_or_a_pipe_leaves_it_one(command, tmp_path):
 )
 def test_what_cannot_be_done_is_said_in_one_line(command, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    refused(command(*arguments.split()), 2, *words)
+    assert_refused(command(*arguments.split()), 2, *words)
     assert os.listdir(tmp_path) == []
 
 
@@ -425,7 +170,7 @@ def test_numbers_that_are_none_are_refused_by_the_parser(command, text):
 def test_a_plan_that_does_not_verify_is_not_simulated(command, tmp_path):
     path = tmp_path / "plan.json"
     save_plan(without(build_plan(PlanSpec("gpipe", 2, 1, 2)), 1, "RECV_F0.0"), path)
-    refused(command("simulate", "--import", path), 1, "refused: rank 1: WAIT_F0.0")
+    assert_refused(command("simulate", "--import", path), 1, "refused: rank 1: WAIT_F0.0")
 
 
 @pytest.mark.parametrize("name", ["plan", "verify", "simulate", "advise", "draw", "report"])
@@ -502,3 +247,16 @@ def test_tensors_that_skip_stages_are_counted(command):
     assert (found["cache"], found["messages"], found["peak"]) == ("all", 196, 7)
     assert found["by_cache"]["none"] == {"messages": 496, "peak": 31}
     assert "skip_tensors" not in json.loads(command("simulate", "-P", "2", "--json")[1])
+
+
+@pytest.mark.parametrize(("is_terminal", "lines"), [(True, 3), (False, 1)])
+def test_numbers_of_a_table_are_never_broken(monkeypatch, is_terminal, lines):
+    """Sentences are, on a terminal, and into parts that can be read however narrow it is."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=20, color_system=None)
+    why = "waits for messages in flight, and then for late peers"
+    print_table(console, "", ["schedule", "step ms", "why"], [["interleaved_zb V=4 M=128", "~12345.6", why]])
+    text = console.file.getvalue()
+    assert "interleaved_zb V=4 M=128" in text
+    assert "~12345.6" in text
+    assert sum(any(word in line for word in why.split()) for line in text.splitlines()) == lines

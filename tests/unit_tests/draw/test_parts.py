@@ -7,8 +7,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from megatron_pp.draw.facts import size_label, tick_label, tick_step
 from megatron_pp.draw.palette import DARK, LIGHT, OPERATIONS, block_colour, ink_on
-from megatron_pp.draw.ticks import size_label, tick_label, tick_step
 from megatron_pp.draw.timeline import _steps, pieces, thinned
 from tests.unit_tests.draw.timelines import timeline_of
 

@@ -15,8 +15,7 @@ from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError, Pipel
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.liveness import this_process
-from megatron_pp.faults.records import AFTER, DONE, EXCEPTION, Failure, Process, Progress
-from megatron_pp.faults.store import FaultStore
+from megatron_pp.faults.records import AFTER, DONE, EXCEPTION, Failure, FaultStore, Process, Progress
 from megatron_pp.integrations.megatron_call import MegatronCall
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan

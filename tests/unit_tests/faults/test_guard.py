@@ -26,8 +26,7 @@ from megatron_pp.errors import (
 from megatron_pp.faults import guard as guard_module
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.liveness import process_of
-from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, Progress
-from megatron_pp.faults.store import FaultStore
+from megatron_pp.faults.records import EXCEPTION, IN_STEP, MISMATCH, STALL, Failure, FaultStore, Progress
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
@@ -37,35 +36,9 @@ from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import ToyData, toy_config
 from tests.harness.fault_injection import BACKWARD, DELAY, Fault, FaultyBlock, Trigger
 from tests.harness.fault_injection import EXCEPTION as RAISE
+from tests.unit_tests.faults.guards import Outcome, Ranks, Unreachable, guard_of, wait_until_aborted
 
 SIZE = 3
-Outcome = BaseException | None
-
-
-class Ranks:
-    """Threads that each run ``main(rank)``; what each raised, by rank."""
-
-    def __init__(self, size: int, main: Callable[[int], None]) -> None:
-        self.raised: dict[int, Outcome] = {}
-        self._main = main
-        self._threads = [threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(size)]
-
-    def run(self, seconds: float = 30.0) -> dict[int, Outcome]:
-        for thread in self._threads:
-            thread.start()
-        until = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        assert not any(thread.is_alive() for thread in self._threads), "a rank hangs"
-        return self.raised
-
-    def _run(self, rank: int) -> None:
-        try:
-            self._main(rank)
-        except BaseException as error:
-            self.raised[rank] = error
-        else:
-            self.raised[rank] = None
 
 
 def _train(
@@ -214,7 +187,7 @@ def test_an_operation_that_takes_several_times_p2p_timeout_is_no_error(caplog: p
 def test_ranks_that_wait_for_each_other_are_given_up_after_p2p_timeout() -> None:
     """Nobody works, so that there is nothing to be patient with."""
     store = dist.HashStore()
-    guards = [_guard(rank, store, timeout=0.5) for rank in range(2)]
+    guards = [guard_of(rank, store, timeout=0.5) for rank in range(2)]
 
     def wait(rank: int) -> None:
         guard, source = guards[rank]
@@ -222,7 +195,7 @@ def test_ranks_that_wait_for_each_other_are_given_up_after_p2p_timeout() -> None
         program = source.plan.programs[rank]
         source.position = next(k for k, at in enumerate(program) if at.op in ("WAIT_F", "WAIT_B"))
         with guard.step(source):
-            _wait_until_aborted(source)
+            wait_until_aborted(source)
 
     for error in Ranks(2, wait).run().values():
         assert isinstance(error, PipelineStallError)
@@ -243,7 +216,7 @@ def test_a_transfer_that_fails_for_no_known_reason(
     """Nobody died, nobody raised: after some seconds the error says which transfer it was, whoever is first to give
     up: the rank that looks for a reason or the watch, which sees that nobody moves."""
     monkeypatch.setattr(guard_module, "_GRACE", grace)
-    guard, source = _guard(0, dist.HashStore(), timeout=timeout)
+    guard, source = guard_of(0, dist.HashStore(), timeout=timeout)
     with (
         pytest.raises(PipelineStallError, match=r"a transfer of rank 0 failed .*the cable") as caught,
         guard.step(source),
@@ -256,30 +229,16 @@ def test_a_transfer_that_fails_for_no_known_reason(
 # -- the guard itself ---
 
 
-def _guard(rank: int, store: Any, pipeline: str = "p", timeout: float = 30.0, size: int = 2) -> tuple[FaultGuard, Any]:
-    abort = threading.Event()
-    guard = FaultGuard(
-        store, pipeline, rank, size, timeout, abort.set, global_rank=rank + (10 if pipeline != "p" else 0)
-    )
-    plan = build_plan(PlanSpec("1f1b", size, 1, 4))
-    return guard, SimpleNamespace(plan=plan, position=0, aborted=abort)
-
-
-def _wait_until_aborted(source: Any) -> None:
-    assert source.aborted.wait(10.0), "the communicator was not aborted"
-    raise CommunicatorClosedError("aborted")
-
-
 def test_another_pipelines_failure_ends_this_one_too() -> None:
     """Tensor- and data-parallel partners of a failed pipeline would wait for it in vain."""
     store = dist.HashStore()
-    guard, source = _guard(0, store)
-    other, other_source = _guard(1, store, pipeline="q")
+    guard, source = guard_of(0, store)
+    other, other_source = guard_of(1, store, pipeline="q")
     with pytest.raises(ZeroDivisionError), other.step(other_source):
         raise ZeroDivisionError("elsewhere")
     with pytest.raises(PipelinePeerError, match=r"rank 1 \(global rank 11\) of pipeline q raised ZeroDivisionError"):
         with guard.step(source):
-            _wait_until_aborted(source)
+            wait_until_aborted(source)
     guard.close()
     other.close()
 
@@ -287,7 +246,7 @@ def test_another_pipelines_failure_ends_this_one_too() -> None:
 def test_a_rank_that_notices_nothing_gets_the_error_when_it_leaves() -> None:
     """On NCCL an abort lets kernels end without an error on the host."""
     store = dist.HashStore()
-    guard, source = _guard(0, store)
+    guard, source = guard_of(0, store)
     FaultStore(store, "p", 1, 2, 1).publish_failure(
         Failure(EXCEPTION, "p", 1, 1, "F0.0", "FORWARD", "ValueError", "bad")
     )
@@ -343,7 +302,7 @@ def test_the_end_of_a_process_does_not_overtake_what_it_has_published(kind: str,
     process = process_of(child.pid)
     child.communicate()
     store = dist.HashStore()
-    guard, source = _guard(0, _LooksTooEarly(store))
+    guard, source = guard_of(0, _LooksTooEarly(store))
     other = FaultStore(store, "p", 1, 2, 1)
     other.publish(Progress(1, IN_STEP, 3, "F0.1", process=process))
     other.publish_failure(Failure(kind, "p", 1, 1, message="published before it ended"))
@@ -354,112 +313,40 @@ def test_the_end_of_a_process_does_not_overtake_what_it_has_published(kind: str,
 
 def test_an_interrupt_is_an_exception_like_any_other() -> None:
     store = dist.HashStore()
-    one, source = _guard(0, store)
-    two, other_source = _guard(1, store)
+    one, source = guard_of(0, store)
+    two, other_source = guard_of(1, store)
     with pytest.raises(KeyboardInterrupt), one.step(source):
         raise KeyboardInterrupt
     with pytest.raises(PipelinePeerError, match="KeyboardInterrupt"), two.step(other_source):
-        _wait_until_aborted(other_source)
+        wait_until_aborted(other_source)
     one.close()
     two.close()
 
 
 def test_after_a_failure_the_guard_is_closed() -> None:
     store = dist.HashStore()
-    one, source = _guard(0, store)
-    two, other_source = _guard(1, store)
+    one, source = guard_of(0, store)
+    two, other_source = guard_of(1, store)
     with pytest.raises(ValueError, match="first"), one.step(source):
         raise ValueError("first")
     with pytest.raises(CommunicatorClosedError, match="cannot be used any more"), one.step(source):
         pass
     with pytest.raises(PipelinePeerError), two.step(other_source):
-        _wait_until_aborted(other_source)
+        wait_until_aborted(other_source)
     for guard in (one, two):
         guard.close()
 
 
 def test_what_was_published_before_a_guard_was_made_does_not_concern_it() -> None:
     store = dist.HashStore()
-    old, source = _guard(0, store)
+    old, source = guard_of(0, store)
     with pytest.raises(ValueError, match="old"), old.step(source):
         raise ValueError("old")
-    new, source = _guard(0, store)
+    new, source = guard_of(0, store)
     with new.step(source):
         time.sleep(0.6)  # long enough to look
     old.close()
     new.close()
-
-
-class _Unreachable:
-    """A store whose server is gone."""
-
-    def __init__(self) -> None:
-        self.gone = False
-        self._store = dist.HashStore()
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            if self.gone:
-                raise dist.DistNetworkError("connection reset")
-            return getattr(self._store, name)(*args)
-
-        if name in ("clone", "has_extended_api"):
-            raise AttributeError(name)
-        return call
-
-
-@pytest.mark.slow
-def test_a_store_that_is_gone_is_an_error_for_who_waits() -> None:
-    store = _Unreachable()
-    guard, source = _guard(0, store)
-    with (
-        pytest.raises(PipelineStallError, match=r"the store has failed \(DistNetworkError: connection reset"),
-        guard.step(source),
-    ):
-        store.gone = True
-        _wait_until_aborted(source)
-    guard.close()
-
-
-@pytest.mark.slow
-def test_an_exception_is_raised_although_the_store_is_gone() -> None:
-    """And at once, not after the timeout."""
-    store = _Unreachable()
-    guard, source = _guard(0, store, timeout=600.0)
-
-    def step(rank: int) -> None:
-        with guard.step(source):
-            store.gone = True
-            raise ValueError("mine")
-
-    (raised,) = Ranks(1, step).run(seconds=60.0).values()
-    assert isinstance(raised, ValueError)
-    assert str(raised) == "mine"
-    guard.close()
-
-
-@pytest.mark.slow
-def test_a_store_that_blocks_does_not_block_the_verdict() -> None:
-    """The network to the store is cut: calls neither return nor fail."""
-    cut = threading.Event()
-
-    class Blocking(_Unreachable):
-        def __getattr__(self, name: str) -> Any:
-            call = super().__getattr__(name)
-
-            def blocked(*args: Any) -> Any:
-                while cut.is_set():
-                    time.sleep(0.05)
-                return call(*args)
-
-            return blocked
-
-    guard, source = _guard(0, Blocking(), timeout=1.5)
-    with pytest.raises(PipelineStallError, match="the store has not answered"), guard.step(source):
-        cut.set()
-        _wait_until_aborted(source)
-    cut.clear()
-    guard.close()
 
 
 @pytest.mark.slow
@@ -483,7 +370,7 @@ def test_the_success_path_asks_nothing_of_the_store() -> None:
     calls: list[str] = []
     main = threading.get_ident()
 
-    class Counting(_Unreachable):
+    class Counting(Unreachable):
         def __getattr__(self, name: str) -> Any:
             call = super().__getattr__(name)
 
@@ -494,7 +381,7 @@ def test_the_success_path_asks_nothing_of_the_store() -> None:
 
             return counted
 
-    guard, source = _guard(0, Counting())
+    guard, source = guard_of(0, Counting())
     calls.clear()
     for _ in range(100):
         with guard.step(source, key=None):
@@ -509,22 +396,22 @@ def test_the_success_path_asks_nothing_of_the_store() -> None:
 def test_a_failure_reaches_ranks_between_steps_that_are_watched() -> None:
     """Rank 0 is through with its step and waits in a collective of the optimizer; rank 1 fails in its step."""
     store = dist.HashStore()
-    one, source = _guard(0, store)
-    two, other_source = _guard(1, store)
+    one, source = guard_of(0, store)
+    two, other_source = guard_of(1, store)
     with pytest.raises(PipelinePeerError, match="ValueError"):
         with one.watch("the training step"):
             with one.step(source):
                 pass
             with pytest.raises(ValueError, match="late"), two.step(other_source):
                 raise ValueError("late")
-            _wait_until_aborted(source)
+            wait_until_aborted(source)
     one.close()
     two.close()
 
 
 def test_an_error_that_passes_two_guards_is_reported_once() -> None:
     store = dist.HashStore()
-    guard, source = _guard(0, store)
+    guard, source = guard_of(0, store)
     with pytest.raises(ValueError, match="inner"), guard.watch("the training step"), guard.step(source):
         raise ValueError("inner")
     records = FaultStore(store, "p", 1, 2, 1)
@@ -537,11 +424,11 @@ def test_an_error_that_passes_two_guards_is_reported_once() -> None:
 
 def test_what_is_watched_has_a_name_in_the_error() -> None:
     store = dist.HashStore()
-    one, _ = _guard(0, store)
-    two, other_source = _guard(1, store)
+    one, _ = guard_of(0, store)
+    two, other_source = guard_of(1, store)
     with pytest.raises(OSError, match="disk"), one.watch("the optimizer step"):
         raise OSError("disk")
     with pytest.raises(PipelinePeerError, match="raised OSError in the optimizer step: disk"), two.step(other_source):
-        _wait_until_aborted(other_source)
+        wait_until_aborted(other_source)
     one.close()
     two.close()

@@ -23,7 +23,7 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import toy_step
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config, toy_forward_step
-from tests.unit_tests.faults.test_guard import Ranks
+from tests.unit_tests.faults.guards import Ranks
 
 SIZE, DATA = 2, ToyData(3)
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:11186"

@@ -1,17 +1,11 @@
-"""Plans in files: what is written is read back equal; PyTorch's own files import; bad files are refused in one line."""
+"""Plans in files: what is written is read back equal; bad files are refused in one line."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
 import os
 import re
-import subprocess
-import sys
-import warnings
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -22,13 +16,10 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.files import write_whole
 from megatron_pp.plan.instruction import (
     FREE_OPS,
-    POST_OPS,
     RECV_OPS,
     SEND_OPS,
-    SINGLE_COMPUTE_OPS,
     Instruction,
     each,
-    format_program,
     without_pairs,
 )
 from megatron_pp.plan.measured import Measured
@@ -36,23 +27,7 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.serialize import FORMATS, format_plan, load_plan, parse_plan
 from megatron_pp.plan.spec import CHANNELS, POLICIES, PlanSpec
 from megatron_pp.plan.verifier import verify
-from tests.harness.plan_text import save_plan
-
-TORCH_SCHEDULES = {
-    "ScheduleGPipe": "loop",
-    "Schedule1F1B": "loop",
-    "ScheduleInterleaved1F1B": "loop",
-    "ScheduleLoopedBFS": "loop",
-    "ScheduleInterleavedZeroBubble": "loop",
-    "ScheduleZBVZeroBubble": "v",
-    "ScheduleDualPipeV": "v",
-}
-
-IN_PYTORCH = sorted(name for name, family in SCHEDULES.items() if not family.barriers)  # it has no S and T
-
-
-def small_plan(schedule="1f1b", p=2, v=1, m=3, **options):
-    return build_plan(PlanSpec(schedule, p, v, m, **options))
+from tests.harness.plan_text import save_plan, small_plan
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,177 +65,6 @@ def test_files_round_trip_and_leave_nothing_beside_them(tmp_path):
     assert load_plan(path) == plan
     assert os.listdir(tmp_path) == [path.name]
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", IN_PYTORCH)
-def test_compute_order_survives_pytorchs_format(name):
-    plan = small_plan(name, 4, SCHEDULES[name].chunks or 2, 8)
-    back = parse_plan(format_plan(plan, "torch-csv"))
-    assert back.orders == plan.orders
-    assert back.placement == plan.placement
-
-
-def test_pytorchs_format_is_numbered_by_stage_with_idle_cells():
-    rows = format_plan(small_plan("1f1b", 2, 1, 2), "torch-csv").splitlines()
-    assert rows == ["0F0,0F1,,0B0,,0B1", ",1F0,1B0,1F1,1B1,"] or rows == ["0F0,0F1,,0B0,0B1", ",1F0,1B0,1F1,1B1"]
-
-
-@pytest.fixture(scope="module")
-def torch_files(tmp_path_factory):
-    """Folders with the files of PyTorch's seven schedules: (P, M) -> folder."""
-    folders = {(p, m): tmp_path_factory.mktemp(f"p{p}m{m}") for p, m in ((2, 4), (4, 8))}
-    script = Path(__file__).parents[2] / "harness" / "make_torch_csv.py"
-    shapes = [str(argument) for shape, folder in folders.items() for argument in (folder, *shape)]
-    done = subprocess.run([sys.executable, str(script), *shapes], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folders
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 4), (4, 8)])
-@pytest.mark.parametrize("name", sorted(TORCH_SCHEDULES))
-def test_pytorchs_schedules_import_and_verify(torch_files, name, shape):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for policy in POLICIES:
-            plan = load_plan(torch_files[shape] / f"{name}.csv", policy=policy)
-            verify(plan)
-            assert plan.placement.kind == TORCH_SCHEDULES[name]
-            assert (plan.spec.pipeline_size, plan.spec.num_microbatches) == shape
-
-
-@pytest.mark.slow
-def test_pytorchs_numbering_of_1f1b_is_read_with_a_warning(torch_files):
-    """PyTorch's table of 1F1B counts the last stage's forwards from 1; the order it means is clear."""
-    text = (torch_files[(4, 8)] / "Schedule1F1B.csv").read_text()
-    if "3F0" in text:
-        pytest.skip("this PyTorch counts them from 0")
-    with pytest.warns(UserWarning, match="forwards of stage 3 are counted from 1"):
-        plan = parse_plan(text)
-    assert format_program(plan.orders[3][:4]) == "F0.0 B0.0 F0.1 B0.1"
-
-
-def torch_text(schedule="interleaved_1f1b"):
-    return format_plan(small_plan(schedule, 2, SCHEDULES[schedule].chunks or 2, 4), "torch-csv")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda t: "", "no action in it"),
-        (lambda t: t[: len(t) // 2], "rows or actions are missing|is missing or has no counterpart"),
-        (lambda t: t.splitlines()[0] + "\n", "neither in a loop nor in a V"),
-        (lambda t: t.replace("1F2", "1X2"), "row 2, cell .*'1X2' is no action"),
-        (lambda t: t.replace("1F2", "5F2"), "neither in a loop nor in a V"),
-        (lambda t: t.replace("1F2", "0SEND_F2,1F2"), r"row 2: 0SEND_F2: stage 0 is not on rank 1"),
-        (lambda t: t.replace("1F2", "9SEND_F2,1F2"), r"row 2: 9SEND_F2: stage 9 is not on rank 1"),
-        (lambda t: t.replace("1F2", "(1F2;1I2)OVERLAP_F_B").replace("1B2", "1W2"), r"\(F0.2 I0.2\) is no pair"),
-        (lambda t: t.replace("1F2", "(1F2)OVERLAP_F_B"), "a pair is of two actions"),
-        (lambda t: t.replace("1F2", "(1F2;1X2)OVERLAP_F_B"), "row 2, cell .*'1X2' is no action"),
-        (lambda t: t.replace("0F0", '"0F0'), "not a CSV file|is no action"),
-        (lambda t: "\n" + t, "row 1: rank 0 has nothing to do"),
-    ],
-)
-def test_pytorch_files_that_hold_no_plan_are_refused_in_one_line(damage, message):
-    with pytest.raises(ExchangeError, match=message) as caught:
-        parse_plan(damage(torch_text()))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda t: t.replace("0B2", ""), r"backward of stage 0, microbatch 2 \(0B2\) is missing"),
-        (lambda t: t.replace("0F2", "0F1"), "row 1: 0F1 stands twice"),
-        (lambda t: t.replace("1F2", "1F999999999"), r"1F2.* is missing"),
-        (lambda t: t.replace("0B0", "0I0"), r"weight gradients.*0W0"),
-        (lambda t: t.replace("0B0", "0I0,0B0,0W0"), "0I0 and 0B0 are both there"),
-        (lambda t: t.replace("1F2", "1SEND_F2"), r"forward of stage 1, microbatch 2 \(1F2\) is missing"),
-        (lambda t: t.replace("1F2", "()OVERLAP_F_B"), r"1F2.* is missing"),
-    ],
-)
-def test_incomplete_orders_of_pytorch_files_are_refused_in_one_line(damage, message):
-    """As plans, which they are: not with the error of a file that cannot be read."""
-    with pytest.raises(PlanError, match=message) as caught:
-        parse_plan(damage(torch_text()))
-    assert (type(caught.value), "\n" in str(caught.value)) == (PlanError, False)
-
-
-def test_an_order_that_cannot_run_is_refused():
-    swapped = torch_text("gpipe").replace("0F0", "x").replace("0B0", "0F0").replace("x", "0B0")
-    with pytest.raises(PlanError, match=r"rank 0: B0\.0 .* F0\.0 has to come before it"):
-        parse_plan(swapped)
-    with pytest.raises(PlanError, match=r"rank . cannot run"):
-        parse_plan("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
-
-
-COMMUNICATING = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-PAIRED = [("dualpipe_v", {"overlap_pairs": True}), ("interleaved_1f1b", {"overlap_pairs": True})]
-
-
-def cells_of(text):
-    """The actions of each row, without idle slots and FSDP's actions, which a plan has no instruction for."""
-    fsdp = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
-    return [[c for c in row if c and not any(word in c for word in fsdp)] for row in csv.reader(io.StringIO(text))]
-
-
-@pytest.mark.parametrize("shape", [(2, 4), (4, 8)])
-@pytest.mark.parametrize("name", COMMUNICATING)
-def test_pytorchs_communication_stays_where_it_stands(torch_files, name, shape):
-    text = (torch_files[shape] / f"Schedule{name}-comms.csv").read_text()
-    plan = parse_plan(text)
-    verify(plan)
-    assert "SEND_F" in text
-    assert cells_of(format_plan(plan, "torch-csv-comms")) == cells_of(text)
-    assert parse_plan(format_plan(plan, "json")) == plan
-
-
-@pytest.mark.parametrize("shape", [(2, 4), (4, 8)])
-@pytest.mark.parametrize("name", COMMUNICATING)
-def test_pytorchs_compute_order_is_written_as_it_was_read(torch_files, name, shape):
-    text = (torch_files[shape] / f"Schedule{name}.csv").read_text()
-    assert cells_of(format_plan(parse_plan(text), "torch-csv")) == cells_of(text)
-
-
-def test_what_pytorchs_rows_leave_out_is_added():
-    """Waits and hand-offs right before the use, releases an operation after the send, syncs as in any plan."""
-    plan = parse_plan("0F0,0SEND_F0,0RECV_B0,0I0,0W0\n1RECV_F0,1F0,1I0,1SEND_B0,1W0\n")
-    assert list(map(format_program, plan.programs)) == [
-        "F0.0 SEND_F0.0 RECV_B0.0 FREE_F0.0 WAIT_B0.0 ENABLE_GRAD_SYNC0 I0.0 ENABLE_GRAD_SYNC0 W0.0",
-        "RECV_F0.0 WAIT_F0.0 F0.0 ENABLE_GRAD_SYNC0 I0.0 SEND_B0.0 ENABLE_GRAD_SYNC0 W0.0 FREE_B0.0",
-    ]
-    verify(plan)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("comms", [False, True])
-@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in IN_PYTORCH), *PAIRED])
-def test_pytorch_reads_what_is_written(name, options, comms):
-    """Every cell is what PyTorch prints for the action that it reads in it, and the plan comes back."""
-    actions = pytest.importorskip("torch.distributed.pipelining.schedules")._Action
-    plan = small_plan(name, 4, SCHEDULES[name].chunks or 2, 8, **options)
-    text = format_plan(plan, "torch-csv-comms" if comms else "torch-csv")
-    stages = plan.placement.stages
-    for rank, row in enumerate(csv.reader(io.StringIO(text))):
-        read = [action for cell in row if (action := actions.from_str(cell)) is not None]
-        assert [str(action) for action in read] == [cell for cell in row if cell]
-        compute = [one for a in read for one in a.sub_actions or (a,) if one.computation_type.value in "FBIW"]
-        ours = [at for at in plan.timed(rank) if at.op in SINGLE_COMPUTE_OPS]
-        assert [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in compute] == [
-            (stages[rank][at.chunk], at.op, at.mb) for at in ours
-        ]
-        assert any(a.sub_actions for a in read) == any(at.op == "PAIR" for at in plan.programs[rank])
-        assert any("SEND" in str(a) or "RECV" in str(a) for a in read) == comms
-    back = parse_plan(text, **options)
-    assert [list(each(order)) for order in back.orders] == [list(order) for order in plan.orders]
-    assert [posts_of(program) for program in back.programs if comms] == [posts_of(p) for p in plan.programs if comms]
-
-
-def posts_of(program):
-    return [at for at in each(program) if at.op in POST_OPS]
-
-
-# -- JSON --------------------------------------------------------------------------------------------------------------
 
 # Plans of one program each whose instructions have, between them, every key: they need not be valid.
 EVERY_KEY = [

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_pp.cli.command_line import main
-from megatron_pp.comm.link_times import measure_links
+from megatron_pp.comm.exchange import measure_links
 from megatron_pp.errors import ConfigError, PlanError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan

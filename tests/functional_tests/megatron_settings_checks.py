@@ -1,0 +1,147 @@
+"""Checks of what `install()` is given, on ranks, as those of megatron_checks.py: settings, measuring, replanning."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from megatron_pp.errors import ConfigError, ScheduleInputError
+from megatron_pp.integrations import megatron_core
+from megatron_pp.plan.spec import Plan
+from megatron_pp.runtime import replan_exchange, step
+from megatron_pp.runtime.replanning import Replanning
+from tests.functional_tests.megatron_checks import call_schedule, raised, with_fields
+from tests.harness.proposals import to
+from tests.megatron import lab as megatron_lab
+from tests.megatron.cases import Case
+
+OVERRIDES: tuple[dict[str, Any], ...] = (
+    {},
+    {"overlap_p2p_comm": True},
+    {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": False, "p2p_channels": "shared"},
+    {"overlap_p2p_comm": False, "batch_p2p_comm": False, "p2p_debug": True, "deallocate_pipeline_outputs": True},
+    {"overlap_p2p_comm": True, "pipeline_schedule": "eager_1f1b", "max_pending_sends": 4},
+    {"overlap_p2p_comm": True, "variable_seq_lengths": False},
+    {"overlap_p2p_comm": True, "offload_chunks": 1},
+    {"overlap_p2p_comm": True, "variable_seq_lengths": True, "overlapped_forward_backward": "in_turn"},
+)
+
+
+def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
+    """The policies of steps under `OVERRIDES`; gradients are those of Megatron's own schedule, to the last bit."""
+    run = megatron_lab.Run(case)
+    call_schedule(run, forward_only=False)
+    theirs = _taken_gradients(run)
+    policies = []
+    for config in ({}, {"deallocate_pipeline_outputs": False, "variable_seq_lengths": True}):
+        for overrides in OVERRIDES:
+            with (
+                with_fields(run.config, config),
+                mock.patch.object(step, "build_plan", wraps=step.build_plan) as built,
+                mock.patch.object(schedules, "get_tensor_shapes", wraps=schedules.get_tensor_shapes) as shapes,
+                megatron_core.installed(strict=True, **overrides),
+            ):
+                fields = dict(vars(run.config))
+                call_schedule(run, forward_only=False)
+                assert vars(run.config) == fields, "the config was written to"
+                # Where shapes vary, later releases of Megatron know none.
+                assert not any(call.kwargs["config"].variable_seq_lengths for call in shapes.call_args_list)
+            policies.append(built.call_args.args[0].policy)
+            if overrides.get("offload_chunks"):
+                assert built.call_args.args[0].offload_chunks, "the plan offloads"
+            ours = _taken_gradients(run)
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs), overrides
+    return policies
+
+
+def what_its_stages_cost_is_measured(case: Case) -> dict[str, Any]:
+    """The file that two ranks' steps leave under `install(measure=2)`; gradients are equal to the last bit."""
+    run = megatron_lab.Run(case)
+    with megatron_core.installed(strict=True):
+        call_schedule(run, forward_only=False)
+    unmeasured = _taken_gradients(run)
+    with tempfile.TemporaryDirectory() as folder:  # each rank's own: the first one writes
+        path = os.path.join(folder, "measured.json")
+        with megatron_core.installed(strict=True, measure=2, measure_out=path):
+            for _ in range(3):
+                call_schedule(run, forward_only=False)
+                measured = _taken_gradients(run)
+                assert all(torch.equal(measured[name], unmeasured[name]) for name in unmeasured)
+        content: dict[str, Any] = json.loads(Path(path).read_text()) if os.path.exists(path) else {}
+    return content
+
+
+def its_plan_changes_while_it_trains(case: Case) -> list[str]:
+    """Schedules of the steps under `install(pipeline_replan="every:2")`; gradients are equal to the last bit."""
+    run = megatron_lab.Run(case)
+    with megatron_core.installed(strict=True):
+        call_schedule(run, forward_only=False)
+    before, ran = _taken_gradients(run), []
+    chosen = Replanning.next_plan
+
+    def noted(self: Replanning, *arguments: Any) -> Plan:
+        ran.append(chosen(self, *arguments))
+        return ran[-1]
+
+    searches = mock.patch.object(replan_exchange, "searched", to("gis"))
+    installed = megatron_core.installed(strict=True, pipeline_replan="every:2")
+    with searches, mock.patch.object(Replanning, "next_plan", noted), installed:
+        for _ in range(10):
+            time.sleep(0.1)
+            call_schedule(run, forward_only=False)
+            after = _taken_gradients(run)
+            assert all(torch.equal(after[name], before[name]) for name in before)
+    return [plan.spec.schedule for plan in ran]
+
+
+def _taken_gradients(run: megatron_lab.Run) -> dict[str, torch.Tensor]:
+    """What the last step has left, which is then zero again."""
+    taken = {name: grad.clone() for name, grad in run.gradients().items()}
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
+    assert any(grad.abs().max() > 0 for grad in taken.values())
+    return taken
+
+
+def wrong_settings_install_nothing(case: Case) -> list[str]:
+    """A second call sets the settings anew; a wrong one raises, and leaves everything as it was."""
+    messages = [
+        raised(ConfigError, "did you mean p2p_timeout?", lambda: megatron_core.install(p2p_timeouts=3)),
+        raised(ConfigError, "p2p_timeout is 0", lambda: megatron_core.install(p2p_timeout=0)),
+    ]
+    assert not megatron_core.is_installed()
+    run = megatron_lab.Run(case)
+    with megatron_core.installed(pipeline_schedule="eager_1f1b"):
+        with contextlib.suppress(ConfigError):
+            megatron_core.install(pipeline_schedule="late_1f1b")
+        assert _schedule_of_a_step(run) == "eager_1f1b"
+        with megatron_core.installed(p2p_timeout=30):
+            assert _schedule_of_a_step(run) == "1f1b"
+        assert _schedule_of_a_step(run) == "eager_1f1b"
+        megatron_core.install()
+        assert _schedule_of_a_step(run) == "1f1b"
+        with mock.patch.dict(os.environ, {"MEGATRON_PP_PIPELINE_SCHEDULE": "gpipe"}):
+            megatron_core.install()
+        assert _schedule_of_a_step(run) == "gpipe"
+        messages.append(raised(ScheduleInputError, "zb_v", lambda: _with_schedule(run, "zb_v")))
+    return messages
+
+
+def _with_schedule(run: megatron_lab.Run, schedule: str) -> None:
+    with megatron_core.installed(pipeline_schedule=schedule):
+        call_schedule(run)
+
+
+def _schedule_of_a_step(run: megatron_lab.Run) -> str:
+    with mock.patch.object(step, "build_plan", wraps=step.build_plan) as built:
+        call_schedule(run)
+    return str(built.call_args.args[0].schedule)

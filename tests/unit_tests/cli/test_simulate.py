@@ -1,0 +1,161 @@
+"""``megatron-pp simulate``: times, memory, comparisons and bounds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.compare import fitted
+from megatron_pp.plan.costs import FREE, StageCosts
+from megatron_pp.plan.measured import Measured
+from megatron_pp.plan.sim.simulate import simulate
+from megatron_pp.plan.spec import PlanSpec
+from tests.unit_tests.cli.conftest import MODEL, assert_refused
+
+
+def test_simulate_under_the_rules_of_a_device(command):
+    words = [
+        "simulate",
+        "-s",
+        "gpipe",
+        "-P",
+        2,
+        "-M",
+        4,
+        "--forward-ms",
+        1,
+        "--backward-ms",
+        2,
+        "--p2p-ms",
+        3,
+        "--json",
+    ]
+    spans = {
+        rule: json.loads(command(*words, "--device", rule)[1])["makespan"] for rule in ("rendezvous", "device_sync")
+    }
+    assert spans["rendezvous"] == json.loads(command(*words)[1])["makespan"] < spans["device_sync"]
+    assert_refused(
+        command(*words, "--device", "one_queue", "--gloo"), 2, "one_queue: gloo's transfers wait for no device"
+    )
+
+
+def test_simulate_gives_the_closed_form(command):
+    arguments = ["simulate", "-s", "1f1b", "-P", "4", "-M", "16", "--forward-ms", "10", "--backward-ms", "20", "--json"]
+    facts = json.loads(command(*arguments)[1])
+    assert facts["makespan"] == pytest.approx((16 + 3) * 30)
+    assert facts["bubble_share"] == pytest.approx(3 / 19)
+    assert facts["peak_in_flight"] == [4, 3, 2, 1]
+    assert len(facts["links"]) == 6
+
+
+def test_simulate_weighs_what_waits_for_weight_gradients(command):
+    arguments = ["simulate", "-s", "zb_h2", "-P", "3", "-M", "6", "--json"]
+    model = ["--layers", "3", "--hidden-size", "64", "--seq-length", "64", "--recompute", "full"]
+
+    def peak(*more):
+        return json.loads(command(*arguments, *more)[1])["peak_activations"][2]
+
+    assert peak("--weight-share", "1") == 5.0  # one in flight, four waiting
+    assert peak("--weight-share", "0.5") == 3.0
+    assert peak() == pytest.approx(1 + 4 * 32 / 34)
+    assert peak(*model) > 4 * 15  # recomputed layers keep their input alone
+
+
+def test_simulate_divides_a_ranks_time_over_its_chunks(command):
+    arguments = [
+        "simulate",
+        "-s",
+        "interleaved_1f1b",
+        "-P",
+        "4",
+        "-V",
+        "4",
+        "-M",
+        "8",
+        "--forward-ms",
+        "8",
+        "--backward-ms",
+        "16",
+        "--json",
+    ]
+    assert json.loads(command(*arguments)[1])["makespan"] == pytest.approx((4 * 8 + 3) * 24 / 4)
+
+
+def test_simulate_takes_times_per_stage_links_and_sizes(command):
+    arguments = "simulate -s gpipe -P 2 -M 1 --forward-ms 1,2 --backward-ms 2,4 --activation-mb 1 --bandwidth 1"
+    arguments += " --link 1-0:0.5:0.25 --json"
+    facts = json.loads(command(*arguments.split())[1])
+    # F 1, 1 MB at 1 GB/s = 1 ms, F 2, B 4, 0.5 + 4 ms back, B 2
+    assert facts["makespan"] == pytest.approx(1 + 1 + 2 + 4 + 4.5 + 2)
+
+
+def test_simulate_shows_tables_in_80_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = command("simulate", "-P", 4, *MODEL)
+    assert code == 0
+    assert "peak memory" in out or "peak" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_compare_ranks_under_a_memory_limit(command):
+    arguments = ["simulate", "--compare", "gpipe,1f1b,zb_h1", "-P", 4, "-M", "8,32", *MODEL, "--json"]
+    free = json.loads(command(*arguments)[1])
+    assert [c["per_microbatch"] for c in free] == sorted(c["per_microbatch"] for c in free)
+    assert all(c["refused"] is None for c in free)
+    limit = sorted(c["peak_bytes"] for c in free)[2] / 2**30 + 0.01
+    limited = json.loads(command(*arguments, "--memory-limit", limit)[1])
+    fits = [c for c in limited if c["refused"] is None]
+    assert len(fits) >= 2
+    assert limited[: len(fits)] == fits
+    assert all(c["peak_bytes"] <= limit * 2**30 for c in fits)
+    assert "GiB" in limited[-1]["refused"]
+    assert command(*arguments, "--memory-limit", 0.001)[0] == 1
+
+
+@pytest.mark.slow
+def test_compare_all_names_what_cannot_be_had(command):
+    code, out, _ = command("simulate", "--compare", "all", "-P", 4, "-V", "2,3", "-M", 5, *MODEL)
+    assert code == 0
+    assert "16 layers do not divide over 12 stages" in out
+
+
+def test_simulate_says_how_far_a_plan_is_from_the_bound(command):
+    arguments = ["simulate", "-s", "1f1b", "-P", 4, "-M", 16]
+    code, out, _ = command(*arguments)
+    assert code == 0
+    assert "within 11.8% of the bound, 51 slots (work of rank 3)" in out  # 57 slots; ZB-H1 takes 51
+    bound = json.loads(command(*arguments, "--json")[1])["bound"]
+    assert (bound["step"], bound["reason"], bound["excess"]) == (51, "work of rank 3", pytest.approx(57 / 51 - 1))
+    ranked = json.loads(command("simulate", "--compare", "1f1b,zb_h1", "-P", 4, "-M", 16, "--json")[1])
+    assert [c["bound"]["excess"] for c in ranked] == [0, pytest.approx(57 / 51 - 1)]
+
+
+COSTS = ["--forward-ms", 1, "--backward-ms", 1.3, "--weight-ms", 0.8, "--p2p-ms", 0.2]
+
+
+@pytest.mark.slow
+def test_auto_is_searched_for_the_costs_that_are_given(command):
+    """As from Python with the same values; without costs as ever."""
+    measured = Measured(1.0, 1.3, 0.8, backward=2.1, transfer=0.2, memory_limit=4.0, weight_activation=1.0)
+    expected = build_plan(PlanSpec("auto", 4, 1, 8, measured=measured))
+    step = simulate(expected, measured.costs(4), measured.network()).makespan
+    alone = json.loads(command("simulate", "-s", "auto", "-P", 4, "-V", 1, "-M", 8, *COSTS, "--json")[1])
+    ranked = json.loads(command("simulate", "--compare", "auto", "-P", 4, "-V", 1, "-M", 8, *COSTS, "--json")[1])
+    assert alone["makespan"] == ranked[0]["makespan"] == step
+    spec = PlanSpec("auto", 4, 1, 8)
+    assert fitted(spec, StageCosts.uniform(4, 4.0, 4.0, 4.0), FREE) == spec
+
+
+@pytest.mark.slow
+def test_auto_is_searched_under_the_memory_limit(command):
+    """Where 1F1B does not fit, ``auto`` does: its search knows the limit, and what messages take off it."""
+    arguments = ["simulate", "--compare", "auto,1f1b", "-P", 2, "-V", 1, "-M", 4, *COSTS, *MODEL[:6], "--json"]
+    rows = {c["schedule"]: c for c in json.loads(command(*arguments)[1])}
+    limit = rows["1f1b"]["peak_bytes"] - 2**20
+    rows = {c["schedule"]: c for c in json.loads(command(*arguments, "--memory-limit", limit / 2**30)[1])}
+    assert rows["1f1b"]["refused"]
+    assert rows["auto"]["refused"] is None
+    assert rows["auto"]["peak_bytes"] <= limit
+    assert rows["auto"]["bound"]["step"] <= rows["auto"]["makespan"]

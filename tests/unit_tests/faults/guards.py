@@ -1,0 +1,79 @@
+"""Ranks that are threads, guards of two ranks, and a store that can fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_pp.errors import CommunicatorClosedError
+from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.plan.builder import build_plan
+from megatron_pp.plan.spec import PlanSpec
+
+Outcome = BaseException | None
+
+
+class Ranks:
+    """Threads that each run ``main(rank)``; what each raised, by rank."""
+
+    def __init__(self, size: int, main: Callable[[int], None]) -> None:
+        self.raised: dict[int, Outcome] = {}
+        self._main = main
+        self._threads = [threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(size)]
+
+    def run(self, seconds: float = 30.0) -> dict[int, Outcome]:
+        for thread in self._threads:
+            thread.start()
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        assert not any(thread.is_alive() for thread in self._threads), "a rank hangs"
+        return self.raised
+
+    def _run(self, rank: int) -> None:
+        try:
+            self._main(rank)
+        except BaseException as error:
+            self.raised[rank] = error
+        else:
+            self.raised[rank] = None
+
+
+def guard_of(
+    rank: int, store: Any, pipeline: str = "p", timeout: float = 30.0, size: int = 2
+) -> tuple[FaultGuard, Any]:
+    """A rank's guard, and what stands for its executor."""
+    abort = threading.Event()
+    guard = FaultGuard(
+        store, pipeline, rank, size, timeout, abort.set, global_rank=rank + (10 if pipeline != "p" else 0)
+    )
+    plan = build_plan(PlanSpec("1f1b", size, 1, 4))
+    return guard, SimpleNamespace(plan=plan, position=0, aborted=abort)
+
+
+def wait_until_aborted(source: Any) -> None:
+    assert source.aborted.wait(10.0), "the communicator was not aborted"
+    raise CommunicatorClosedError("aborted")
+
+
+class Unreachable:
+    """A store whose server is gone."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self._store = dist.HashStore()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            if self.gone:
+                raise dist.DistNetworkError("connection reset")
+            return getattr(self._store, name)(*args)
+
+        if name in ("clone", "has_extended_api"):
+            raise AttributeError(name)
+        return call
