@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain, count, repeat
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
 from megatron_pp.plan.dataflow import channel_of, message_of
@@ -30,7 +30,7 @@ from megatron_pp.plan.instruction import (
     later,
 )
 from megatron_pp.plan.repeated import Block
-from megatron_pp.plan.sites import Site, are_before, sites_of
+from megatron_pp.plan.sites import Site, are_before, positions_of, sites_of
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, Plan
 
 _Name = tuple[str, int, int, str]  # the fields of a Message but for the microbatch
@@ -84,8 +84,7 @@ class RankQueues:
         self.needs: list[tuple[int, _Key, int]] = []
         self.is_simple = not plan.spec.variable_shapes and not plan.placement.barriers and self._follow(sites)
         if self.is_simple:
-            computes = [site.positions for site in sites if site.at.op in COMPUTE_OPS and DEVICE_SYNC in device]
-            self._find_needs(sorted(chain.from_iterable(computes)), ONE_QUEUE in device)
+            self._find_needs(positions_of(COMPUTE_OPS if DEVICE_SYNC in device else (), sites), ONE_QUEUE in device)
 
     def _follow(self, sites: Iterable[Site]) -> bool:
         """Fill the queues; whether they are simple."""
@@ -101,21 +100,21 @@ class RankQueues:
             finish = ends.get(at._replace(op=FINISHED_BY[at.op]))
             over = dict(zip(finish.microbatches, finish.positions, strict=True)) if finish else {}
             finishes = [over.get(mb, never) for mb in microbatches]
-            known = len({*microbatches, *over}) == len(microbatches)
-            once = known and len(over) == (len(finish.positions) if finish else 0)
-            if not once or not are_before(positions, finishes):
+            once = len(over) == len(finish.positions if finish else ()) and len(set(microbatches)) == len(microbatches)
+            if not once or not over.keys() <= set(microbatches) or not are_before(positions, finishes):
                 return False
             source, target, kind = channel_of(at, self.rank)
             key = (source, target, kind) if self.one_way else (min(source, target), max(source, target), "")
             name = kind, message_of(at).stage, at.slice, at.tensor
             entries[(key, at.peer)] += zip(positions, finishes, repeat(name), microbatches)
         self.queues = {key: _Queue(peer, *zip(*sorted(posts), strict=True)) for (key, peer), posts in entries.items()}
-        groups = (self.program[k] for site in sites if site.at.op in GROUP_OPS for k in site.positions)
+        groups = (self.program[k] for k in positions_of(GROUP_OPS, sites))
         return all(one.op in SINGLE_COMPUTE_OPS for at in groups for one in at.members)
 
     def _find_needs(self, computes: Sequence[int], one_queue: bool) -> None:
+        never = len(self.program)
         for key, queue in self.queues.items():
-            waits = [(at, number) for number, at in enumerate(queue.finishes) if at < len(self.program)]
+            waits = [(at, number) for number, at in enumerate(queue.finishes) if at < never]
             if one_queue:
                 waits += zip(queue.positions[1:], count())  # for what is in front of it on its queue
             waits += ((at, bisect_left(queue.positions, at) - 1) for at in computes)

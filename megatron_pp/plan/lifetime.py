@@ -32,9 +32,10 @@ def check_rank(
     stays until the backward. With ``block``, raises RepetitionError unless the block leaves the rank as it found it.
     """
     walk = Walk(plan, rank, deallocate)
-    steps = _by_site(walk, sites_of(plan.programs[rank]) if sites is None else sites, block)
+    sites = sites_of(plan.programs[rank]) if sites is None else sites
+    steps = _by_site(walk, sites, block)
     peaks = _walked(walk, plan, block) if steps is None else _peaks(steps)
-    check_syncs(plan, rank)
+    check_syncs(plan, rank, sites)
     return peaks
 
 
@@ -71,7 +72,8 @@ def _by_site(walk: Walk, sites: Iterable[Site], block: Block | None) -> list[_Si
             continue
         if (site.microbatches if site.at.op == ins.FORWARD else sorted(site.microbatches)) != walk.every:
             return None
-        found.append(_SiteStep(site.at, step, site.in_order()))
+        positions = site.positions if site.microbatches == walk.every else site.in_order()
+        found.append(_SiteStep(site.at, step, positions))
     return found if _is_complete(walk, found, block) else None
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import chain, count, repeat
-from operator import itemgetter, lt, sub
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, compress, count
+from operator import gt, itemgetter, lt
 from typing import NamedTuple
 
 from megatron_pp.plan.instruction import Instruction
@@ -45,6 +45,11 @@ def sites_of(program: Sequence[Instruction]) -> list[Site]:
     return [Site(program[at[0]], at, [microbatches[k] for k in at]) for at in found.values()]
 
 
+def positions_of(ops: Collection[str], sites: Iterable[Site]) -> list[int]:
+    """Where instructions of these ops stand, ascending."""
+    return sorted(chain.from_iterable(site.positions for site in sites if site.at.op in ops))
+
+
 def are_before(first: Sequence[int], then: Sequence[int]) -> bool:
     """Whether each of ``first`` is below its counterpart."""
     return len(first) == len(then) and all(map(lt, first, then))
@@ -52,8 +57,14 @@ def are_before(first: Sequence[int], then: Sequence[int]) -> bool:
 
 def peak(changes: Iterable[tuple[list[int], int]]) -> int:
     """The most that a count comes to, which starts at 0 and changes by so much at each of these positions."""
-    rises, falls = [], []
+    up: list[int] = []
+    down: list[int] = []
     for positions, difference in changes:
-        (rises if difference > 0 else falls).append(positions * abs(difference))
-    up, down = sorted(chain.from_iterable(rises)), sorted(chain.from_iterable(falls))
-    return max(map(sub, count(1), map(bisect_left, repeat(down), up)), default=0)
+        (up if difference > 0 else down).extend(positions * abs(difference))
+    up.sort()
+    down.sort()
+    # Right before the k-th time that it falls; most of that is found at a few of them.
+    most, k = max([0, len(up) - len(down), *(bisect_left(up, down[k]) - k for k in range(0, len(down), 16))]), 0
+    while (k := next(compress(count(k), map(gt, down[k:], up[k + most :])), -1)) >= 0:
+        most = bisect_left(up, down[k]) - k
+    return most
