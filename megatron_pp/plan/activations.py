@@ -39,11 +39,11 @@ def kept_timeline(
     """
     in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
     kept, now = [0.0] * len(stages), 0.0  # of each chunk, and of all
-    for at in without_pairs(order):
-        if at.op in KEPT or at.op in WAITING:
-            chunk, stage = at.chunk, stages[at.chunk]
-            in_flight[chunk] += KEPT.get(at.op, 0)
-            waiting[chunk] += WAITING.get(at.op, 0)
+    for op, _, _, _, chunk, _, _, _ in without_pairs(order):
+        if op in KEPT or op in WAITING:
+            stage = stages[chunk]
+            in_flight[chunk] += KEPT.get(op, 0)
+            waiting[chunk] += WAITING.get(op, 0)
             kept[chunk] = forward[stage] * in_flight[chunk] + weight[stage] * waiting[chunk]
             now = sum(kept)
         yield now
