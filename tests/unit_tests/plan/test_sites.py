@@ -54,6 +54,16 @@ def test_sites_decide_as_the_walk_does(spec: PlanSpec, monkeypatch: pytest.Monke
     assert accepted
 
 
+@pytest.mark.parametrize("spec", [PlanSpec("1f1b", 2, 1, 1), PlanSpec("gpipe", 1, 1, 3)], ids=PlanSpec.describe)
+def test_without_a_block_and_with_whole_sites_missing(spec: PlanSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    for what, mutant in mutants(lowered_plan(spec)):
+        for rank in range(spec.pipeline_size):
+            by_site = checked(mutant, rank, None)
+            with monkeypatch.context() as patch:
+                patch.setattr(lifetime, "_by_site", lambda *_: None)
+                assert by_site == checked(mutant, rank, None), what
+
+
 def test_plans_of_single_operations_need_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifetime, "_walked", lambda *_: pytest.fail("walked"))
     for spec in SPECS:
