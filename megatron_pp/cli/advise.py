@@ -135,8 +135,8 @@ def _progress() -> Iterator[Report]:
 def _nothing_fits(findings: Findings) -> str:
     question, least = findings.question, findings.least_memory
     if least is None:
-        reasons = sorted({one.refused for one in findings.outcomes if one.refused}, key=len)
-        return f"no pipeline is possible: {reasons[0] if reasons else 'none was tried'}"
+        reasons = (one.refused for one in findings.outcomes if one.refused)
+        return f"no pipeline is possible: {min(reasons, key=len)}"
     return (
         f"nothing fits into {question.memory:g} GB; the least that was found is {least.peak:.3g} GB, with "
         f"{least.candidate}: give more memory, more ranks, smaller microbatches or more tensor parallelism"

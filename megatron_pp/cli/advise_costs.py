@@ -1,7 +1,5 @@
 """What ``megatron-pp advise --costs FILE`` reads: layers, or what was measured of a model's stages."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

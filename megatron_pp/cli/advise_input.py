@@ -1,7 +1,5 @@
 """The options of ``megatron-pp advise``, and the question that they ask."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Sequence

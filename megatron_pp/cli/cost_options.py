@@ -1,7 +1,5 @@
 """Options that say what compute, transfers and memory cost, or name a run that was traced."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

@@ -3,8 +3,6 @@
 Positions are in pixels from the top left corner. Text in an SVG stays text, and the same drawing gives the same bytes.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -4,8 +4,6 @@ Exceptions of user code may raise when they are inspected; such errors are caugh
 text of a user's exception.
 """
 
-from __future__ import annotations
-
 import dis
 import re
 import traceback
@@ -98,7 +96,7 @@ class Source(Protocol):
 
 def waits_on(at: Instruction) -> tuple[int, ...]:
     """Pipeline ranks that ``at`` may have to wait for: the peers of a transfer; empty for compute."""
-    return tuple(sorted({one.peer for one in at.members or (at,) if one.peer != NONE}))
+    return tuple(sorted({one.peer for one in ins.each([at]) if one.peer != NONE}))
 
 
 def pending_peers(program: Sequence[Instruction], done: int, issued: int) -> set[int]:

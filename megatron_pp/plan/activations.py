@@ -8,8 +8,6 @@ without the attention scores) and weight gradients need 32 s b h (arXiv 2401.102
 four output gradients of 18 s b h. ``megatron_pp.measure_footprint`` measures a stage's own share.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Reading and writing files the same way everywhere: clear errors, and nothing half-written."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile

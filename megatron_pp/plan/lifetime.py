@@ -5,8 +5,6 @@ compare the positions of whole sites. Any other program, and one that is refused
 (``lifetime_walk.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, starmap
 from typing import NamedTuple

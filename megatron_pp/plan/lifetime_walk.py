@@ -2,8 +2,6 @@
 has to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Compute orders, checked before anything is built on them: they may come from a file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import product, zip_longest
 

@@ -5,8 +5,6 @@ of two lists of positions, in a tenth of the time that it takes instruction by i
 ``aligned.py`` do so where they can.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence

@@ -5,8 +5,6 @@ Collectives slow compute down, so Megatron starts them in the same slot on every
 behind rank 0 in the forward direction and ahead in the backward one (Megatron's interleaved schedule; apex#1611).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -113,7 +111,7 @@ class _Check:
         self.program = plan.programs[rank]
         noted = [(k, self.program[k]) for k in positions_of(_NOTED, sites)]
         self.syncs = [(k, entry) for k, entry in noted if entry.op in ins.SYNC_OPS]
-        ran = [(k, at) for k, entry in noted for at in entry.members or (entry,)]
+        ran = [(k, at) for k, entry in noted for at in ins.each([entry])]
         backwards = [(k, at) for k, at in ran if at.op in _BACKWARDS]
         self.backwards = [k for k, _ in backwards]
         # Chunk -> index of the compute operation after which its gradients are complete; the same for layers that do

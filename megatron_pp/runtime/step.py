@@ -1,7 +1,5 @@
 """One call of a schedule function, from its arguments to the reported losses."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -106,12 +104,13 @@ class StepCall:
             received = recorder.message_bytes(shapes.receive, communicator.dtype)
         traced = recorder.step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
         models = communicator.transport, self.inputs.chunks, self.weights
-        measured = None if self.measuring is None else self.measuring.next_step(plan, *models)
+        measured = [] if self.measuring is None else self.measuring.next_step(plan, *models)
         replanned = None if self.replanning is None else self.replanning.recording(plan, sent)
-        recordings = [one for one in (traced, measured, replanned) if one is not None]
-        executor = self._executor(plan, steps, recorder.observers(*recordings), max(sent, received))
-        if measured is not None:
-            measured.watch(executor)
+        watching = recorder.observers(traced, *measured, replanned)
+        executor = self._executor(plan, steps, watching, max(sent, received))
+        if self.measuring is not None:
+            self.measuring.watch(executor)
+        recordings = [one for one in (traced, *measured, replanned) if isinstance(one, recorder.Recording)]
         # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
         wired = communicator.wire is not None
         chosen = recorder.traced_steps(self.settings), self.settings.measure, self.settings.pipeline_replan

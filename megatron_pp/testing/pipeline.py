@@ -1,7 +1,5 @@
 """Run the toy model through a real schedule with ranks as threads; compare its result with ``toy.reference_run``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A recorded run compared with its plan: what was measured, and what the simulator predicts from it."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

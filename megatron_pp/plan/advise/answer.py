@@ -1,13 +1,11 @@
 """What the advisor says: the recommendation in one line, its numbers, and why the others lose."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from megatron_pp.plan.advise.candidates import Candidate, Estimate
-from megatron_pp.plan.advise.evaluate import Outcome, step_recomputed_evenly
+from megatron_pp.plan.advise.evaluate import Outcome
 from megatron_pp.plan.advise.flags import MEASURED_FILE, layout_of, megatron_flags, our_flags
 from megatron_pp.plan.advise.microbatch_order import MicrobatchOrder
 from megatron_pp.plan.advise.model import PART, STEPS
@@ -66,7 +64,7 @@ def sentences(question: Question, outcome: Outcome) -> list[str]:
         host = f"; {outcome.on_host:.3g} GB of host memory" if outcome.on_host else ""
         bare = "" if any(fit.static) else "; parameters, gradients and optimizer states not counted (--static-gb)"
         lines.append(f"memory of each rank {memory} GB, of {question.memory:g}{host}{bare}")
-        lines += _recomputed_by_megatron(question, outcome)
+        lines += _recomputed_by_megatron(outcome)
     rates = throughput(question, outcome)
     words = {"tokens_per_second": "tokens/s", "sequences_per_second": "sequences/s"}
     said = [f"{rates[name]:,.4g} {word}" for name, word in words.items() if rates.get(name) is not None]
@@ -75,21 +73,16 @@ def sentences(question: Question, outcome: Outcome) -> list[str]:
     return [*lines, ", ".join(said)]
 
 
-def _recomputed_by_megatron(question: Question, outcome: Outcome) -> list[str]:
+def _recomputed_by_megatron(outcome: Outcome) -> list[str]:
     """Where its flags recompute something else, what they do."""
-    counts = () if outcome.fit is None else outcome.fit.recomputed
-    if not any(counts):
+    if outcome.fit is None or not any(outcome.fit.recomputed):
         return []
     if not layout_of(outcome):
         return ["what is recomputed is not in the flags below: the layers are not known (--layers N)"]
-    stages = outcome.fit.stages if outcome.fit is not None else ()
-    known = [sum(one.recomputed is not None for one in layers) for layers in stages]
-    if all(count == min(max(counts), most) for count, most in zip(counts, known, strict=True)):
+    if outcome.flagged == outcome.step:
         return []
-    line = f"Megatron has one number of recomputed layers for all stages, {max(counts)}"
-    if outcome.candidate.searches:  # which would run again
-        return [f"{line}: the step is longer"]
-    return [f"{line}: the step is {step_recomputed_evenly(question, outcome):.4g} ms then"]
+    number = f"Megatron has one number of recomputed layers for all stages, {max(outcome.fit.recomputed)}"
+    return [f"{number}: the step is {outcome.flagged:.4g} ms then"]
 
 
 def throughput(question: Question, outcome: Outcome) -> dict[str, float | None]:
@@ -108,6 +101,8 @@ def why_not(outcome: Outcome, best: Outcome) -> str:
     slower = outcome.step / best.step - 1
     if outcome.refused:
         return f"{slower:+.1%}, but {outcome.refused}" if outcome.candidate.family.barriers else outcome.refused
+    if slower < 5e-4 and outcome.flagged > best.flagged:
+        return f"{slower:+.1%}, but {outcome.flagged / best.flagged - 1:+.1%} by Megatron's flags, which recompute more"
     if slower < 5e-4:
         return f"as fast, {outcome.peak:.3g} GB against {best.peak:.3g}"
     shares = zip(_CAUSES, outcome.exposed, best.exposed, strict=True)
@@ -196,7 +191,12 @@ def _facts(question: Question, one: Outcome, measured: str) -> dict[str, Any]:
     facts: dict[str, Any] = {**_named(one.candidate), "refused": one.refused or None}
     if one.fit is None:
         return facts
-    facts |= {"step_ms": one.step, "bubble_share": one.bubble, **throughput(question, one)}
+    facts |= {
+        "step_ms": one.step,
+        "step_ms_by_megatron_flags": one.flagged,
+        "bubble_share": one.bubble,
+        **throughput(question, one),
+    }
     if one.bound is not None:
         facts |= {"bound_ms": one.bound.step, "bound_reason": one.bound.reason, "excess_over_bound": one.excess}
     facts |= {

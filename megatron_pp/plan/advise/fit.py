@@ -2,8 +2,6 @@
 stage are recomputed so that the rank keeps to its limit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The flags that ask for a recommended pipeline: ours, for ``megatron-pp run``, and Megatron's."""
 
-from __future__ import annotations
-
 from megatron_pp.plan.advise.evaluate import Outcome
 from megatron_pp.plan.advise.layout import layout_text
 from megatron_pp.plan.advise.model import PART

@@ -20,8 +20,6 @@ The microbatches are taken to be alike. Where sequences are cut into slices, eve
 paths, and memory is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -11,6 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from megatron_pp.cli.command_line import main
 from megatron_pp.cli.terminal import print_table
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
@@ -247,6 +248,11 @@ def test_tensors_that_skip_stages_are_counted(command):
     assert (found["cache"], found["messages"], found["peak"]) == ("all", 196, 7)
     assert found["by_cache"]["none"] == {"messages": 496, "peak": 31}
     assert "skip_tensors" not in json.loads(command("simulate", "-P", "2", "--json")[1])
+
+
+def test_a_closed_output_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["verify", "-P", "2", "-M", "2"]) == 0
 
 
 @pytest.mark.parametrize(("is_terminal", "lines"), [(True, 3), (False, 1)])

@@ -1,7 +1,5 @@
 """Rules by site: a program that they accept, the walk accepts, with the same peaks of memory, faults or not."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate
 

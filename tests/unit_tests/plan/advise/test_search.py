@@ -15,7 +15,7 @@ from megatron_pp.plan.advise.evaluate import evaluate
 from megatron_pp.plan.advise.flags import layout_of, megatron_flags, our_flags
 from megatron_pp.plan.advise.model import DECODER, EMBEDDING, LOSS, PART, Layer, Model, layer
 from megatron_pp.plan.advise.question import Question
-from megatron_pp.plan.advise.search import search
+from megatron_pp.plan.advise.search import Findings, search
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
@@ -88,6 +88,11 @@ def test_megatron_recomputes_as_many_layers_on_all_stages_as_on_one():
     assert step > best.step
     assert f"for all stages, {most}: the step is {step:.4g} ms then" in "".join(sentences(asked, best))
     assert megatron_flags(asked, best)[-2:] == ["--recompute-num-layers", str(most)]
+    assert best.flagged == step
+    other = replace(best, step=best.step * 1.01, flagged=best.step * 1.01)
+    found = Findings(asked, (best, other), (), (), (), 0.0)
+    assert (found.fitting[0], found.best) == (best, other)
+    assert why_not(best, other).startswith("-1.0%, but +")
     fluid = replace(asked, models=((1, Model((layer(PART, 16, 16, 16, 16.0),))),))
     assert "not in the flags" in "".join(sentences(fluid, search(fluid, budget=30.0).best))
 
