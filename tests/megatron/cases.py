@@ -93,7 +93,7 @@ class Case:
 class Job:
     """A case to run and what to do with its losses and gradients.
 
-    `save` and `reference` are paths of torch files; "{rank}" in them becomes the rank. `reference` is what the
+    `save` and `reference` are paths of files; "{rank}" in them becomes the rank. `reference` is what the
     run's own losses, gradients and parameters are compared with; with `other_cut` it has the same parameters on other
     ranks of the pipeline. `check` is "module:function", called on every rank
     with the case in place of all this; what it returns comes back in the outcome's `facts`.
