@@ -142,7 +142,7 @@ def check_case(case: Case, per_rank: list[ToyResult]) -> None:
 @pytest.fixture(scope="module")
 def results() -> list[list[ToyResult]]:
     """Per case, what each rank that took part returned."""
-    per_rank = run_processes(rank_main, WORLD, timeout=240.0)
+    per_rank = run_processes(rank_main, WORLD, timeout=240.0, start_method="mixed")
     return [[result for result in of_case if result is not None] for of_case in zip(*per_rank, strict=True)]
 
 
