@@ -6,7 +6,7 @@ Plain dataclasses without torch, so that a test or a script can list cases and r
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 POLICIES = ("overlap", "overlap+flush", "batched", "plain")
@@ -65,6 +65,11 @@ class Case:
     @property
     def world(self) -> int:
         return self.pp * self.tp * self.dp * self.cp
+
+    def short(self) -> Case:
+        """At most two steps, of two microbatches a stage, and four at least: a warm-up, a steady state, a cool-down."""
+        count = min(self.microbatches, max(4, 2 * self.pp))
+        return replace(self, steps=min(self.steps, 2), microbatches=count)
 
     def label(self) -> str:
         """One line that is different for each case of a table."""
