@@ -77,8 +77,9 @@ def schedules() -> list[Case]:
     ways = (("overlap", False), ("batched", False), ("plain", True))
     for name, family in TOY_SCHEDULES.items():
         chunks = family.chunks or 2
+        count = 8 if family.search is None else 4  # a search of seconds, on each rank
         for policy, only in ways if family.search is None else ways[:1]:
-            cases.append(Case(4, chunks, 8, policy, forward_only=only, fields=(("pipeline_schedule", name),)))
+            cases.append(Case(4, chunks, count, policy, forward_only=only, fields=(("pipeline_schedule", name),)))
     return cases
 
 
