@@ -4,8 +4,6 @@ Importing this package is cheap and does not import torch: ``megatron_pp.plan`` 
 Other names, modules among them, are loaded when they are first used.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import warnings

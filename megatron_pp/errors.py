@@ -4,8 +4,6 @@ Every class takes the message first and everything else by keyword with a defaul
 with its attributes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass

@@ -1,7 +1,5 @@
 """Looking through the wrappers of a model: DistributedDataParallel and its like hold what they wrap as ``module``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Point-to-point communication between pipeline stages, under the name of Megatron's module."""
 
-from __future__ import annotations
-
 from megatron_pp.comm.communicator import is_single_shape
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.comm.wait_handle import WaitHandle

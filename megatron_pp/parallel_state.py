@@ -1,7 +1,5 @@
 """This process's groups, ranks, device and backend, under the names of Megatron's module of this name."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -4,8 +4,6 @@ One engine (``runtime/executor.py``) runs every schedule; it waits on a send's h
 in one place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypedDict
 

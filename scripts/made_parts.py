@@ -19,12 +19,17 @@ class MadePart:
 
     def renewed(self, text: str) -> str:
         """``text``, the page's, with this part made anew."""
+        before, _, after = self.split(text)
+        return f"{before}\n{self.make()}\n{after}"
+
+    def split(self, text: str) -> tuple[str, str, str]:
+        """``text``, the page's: up to this part, this part, and behind it, with the marks in the first and the last."""
         start, end = f"<!-- made by a command: {self.name} -->", f"<!-- end of {self.name} -->"
         before, found, rest = text.partition(start)
-        _, found_too, after = rest.partition(end)
+        part, found_too, after = rest.partition(end)
         if not (found and found_too):
             raise SystemExit(f"{self.page.name} has no place for {self.name}: it needs the lines {start} and {end}")
-        return f"{before}{start}\n{self.make()}\n{end}{after}"
+        return before + start, part, end + after
 
 
 def renew(parts: Sequence[MadePart], description: str) -> int:

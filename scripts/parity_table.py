@@ -1,12 +1,13 @@
 #!/usr/bin/env python
 """Compare pipelines with one process, and trainings with Megatron-core's own schedules: the tables of docs/parity.md.
 
-    python scripts/parity_table.py --checkout ~/Megatron-LM       every table, the groups under that Megatron-core too
+    python scripts/parity_table.py --checkout ~/Megatron-LM       every table, under that Megatron-core too
     python scripts/parity_table.py --part Experts                 one table
     python scripts/parity_table.py --part matrix --engine ours --pp 2 --output -
 
 A real GPTModel of Megatron-core on the CPU with gloo, the same weights for every cut. Each cell is the largest
-absolute difference of any number that is compared: 0 means equal to the last bit.
+absolute difference of any number that is compared: 0 means equal to the last bit. What is not run (an engine, a
+release, a size, a model) keeps its values on the page.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import itertools
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -24,17 +26,23 @@ sys.path.insert(0, str(ROOT))
 
 from made_parts import MadePart, markdown_table  # noqa: E402
 
+from megatron_pp.integrations.megatron_versions import release_of  # noqa: E402
 from tests.megatron import groups  # noqa: E402
 from tests.megatron.cases import POLICIES, Case, Job, Model, Outcome  # noqa: E402
 from tests.megatron.runner import parity_jobs, run_jobs  # noqa: E402
 
 MODELS = {"untied": Model(), "tied": Model(tied=True, position="learned_absolute")}
 ENGINES = ("megatron", "ours")
+NAMES = {"megatron": "Megatron", "ours": "megatron_pp"}
 MATRIX = "matrix"
+MATRIX_NAMES, TRAINING_NAMES = 5, 3  # cells before a table's values
+NOT_RUN, ABSENT = "**not run**", "-"  # ABSENT: the release has not what the training needs
 # (forward_only, variable_shapes) of a table's columns
 COLUMNS = {"training": (False, False), "training, variable shapes": (False, True), "forward only": (True, False)}
 COLUMNS["forward only, variable shapes"] = (True, True)
 Row = tuple[int, int | None, int | None, str, bool]  # P, V, group size, policy, deallocate
+Table = list[list[str]]  # the first row is the head
+Releases = dict[str, str | None]  # version -> checkout; None: as installed
 
 
 def rows(sizes: list[int]) -> list[Row]:
@@ -63,37 +71,74 @@ def cell(outcome: Outcome) -> str:
     return "crashes"
 
 
-def markdown(title: str, model: Model, sizes: list[int], engines: list[str], results: dict[Case, Outcome]) -> str:
-    names = {"megatron": "Megatron", "ours": "megatron_pp"}
-    heads = [f"{column}: {names[engine]}" for column in COLUMNS for engine in engines]
+def grid(model: Model, sizes: list[int], results: dict[str, dict[Case, str]]) -> Table:
+    """One row for each of `rows`, and in each of COLUMNS a column for each key of `results`."""
+    heads = [f"{column}: {who}" for column in COLUMNS for who in results]
     table = [["P", "V", "group", "communication", "outputs", *heads]]
     for row in rows(sizes):
         pp, vp, group, policy, deallocate = row
         cells = [
-            cell(results[case_of(row, column, model, engine)]) for column in COLUMNS.values() for engine in engines
+            found[case_of(row, column, model, engine_of(who))]
+            for column in COLUMNS.values()
+            for who, found in results.items()
         ]
-        marked = [c if c == "0" else f"**{c}**" for c in cells]
         head = [str(pp), str(vp or "-"), str(group or pp if vp else "-"), policy, "freed" if deallocate else "kept"]
-        table.append(head + marked)
-    return f"### {title}\n\n{markdown_table(table)}\n"
+        table.append(head + marked(cells))
+    return table
 
 
-def summary(engines: list[str], results: dict[Case, Outcome]) -> str:
-    table = [["", "cases", "equal to the last bit", "different", "crash or hang", "refused"]]
-    for engine in engines:
-        cells = [cell(outcome) for case, outcome in results.items() if case.engine == engine]
-        equal, refused = cells.count("0"), cells.count("refused")
-        broken = cells.count("crashes") + cells.count("hangs")
-        name = {"megatron": "Megatron-core's schedules", "ours": "megatron_pp"}[engine]
-        numbers = (len(cells), equal, len(cells) - equal - refused - broken, broken, refused)
-        table.append([name, *map(str, numbers)])
-    return f"### In short\n\n{markdown_table(table)}\n"
+def marked(cells: list[str]) -> list[str]:
+    return [cell if cell in ("0", ABSENT) else f"**{cell}**" for cell in cells]
 
 
-def run(cases: list[Case], deadline: float) -> dict[Case, Outcome]:
+def table_in(text: str) -> Table:
+    """The first Markdown table of a text; empty where there is none."""
+    lines = re.search(r"(?:^\|.*\n?)+", text, re.MULTILINE)
+    if lines is None:
+        return []
+    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines())
+    return [head, *body]
+
+
+def with_kept(new: Table, old: Table, names: int) -> Table:
+    """`new`, and the rows and columns that only `old` has. The first `names` cells of a row are its name."""
+    tables = [table for table in (old, new) if table]
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for head, *body in tables:
+        for row in body:
+            rows.setdefault(tuple(row[:names]), {}).update(zip(head, row, strict=True))
+    heads = list(dict.fromkeys(itertools.chain(*(table[0] for table in tables))))
+    first_words = [name.partition(": ")[0] for name in heads]
+    heads.sort(key=lambda name: first_words.index(name.partition(": ")[0]))
+    return [heads, *([row.get(name, NOT_RUN) for name in heads] for row in rows.values())]
+
+
+def engine_of(who: str) -> str:
+    """Of a column: "Megatron", "megatron_pp", or "megatron_pp 0.20.0" for a checkout."""
+    return "megatron" if who == NAMES["megatron"] else "ours"
+
+
+def summary(tables: list[Table]) -> Table:
+    cells: dict[str, list[str]] = {}
+    for head, *body in tables:
+        for row in body:
+            for name, text in list(zip(head, row, strict=True))[MATRIX_NAMES:]:
+                cells.setdefault(name.rpartition(": ")[2], []).append(text.strip("*"))
+    short = [["", "cases", "equal to the last bit", "different", "crash or hang", "refused"]]
+    for who, found in cells.items():
+        found = [text for text in found if text != NOT_RUN.strip("*")]
+        equal, refused = found.count("0"), found.count("refused")
+        broken = found.count("crashes") + found.count("hangs")
+        numbers = (len(found), equal, len(found) - equal - refused - broken, broken, refused)
+        name = "Megatron-core's schedules" if engine_of(who) == "megatron" else who
+        short.append([name, *map(str, numbers)])
+    return short
+
+
+def run(cases: list[Case], deadline: float, checkout: str | None) -> dict[Case, str]:
     from tqdm import tqdm
 
-    results: dict[Case, Outcome] = {}
+    results: dict[Case, str] = {}
     with tempfile.TemporaryDirectory() as directory:
         jobs = parity_jobs(cases, directory)
         for job in jobs:
@@ -102,57 +147,90 @@ def run(cases: list[Case], deadline: float) -> dict[Case, Outcome]:
 
             def note(job: Job, outcome: Outcome) -> None:
                 if job.case.pp > 1:
-                    results[job.case] = outcome
+                    results[job.case] = cell(outcome)
                 if outcome.status != "ok" and job.case.engine == "ours":
                     bar.write(f"{job.case.label()}: {outcome.short()}", file=sys.stderr)
                 bar.update()
 
             # One set of processes per pipeline size serves many cases.
-            run_jobs(jobs, deadline=deadline * len(jobs) + 300, on_outcome=note)
+            run_jobs(jobs, deadline * len(jobs) + 300, note, checkout)
     return results
 
 
-def matrix(args: argparse.Namespace) -> tuple[str, bool]:
-    """The tables of all settings, in Markdown, and whether ours are as they should be."""
+def matrix(args: argparse.Namespace, releases: Releases, old: str) -> tuple[str, bool]:
+    """The tables of all settings, in Markdown, and whether ours are as they should be. What is not run keeps the value
+    that it has in `old`, this part as it is on the page.
+    """
     engines, sizes = args.engine or list(ENGINES), args.pp or [2, 4]
     models = {name: MODELS[name] for name in args.model or MODELS}
-    cases = [
-        case_of(row, column, model, engine)
-        for engine in engines
-        for model in models.values()
-        for row in rows(sizes)
-        for column in COLUMNS.values()
-    ]
-    results = run(sorted(cases, key=lambda case: case.pp), args.deadline)
-    megatron, torch = (importlib.metadata.version(name) for name in ("megatron-core", "torch"))
-    parts = [
-        f"Written by `scripts/parity_table.py` with megatron-core {megatron} and torch {torch}, on the CPU with gloo.\n"
-    ]
-    parts += [summary(engines, results)]
-    parts += [
-        markdown(f"{name.capitalize()} embeddings", model, sizes, engines, results) for name, model in models.items()
-    ]
-    ours = [cell(outcome) for case, outcome in results.items() if case.engine == "ours"]
-    return "\n".join(parts), all(text in ("0", "refused") for text in ours)
+    installed, torch = (importlib.metadata.version(name) for name in ("megatron-core", "torch"))
+    versions = f"megatron-core {installed} and torch {torch}"
+    written = f"Written by `scripts/parity_table.py` with {versions}, on the CPU with gloo."
+    if old.strip() and written not in old:
+        if args.engine or args.pp or args.model:
+            raise SystemExit(f"the page's matrix is not of {versions}; run all of it, or give --output -")
+        old = ""
+    results: dict[str, dict[Case, str]] = {}
+    for (version, checkout), engine in itertools.product(releases.items(), engines):
+        cases = [
+            case_of(row, column, model, engine)
+            for model in models.values()
+            for row in rows(sizes)
+            for column in COLUMNS.values()
+        ]
+        who = NAMES[engine] if checkout is None else f"{NAMES[engine]} {short(version)}"
+        if checkout is None or engine == "ours":
+            results[who] = run(sorted(cases, key=lambda case: case.pp), args.deadline, checkout)
+    tables = {}
+    for name in MODELS:
+        title = f"### {name.capitalize()} embeddings"
+        new = grid(models[name], sizes, results) if name in models else []
+        before = table_in(old.partition(title)[2])
+        if new or before:
+            tables[title] = with_kept(new, before, MATRIX_NAMES)
+    parts = {"### In short": summary(list(tables.values())), **tables}
+    texts = [f"{title}\n\n{markdown_table(table)}\n" for title, table in parts.items()]
+    ours = [text for who, found in results.items() if engine_of(who) == "ours" for text in found.values()]
+    return "\n".join([f"{written}\n", *texts]).rstrip(), all(text in ("0", "refused") for text in ours)
 
 
-def trainings(name: str, releases: dict[str, str | None]) -> tuple[str, bool]:
-    """The table of one group under each policy and release (version: checkout), and whether all are equal."""
+def trainings(name: str, releases: Releases, old: str) -> tuple[str, bool]:
+    """The table of one group under each policy and release, and whether all are equal. A release that is not run keeps
+    its columns in `old`, this part as it is on the page.
+    """
     cases = {
         title: [dataclasses.replace(case, policy=policy) for policy in groups.POLICIES]
         for title, case in groups.GROUPS[name].items()
     }
-    results = [run_trainings(list(itertools.chain(*cases.values())), checkout) for checkout in releases.values()]
-    heads = [f"{version.partition('+')[0]}: {policy}" for version in releases for policy in groups.POLICIES]
-    table = [["training", "P", "V", *heads]]
+    results = [
+        run_trainings([case for title in cases if runs_on(title, version) for case in cases[title]], checkout)
+        for version, checkout in releases.items()
+    ]
+    heads = [f"{short(version)}: {policy}" for version in releases for policy in groups.POLICIES]
+    new = [["training", "P", "V", *heads]]
     for title, (case, *_) in cases.items():
-        cells = [cell(outcomes[case]) for outcomes in results for case in cases[title]]
-        marked = [text if text == "0" else f"**{text}**" for text in cells]
-        table.append([title.replace("|", "&#124;"), str(case.pp), str(case.vp or "-"), *marked])
-    found = [text for row in table[1:] for text in row[3:]]
-    equal = found.count("0")
-    sentence = f"{equal} of {len(found)} are equal to the last bit, with megatron-core {' and '.join(releases)}."
-    return f"{markdown_table(table)}\n\n{sentence}", equal == len(found)
+        cells = [cell(outcomes[case]) if case in outcomes else ABSENT for outcomes in results for case in cases[title]]
+        new.append([title.replace("|", "&#124;"), str(case.pp), str(case.vp or "-"), *marked(cells)])
+    named = [row[:TRAINING_NAMES] for row in new]
+    table = with_kept(new, [row for row in table_in(old) if row[:TRAINING_NAMES] in named], TRAINING_NAMES)
+    earlier = re.search(r"with megatron-core (.*)\.$", old, re.MULTILINE)
+    versions = {short(version): version for version in [*(earlier[1].split(" and ") if earlier else []), *releases]}
+    found, ran = (
+        [text for row in rows[1:] for text in row[TRAINING_NAMES:] if text != ABSENT] for rows in (table, new)
+    )
+    equal = f"{found.count('0')} of {len(found)} are equal to the last bit"
+    sentence = f"{equal}, with megatron-core {' and '.join(versions.values())}."
+    return f"{markdown_table(table)}\n\n{sentence}", all(text == "0" for text in ran)
+
+
+def runs_on(title: str, version: str) -> bool:
+    """Whether Megatron-core of this version has what the training needs."""
+    return release_of(version) >= groups.SINCE.get(title, (0, 0))
+
+
+def short(version: str) -> str:
+    """Without the commit."""
+    return version.partition("+")[0]
 
 
 def run_trainings(cases: list[Case], checkout: str | None) -> dict[Case, Outcome]:
@@ -183,8 +261,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=[MATRIX, *groups.GROUPS], action="append", help="default: all")
     parser.add_argument(
-        "--checkout", action="append", default=[], help="a folder with another Megatron-core; for groups"
+        "--checkout", action="append", default=[], help="a folder with another Megatron-core (of the matrix, ours only)"
     )
+    parser.add_argument("--only-checkouts", action="store_true", help="not with the installed Megatron-core")
     parser.add_argument("--engine", choices=ENGINES, action="append", help="of the matrix; default: both")
     parser.add_argument("--pp", type=int, action="append", help="pipeline sizes of the matrix; default: 2 and 4")
     parser.add_argument("--model", choices=MODELS, action="append", help="of the matrix; default: both")
@@ -193,15 +272,17 @@ def main() -> int:
         "--output", default=str(ROOT / "docs" / "parity.md"), help="a page with these parts, or - for the terminal"
     )
     args = parser.parse_args()
-    releases = {version_in(checkout): checkout for checkout in (None, *args.checkout)}
+    installed = () if args.only_checkouts else (None,)
+    releases = {version_in(checkout): checkout for checkout in (*installed, *args.checkout)}
     right = True
     for name in args.part or [MATRIX, *groups.GROUPS]:
-        text, as_it_should = matrix(args) if name == MATRIX else trainings(name, releases)
+        page = None if args.output == "-" else Path(args.output)
+        old = "" if page is None else MadePart(page, name, str).split(page.read_text(encoding="utf-8"))[1]
+        text, as_it_should = matrix(args, releases, old) if name == MATRIX else trainings(name, releases, old)
         right = right and as_it_should
-        if args.output == "-":
+        if page is None:
             print(text)
         else:
-            page = Path(args.output)
             part = MadePart(page, name, lambda text=text: text)
             page.write_text(part.renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
     return 0 if right else 1

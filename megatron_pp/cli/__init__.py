@@ -1,7 +1,5 @@
 """The ``megatron-pp`` command, its subcommands one file each. None of them imports torch but `run`, when it runs."""
 
-from __future__ import annotations
-
 from megatron_pp.cli.command_line import main
 
 __all__ = ["main"]

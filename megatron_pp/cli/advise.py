@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -27,7 +29,7 @@ from megatron_pp.plan.advise.evaluate import Outcome
 from megatron_pp.plan.advise.flags import MEASURED_FILE, megatron_flags, our_flags, runs_in_megatron
 from megatron_pp.plan.advise.microbatch_order import MicrobatchOrder, best_order
 from megatron_pp.plan.advise.search import Findings, Report, search
-from megatron_pp.plan.files import write_whole
+from megatron_pp.plan.files import check_writable, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,25 +72,29 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.jobs == 0:
         raise UsageError("--jobs is 0; it takes at least 1 process")
     question = advise_input.question_of(args)
+    for path in filter(None, (args.plot, args.measured_out)):
+        check_writable(path)
     budget = args.budget_s
     if budget is None:
         budget = next((seconds for ranks, seconds in _BUDGETS if question.pipeline_size <= ranks), _LONGEST)
     with _ended_by_signals(), _progress() as report:
         findings = search(question, budget, args.jobs or min(_JOBS, os.cpu_count() or 1), report)
-    best = findings.best
+    best, measured = findings.best, args.measured_out or MEASURED_FILE
     patience = 0.0 if findings.interrupted else _ORDER_SHARE * budget
     order = None if best is None else best_order(question, best, patience)
     if args.json:
-        console.file.write(json.dumps(answer.as_json(findings, order), indent=1) + "\n")
+        console.file.write(json.dumps(answer.as_json(findings, order, measured), indent=1) + "\n")
     if best is None and findings.interrupted:
         print("megatron-pp advise: interrupted before a plan was found", file=sys.stderr)
         return INTERRUPTED
     if best is None:
         raise RefusedError(_nothing_fits(findings))
     if not args.json:
-        _show(findings, best, order, args.measured_out or MEASURED_FILE, console)
+        _show(findings, best, order, measured, console)
     if args.measured_out and best.spec is not None and best.spec.measured is not None:
         write_whole(args.measured_out, json.dumps(asdict(best.spec.measured), indent=1) + "\n")
+    elif args.measured_out:
+        warnings.warn(f"{args.measured_out} is not written: {best.candidate.schedule} is no search", stacklevel=1)
     if args.plot:
         points = [_point(one, findings) for one in findings.fitting]
         picture = draw.front(points, question.memory, as_png=ending == ".png")
@@ -129,8 +135,8 @@ def _progress() -> Iterator[Report]:
 def _nothing_fits(findings: Findings) -> str:
     question, least = findings.question, findings.least_memory
     if least is None:
-        reasons = sorted({one.refused for one in findings.outcomes if one.refused}, key=len)
-        return f"no pipeline is possible: {reasons[0] if reasons else 'none was tried'}"
+        reasons = (one.refused for one in findings.outcomes if one.refused)
+        return f"no pipeline is possible: {min(reasons, key=len)}"
     return (
         f"nothing fits into {question.memory:g} GB; the least that was found is {least.peak:.3g} GB, with "
         f"{least.candidate}: give more memory, more ranks, smaller microbatches or more tensor parallelism"
@@ -149,8 +155,8 @@ def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, meas
     rules = ", ".join(certificate.get("rules", ()))
     print_line(console, f"    verified: {rules}; {certificate.get('digest', '')}")
     print_line(console, "")
-    runner = f"megatron-pp run {' '.join(our_flags(best, measured))} pretrain_gpt.py"
-    print_line(console, f"{runner} {' '.join(megatron_flags(question, best))} ...")
+    flags = [*our_flags(best, measured), "pretrain_gpt.py", *megatron_flags(question, best)]
+    print_line(console, f"megatron-pp run {shlex.join(flags)} ...")
     if best.candidate.searches and not Path(measured).exists():
         print_line(console, f"    {measured}: --measured-out {measured} writes it")
     if not runs_in_megatron(best):

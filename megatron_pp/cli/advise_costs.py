@@ -1,9 +1,8 @@
 """What ``megatron-pp advise --costs FILE`` reads: layers, or what was measured of a model's stages."""
 
-from __future__ import annotations
-
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,10 @@ from megatron_pp.plan.files import read_text
 from megatron_pp.plan.measured import GB, MS, MeasuredFile, Units
 from megatron_pp.plan.placement import LOOP, Placement
 
-_KEYS = ("kind", "count", "forward_ms", "backward_ms", "weight_ms", "activation_gb", "static_gb")
+_NUMBERS = ("forward_ms", "backward_ms", "weight_ms", "activation_gb", "static_gb")
+_KEYS = ("kind", "count", *_NUMBERS)
+_OF_ALL = ("layers", "message_mb", "attention_share")
+_MOST_LAYERS = 100_000  # more are a slip of the keyboard
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,26 @@ class FileCosts:
     links: tuple[tuple[tuple[int, int], Link], ...] = ()
     host_bandwidth: float | None = None
 
+    def with_static(self, static: Sequence[float], ranks: int) -> Model:
+        """The model with GB of parameters, gradients and optimizer states: one number of a rank, or one for each stage.
+        Raises PlanError where the file has them, or another number of stages.
+        """
+        layers = self.model.layers
+        if not self.model.is_fluid or any(one.static for one in layers):
+            raise PlanError("--static-gb is in --costs FILE, as static_gb of its layers")
+        if len(static) not in (1, len(layers)):
+            raise PlanError(f"--static-gb has {len(static)} numbers; --costs FILE has {len(layers)} stages")
+        each = static if len(static) > 1 else (static[0] * ranks / len(layers),) * len(layers)
+        return replace(self.model, layers=tuple(replace(one, static=gb) for one, gb in zip(layers, each, strict=True)))
+
     def on_its_links(self, question: Question) -> Question:
         """What the options say of links and copies goes before the file."""
         if question.host_bandwidth is None:
             question = replace(question, host_bandwidth=self.host_bandwidth)
         if self.link is None or question.latency or math.isfinite(question.bandwidth) or question.links:
             return question
-        links = self.links if question.pipeline_size == self.ranks else ()
+        size = question.pipeline_size
+        links = tuple((pair, one) for pair, one in self.links if self.ranks in (None, size) and max(pair) < size)
         return replace(question, latency=self.link.latency, bandwidth=self.link.bandwidth, links=links)
 
 
@@ -50,25 +65,51 @@ def read_costs(path: str) -> FileCosts:
         if not isinstance(content, dict):
             raise PlanError("it holds no object")
         return FileCosts(_from_layers(content)) if "layers" in content else _from_measured(content)
-    except (ValueError, RecursionError, TypeError) as error:  # PlanError is a ValueError
-        if isinstance(error, ExchangeError):
-            raise
+    except ExchangeError:
+        raise
+    except (ValueError, RecursionError, TypeError, OverflowError) as error:  # PlanError is a ValueError
         raise ExchangeError(f"{path}: {error}") from error
 
 
 def _from_layers(content: dict[str, Any]) -> Model:
+    unknown = sorted(set(content) - set(_OF_ALL))
+    if unknown:
+        raise PlanError(f"{unknown[0]!r} is not known beside layers; its keys are {', '.join(_OF_ALL)}")
+    rows = content["layers"]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise PlanError("layers is no list of objects, each with forward_ms and backward_ms")
     layers: list[Layer] = []
-    for row in content["layers"]:
-        unknown = sorted(set(row) - set(_KEYS))
-        if unknown or "forward_ms" not in row or "backward_ms" not in row:
-            problem = f"{unknown[0]!r} is not known" if unknown else "forward_ms and backward_ms are needed"
-            raise PlanError(f"a layer: {problem}; its keys are {', '.join(_KEYS)}")
-        kind = row.get("kind", DECODER)
-        if kind not in (*LETTERS, PART):
-            raise PlanError(f"a layer is of kind {kind!r}; it may be {', '.join((*LETTERS, PART))}")
-        layers += [layer_of(kind, row)] * int(row.get("count", 1))
-    message = float(content.get("message_mb", 0.0)) / 1e3
-    return Model(tuple(layers), message, float(content.get("attention_share", 0.0)))
+    for row in rows:
+        count = _checked_count(row)
+        if len(layers) + count > _MOST_LAYERS:
+            raise PlanError(f"it has more than {_MOST_LAYERS} layers")
+        layers += [layer_of(row.get("kind", DECODER), row)] * count
+    message, attention = (_checked_number(content, name) for name in _OF_ALL[1:])
+    return Model(tuple(layers), message / 1e3, attention)
+
+
+def _checked_count(row: dict[str, Any]) -> int:
+    """How many layers a row stands for. Raises PlanError for a row that is none."""
+    unknown = sorted(set(row) - set(_KEYS))
+    if unknown or "forward_ms" not in row or "backward_ms" not in row:
+        problem = f"{unknown[0]!r} is not known" if unknown else "forward_ms and backward_ms are needed"
+        raise PlanError(f"a layer: {problem}; its keys are {', '.join(_KEYS)}")
+    kind, count = row.get("kind", DECODER), row.get("count", 1)
+    if kind not in (*LETTERS, PART):
+        raise PlanError(f"a layer is of kind {kind!r}; it may be {', '.join((*LETTERS, PART))}")
+    if type(count) is not int or count < 1:
+        raise PlanError(f"the count of a layer is {count!r}; it must be a whole number of at least 1")
+    for name in _NUMBERS:
+        _checked_number(row, name)
+    return count
+
+
+def _checked_number(values: dict[str, Any], name: str) -> float:
+    """0 where it is missing. Raises PlanError."""
+    value = values.get(name, 0.0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
+        raise PlanError(f"{name} is {value!r}; it must be a finite number of at least 0")
+    return float(value)
 
 
 def layer_of(kind: str, row: dict[str, float]) -> Layer:
@@ -105,7 +146,9 @@ def _from_measured(content: dict[str, Any]) -> FileCosts:
     if copies is not None and file.run is not None and file.run.device != "cpu":
         host = min(copies.to_host, copies.to_device) * memory / time or None
     if network is None:
-        return FileCosts(Model(tuple(layers)), ranks, host_bandwidth=host)
+        each = tuple((pair, Link(time * latency)) for pair, latency in measured.each_link.items())
+        one = Link(time * measured.transfer) if measured.transfer or each else None
+        return FileCosts(Model(tuple(layers)), ranks, one, each, host)
 
     def scaled(link: Link) -> Link:
         return Link(time * link.latency, link.bandwidth * memory / time)

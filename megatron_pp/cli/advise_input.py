@@ -1,7 +1,5 @@
 """The options of ``megatron-pp advise``, and the question that they ask."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Sequence
@@ -121,21 +119,23 @@ def question_of(args: argparse.Namespace) -> Question:
     memory = args.memory_gb if args.memory_gb is not None else gpu.memory if gpu is not None else None
     if memory is None:
         raise UsageError("--memory-gb is missing; it is the memory of a device")
-    models = _Models(args, megatron, ranks, gpu, traced, file)
+    of_sizes = _Models(args, megatron, ranks, gpu, traced, file)
+    models = tuple((size, of_sizes.of(size, sizes[0])) for size in dict.fromkeys(sizes))
+    cost_options.check_links(args, models[0][1].message, ranks)
     question = Question(
         pipeline_size=ranks,
         global_batch=batch,
         memory=memory,
-        models=tuple((size, models.of(size, sizes[0])) for size in dict.fromkeys(sizes)),
+        models=models,
         latency=args.p2p_ms or 0.0,
         bandwidth=math.inf if args.bandwidth is None else args.bandwidth / 1e3,
         links=tuple((pair, _in_gb(link)) for pair, link in args.link),
         host_bandwidth=_host_bandwidth(args),
-        data_parallel=args.data_parallel or 1,
+        data_parallel=1 if args.data_parallel is None else args.data_parallel,
         max_chunks=4 if args.max_chunks is None else args.max_chunks,
         slices=tuple(args.slices or (1,)),
         recompute=not args.no_recompute,
-        schedules=tuple(schedule_names(args.schedules)) if args.schedules else (),
+        schedules=() if args.schedules is None else tuple(schedule_names(args.schedules)),
         policies=(args.policy,) if args.policy else (OVERLAP, BATCHED),
         device=tuple(args.device),
         splits_backward=not args.no_split_backward,
@@ -163,13 +163,16 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
     if given(args, ("gpu", "gpu_tflops")):
         if sizes:
             raise UsageError(f"{found[0]} needs the sizes of the model: {' and '.join(sizes)} are missing")
-        refuse(args, (*_TIMES, *_ENDS, "costs_per", "activation_gb", "static_gb"), f"does not go with {found[0]}")
+        own = (*_TIMES, *_ENDS, "costs_per", "activation_gb", "static_gb", "attention_share")
+        refuse(args, own, f"does not go with {found[0]}")
     else:
         why = "is for --gpu, which works out times from sizes"
         refuse(args, (*_OF_TRANSFORMER, *_OF_SHAPE, "gpu_bandwidth", "gpu_efficiency"), why)
     refuse(args, ["output_ms"], "is not for advise; --loss-ms is the output layer with the loss")
+    if max(args.slices or (1,)) == 1:
+        refuse(args, ["attention_share"], "weighs the slices of a sequence; --sequence-slices says how many")
     if args.costs is not None:
-        in_file = (*_TIMES, *_ENDS, "mtp_layers", "spread_mtp", "costs_per", "activation_gb", "static_gb")
+        in_file = (*_TIMES, *_ENDS, "mtp_layers", "spread_mtp", "costs_per", "activation_gb", "attention_share")
         refuse(args, in_file, "is in --costs FILE")
     if args.from_trace is not None:
         refuse(args, (*_ENDS, "mtp_layers", "costs_per"), "does not go with --from-trace")
@@ -181,11 +184,14 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
 
 def _gpu(args: argparse.Namespace) -> Gpu | None:
     if args.gpu is not None:
+        refuse(args, ["gpu_bandwidth"], "goes with --gpu-tflops; that of --gpu is known")
         return gpu_named(args.gpu)
     if args.gpu_tflops is None:
         return None
     if not args.gpu_tflops or args.memory_gb is None:
         raise UsageError("--gpu-tflops must be above 0, and goes with --memory-gb")
+    if args.gpu_bandwidth == 0:
+        raise UsageError("--gpu-bandwidth must be above 0")
     return Gpu(1e12 * args.gpu_tflops, args.memory_gb, 1e12 * (args.gpu_bandwidth or 2.0), 0.0)
 
 
@@ -236,15 +242,24 @@ class _Models:
     def of(self, size: int, first: int) -> Model:
         """With ``size`` sequences in a microbatch; what was given is for ``first``. Raises UsageError, PlanError."""
         if self.gpu is not None:
-            return self._transformer(size).model(self.gpu, self.args.gpu_efficiency or EFFICIENCY)
-        if self.traced is not None:
-            model = self._traced(self.traced)
-        elif self.file is not None:
-            model = self.file.model
+            reached = self.args.gpu_efficiency
+            model = self._transformer(size).model(self.gpu, EFFICIENCY if reached is None else reached)
         else:
-            message = (self.args.activation_mb or 0.0) / 1e3
-            model = Model(self._layers(), message, self.args.attention_share or 0.0)
-        return model.times(size / first) if size != first else model
+            model = self._measured(first)
+            model = model.times(size / first) if size != first else model
+        message = self.args.activation_mb
+        return model if message is None else replace(model, message=message / 1e3 * size / first)
+
+    def _measured(self, size: int) -> Model:
+        """Times that are given, and the message between stages where the sizes of the model are given too."""
+        if self.traced is not None:
+            return self._traced(self.traced)
+        static = self.args.static_gb
+        if self.file is not None:
+            return self.file.model if static is None else self.file.with_static(static, self.ranks)
+        known = all(name in self.megatron for name in _SIZES)
+        message = self._transformer(size).shape.message_bytes / GB if known else 0.0
+        return Model(self._layers(), message, self.args.attention_share or 0.0)
 
     def _transformer(self, size: int) -> Transformer:
         args = self.args
@@ -304,7 +319,7 @@ class _Models:
             return tuple(parts)
         embedding, loss = (ends[kind] or Layer(kind, 0.0, 0.0, 0.0) for kind in (EMBEDDING, LOSS))
         mtp = ends[MTP] or replace(parts[-1], kind=MTP, recomputed=None)
-        count = args.mtp_layers or 0
+        count = args.mtp_layers or whole_argument(self.megatron, "mtp_num_layers", 0)
         return (embedding, *parts, *[mtp] * count, *[loss] * (1 + count if args.spread_mtp else 1))
 
 

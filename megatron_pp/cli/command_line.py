@@ -1,7 +1,5 @@
 """The ``megatron-pp`` command: look at plans before they run, and at runs afterwards."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
@@ -31,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = lambda message, *_: _complain(f"note: {message}")
             code = int(args.run(args, open_terminal(args.no_colour or None)))
-        sys.stdout.flush()
+        print(end="", flush=True)  # also where the output is closed, and there is none
         return code
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         _drop_output()

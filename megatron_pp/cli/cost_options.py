@@ -1,7 +1,5 @@
 """Options that say what compute, transfers and memory cost, or name a run that was traced."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math
@@ -158,21 +156,25 @@ def _times_along(args: argparse.Namespace, pipeline_size: int, num_chunks: int) 
 
 
 def network(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int) -> Network:
-    """The links. Raises UsageError for a bandwidth without a message size, and a link between ranks there are not."""
-    links = dict(args.link)
-    for source, target in links:
+    """The links. Raises UsageError as ``check_links``."""
+    of_model = 0.0 if shape is None else shape.message_bytes
+    size = of_model if args.activation_mb is None else args.activation_mb * 1e6
+    check_links(args, size, pipeline_size)
+    bandwidth = math.inf if args.bandwidth is None else args.bandwidth * _GB / 1e3  # bytes per millisecond
+    return Network(size, link=Link(args.p2p_ms or 0.0, bandwidth), links=dict(args.link), gloo=args.gloo)
+
+
+def check_links(args: argparse.Namespace, message: float, pipeline_size: int) -> None:
+    """Raises UsageError for a bandwidth of 0 or of messages without a size, and a link between ranks there are not."""
+    for (source, target), _ in args.link:
         if source == target or max(source, target) >= pipeline_size:
             raise UsageError(
                 f"--link {source}-{target} is no link between two of {pipeline_size} ranks, counted from 0"
             )
-    bandwidth = math.inf if args.bandwidth is None else args.bandwidth * _GB / 1e3  # bytes per millisecond
-    if bandwidth == 0:
+    if args.bandwidth == 0:
         raise UsageError("--bandwidth must be above 0")
-    of_model = 0.0 if shape is None else shape.message_bytes
-    size = of_model if args.activation_mb is None else args.activation_mb * 1e6
-    if size == 0 and args.bandwidth is not None:
+    if message == 0 and args.bandwidth is not None:
         raise UsageError("--bandwidth needs the size of a message: --activation-mb, or the shape of the model")
-    return Network(size, link=Link(args.p2p_ms or 0.0, bandwidth), links=links, gloo=args.gloo)
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape | None:

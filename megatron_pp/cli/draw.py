@@ -1,7 +1,5 @@
 """``megatron-pp draw``: the timelines of plans, in the terminal or as a picture."""
 
-from __future__ import annotations
-
 import argparse
 import io
 from collections.abc import Sequence

@@ -6,8 +6,6 @@
 3  a search was ended by Ctrl-C or SIGTERM: the answer, where there is one, is the best until then
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@ An option that was not given is None, False or an empty list; what it stands for
 that changes nothing is a mistake, and refused.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn

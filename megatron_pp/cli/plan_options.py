@@ -1,7 +1,5 @@
 """Options that name a plan, and the plans that they name."""
 
-from __future__ import annotations
-
 import argparse
 import warnings
 from collections.abc import Callable, Iterator, Sequence

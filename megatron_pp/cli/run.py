@@ -8,8 +8,6 @@ raises, ``SystemExit`` among it, is raised here. Unlike ``runpy``, its ``__main_
 and exit handlers that outlive its last line may pickle what it defines.
 """
 
-from __future__ import annotations
-
 import argparse
 import builtins
 import importlib.util

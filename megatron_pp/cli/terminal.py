@@ -4,6 +4,7 @@ errors do without it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,10 @@ from megatron_pp.plan.files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_LEAST_OF_SENTENCES = 24  # characters of a line, and more than a number has
+_WIDE = 1000  # characters: where no terminal's edge is in the way
 
 
 def open_terminal(no_color: bool | None) -> Console:
@@ -30,18 +35,35 @@ def print_line(console: Console, text: str) -> None:
 
 
 def print_table(console: Console, title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table whose first column is left-aligned text and whose others are numbers; empty tables are left out."""
+    """A table whose first column is left-aligned text and whose others are numbers, or sentences, which are wrapped; so
+    are names of columns, and nothing else, however narrow the terminal is. Empty tables are left out.
+    """
     from rich import box
     from rich.table import Table
 
     if not rows:
         return
+    before = console.width
+    room = before if console.is_terminal or "COLUMNS" in os.environ else _WIDE
+    cells = [max(len(row[k]) for row in rows) for k in range(len(names))]
+    if _width([max(cell, len(name)) for cell, name in zip(cells, names, strict=True)]) > room:
+        names = [name.replace(" ", "\n") for name in names]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_style="bold")
+    least = []
     for k, name in enumerate(names):
-        table.add_column(name, justify="left" if k == 0 else "right", overflow="fold", no_wrap=k == 0)
+        wraps = k > 0 and cells[k] > _LEAST_OF_SENTENCES
+        least.append(max(_LEAST_OF_SENTENCES if wraps else cells[k], *map(len, name.split("\n"))))
+        table.add_column(name, justify="left" if k == 0 else "right", no_wrap=not wraps)
     for row in rows:
         table.add_row(*row)
+    console.width = max(room, _width(least))
     console.print(table, markup=False, highlight=False)
+    console.width = before
+
+
+def _width(columns: Sequence[int]) -> int:
+    """Of a table with columns of these widths, with its edges and what stands between."""
+    return sum(columns) + 2 * len(columns) + 1
 
 
 def write_output(console: Console, path: str, content: str | bytes) -> None:

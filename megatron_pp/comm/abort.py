@@ -16,8 +16,6 @@ without an error on the waiting thread; the communicator refuses further calls, 
 the step ends. Read in c10d's source; to be run on GPUs. ``nccl_settings.py`` describes torch's own watchdog.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -5,8 +5,6 @@ A daemon thread that returns from one of torch's C++ calls while the interpreter
 aborts: "terminate called without an active exception".
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 

@@ -11,8 +11,6 @@ they are not in its tables of names (``pg_names``): those count in such names, s
 later could not meet. NCCL's flight recorder takes name, description and ranks from the groups themselves.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import defaultdict

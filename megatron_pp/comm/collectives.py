@@ -5,8 +5,6 @@ torch.distributed with arithmetic between them, such as the all-reduce of softma
 meanwhile. On gloo a thread runs them, on NCCL a stream of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol

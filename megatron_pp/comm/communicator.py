@@ -6,8 +6,6 @@ A send goes out on a detached alias of the tensor, and the handle keeps the alia
 reference is to the tensor *object*, whose storage is swapped along (pytorch#148590), so it does not protect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property

@@ -6,8 +6,6 @@ rounds, in none of which a rank is an end twice, in one order on all ranks. The 
 ends go on until they have made _TRIPS, or _SECONDS are over: before each trip the rank that keeps time says so.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ and in pinned memory, on the CPU in a thread for each.
 Copies of one direction run in the order in which they are posted. Host memory is pooled, as pinning takes long.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence

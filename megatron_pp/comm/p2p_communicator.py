@@ -5,8 +5,6 @@ A method posts all its operations before it waits for one. Activations travel to
 previous one on channels of their own, so nothing crosses, also when both are the same rank (P=2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ Kinds of group: tp (tensor), cp (context), dp (data), dp_cp (both), pp (pipeline
 ranks of a pipeline that hold its first and its last stage). Functions raise ParallelStateError where there are none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta

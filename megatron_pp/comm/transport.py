@@ -4,8 +4,6 @@
 group. A channel is ``ACT`` or ``GRAD``; together with source and destination it names a FIFO.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta

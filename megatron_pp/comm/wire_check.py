@@ -5,8 +5,6 @@ It finds schedules and custom communicators that send or receive out of order, w
 on the wrong microbatch. It costs a small message per tensor, and receives wait for it, so less is overlapped.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any, NamedTuple, Protocol
 

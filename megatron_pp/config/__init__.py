@@ -2,8 +2,6 @@
 asked for, so that the parts without torch can be used without it.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

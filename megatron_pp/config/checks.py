@@ -1,7 +1,5 @@
 """Checks of single values, shared by the modules that read settings. Never imports torch."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Callable, Iterable

@@ -10,8 +10,6 @@ Stages come in model order (that is loop placement's vp(0)pp(0), vp(0)pp(1), ...
     "Et*3|(tt|)*29,t|L"                                  Megatron's text: E embedding, t layer, L loss, | next stage
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise

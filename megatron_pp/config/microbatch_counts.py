@@ -5,8 +5,6 @@ ranks, and an interleaved schedule whose last group has fewer microbatches than 
 `forward_backward_pipelining_with_interleaving`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_pp.config.checks import nearest, whole_number

@@ -4,8 +4,6 @@ The engine takes any object with these field names, Megatron-core's own dataclas
 lacks a field, the default here holds (`config.settings`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence

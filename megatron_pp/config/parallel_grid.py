@@ -1,7 +1,5 @@
 """Parallel groups: ranks as points of a grid tensor x context x data x pipeline. Never imports torch."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What makes a config impossible. Each check raises with the value and the nearest legal one."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable

@@ -5,8 +5,6 @@ and two for copies to host memory and back where there are any; memory is a coun
 steps of one run follow each other, with a thread for their names.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from itertools import chain

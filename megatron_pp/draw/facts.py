@@ -1,7 +1,5 @@
 """Words and numbers of a drawing: its heading, its summary and its legend, the same in every style."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Positions are in pixels from the top left corner. Text in an SVG stays text, and the same drawing gives the same bytes.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re
@@ -25,18 +23,7 @@ from matplotlib.path import Path
 from matplotlib.text import Text
 from matplotlib.textpath import TextToPath
 
-from megatron_pp.draw.facts import (
-    IDLE,
-    MEMORY,
-    SHADES,
-    Key,
-    costs_line,
-    legend_keys,
-    summary,
-    tick_label,
-    tick_step,
-    value_ticks,
-)
+from megatron_pp.draw import facts
 from megatron_pp.draw.palette import DARK, LIGHT, OPERATIONS, Colour, Theme, block_colour, block_name, ink_on
 from megatron_pp.draw.timeline import Lane, Timeline, pieces, thinned
 from megatron_pp.errors import PlanError
@@ -206,24 +193,24 @@ class _Picture:
     def _heading(self) -> float:
         """The costs and the legend; returns the y below them."""
         y = 22.0
-        self._text(10, y, costs_line(self.timelines), self.theme.ink)
+        self._text(10, y, facts.costs_line(self.timelines), self.theme.ink)
         x, y = 10.0, y + 20
-        for key in legend_keys(self.timelines):
+        for key in facts.legend_keys(self.timelines):
             colours = self._key_colours(key)
             wide = len(colours) * 12 + 6 + text_width(key.label, _TEXT)
             if x > 10 and x + wide > self.width - 10:
                 x, y = 10.0, y + 18
             for k, colour in enumerate(colours):
-                thick = 12 if key.kind in OPERATIONS or key.kind == IDLE else 4
+                thick = 12 if key.kind in OPERATIONS or key.kind == facts.IDLE else 4
                 self._box(x + 12 * k, y - 4 - thick / 2, 12, thick, colour)
             self._text(x + 12 * len(colours) + 5, y, key.label, self.theme.ink)
             x += wide + 18
         return y + 10
 
-    def _key_colours(self, key: Key) -> Sequence[Colour]:
-        if key.kind == SHADES:
+    def _key_colours(self, key: facts.Key) -> Sequence[Colour]:
+        if key.kind == facts.SHADES:
             return ()
-        if key.kind == MEMORY:
+        if key.kind == facts.MEMORY:
             return self._ramp(max(len(t.lanes) for t in self.timelines))
         return key.colours or (getattr(self.theme, key.kind),)
 
@@ -244,10 +231,10 @@ class _Picture:
     def _title(self, timeline: Timeline, y: float) -> float:
         self._text(10, y, timeline.title, self.theme.ink, 13, bold=True)
         x = 10 + text_width(timeline.title, 13, bold=True) + 14
-        facts = ",  ".join(summary(timeline))
-        if x + text_width(facts, _TEXT) > self.width - 10:
+        numbers = ",  ".join(facts.summary(timeline))
+        if x + text_width(numbers, _TEXT) > self.width - 10:
             x, y = 10, y + 17
-        self._text(x, y, facts, self.theme.soft)
+        self._text(x, y, numbers, self.theme.soft)
         if timeline.note:
             y += 17
             self._text(10, y, timeline.note, self.theme.gradient)
@@ -304,7 +291,7 @@ class _Picture:
     def _memory(self, timeline: Timeline, most: float, y: float) -> float:
         """A curve for each rank, all schedules to one scale."""
         floor = y + _CURVES
-        for value, name in value_ticks(most, timeline.memory_in_bytes):
+        for value, name in facts.value_ticks(most, timeline.memory_in_bytes):
             at = floor - value / most * (_CURVES - 6)
             self._box(_LEFT, at - 0.4, self.end * self.scale, 0.8, self.theme.rule, 1)
             self._text(_LEFT - 8, at + 3.5, name, self.theme.soft, 10, ha="right")
@@ -317,11 +304,11 @@ class _Picture:
         return floor
 
     def _axis(self, y: float) -> float:
-        step = tick_step(self.end, int((self.width - _LEFT) / 80))
+        step = facts.tick_step(self.end, int((self.width - _LEFT) / 80))
         for k in range(int(self.end / step + 1e-9) + 1):
             x = _LEFT + k * step * self.scale
             self._box(x - 0.4, y, 0.8, 6, self.theme.soft, 1)
-            self._text(x, y + 18, tick_label(k * step, step), self.theme.soft, 11, ha="center")
+            self._text(x, y + 18, facts.tick_label(k * step, step), self.theme.soft, 11, ha="center")
             for top, floor in self.panels:
                 self._box(x - 0.4, top, 0.8, floor - top, self.theme.rule, 0)
         self._text(_LEFT - 8, y + 18, self.timelines[0].unit, self.theme.soft, 11, ha="right")

@@ -4,8 +4,6 @@ Blocks are drawn on a canvas from compressed columns: half a million of them tak
 ticks, 2^31 per timeline.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -9,8 +9,6 @@ the rank above them: ``o`` to host memory, ``l`` back, ``c`` both.
 Besides, the textbook table: a row per rank, a column per time step, every operation one step long whatever it costs.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 Level of detail: blocks thinner than a pixel are added up per pixel, too many steps of memory are thinned.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The guard of a communicator: made when its first step begins, kept as long as its transport."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping

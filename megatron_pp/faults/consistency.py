@@ -11,8 +11,6 @@ step once too often is detected only by the program's own number: it stays on th
 number changes is part of what the ranks agree on, which costs nothing as the change is the same in almost every call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 

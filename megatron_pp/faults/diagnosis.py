@@ -4,8 +4,6 @@ Exceptions of user code may raise when they are inspected; such errors are caugh
 text of a user's exception.
 """
 
-from __future__ import annotations
-
 import dis
 import re
 import traceback
@@ -15,25 +13,9 @@ from typing import Protocol
 
 from torch.distributed import DistError
 
-from megatron_pp.errors import (
-    P2PTransferError,
-    PipelineError,
-    PipelineMismatchError,
-    PipelinePeerError,
-    PipelineStallError,
-)
-from megatron_pp.faults.records import (
-    AFTER,
-    DONE,
-    ENTERING,
-    EXCEPTION,
-    IN_STEP,
-    MISMATCH,
-    STALL,
-    Failure,
-    Progress,
-    cut,
-)
+from megatron_pp import errors
+from megatron_pp.faults import records
+from megatron_pp.faults.records import Failure, Progress, cut
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import NONE, Instruction
 from megatron_pp.plan.spec import Plan
@@ -47,7 +29,7 @@ def is_consequence(error: BaseException) -> bool:
     """Whether ``error`` means that a transfer failed, rather than why: our transport raised it, or a collective of
     torch.distributed, such as one that a user's model runs."""
     kind = type(error)
-    if issubclass(kind, P2PTransferError):
+    if issubclass(kind, errors.P2PTransferError):
         return True
     if is_raised_by_python(error):
         return False
@@ -114,7 +96,7 @@ class Source(Protocol):
 
 def waits_on(at: Instruction) -> tuple[int, ...]:
     """Pipeline ranks that ``at`` may have to wait for: the peers of a transfer; empty for compute."""
-    return tuple(sorted({one.peer for one in at.members or (at,) if one.peer != NONE}))
+    return tuple(sorted({one.peer for one in ins.each([at]) if one.peer != NONE}))
 
 
 def pending_peers(program: Sequence[Instruction], done: int, issued: int) -> set[int]:
@@ -160,11 +142,11 @@ def progress_line(plan: Plan | None, rank: int, progress: Progress | None, idle:
         return "has not reported since this rank began to poll it"
     ago = "" if idle is None else f" {max(idle, 0.0):.1f} s ago"
     when = ago and f",{ago}"
-    if progress.state == DONE:
+    if progress.state == records.DONE:
         return f"finished step {progress.step}{when}"
-    if progress.state == AFTER:
+    if progress.state == records.AFTER:
         return f"finished step {progress.step}{when}; is in {progress.text}"
-    if progress.state == ENTERING:
+    if progress.state == records.ENTERING:
         return f"entered step {progress.step}{when}; compares plans with the others"
     at = _reported_at(plan, rank, progress)
     if plan is None or at is None:
@@ -182,7 +164,7 @@ def busy_ranks(plan: Plan, positions: Mapping[int, int]) -> tuple[int, ...]:
 def working_ranks(plan: Plan | None, where: Mapping[int, Progress]) -> tuple[int, ...]:
     """Ranks that compute or run user code, in the plan or after it, rather than a transfer."""
     at = {rank: _reported_at(plan, rank, progress) for rank, progress in sorted(where.items())}
-    return tuple(r for r, one in at.items() if where[r].state == IN_STEP and (one is None or not waits_on(one)))
+    return tuple(r for r, one in at.items() if where[r].state == records.IN_STEP and (one is None or not waits_on(one)))
 
 
 def around_positions(plan: Plan, positions: Mapping[int, int]) -> str:
@@ -211,7 +193,7 @@ def stall_text(rank: int, plan: Plan | None, own: Progress, seen: Seen, size: in
     head = f"pipeline stalled: {why}. {_headline(rank, plan, own, seen)}".rstrip()
     parts = [head, "Last position of each rank:", *(f"  rank {r}: {line}" for r, line in lines.items())]
     where = {**{r: p for r, (p, _) in seen.items()}, rank: own}
-    positions = {r: p.position for r, p in where.items() if p.state == IN_STEP and p.step == own.step}
+    positions = {r: p.position for r, p in where.items() if p.state == records.IN_STEP and p.step == own.step}
     if plan is not None and positions:
         parts.append("Programs around these positions (> < marks the current instruction):")
         parts += [f"  {line}" for line in around_positions(plan, positions).splitlines()]
@@ -231,31 +213,31 @@ def _headline(rank: int, plan: Plan | None, own: Progress, seen: Seen) -> str:
             continue
         progress, idle = seen[peer]
         last = instruction_at(plan, peer, progress.position)
-        ended = progress.state in (AFTER, DONE)
+        ended = progress.state in (records.AFTER, records.DONE)
         where = f"the end of step {progress.step}" if ended else last.name if last else progress.text
         step = "" if progress.step == own.step or ended else f" in step {progress.step}"
         text += f", which last reported {where}{step}, {max(idle, 0.0):.1f} s ago"
     return text
 
 
-def error_of(failure: Failure, pipeline: str, rank: int, here: str) -> PipelineError:
+def error_of(failure: Failure, pipeline: str, rank: int, here: str) -> errors.PipelineError:
     """What ``rank`` of ``pipeline`` raises because of ``failure``; ``here``: what it does itself."""
     elsewhere = "" if failure.pipeline == pipeline else f" of pipeline {failure.pipeline}"
     values = {int(r): value for r, value in failure.values.items() if r.isdigit()}
-    if failure.kind == STALL:
+    if failure.kind == records.STALL:
         text = failure.message
         if elsewhere or failure.rank != rank:
             text += f"\n(detected by rank {failure.rank}{elsewhere}; {here})"
-        return PipelineStallError(text, suspects=failure.suspects, progress=values)
-    if failure.kind == MISMATCH:
-        return PipelineMismatchError(failure.message, field=failure.field, values=values)
+        return errors.PipelineStallError(text, suspects=failure.suspects, progress=values)
+    if failure.kind == records.MISMATCH:
+        return errors.PipelineMismatchError(failure.message, field=failure.field, values=values)
     at = failure.where + (f" ({failure.instruction})" if failure.instruction else "")
     text = f"pipeline rank {failure.rank} (global rank {failure.global_rank}){elsewhere} raised "
     text += f"{failure.exception_type} in {at}: {failure.message}"
     if failure.traceback_tail:
         lines = failure.traceback_tail.splitlines()
         text += "\n".join([f"\n  The traceback on rank {failure.rank} ends with:", *(f"    {line}" for line in lines)])
-    return PipelinePeerError(
+    return errors.PipelinePeerError(
         text,
         rank=failure.rank,
         instruction=failure.instruction,
@@ -269,5 +251,5 @@ def first_line(failure: Failure | None) -> str:
     """The failure in one line, for a log."""
     if failure is None:
         return "an error ended its last step"
-    text = f"{failure.exception_type}: {failure.message}" if failure.kind == EXCEPTION else failure.message
+    text = f"{failure.exception_type}: {failure.message}" if failure.kind == records.EXCEPTION else failure.message
     return f"rank {failure.rank}: {text.splitlines()[0] if text else failure.kind}"

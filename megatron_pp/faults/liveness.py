@@ -1,7 +1,5 @@
 """Which process a rank is, and whether it is alive, as far as this machine can determine (Linux only)."""
 
-from __future__ import annotations
-
 import os
 from functools import lru_cache
 from pathlib import Path

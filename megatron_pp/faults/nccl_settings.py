@@ -8,8 +8,6 @@ detects the failure first, a rank may be ended or blocked before it can report w
 all ranks' monitor threads pause for eight minutes, which ``destroy_process_group`` waits for.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import MutableMapping
 

@@ -5,8 +5,6 @@ a stall if all wait for each other, or if one has not entered the step. A rank t
 a long operation cannot be distinguished from one that never ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

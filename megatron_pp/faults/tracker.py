@@ -3,8 +3,6 @@
 Where the host runs ahead of the device, the rank is where the device is.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import time

@@ -1,7 +1,5 @@
 """The thread that detects stalls, and makes this rank leave its step when it has to."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

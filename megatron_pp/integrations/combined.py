@@ -5,8 +5,6 @@ Megatron's own `combined_forward_backward_step` and schedule plans run lone forw
 engine's plan says which, and when.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -2,8 +2,6 @@
 (`megatron_versions.STEP_SOURCES`). What they look up for each microbatch is looked up once a step.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One step of a Megatron-core training loop: Megatron's own compute, hooks and finalisation around our plan."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from contextlib import nullcontext

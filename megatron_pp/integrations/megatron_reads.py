@@ -7,8 +7,6 @@ and `backward_step` there are digests in `megatron_versions`. Sources: as for `m
 `scripts/megatron_reads.py` prints what a checkout has beyond the table.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import inspect

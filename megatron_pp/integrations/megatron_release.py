@@ -1,7 +1,5 @@
 """The installed Megatron-core: modules, its row in the table of releases, and calls that differ between releases."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Which steps of Megatron-core's the engine serves, and which Megatron's own schedule runs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """A microbatch through a chunk, by the functions of the installed Megatron-core."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

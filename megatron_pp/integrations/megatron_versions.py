@@ -5,8 +5,6 @@ what they do, and others are called. Sources: the tags core_v0.14.0 to core_v0.1
 (0.20).
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Replace objects under every name that imported modules have for them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`install()` for a program that is about to start: once it has itself imported Megatron-core, from wherever."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

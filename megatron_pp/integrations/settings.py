@@ -4,8 +4,6 @@ A keyword goes before the environment, the environment before the file, the file
 to which nothing is ever written. `TABLE` has every setting; `megatron-pp run` makes its flags from it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -77,9 +75,9 @@ def read_settings(file: str | os.PathLike[str] | None = None, /, **keywords: Any
     Raises ConfigError for an unknown name, with the nearest known one, for a value that the setting cannot have, and
     for a file that cannot be read.
     """
-    path = file or os.environ.get(FILE_VARIABLE)
+    path = os.environ.get(FILE_VARIABLE) or None if file is None else file
     given: dict[str, Any] = {}
-    for layer in (_from_file(path) if path else {}, _from_environment(), _from_keywords(keywords)):
+    for layer in ({} if path is None else _from_file(path), _from_environment(), _from_keywords(keywords)):
         given |= _with_policy(layer)
     if given.keys() >= {"overlap_p2p_comm", "batch_p2p_comm"}:
         rules.lowering_policy(SimpleNamespace(**given))

@@ -6,8 +6,6 @@ checkpoint keys, embeddings, output layer, which data to read) comes out right w
 models whose schedule places stages in a loop.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

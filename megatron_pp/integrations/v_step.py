@@ -2,8 +2,6 @@
 rank 0, where Megatron's loop and finalisation look for the last stage on rank P - 1.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Schedules as data: built, verified and simulated without torch."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType

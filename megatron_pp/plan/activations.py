@@ -8,39 +8,22 @@ without the attention scores) and weight gradients need 32 s b h (arXiv 2401.102
 four output gradients of 18 s b h. ``megatron_pp.measure_footprint`` measures a stage's own share.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.costs import WEIGHT_SHARE
-from megatron_pp.plan.instruction import (
-    BACKWARD,
-    BACKWARD_OPS,
-    FORWARD,
-    FREE_OFFLOAD,
-    INPUT_GRAD,
-    LOAD,
-    OFFLOAD,
-    OUTPUT_S,
-    OUTPUT_T,
-    PAIR,
-    SINGLE_COMPUTE_OPS,
-    WAIT_LOAD,
-    WEIGHT_GRAD,
-    Instruction,
-    without_pairs,
-)
+from megatron_pp.plan.instruction import Instruction, without_pairs
 from megatron_pp.plan.spec import Plan
 
 Shares = float | Sequence[float]  # one for all stages, or one per stage in model order
 
 # By op: forwards with memory on the device, split backwards whose memory waits for W, forwards with memory on the host.
-KEPT = {FORWARD: 1, BACKWARD: -1, INPUT_GRAD: -1, FREE_OFFLOAD: -1, LOAD: 1}
-WAITING = {INPUT_GRAD: 1, WEIGHT_GRAD: -1}
-_ON_HOST = {OFFLOAD: 1, WAIT_LOAD: -1}
-_CHANGES = {*KEPT, *WAITING, PAIR}
+KEPT = {ins.FORWARD: 1, ins.BACKWARD: -1, ins.INPUT_GRAD: -1, ins.FREE_OFFLOAD: -1, ins.LOAD: 1}
+WAITING = {ins.INPUT_GRAD: 1, ins.WEIGHT_GRAD: -1}
+_ON_HOST = {ins.OFFLOAD: 1, ins.WAIT_LOAD: -1}
+_CHANGES = {*KEPT, *WAITING, ins.PAIR}
 
 
 def kept_timeline(
@@ -86,8 +69,8 @@ def key_values_change(op: str, part: int, slices: int, forward_only: bool) -> in
     keeps: the forward of the first slice allocates them for all, and its backward, the last to read them, gives them
     back; in evaluation the forward of the last slice does.
     """
-    allocated = op == FORWARD and part == 0
-    freed = part == slices - 1 and op == FORWARD if forward_only else part == 0 and op in BACKWARD_OPS
+    allocated = op == ins.FORWARD and part == 0
+    freed = part == slices - 1 and op == ins.FORWARD if forward_only else part == 0 and op in ins.BACKWARD_OPS
     return allocated - freed
 
 
@@ -99,9 +82,9 @@ def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
     """
     slices, forward_only, now = plan.spec.slices, plan.spec.forward_only, 0.0
     for at in plan.timed(rank):
-        if at.slice >= 0 and at.op in SINGLE_COMPUTE_OPS:
+        if at.slice >= 0 and at.op in ins.SINGLE_COMPUTE_OPS:
             now += key_values_change(at.op, at.slice, slices, forward_only)
-            if at.op in BACKWARD_OPS and at.slice in (0, slices - 1):
+            if at.op in ins.BACKWARD_OPS and at.slice in (0, slices - 1):
                 now += (slices - 1) / slices * (-1 if at.slice == 0 else 1)
         yield now
 
@@ -113,7 +96,7 @@ def logits_timeline(plan: Plan, rank: int) -> Iterator[int]:
     now = 0
     for at in plan.timed(rank):
         if not plan.spec.forward_only:
-            now += (at.op == OUTPUT_S) - (at.op == OUTPUT_T)
+            now += (at.op == ins.OUTPUT_S) - (at.op == ins.OUTPUT_T)
         yield now
 
 

@@ -10,8 +10,6 @@ machine, which names what is wrong. That each message has one sender and is post
 (``lifetime.py``).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A cache that is bounded in bytes. A leaf: imports nothing from the package, and not torch."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from typing import Generic, TypeVar

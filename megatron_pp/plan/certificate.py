@@ -1,7 +1,5 @@
 """What the proof of an accepted plan covers: which rules, on which device, of which spec, and for which programs."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

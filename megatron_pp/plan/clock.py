@@ -7,8 +7,6 @@ Exchanges that every rank works off in the order of rounds cannot deadlock: the 
 no other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

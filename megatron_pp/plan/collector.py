@@ -1,7 +1,5 @@
 """The garbage collector, paused while plans are made."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Which schedule, how many chunks and microbatches: simulate the candidates, and rank those that fit into memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

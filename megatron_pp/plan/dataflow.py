@@ -2,8 +2,6 @@
 (lowering, clock, lifetime, rendezvous, simulator, search, drawings) asks here.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 

@@ -1,7 +1,6 @@
 """Reading and writing files the same way everywhere: clear errors, and nothing half-written."""
 
-from __future__ import annotations
-
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -21,6 +20,34 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ExchangeError(f"{str(path)!r}: cannot be read ({error})") from error
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises ExchangeError where ``write_whole`` would, for who works long before that, as far as it is known now."""
+    why = why_unwritable(path)
+    if why:
+        raise ExchangeError(f"{path}: cannot be written ({why})")
+
+
+def why_unwritable(path: str | os.PathLike[str]) -> str:
+    """Why a file of this name cannot be written; empty where it can, as far as that is known before."""
+    try:
+        target = os.path.realpath(path)
+    except ValueError as error:  # no name that a file can have
+        return str(error)
+    folder = os.path.dirname(target)
+    if os.path.isdir(target):
+        return os.strerror(errno.EISDIR)
+    if not os.path.isdir(folder):
+        return os.strerror(errno.ENOENT)
+    may = os.access(target if _is_special(path) else folder, os.W_OK)
+    return "" if may else os.strerror(errno.EACCES)
+
+
+def _is_special(path: str | os.PathLike[str]) -> bool:
+    """Whether it is no file (a device, a pipe), and must not be replaced by one."""
+    other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    return other or os.fspath(path).startswith("/dev/")
+
+
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file so that others see the old one or all of the new one, never a part. Raises ExchangeError.
 
@@ -29,8 +56,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     target = Path(os.path.realpath(path))
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
-        other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-        if other or os.fspath(path).startswith("/dev/"):  # must not be replaced by a file
+        if _is_special(path):
             Path(path).write_bytes(data)
             return
         handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)

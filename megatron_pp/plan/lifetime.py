@@ -1,7 +1,5 @@
 """The half of ``verify`` that looks at one rank at a time: the rules of ``rules.py``, syncs, and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, product
 from typing import Any, NamedTuple

@@ -37,8 +37,6 @@ Where compute synchronises the device (DEVICE_SYNC) no receive is posted ahead o
 may depend on it. With STATIC_BUFFERS a gradient is released before the operation after the next backward.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

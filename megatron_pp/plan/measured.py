@@ -189,6 +189,12 @@ class MeasuredStep:
     device: str = ""
     split_backward: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "pipeline_size", "num_chunks", "num_microbatches"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise PlanError(f"{name} of run is {value!r}; it must be a whole number of at least 0")
+
 
 @dataclass(frozen=True)
 class MeasuredFile:

@@ -1,7 +1,5 @@
 """Ends of messages, as lowering lays them out on a rank's boundaries."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The message about a name that is not known: the same everywhere, with the nearest name that is."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

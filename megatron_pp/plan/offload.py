@@ -9,8 +9,6 @@ back, at the first boundary by which it is over; a copy back is posted at the la
 time, and waited for right before its backward. Where that leaves nothing in between, the forward's memory stays.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,31 +1,23 @@
 """Compute orders, checked before anything is built on them: they may come from a file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import product, zip_longest
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.dataflow import CAUSAL, RESULT_OF, slice_before
-from megatron_pp.plan.instruction import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    NONE,
-    OUTPUT_OPS,
-    OUTPUT_S,
-    OUTPUT_T,
-    WEIGHT_GRAD,
-    Instruction,
-    instruction,
-    without_pairs,
-)
+from megatron_pp.plan.instruction import NONE, Instruction, instruction, without_pairs
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.spec import Plan, PlanSpec
 
-_AFTER = {BACKWARD: FORWARD, INPUT_GRAD: FORWARD, WEIGHT_GRAD: INPUT_GRAD, OUTPUT_S: FORWARD, OUTPUT_T: OUTPUT_S}
-_OF_EVALUATION = frozenset({FORWARD, OUTPUT_S})
+_AFTER = {
+    ins.BACKWARD: ins.FORWARD,
+    ins.INPUT_GRAD: ins.FORWARD,
+    ins.WEIGHT_GRAD: ins.INPUT_GRAD,
+    ins.OUTPUT_S: ins.FORWARD,
+    ins.OUTPUT_T: ins.OUTPUT_S,
+}
+_OF_EVALUATION = frozenset({ins.FORWARD, ins.OUTPUT_S})
 
 
 def check_orders(
@@ -43,7 +35,7 @@ def check_orders(
     if len(orders) != placement.pipeline_size:
         raise PlanError(f"there are orders of {len(orders)} ranks; the pipeline has {placement.pipeline_size}")
     trains = not forward_only or any(at.op not in _OF_EVALUATION for order in orders for at in order)
-    passes = "" if not placement.barriers else OUTPUT_S + OUTPUT_T if trains else OUTPUT_S
+    passes = "" if not placement.barriers else ins.OUTPUT_S + ins.OUTPUT_T if trains else ins.OUTPUT_S
     sizes = placement.num_chunks, num_microbatches, slices
     for rank, order in enumerate(orders):
         _check_order(rank, order, sizes, trains, passes)
@@ -59,7 +51,7 @@ def _check_order(
         op, _, mb, _, chunk, part, _, _ = at
         if op not in ins.SINGLE_COMPUTE_OPS:
             raise _error(rank, at, "an order holds compute alone: F, B, I and W, and S and T of a split output layer")
-        if op in OUTPUT_OPS and (chunk or op not in passes):
+        if op in ins.OUTPUT_OPS and (chunk or op not in passes):
             raise _error(rank, at, "S and T are passes of chunk 0, in a schedule that splits the output layer")
         cell = (chunk, mb, part)
         ops = ran.get(cell)
@@ -80,17 +72,17 @@ def _check_order(
         lacking = next((op for op in passes if op not in ops and not cell[0]), None) if passes else None
         if lacking is not None:
             raise _error(rank, instruction(lacking, *cell), "the order lacks it")
-        if ops not in complete and "".join(op for op in ops if op not in OUTPUT_OPS) not in complete:
+        if ops not in complete and "".join(op for op in ops if op not in ins.OUTPUT_OPS) not in complete:
             raise _incomplete(rank, ops, cell, trains)
 
 
 def _incomplete(rank: int, ops: str, cell: tuple[int, int, int], trains: bool) -> PlanError:
     """What is wrong with an order that runs ``ops`` of ``cell`` (chunk, microbatch, slice)."""
-    if INPUT_GRAD in ops and BACKWARD in ops:
-        other = instruction(INPUT_GRAD, *cell)
-        return _error(rank, instruction(BACKWARD, *cell), f"{other} is there too: a backward is whole or split")
-    backward = (INPUT_GRAD, WEIGHT_GRAD) if INPUT_GRAD in ops else (BACKWARD,)
-    missing = next(op for op in (FORWARD, *(backward if trains else ())) if op not in ops)
+    if ins.INPUT_GRAD in ops and ins.BACKWARD in ops:
+        other = instruction(ins.INPUT_GRAD, *cell)
+        return _error(rank, instruction(ins.BACKWARD, *cell), f"{other} is there too: a backward is whole or split")
+    backward = (ins.INPUT_GRAD, ins.WEIGHT_GRAD) if ins.INPUT_GRAD in ops else (ins.BACKWARD,)
+    missing = next(op for op in (ins.FORWARD, *(backward if trains else ())) if op not in ops)
     return _error(rank, instruction(missing, *cell), "the order lacks it")
 
 

@@ -10,8 +10,6 @@ All ranks post them on one communicator, in the order of their rounds (``clock.p
 which they stand here from last to first. None is over before all ranks have posted it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

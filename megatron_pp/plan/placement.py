@@ -10,8 +10,6 @@ A pipeline of P ranks with V chunks each has S = P * V stages; activations go fr
 The output layer is on the last stage, or split over all ranks (arXiv 2411.05288).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property

@@ -6,8 +6,6 @@ then, also receives that wait for their peers. So an input that was received on 
 the receives that were posted ahead on that channel are there.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
@@ -25,7 +23,7 @@ def recorded_timeline(plan: Plan, rank: int) -> Iterator[int]:
     """
     walk = _Walk(plan)
     for at in plan.timed(rank):
-        for one in at.members or (at,):
+        for one in ins.each([at]):
             walk.advance(one)
         yield len(walk.waiting)
 

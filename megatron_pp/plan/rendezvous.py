@@ -18,8 +18,6 @@ The outcome does not depend on the order in which ranks are advanced (each step 
 decides. A rule only adds to what is waited for: a plan that passes under several rules together passes under each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

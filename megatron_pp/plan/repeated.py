@@ -4,8 +4,6 @@ A *block* is a stretch of every rank's program after which the pipeline is as it
 ``verify`` proves that of a block (docs/design.md, "A new number of microbatches").
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import chain

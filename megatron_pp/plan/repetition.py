@@ -1,7 +1,5 @@
 """Where the steady state of a schedule stands: how many microbatches show it, and which block of a plan it repeats."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from operator import eq, itemgetter, sub

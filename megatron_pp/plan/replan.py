@@ -13,19 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp.errors import PlanError
+from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.builder import family_of, with_whole_backwards
 from megatron_pp.plan.certificate import Certificate
 from megatron_pp.plan.costs import Network, StageCosts
-from megatron_pp.plan.instruction import (
-    BACKWARD,
-    BACKWARD_OPS,
-    FORWARD,
-    WEIGHT_GRAD,
-    Instruction,
-    format_program,
-    parse_program,
-    without_pairs,
-)
+from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.lower import lowered
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
@@ -102,7 +94,7 @@ class _Read(Lines):
         self.placement = placement
 
     def _make(self, rank: int) -> Line:
-        return self.placement.place(rank, parse_program(self.texts[rank]))
+        return self.placement.place(rank, ins.parse_program(self.texts[rank]))
 
 
 def why_not(spec: PlanSpec) -> str:
@@ -161,7 +153,7 @@ def proposed(
     beside = "" if shares else f", {bound_of(found, costs, network, measured.memory(plan.placement)).beside(new, 'ms')}"
     steps = f"from {plan.spec.describe()}, predicted step {old:.4g} ms, to {spec.schedule}, {new:.4g} ms"
     sentence = f"{steps}: shorter by {gain:.1%}{beside}"
-    programs = tuple(map(format_program, found.programs))
+    programs = tuple(map(ins.format_program, found.programs))
     proof = certificate.rules, certificate.device, certificate.digest
     return Proposal(spec, kind, programs, *proof, sentence)
 
@@ -172,8 +164,9 @@ def _found(plan: Plan, spec: PlanSpec, measured: Measured, allowed: Callable[[Pl
     search = SCHEDULES[spec.schedule].search
     assert search is not None
     plans = [search(split, None, allowed)]
-    ops = {at.op for order in plan.orders for at in without_pairs(order)}
-    if not (spec.split_backward and BACKWARD in ops and WEIGHT_GRAD in ops):  # local search moves one kind of both
+    ops = {at.op for order in plan.orders for at in ins.without_pairs(order)}
+    # Local search moves whole backwards, or split ones.
+    if not (spec.split_backward and {ins.BACKWARD, ins.WEIGHT_GRAD} <= ops):
         placement, costs = plan.placement, measured.costs(plan.placement.num_stages)
         memory, links = measured.memory(placement), measured.each_link
         problem = Problem(placement, spec.num_microbatches, memory, costs, measured.transfer, links)
@@ -226,11 +219,11 @@ def _sums(order: Sequence[Instruction], draws: bool) -> dict[Any, list[Any]]:
     adds; with ``draws`` the forwards of all chunks.
     """
     rows: defaultdict[Any, list[Any]] = defaultdict(list)
-    for at in without_pairs(order):
-        if at.op == FORWARD:
-            rows[FORWARD, None if draws else at.chunk].append((at.chunk, at.mb))
-        if at.op in BACKWARD_OPS:
-            rows[BACKWARD, at.chunk].append(at.mb)
-        if at.op in (BACKWARD, WEIGHT_GRAD):
-            rows[WEIGHT_GRAD, at.chunk].append(at.mb)
+    for at in ins.without_pairs(order):
+        if at.op == ins.FORWARD:
+            rows[ins.FORWARD, None if draws else at.chunk].append((at.chunk, at.mb))
+        if at.op in ins.BACKWARD_OPS:
+            rows[ins.BACKWARD, at.chunk].append(at.mb)
+        if at.op in (ins.BACKWARD, ins.WEIGHT_GRAD):
+            rows[ins.WEIGHT_GRAD, at.chunk].append(at.mb)
     return rows

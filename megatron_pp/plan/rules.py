@@ -6,8 +6,6 @@ must not find its own fact there already, nor one that bars it, and adds it. ``f
 program leaves of each cell: that every handle is waited exactly once and that nothing stays alive come to just that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ as the run's config says; a whole plan that was lowered for just such a run is t
 before it runs, as every plan is.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

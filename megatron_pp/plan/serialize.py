@@ -10,8 +10,6 @@ Nothing in a file is ever executed: words are matched against the instruction se
 anything of their size is made.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 they go back, and are dropped once, when nothing needs them (``lifetime.py`` asks).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product

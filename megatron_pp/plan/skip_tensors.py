@@ -15,8 +15,6 @@ brought the tensor. Additions are in one order whatever the schedule: from the l
 the sum that comes from the stage after it, then its own gradient.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ the share that attention has in the time of a whole sequence, its first part, a 
 (1 - attention) x + attention x^2 of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What identifies a plan: the spec that is built, verified and cached once, and the plan itself."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property

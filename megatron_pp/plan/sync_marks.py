@@ -5,29 +5,17 @@ Collectives slow compute down, so Megatron starts them in the same slot on every
 behind rank 0 in the forward direction and ahead in the backward one (Megatron's interleaved schedule; apex#1611).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
-from megatron_pp.plan.instruction import (
-    BACKWARD_OPS,
-    FORWARD,
-    GRADIENT_OPS,
-    NONE,
-    OUTPUT_T,
-    SYNC_OPS,
-    WEIGHT_GRAD,
-    Instruction,
-    numbered,
-)
+from megatron_pp.plan.instruction import NONE, Instruction, numbered
 from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 
-_NOTED = ins.COMPUTE_OPS | SYNC_OPS
-_BACKWARDS = BACKWARD_OPS | {WEIGHT_GRAD, OUTPUT_T}
+_NOTED = ins.COMPUTE_OPS | ins.SYNC_OPS
+_BACKWARDS = ins.BACKWARD_OPS | {ins.WEIGHT_GRAD, ins.OUTPUT_T}
 
 Syncs = dict[int, list[Instruction]]  # index of an entry of a compute order -> syncs next to it
 
@@ -49,7 +37,7 @@ def _param_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before
     """
     if spec.num_chunks == 1:
         return
-    forwards = [(i, at) for i, at in numbered(order) if at.op == FORWARD]
+    forwards = [(i, at) for i, at in numbered(order) if at.op == ins.FORWARD]
     first = {at.chunk: k for k, (_, at) in reversed(list(enumerate(forwards))) if at.mb == 0}
     stages = {at.chunk: at.stage for _, at in forwards}
     for chunk in range(spec.num_chunks):
@@ -60,15 +48,15 @@ def _param_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before
 def _grad_syncs(spec: PlanSpec, rank: int, order: Sequence[Instruction], before: Syncs, after: Syncs) -> None:
     singles = list(numbered(order))
     stages = {at.chunk: at.stage for _, at in singles}
-    completing = [(i, at) for i, at in singles if at.op in GRADIENT_OPS]
+    completing = [(i, at) for i, at in singles if at.op in ins.GRADIENT_OPS]
     last = {at.chunk: k for k, (_, at) in enumerate(completing)}  # chunk -> ordinal of the one that completes it
     # Megatron: the first rank of a pipeline without chunks has no bubble after its last backward to hide an explicit
     # sync in.
     if spec.grad_sync == HOOKS or (spec.num_chunks == 1 and rank == 0):
         # Layers that do not split their backward complete their gradients in the last I or B, the others in the last W.
         # A split output layer's are complete in the last T.
-        last_backward = {at.chunk: i for i, at in singles if at.op in BACKWARD_OPS}
-        last_pass = {at.chunk: i for i, at in singles if at.op == OUTPUT_T}
+        last_backward = {at.chunk: i for i, at in singles if at.op in ins.BACKWARD_OPS}
+        last_pass = {at.chunk: i for i, at in singles if at.op == ins.OUTPUT_T}
         for chunk, k in last.items():
             for entry in sorted({completing[k][0], last_backward[chunk], last_pass.get(chunk, completing[k][0])}):
                 before[_enable_at(spec, order, entry)].append(_sync(ins.ENABLE_GRAD_SYNC, chunk, stages))
@@ -88,7 +76,7 @@ def _enable_at(spec: PlanSpec, order: Sequence[Instruction], completing: int) ->
     right before that, so that wrappers which prepare in forward see it (``prepares_in_forward``).
     """
     alone = spec.pipeline_size == 1 and spec.num_chunks == 1
-    if alone and completing > 0 and order[completing - 1].op == FORWARD:
+    if alone and completing > 0 and order[completing - 1].op == ins.FORWARD:
         return completing - 1
     return completing
 
@@ -103,8 +91,8 @@ def prepares_in_forward(plan: Plan, rank: int) -> bool:
     for at in reversed(plan.programs[rank]):
         if at.op in ins.COMPUTE_OPS:
             following = at.op
-        elif at.op == ins.ENABLE_GRAD_SYNC and following != WEIGHT_GRAD:
-            return following in (FORWARD, ins.PAIR)
+        elif at.op == ins.ENABLE_GRAD_SYNC and following != ins.WEIGHT_GRAD:
+            return following in (ins.FORWARD, ins.PAIR)
     return True
 
 
@@ -121,19 +109,19 @@ class _Check:
         self.spec = plan.spec
         self.program = plan.programs[rank]
         noted = [(k, entry) for k, entry in enumerate(self.program) if entry.op in _NOTED]
-        self.syncs = [(k, entry) for k, entry in noted if entry.op in SYNC_OPS]
-        ran = [(k, at) for k, entry in noted for at in entry.members or (entry,)]
+        self.syncs = [(k, entry) for k, entry in noted if entry.op in ins.SYNC_OPS]
+        ran = [(k, at) for k, entry in noted for at in ins.each([entry])]
         backwards = [(k, at) for k, at in ran if at.op in _BACKWARDS]
         self.backwards = [k for k, _ in backwards]
         # Chunk -> index of the compute operation after which its gradients are complete; the same for layers that do
         # all of their backward in B; the same for a split output layer; index of its first forward.
-        self.last = {at.chunk: k for k, at in backwards if at.op != OUTPUT_T}
-        self.last_backward = {at.chunk: k for k, at in backwards if at.op in BACKWARD_OPS}
-        self.last_pass = {at.chunk: k for k, at in backwards if at.op == OUTPUT_T}
-        self.first = {at.chunk: k for k, at in reversed(ran) if at.op == FORWARD}
+        self.last = {at.chunk: k for k, at in backwards if at.op != ins.OUTPUT_T}
+        self.last_backward = {at.chunk: k for k, at in backwards if at.op in ins.BACKWARD_OPS}
+        self.last_pass = {at.chunk: k for k, at in backwards if at.op == ins.OUTPUT_T}
+        self.first = {at.chunk: k for k, at in reversed(ran) if at.op == ins.FORWARD}
 
     def run(self) -> None:
-        seen: dict[str, set[int]] = {op: set() for op in SYNC_OPS}
+        seen: dict[str, set[int]] = {op: set() for op in ins.SYNC_OPS}
         early: set[int] = set()  # chunks whose sync is enabled for their last backward too, before their last WEIGHT
         passes: set[int] = set()  # chunks whose sync is enabled for the last T
         for k, at in self.syncs:

@@ -9,8 +9,6 @@ The rows show which rank holds which stage. What PyTorch's rows leave to its run
 syncs) is added on reading and left out on writing.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -3,8 +3,6 @@
 runs its own compute order (``order_check.py``). What is refused is refused with the rank, the instruction and the cycle
 or the missing piece."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -13,7 +11,7 @@ from megatron_pp.plan import certificate as cert
 from megatron_pp.plan.activations import Shares, peak_activations, peak_on_host
 from megatron_pp.plan.collector import collector_paused
 from megatron_pp.plan.costs import WEIGHT_SHARE
-from megatron_pp.plan.instruction import BACKWARD_OPS, COMPUTE_OPS, FREE_B, Instruction
+from megatron_pp.plan.instruction import BACKWARD_OPS, COMPUTE_OPS, FREE_B, Instruction, each
 from megatron_pp.plan.lifetime import RankPeaks, check_rank
 from megatron_pp.plan.order_check import check_programs
 from megatron_pp.plan.rendezvous import check_rendezvous
@@ -114,7 +112,7 @@ def _check_static_buffers(plan: Plan, rank: int, block: Block | None) -> None:
             newest.pop(read, None), exposed.pop(read, None)
         if at.op not in COMPUTE_OPS:
             continue
-        backwards = [one for one in at.members or (at,) if one.op in BACKWARD_OPS]
+        backwards = [one for one in each([at]) if one.op in BACKWARD_OPS]
         for one in backwards:  # it copies the gradient that it uses before it overwrites anything
             read = one.stage + 1, one.mb, one.slice
             newest.pop(read, None), exposed.pop(read, None)

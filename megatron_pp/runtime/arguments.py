@@ -1,8 +1,7 @@
 """The arguments of one call of a schedule function, checked and put in order before any communication."""
 
-from __future__ import annotations
-
 import difflib
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +64,10 @@ class StepInputs:
                 f"model chunk {type(self.chunks[0]).__name__} has no attribute config; set it to a TransformerConfig"
             )
         self.num_microbatches = whole_argument("num_microbatches", self.num_microbatches)
+        self.forward_only = bool(self.forward_only)
+        for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
+            if isinstance(getattr(self, name), torch.Tensor):  # as packed data may have it
+                setattr(self, name, operator.index(getattr(self, name)))
         if not self.forward_only and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
             mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
             raise ScheduleInputError(

@@ -4,8 +4,6 @@ Megatron makes a communicator per call of a schedule. Ours owns NCCL communicato
 kept per group and config, until the group is destroyed.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter

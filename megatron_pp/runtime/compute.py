@@ -4,8 +4,6 @@ The engine calls a ``Steps`` object: ``ModelSteps``, or under the Megatron-core 
 functions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol

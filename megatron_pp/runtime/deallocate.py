@@ -9,8 +9,6 @@ Freeing an output while a send still reads it is the race of Megatron-LM#4047; t
 waited on the send's handle, and the handle owns the bytes besides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any

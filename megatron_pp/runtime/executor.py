@@ -4,8 +4,6 @@ The state of a step is in dictionaries keyed (stage, microbatch, slice), which a
 schedule: order, communication and releases are in the plan, which was verified before.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -5,8 +5,6 @@
 ``weight_activation``, and their ratio is the weight share of ``megatron_pp.plan.activations``.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Megatron's data-parallel hooks, as the config names them: no_sync, param_sync, grad_sync and finalize_model_grads."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext

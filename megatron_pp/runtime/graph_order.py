@@ -5,8 +5,6 @@ the order of capture; replayed in another order, they overwrite what is still ne
 its own schedules (``get_schedule_table``, ``convert_schedule_table_to_order``), whatever runs afterwards.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """What a process logs once."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from functools import lru_cache

@@ -9,7 +9,6 @@ of the pipeline time their links, gather what they have found, and the job's fir
 from __future__ import annotations
 
 import atexit
-import errno
 import json
 import logging
 import math
@@ -17,6 +16,7 @@ import os
 import statistics
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,8 @@ from megatron_pp.comm.transport import Transport
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ExchangeError, ScheduleInputError
 from megatron_pp.plan.costs import Link, StageCosts
-from megatron_pp.plan.files import write_whole
-from megatron_pp.plan.instruction import WEIGHT_GRAD, Instruction
+from megatron_pp.plan.files import why_unwritable, write_whole
+from megatron_pp.plan.instruction import WEIGHT_GRAD
 from megatron_pp.plan.measured import (
     CopyRates,
     Measured,
@@ -68,18 +68,13 @@ def measuring_of(model: Any, settings: StepSettings, forward_only: bool) -> Meas
 
 
 def _check_path(path: str) -> None:
-    folder = os.path.dirname(os.path.abspath(path))
-    try:
-        os.makedirs(folder, exist_ok=True)
-        if os.path.isdir(path):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
+    with suppress(OSError, ValueError):
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    why = why_unwritable(path)
+    if why:
         raise ScheduleInputError(
             f"config.measure_out is {path!r}, which cannot be written ({why}); name a file in a folder that can be"
-        ) from error
+        )
 
 
 class TimeKeeper(Keeper):
@@ -147,37 +142,6 @@ class _Progress:
             )
 
 
-@dataclass
-class ObservedStep:
-    """The observer of a step that is measured."""
-
-    recording: Recording
-    counting: KeptBytes | None
-
-    def watch(self, engine: Engine) -> None:
-        """The engine that runs the step, before it does."""
-        if self.counting is not None:
-            self.counting.engine = engine
-
-    def start(self) -> None:
-        self.recording.start()
-
-    def begin(self, at: Instruction) -> None:
-        self.recording.begin(at)
-        if self.counting is not None:
-            self.counting.begin(at)
-
-    def end(self, at: Instruction) -> None:
-        if self.counting is not None:
-            self.counting.end(at)
-        self.recording.end(at)
-
-    def finish(self) -> None:
-        self.recording.finish()
-        if self.counting is not None:
-            self.counting.engine = None
-
-
 class Measuring:
     """Of one model on one rank: ``next_step`` when a training step begins, ``after_step`` when it is over."""
 
@@ -189,23 +153,29 @@ class Measuring:
 
     def next_step(
         self, plan: Plan, transport: Transport, chunks: Sequence[Any], weights: WeightGradStore | None
-    ) -> ObservedStep | None:
-        """What observes the step that starts now; None for the first."""
+    ) -> list[Recording | KeptBytes]:
+        """What observes the step that starts now; nothing the first."""
         if self.keeper is None:
             self.keeper = TimeKeeper(transport)
             if _writes(transport):
                 atexit.register(self.progress.at_exit)
-            return None
+            return []
         recording = self.keeper.recording(plan, self.progress.measured + 1)
         if self.counted is not None:
-            return ObservedStep(recording, None)
+            return [recording]
         self.counted = self.keeper.counting = KeptBytes(plan, transport.rank, chunks, weights)
-        return ObservedStep(recording, self.counted)
+        return [recording, self.counted]
+
+    def watch(self, engine: Engine) -> None:
+        """The engine that runs the step, before it does."""
+        if self.counted is not None:
+            self.counted.engine = engine
 
     def after_step(self, plan: Plan, run: MeasuredStep) -> None:
         """Behind the last measured step: times links, gathers and writes. Collective over the pipeline."""
         if self.counted is None or self.keeper is None:
             return
+        self.counted.engine = None
         self.progress.measured += 1
         if self.progress.measured < self.progress.steps:
             return

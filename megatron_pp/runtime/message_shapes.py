@@ -1,7 +1,5 @@
 """Shapes of the messages between stages, from the arguments of a step and the parallel sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

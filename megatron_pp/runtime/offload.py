@@ -10,8 +10,6 @@ tensors that are more than their memory (subclasses, lazy conjugates), those on 
 values that slices of a sequence share. Of tensors that share memory, that memory is copied once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

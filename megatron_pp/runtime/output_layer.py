@@ -2,8 +2,6 @@
 Parallelism, arXiv 2411.05288): the module that holds a rank's rows, and what the engine runs of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any

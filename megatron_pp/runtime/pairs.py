@@ -5,8 +5,6 @@ have pairs (``pair_up`` in ``plan/instruction.py``), and the engine calls the fu
 function of your own may interleave the halves as its model allows, as DualPipeV does with the all-to-alls of experts.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

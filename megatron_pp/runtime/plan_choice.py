@@ -1,7 +1,5 @@
 """The plan that a step's settings and arguments ask for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -6,8 +6,6 @@ ready. Some steps before each boundary the first rank publishes which answer hol
 all ranks were ready. So at a boundary no rank waits for a search, and none can miss a change.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

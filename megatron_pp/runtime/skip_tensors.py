@@ -4,8 +4,6 @@ A stage that uses some is given, by ``set_input_tensor``, its input and behind i
 makes some returns (output, dict). The plan says which (``plan/skip_tensors.py``), moves them, and drops them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

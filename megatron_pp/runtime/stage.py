@@ -1,7 +1,5 @@
 """A plain ``torch.nn.Module`` as a pipeline stage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

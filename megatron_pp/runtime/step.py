@@ -1,7 +1,5 @@
 """One call of a schedule function, from its arguments to the reported losses."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -14,6 +12,7 @@ from megatron_pp.plan.measured import MeasuredStep
 from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.spec import BATCHED, Plan, PlanSpec
 from megatron_pp.plan.sync_marks import prepares_in_forward
+from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.communicators import communicator_for, lone_communicator, pipeline_group
 from megatron_pp.runtime.compute import ModelSteps, NamedSteps, StepOptions
@@ -25,25 +24,11 @@ from megatron_pp.runtime.measuring import measuring_of
 from megatron_pp.runtime.message_shapes import group_sizes, messages, shapes_of_slices, slices_of, tensor_shapes
 from megatron_pp.runtime.output_layer import OutputLayerRunner, OutputLayerSteps, check_split_layer
 from megatron_pp.runtime.pairs import PairRunner
-from megatron_pp.runtime.plan_choice import (
-    advice_on_queues,
-    checkpoint_flags,
-    plan_spec,
-    spec_fields,
-    warn_of_limits,
-)
 from megatron_pp.runtime.replanning import in_steps, replanning_of
 from megatron_pp.runtime.send_buffer_check import executor_for
 from megatron_pp.runtime.sequence_slices import SlicedSteps, SliceRunner
 from megatron_pp.runtime.skip_tensors import SkipRunner, check_skip_tensors
-from megatron_pp.tracing.recorder import (
-    Observer,
-    message_bytes,
-    observers,
-    ranges_if_profiling,
-    step_recording,
-    traced_steps,
-)
+from megatron_pp.tracing import recorder
 from megatron_pp.weight_grad import WeightGradStore, check_wrappers, store_of
 
 
@@ -81,7 +66,7 @@ class StepCall:
                 f"get_forward_backward_func({size}) returns"
             )
         self.weights = self.weight_store()
-        fields = spec_fields(inputs, settings, size, self.weights is not None, self.joins_pairs)
+        fields = plan_choice.spec_fields(inputs, settings, size, self.weights is not None, self.joins_pairs)
         self.slices = slices_of(inputs, settings, self.tp_size, self.cp_size)
         self.messages = messages(inputs, settings, size, self.tensor_shapes)
         self.check_output_layer(fields["schedule"])
@@ -95,7 +80,7 @@ class StepCall:
         self.microbatch_costs = settings.given_microbatch_costs(inputs.num_microbatches)
         # From here on there may be communication: on NCCL, a new communicator is made by all ranks together.
         self.communicator = self._communicator(group)
-        self.spec = plan_spec(fields, settings, self.communicator)
+        self.spec = plan_choice.plan_spec(fields, settings, self.communicator)
 
     def run(self) -> list[Any]:
         """The whole step. Returns what the loss function reported."""
@@ -104,30 +89,31 @@ class StepCall:
         plan = build_plan(self.spec, self._announce)
         certify_once(plan)
         if not self.spec.forward_only:
-            warn_of_limits(plan, self.weights is not None)
+            plan_choice.warn_of_limits(plan, self.weights is not None)
             synchronised = self.communicator.pp_group, self.inputs.pg_collection
             for sentence in unsynchronised(self.settings, self.inputs.chunks, plan.placement, *synchronised):
                 self._announce(sentence)
-        if (advice := advice_on_queues(plan, self.settings, communicator)) is not None:
+        if (advice := plan_choice.advice_on_queues(plan, self.settings, communicator)) is not None:
             self._announce(advice)
         if self.replanning is not None:
             shares = in_steps(self.microbatch_costs) if self.microbatch_costs else ()
             plan = self.replanning.next_plan(plan, communicator, self.settings, self.weights is not None, shares)
         steps = self.make_steps(plan)
-        sent = received = message_bytes(shapes.send, communicator.dtype)
+        sent = received = recorder.message_bytes(shapes.send, communicator.dtype)
         if shapes.receive != shapes.send:
-            received = message_bytes(shapes.receive, communicator.dtype)
-        traced = step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
+            received = recorder.message_bytes(shapes.receive, communicator.dtype)
+        traced = recorder.step_recording(self.inputs.chunks[0], self.settings, plan, communicator.transport, sent)
         models = communicator.transport, self.inputs.chunks, self.weights
-        measured = None if self.measuring is None else self.measuring.next_step(plan, *models)
+        measured = [] if self.measuring is None else self.measuring.next_step(plan, *models)
         replanned = None if self.replanning is None else self.replanning.recording(plan, sent)
-        recordings = [one for one in (traced, measured, replanned) if one is not None]
-        executor = self._executor(plan, steps, observers(*recordings), max(sent, received))
-        if measured is not None:
-            measured.watch(executor)
+        watching = recorder.observers(traced, *measured, replanned)
+        executor = self._executor(plan, steps, watching, max(sent, received))
+        if self.measuring is not None:
+            self.measuring.watch(executor)
+        recordings = [one for one in (traced, *measured, replanned) if isinstance(one, recorder.Recording)]
         # Traced steps begin, and measured ones end, with messages that all ranks have to take part in.
         wired = communicator.wire is not None
-        chosen = traced_steps(self.settings), self.settings.measure, self.settings.pipeline_replan
+        chosen = recorder.traced_steps(self.settings), self.settings.measure, self.settings.pipeline_replan
         agreed = (plan.spec, self.shapes, chosen, communicator.dtype, wired)
         step = executor, agreed, partial(self.describe, plan), self.number, self.followed_by
         with guarded(communicator, self.settings, *step) as guard:
@@ -149,7 +135,7 @@ class StepCall:
 
     def describe(self, plan: Plan) -> dict[str, str]:
         """What all ranks of the pipeline have to agree on, as text; compared when it changes."""
-        traced = traced_steps(self.settings)
+        traced = recorder.traced_steps(self.settings)
         return {
             "p2p_debug": str(self.communicator.wire is not None),
             **describe_step(plan.spec, self.shapes[0], self.communicator.dtype),
@@ -208,7 +194,7 @@ class StepCall:
         partial = self.settings.num_microbatches_with_partial_activation_checkpoints
         flags = None  # Megatron's schedule without a pipeline passes no such flag
         if partial is not None and not self.alone:
-            flags = checkpoint_flags(partial, plan.orders[rank], inputs.forward_only)
+            flags = plan_choice.checkpoint_flags(partial, plan.orders[rank], inputs.forward_only)
         return StepOptions(
             num_microbatches=inputs.num_microbatches,
             is_last_stage=self._is_last_stage(plan),
@@ -239,7 +225,9 @@ class StepCall:
             return communicator_for(group, self.settings)
         return lone_communicator(self.settings, self.inputs.chunks[0])
 
-    def _executor(self, plan: Plan, steps: Any, recording: Observer | None, message_bytes: float) -> PlanExecutor:
+    def _executor(
+        self, plan: Plan, steps: Any, recording: recorder.Observer | None, message_bytes: float
+    ) -> PlanExecutor:
         settings, chunks, (_, received, sent) = self.settings, self.inputs.chunks, self.messages
         if received is not None or sent is not None:  # the stages give each other dicts
             steps = NamedSteps(steps, received, sent, self._is_last_stage(plan))
@@ -266,7 +254,9 @@ class StepCall:
             slices=SliceRunner(plan, self.slices, self.shapes) if self.slices else None,
             output_layer=output_layer,
             skips=skips,
-            observer=observers(instruction_marks(self.communicator, settings), recording, ranges_if_profiling()),
+            observer=recorder.observers(
+                instruction_marks(self.communicator, settings), recording, recorder.ranges_if_profiling()
+            ),
         )
         if self.communicator.wire is not None:
             self.communicator.wire.source = executor

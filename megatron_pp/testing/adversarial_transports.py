@@ -12,8 +12,6 @@ NaN (and is listed in ``violations``); the buffer of a receive holds NaN until t
 A seed schedules the ranks (``threads.Turns``): a run repeats exactly, and a deadlock is detected at once.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

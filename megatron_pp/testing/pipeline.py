@@ -1,7 +1,5 @@
 """Run the toy model through a real schedule with ranks as threads; compare its result with ``toy.reference_run``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,18 +11,9 @@ from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import placement_kind
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import get_forward_backward_func
+from megatron_pp.testing import toy
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from megatron_pp.testing.toy import (
-    ToyBlock,
-    ToyData,
-    ToyResult,
-    gradients_of,
-    merged,
-    toy_chunks,
-    toy_config,
-    toy_forward_step,
-)
 
 
 def placement_of(config: Any, pipeline_size: int, num_chunks: int) -> Placement:
@@ -33,10 +22,10 @@ def placement_of(config: Any, pipeline_size: int, num_chunks: int) -> Placement:
 
 def toy_step(
     chunks: Sequence[Any],
-    data: ToyData,
+    data: toy.ToyData,
     communicator: P2PCommunicator,
     *,
-    forward_step_func: Callable[..., Any] = toy_forward_step,
+    forward_step_func: Callable[..., Any] = toy.toy_forward_step,
     iterators: Sequence[Any] | None = None,
     **more: Any,
 ) -> list[Any]:
@@ -60,47 +49,47 @@ def run_rank(
     rank: int,
     pipeline_size: int,
     num_chunks: int,
-    data: ToyData,
+    data: toy.ToyData,
     config: Any,
     communicator: P2PCommunicator,
     *,
     forward_only: bool = False,
-    block: Callable[[int], torch.nn.Module] = ToyBlock,
+    block: Callable[[int], torch.nn.Module] = toy.ToyBlock,
     prepare: Callable[[list[PipelineStage]], Any] | None = None,
-) -> ToyResult:
+) -> toy.ToyResult:
     """One step of the toy model on ``rank``; the losses (on the last stage) and the gradients of this rank's stages.
     ``prepare`` is called with the rank's model chunks before the step."""
     placement = placement_of(config, pipeline_size, num_chunks)
-    chunks = toy_chunks(placement, rank, config, block)
+    chunks = toy.toy_chunks(placement, rank, config, block)
     if prepare is not None:
         prepare(chunks)
     reports = toy_step(chunks, data, communicator, forward_only=forward_only)
     stages = dict(zip(placement.stages[rank], chunks, strict=True))
-    return ToyResult([float(r["loss"]) for r in reports], gradients_of(stages))
+    return toy.ToyResult([float(r["loss"]) for r in reports], toy.gradients_of(stages))
 
 
 def run_in_threads(
     pipeline_size: int,
     num_chunks: int,
-    data: ToyData,
+    data: toy.ToyData,
     *,
     forward_only: bool = False,
     network: MemoryNetwork | None = None,
-    block: Callable[[int], torch.nn.Module] = ToyBlock,
+    block: Callable[[int], torch.nn.Module] = toy.ToyBlock,
     prepare: Callable[[list[PipelineStage]], Any] | None = None,
     timeout: float = 60.0,
     **fields: Any,
-) -> ToyResult:
+) -> toy.ToyResult:
     """One step with a thread per rank; ``fields`` are config fields. Raises the first exception of any rank."""
     chunks = num_chunks if num_chunks > 1 else None
     fields = {"virtual_pipeline_model_parallel_size": chunks, "variable_seq_lengths": data.variable, **fields}
     network = network or MemoryNetwork(pipeline_size, fields.get("p2p_channels", "one_way") == "one_way")
 
-    def rank_main(rank: int) -> ToyResult:
-        config = toy_config(**fields)
+    def rank_main(rank: int) -> toy.ToyResult:
+        config = toy.toy_config(**fields)
         communicator = P2PCommunicator(ThreadGroup(rank, pipeline_size), config, network.transport(rank))
         with network.running(rank):
             options: dict[str, Any] = {"forward_only": forward_only, "block": block, "prepare": prepare}
             return run_rank(rank, pipeline_size, num_chunks, data, config, communicator, **options)
 
-    return merged(run_ranks(pipeline_size, rank_main, network.abort, timeout))
+    return toy.merged(run_ranks(pipeline_size, rank_main, network.abort, timeout))

@@ -1,7 +1,5 @@
 """Ranks as threads of one process, with any transport."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator

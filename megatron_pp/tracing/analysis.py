@@ -1,28 +1,19 @@
 """A recorded run compared with its plan: what was measured, and what the simulator predicts from it."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pp.errors import ExchangeError
+from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.costs import Link, Network, StageCosts
-from megatron_pp.plan.instruction import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    OUTPUT_S,
-    OUTPUT_T,
-    WEIGHT_GRAD,
-    Instruction,
-)
+from megatron_pp.plan.instruction import Instruction
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.sim.simulation import Simulation
 from megatron_pp.tracing.run import TracedRun
 
-TIMED = (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, OUTPUT_S, OUTPUT_T)
+TIMED = (ins.FORWARD, ins.BACKWARD, ins.INPUT_GRAD, ins.WEIGHT_GRAD, ins.OUTPUT_S, ins.OUTPUT_T)
 Operation = tuple[str, int]
 """One of TIMED, and a stage."""
 
@@ -60,14 +51,14 @@ def stage_costs(medians: Mapping[Operation, float], num_stages: int, slices: int
     def of(op: str) -> list[float]:
         return [slices * medians.get((op, stage), 0.0) for stage in range(num_stages)]
 
-    whole, halves, weight = of(BACKWARD), of(INPUT_GRAD), of(WEIGHT_GRAD)
+    whole, halves, weight = of(ins.BACKWARD), of(ins.INPUT_GRAD), of(ins.WEIGHT_GRAD)
     for s, (both, one, other) in enumerate(zip(whole, halves, weight, strict=True)):
         if one == other == 0:
             halves[s] = weight[s] = both / 2
         elif both == 0:
             whole[s] = one + other
-    passes = statistics.mean(of(OUTPUT_S)), statistics.mean(of(OUTPUT_T))
-    return StageCosts(tuple(of(FORWARD)), tuple(whole), tuple(halves), tuple(weight), passes=passes)
+    passes = statistics.mean(of(ins.OUTPUT_S)), statistics.mean(of(ins.OUTPUT_T))
+    return StageCosts(tuple(of(ins.FORWARD)), tuple(whole), tuple(halves), tuple(weight), passes=passes)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ passes on its own distance from rank 0, so P ranks take P - 1 such exchanges, on
 Processes of one machine read the same monotonic clock: there, a difference below the round trip is noise, and zero.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ A process of its own, as a search is minutes of Python, which in a thread would 
 torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A run compared with its plan, as tables, sentences and a picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_pp import draw

@@ -136,7 +136,7 @@ class _Merge:
             for at, start, end in self._timed(rank):
                 together = [message_of(one) for one in at.members]
                 self.batches.update(((rank, message), together) for message in together)
-                for one in at.members or (at,):
+                for one in ins.each([at]):
                     if one.op in ins.SEND_OPS:
                         self.posted[("S", message_of(one))] = start
                     elif one.op in ins.RECV_OPS and not (late and one is at):

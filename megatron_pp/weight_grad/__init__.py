@@ -5,8 +5,6 @@ drives: deferred weight gradients wait in it per (chunk, microbatch), first in, 
 converted model behaves as before. Source: arXiv 2401.10241, section 2.
 """
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from typing import Any

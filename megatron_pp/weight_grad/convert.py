@@ -5,8 +5,6 @@ A converted layer's class is replaced by a derived class of the same name, whose
 change; copies and pickles of a converted layer have the original class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Weight gradients that wait for their W."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple

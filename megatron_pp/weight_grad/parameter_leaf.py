@@ -8,8 +8,6 @@ In a pipeline step they fire once per parameter, with its last gradient; earlier
 the same addition.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial, partialmethod
 from typing import Any

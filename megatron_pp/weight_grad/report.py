@@ -1,7 +1,5 @@
 """What becomes of each layer of a converted model, and what share of the weight gradients' compute cannot wait."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable

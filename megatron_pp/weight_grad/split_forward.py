@@ -1,7 +1,5 @@
 """What a converted layer computes in place of its own forward, and which layers have such a form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace

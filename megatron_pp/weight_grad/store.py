@@ -5,8 +5,6 @@ Split layers queue their weight gradients here; all other gradients arrive throu
 sum to the parameter's tensor hooks, and fires accumulation hooks once, with the last gradient.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -7,8 +7,6 @@ only if there is none. So each microbatch runs as if it were the only one, and t
 Layers built with ``delay_wgrad_compute=True`` always queue; others do in pipeline steps, given a ``SwitchedQueue``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from typing import Any

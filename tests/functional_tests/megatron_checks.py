@@ -217,8 +217,13 @@ def impossible_arguments_are_errors(case: Case) -> list[str]:
                 messages.append(raised(ScheduleInputError, words, lambda a=arguments: call_schedule(run, **a)))
         with megatron_core.installed(any_microbatch_count=True):
             call_schedule(run, num_microbatches=3)
+        missing = "is missing the keyword argument(s) data_iterator, model, num_microbatches"
+        schedule = schedules.get_forward_backward_func()
+        messages.append(raised(TypeError, missing, lambda: schedule(forward_step_func=print)))
         reports = call_schedule(run)
         assert len(reports) == (case.microbatches if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else 0)
+        lengths = {"seq_length": torch.tensor(case.model.seq), "num_microbatches": torch.tensor(case.microbatches)}
+        assert len(call_schedule(run, **lengths, forward_only=None)) == len(reports), "as in Megatron"
     return messages
 
 

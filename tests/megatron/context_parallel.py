@@ -1,17 +1,27 @@
 """Context parallelism of Megatron-core on the CPU: each rank holds two of the 2 x CP pieces of a sequence.
 
-Megatron's own attention for it needs Transformer Engine. `GatheredAttention` stands in for that; groups, rotary
-embeddings, loss factors and gradient reduction are Megatron's.
+Megatron's dense attention for it needs Transformer Engine. `GatheredAttention` stands in for that; groups, rotary
+embeddings, loss factors and gradient reduction are Megatron's. The sparse attention of its main branch (DSA) has it in
+plain torch: with `sparse_attention`, attention is Megatron's too.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 
 def positions_of(length: int, rank: int, size: int) -> torch.Tensor:
@@ -26,6 +36,38 @@ def of_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     if size == 1:
         return tensor
     return tensor[:, positions_of(tensor.shape[1], parallel_state.get_context_parallel_rank(), size)]
+
+
+class Linear(torch.nn.Linear):
+    """A layer of an indexer, for Transformer Engine's there: equal on all tensor-parallel ranks."""
+
+    def __init__(self, inputs: int, outputs: int, **unused: Any) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
+def sparse_attention() -> Any:
+    """The spec of Megatron's multi-latent attention with its sparse core and indexer; needs a release after 0.19."""
+    variants = "megatron.core.transformer.experimental_attention_variant"
+    mla, dsa = (importlib.import_module(f"{variants}.{name}") for name in ("absorbed_mla", "dsa"))
+    indexer = dsa.DSAIndexerSubmodules(
+        linear_wq_b=Linear, linear_wk=Linear, k_norm=WrappedTorchNorm, linear_weights_proj=Linear
+    )
+    core = dsa.DSAttentionSubmodules(indexer=ModuleSpec(module=dsa.DSAIndexer, submodules=indexer))
+    into = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+    return ModuleSpec(
+        module=mla.AbsorbedMLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=mla.AbsorbedMLASelfAttentionSubmodules(
+            **dict.fromkeys(into, ColumnParallelLinear),
+            core_attention=ModuleSpec(module=dsa.DSAttention, submodules=core),
+            linear_proj=RowParallelLinear,
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
+        ),
+    )
 
 
 class GatheredAttention(torch.nn.Module):

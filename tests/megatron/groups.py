@@ -146,6 +146,22 @@ LAYOUTS = {
     ),
 }
 
+
+def _sparse(**fields: Any) -> Model:
+    """Multi-latent attention of which each token sees four others, chosen by Megatron's indexer (DSA)."""
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
+    indexer = {"n_heads": 2, "head_dim": 8, "topk": 4, "loss_coeff": 0.1, "rotate_activation": False}
+    return _model(
+        **sizes,
+        **{f"dsa_indexer_{name}": value for name, value in indexer.items()},
+        experimental_attention_variant="dsa",
+        multi_latent_attention=True,
+        rope_type="rope",
+        cp_comm_type="allgather",
+        **fields,
+    )
+
+
 CONTEXT = {
     "CP 2": _case(2, cp=2),
     "CP 2, chunks": _case(2, 2, cp=2),
@@ -153,7 +169,11 @@ CONTEXT = {
     "CP 2, chunks, per-token loss": _case(2, 2, cp=2, model=_model(per_token=True)),
     "CP 2, 1 further token": _case(2, 2, cp=2, model=_model(mtp_num_layers=1)),
     "CP 2, 4 experts, EP 2": _case(2, cp=2, ep=2, model=_model(experts=4)),
+    "CP 2, Megatron's sparse attention": _case(2, cp=2, model=_sparse()),
+    "CP 2, Megatron's sparse attention, chunks, per-token loss": _case(2, 2, cp=2, model=_sparse(per_token=True)),
 }
+SINCE = {title: (0, 20) for title in CONTEXT if "sparse attention" in title}
+"""Trainings that need a release (major, minor)."""
 
 LOOPS = {
     "per-token loss": _case(2, model=_model(per_token=True)),

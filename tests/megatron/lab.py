@@ -38,13 +38,13 @@ with cpu_shim.triton_stand_in():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.utils import get_model_config
 
     from tests.megatron import trace as megatron_trace
-    from tests.megatron.context_parallel import GatheredAttention, of_this_rank
+    from tests.megatron.context_parallel import GatheredAttention, of_this_rank, sparse_attention
     from tests.megatron.loops import LOOPS
 from megatron_pp.plan.schedule_file import find_family  # noqa: E402
 from megatron_pp.weight_grad import split_weight_grad, store_of  # noqa: E402
@@ -101,13 +101,14 @@ def make_config(case: Case) -> TransformerConfig:
             "moe_z_loss_coeff": 0.01,
             "moe_router_load_balancing_type": "aux_loss",
         }
-    config = TransformerConfig(
+    sparse = "experimental_attention_variant" in dict(model.extra_config)
+    config = (MLATransformerConfig if sparse else TransformerConfig)(
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
         hidden_dropout=model.dropout,
         attention_dropout=model.dropout,
-        add_bias_linear=not model.experts,
+        add_bias_linear=not (model.experts or sparse),
         calculate_per_token_loss=model.per_token_loss,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vp,
@@ -140,7 +141,9 @@ class SequenceParallelNorm(torch.nn.LayerNorm):
 
 def layer_spec(case: Case) -> Any:
     spec = get_gpt_layer_local_spec(num_experts=case.model.experts, moe_grouped_gemm=False)
-    if case.cp > 1:
+    if "experimental_attention_variant" in dict(case.model.extra_config):
+        spec.submodules.self_attention = sparse_attention()
+    elif case.cp > 1:
         spec.submodules.self_attention.submodules.core_attention = GatheredAttention
     if case.tp == 1:
         return spec

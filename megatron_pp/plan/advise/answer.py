@@ -1,14 +1,12 @@
 """What the advisor says: the recommendation in one line, its numbers, and why the others lose."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from megatron_pp.plan.advise.candidates import Candidate, Estimate
 from megatron_pp.plan.advise.evaluate import Outcome
-from megatron_pp.plan.advise.flags import layout_of, megatron_flags, our_flags
+from megatron_pp.plan.advise.flags import MEASURED_FILE, layout_of, megatron_flags, our_flags
 from megatron_pp.plan.advise.microbatch_order import MicrobatchOrder
 from megatron_pp.plan.advise.model import PART, STEPS
 from megatron_pp.plan.advise.question import Question
@@ -64,13 +62,27 @@ def sentences(question: Question, outcome: Outcome) -> list[str]:
     if fit is not None:
         memory = ", ".join(f"{peak:.3g}" for peak in fit.peaks)
         host = f"; {outcome.on_host:.3g} GB of host memory" if outcome.on_host else ""
-        lines.append(f"memory of each rank {memory} GB, of {question.memory:g}{host}")
+        bare = "" if any(fit.static) else "; parameters, gradients and optimizer states not counted (--static-gb)"
+        lines.append(f"memory of each rank {memory} GB, of {question.memory:g}{host}{bare}")
+        lines += _recomputed_by_megatron(outcome)
     rates = throughput(question, outcome)
     words = {"tokens_per_second": "tokens/s", "sequences_per_second": "sequences/s"}
     said = [f"{rates[name]:,.4g} {word}" for name, word in words.items() if rates.get(name) is not None]
     if rates.get("mfu") is not None:
         said.append(f"MFU {rates['mfu']:.1%}")
     return [*lines, ", ".join(said)]
+
+
+def _recomputed_by_megatron(outcome: Outcome) -> list[str]:
+    """Where its flags recompute something else, what they do."""
+    if outcome.fit is None or not any(outcome.fit.recomputed):
+        return []
+    if not layout_of(outcome):
+        return ["what is recomputed is not in the flags below: the layers are not known (--layers N)"]
+    if outcome.flagged == outcome.step:
+        return []
+    number = f"Megatron has one number of recomputed layers for all stages, {max(outcome.fit.recomputed)}"
+    return [f"{number}: the step is {outcome.flagged:.4g} ms then"]
 
 
 def throughput(question: Question, outcome: Outcome) -> dict[str, float | None]:
@@ -89,6 +101,8 @@ def why_not(outcome: Outcome, best: Outcome) -> str:
     slower = outcome.step / best.step - 1
     if outcome.refused:
         return f"{slower:+.1%}, but {outcome.refused}" if outcome.candidate.family.barriers else outcome.refused
+    if slower < 5e-4 and outcome.flagged > best.flagged:
+        return f"{slower:+.1%}, but {outcome.flagged / best.flagged - 1:+.1%} by Megatron's flags, which recompute more"
     if slower < 5e-4:
         return f"as fast, {outcome.peak:.3g} GB against {best.peak:.3g}"
     shares = zip(_CAUSES, outcome.exposed, best.exposed, strict=True)
@@ -138,15 +152,15 @@ def estimated_why(one: Estimate, best: Outcome) -> str:
     return f"not built; by a first estimate {one.step / best.step - 1:+.1%}"
 
 
-def as_json(findings: Findings, order: MicrobatchOrder | None = None) -> dict[str, Any]:
-    """``order``: that of unequal microbatches."""
+def as_json(findings: Findings, order: MicrobatchOrder | None = None, measured: str = MEASURED_FILE) -> dict[str, Any]:
+    """``order``: that of unequal microbatches; ``measured``: where a search reads its costs."""
     question, best = findings.question, findings.best
     return {
-        "recommended": None if best is None else _facts(question, best),
+        "recommended": None if best is None else _facts(question, best, measured),
         "microbatch_order": None if order is None else asdict(order),
-        "pareto": [_facts(question, one) for one in findings.front],
+        "pareto": [_facts(question, one, measured) for one in findings.front],
         "alternatives": [
-            {**_facts(question, one), "why_not": one.refused if best is None else why_not(one, best)}
+            {**_facts(question, one, measured), "why_not": one.refused if best is None else why_not(one, best)}
             for one in alternatives(findings)
         ],
         "cannot_be_faster": [_named(one) for one in findings.needless],
@@ -173,11 +187,16 @@ def _named(chosen: Candidate) -> dict[str, Any]:
     }
 
 
-def _facts(question: Question, one: Outcome) -> dict[str, Any]:
+def _facts(question: Question, one: Outcome, measured: str) -> dict[str, Any]:
     facts: dict[str, Any] = {**_named(one.candidate), "refused": one.refused or None}
     if one.fit is None:
         return facts
-    facts |= {"step_ms": one.step, "bubble_share": one.bubble, **throughput(question, one)}
+    facts |= {
+        "step_ms": one.step,
+        "step_ms_by_megatron_flags": one.flagged,
+        "bubble_share": one.bubble,
+        **throughput(question, one),
+    }
     if one.bound is not None:
         facts |= {"bound_ms": one.bound.step, "bound_reason": one.bound.reason, "excess_over_bound": one.excess}
     facts |= {
@@ -186,7 +205,7 @@ def _facts(question: Question, one: Outcome) -> dict[str, Any]:
         "layout": layout_of(one) or None,
         "layers_per_stage": _counts(one.fit.stages),
         "recomputed_per_stage": _recomputed(one),
-        "flags": {"megatron_pp": our_flags(one), "megatron": megatron_flags(question, one)},
+        "flags": {"megatron_pp": our_flags(one, measured), "megatron": megatron_flags(question, one)},
         "certificate": one.certificate,
     }
     return facts

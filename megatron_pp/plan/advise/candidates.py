@@ -2,8 +2,6 @@
 estimate of each, which decides what is looked at first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -116,6 +114,23 @@ def candidates(question: Question) -> Iterator[Candidate]:
                             name, chunks, size, count, question.policies[0], slices=slices, memory_share=share
                         )
                         yield from _with_offloads(question, one)
+
+
+def why_none(question: Question) -> str:
+    """Of each schedule that was asked for, why the question allows nothing of it."""
+    return "; ".join(_why_untried(question, name) for name in question.tried)
+
+
+def _why_untried(question: Question, name: str) -> str:
+    family = SCHEDULES[name]
+    if family.splits_weight and not question.splits_backward:
+        return f"{name} splits backwards, and the model cannot (--no-split-backward)"
+    if not _chunks(family, question.max_chunks):
+        most = f"at most {question.max_chunks} are tried (--max-chunks)"
+        return f"{name} has {family.chunks or 2} chunks a rank, and {most}"
+    if family.sliced:
+        return f"{name} is for slices of sequences, of which {question.slices[0]} is tried (--sequence-slices)"
+    return f"{name} offloads, and nothing says how long copies take (--offload-bandwidth)"
 
 
 def _with_offloads(question: Question, one: Candidate) -> Iterator[Candidate]:

@@ -1,7 +1,5 @@
 """A candidate's plan: built, verified under the rules of its device, and simulated."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,12 +7,12 @@ from typing import Any
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.activations import host_timeline, logits_timeline
 from megatron_pp.plan.advise.candidates import Candidate, cut_model, fixed_memory
-from megatron_pp.plan.advise.fit import Fitted, Room, fitted, unrecomputed
-from megatron_pp.plan.advise.model import Model
+from megatron_pp.plan.advise.fit import Fitted, Room, fitted, with_recomputed
+from megatron_pp.plan.advise.model import PART, Model
 from megatron_pp.plan.advise.question import Question
 from megatron_pp.plan.advise.timing import kept_states
 from megatron_pp.plan.builder import verified_plan
-from megatron_pp.plan.costs import MemoryModel
+from megatron_pp.plan.costs import MemoryModel, StageCosts
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.sim.bound import Bound, bound_of
 from megatron_pp.plan.sim.simulate import simulate
@@ -30,6 +28,8 @@ class Outcome:
 
     spec        of the plan that was verified; with ``measured`` where a search has made it
     step        milliseconds, simulated
+    flagged     the same with Megatron's flags, by which every stage recomputes as many layers as the one that
+                recomputes most
     bubble      share of all ranks' time without compute
     exposed     shares of all ranks' time: in which they wait for a peer's compute, for messages in flight, for messages
                 behind others
@@ -43,6 +43,7 @@ class Outcome:
     refused: str = ""
     spec: PlanSpec | None = None
     step: float = 0.0
+    flagged: float = 0.0
     bubble: float = 0.0
     exposed: tuple[float, float, float] = (0.0, 0.0, 0.0)
     on_host: float = 0.0
@@ -72,7 +73,7 @@ def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None
         cut = cut or cut_model(question, candidate, model)
         if not candidate.searches:
             return _run(question, candidate, model, cut)
-        found = _searched(question, candidate, model, unrecomputed(cut))
+        found = _searched(question, candidate, model, with_recomputed(cut, (0,) * len(cut.stages)))
         if found.refused and any(cut.recomputed):
             found = _searched(question, candidate, model, cut)
     except PlanError as error:
@@ -142,6 +143,8 @@ def _run(
         copies = tuple(activation / question.host_bandwidth for activation in cut.activation)
         cut = replace(cut, costs=replace(cut.costs, offload=copies))
     result = simulate(plan, cut.costs, network, spec.device)
+    even = _evenly_recomputed(cut)
+    flagged = result.makespan if even == cut.costs else simulate(plan, even, network, spec.device).makespan
     whole = result.makespan * len(result.busy)
     waits = [sum(getattr(wait, name) for wait in result.waits) / whole for name in ("peer_late", "transfer", "queued")]
     again = _recomputed_time(cut) * candidate.num_microbatches / whole
@@ -159,8 +162,16 @@ def _run(
     certificate = None if plan.certificate is None else plan.certificate.to_dict()
     hosts = zip(plan.programs, plan.placement.stages, strict=True)
     on_host = max(max(host_timeline(line, row, cut.activation), default=0.0) for line, row in hosts)
-    numbers = result.makespan, result.bubble_share, (waits[0], waits[1], waits[2]), on_host, again
+    numbers = result.makespan, flagged, result.bubble_share, (waits[0], waits[1], waits[2]), on_host, again
     return Outcome(candidate, refused, spec, *numbers, cut, bound, certificate)
+
+
+def _evenly_recomputed(cut: Fitted) -> StageCosts:
+    """What stages take where all recompute as many layers as one. A stage whose layers are not known stays as it is."""
+    if any(one.kind == PART for layers in cut.stages for one in layers):
+        return cut.costs
+    even = with_recomputed(cut, (max(cut.recomputed),) * len(cut.recomputed)).costs
+    return replace(cut.costs, backward=even.backward, backward_input=even.backward_input)
 
 
 def _peaks(cut: Fitted, room: Room) -> Fitted:

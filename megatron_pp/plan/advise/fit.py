@@ -2,17 +2,17 @@
 stage are recomputed so that the rank keeps to its limit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import mul
+from typing import NamedTuple
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.advise.layout import Counts, Units, balanced, improved, is_buildable, stages_of
-from megatron_pp.plan.advise.model import Layer, Model, total
+from megatron_pp.plan.advise.model import MTP, Layer, Model, total
 from megatron_pp.plan.advise.timing import Kept
 from megatron_pp.plan.costs import StageCosts
 from megatron_pp.plan.placement import Placement
@@ -36,14 +36,17 @@ class Room:
     limit: float
     fixed: Sequence[float]
 
-    def kept(self, rank: int, activation: Sequence[float], late: Sequence[float]) -> float:
-        """The most that ``rank`` keeps in activations, given those of each stage."""
-        stages = self.placement.stages[rank]
+    def kept_in_chunks(self, rank: int, activation: Sequence[float], late: Sequence[float]) -> float:
+        """The most that ``rank`` keeps in activations, given those of each of its chunks."""
         each = (
-            sum(activation[s] * a + late[s] * b for s, a, b in zip(stages, flight, waiting, strict=True))
-            for flight, waiting in self.states[rank]
+            sum(map(mul, activation, flight)) + sum(map(mul, late, waiting)) for flight, waiting in self.states[rank]
         )
         return max(each, default=0.0) / self.slices
+
+    def kept(self, rank: int, activation: Sequence[float], late: Sequence[float]) -> float:
+        """The same, given those of all stages."""
+        stages = self.placement.stages[rank]
+        return self.kept_in_chunks(rank, [activation[s] for s in stages], [late[s] for s in stages])
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,17 @@ def _fastest(units: tuple[tuple[Layer, ...], ...], placement: Placement) -> Coun
     return counts if len(units) == len(counts) else improved(counts, cuts.price, cuts.givers, cuts.is_buildable)
 
 
+class _OfRank(NamedTuple):
+    """What some layers mean for a rank: GB that it needs but for ``fixed``, nothing recomputed, and that it lacks, with
+    all recomputed that has to be; time with and without that.
+    """
+
+    need: float
+    missing: float
+    load: float
+    work: float
+
+
 class _Cuts:
     """Units per stage, and what they mean for the ranks. ``recompute``: whether memory may be had by recomputation."""
 
@@ -95,55 +109,66 @@ class _Cuts:
         self.room = room
         self.recompute = recompute
         totals = [total(unit) for unit in units]
-        lists = {name: [getattr(one, name) for one in totals] for name in ("work", "activation", "late", "static")}
-        lists["recomputed"] = [one.activation if one.recomputed is None else one.recomputed for one in totals]
-        lists["again"] = [0.0 if one.recomputed is None else one.forward for one in totals]
-        self._prefix = {name: list(accumulate(values, initial=0.0)) for name, values in lists.items()}
+        numbers = {one: k for k, one in enumerate(dict.fromkeys(totals))}
+        self._known = list(numbers)
+        self._has_mtp = any(one.kind == MTP for unit in units for one in unit)
+        self._kinds = tuple(numbers[one] for one in totals)  # equal units have one number
+        self._found: dict[tuple[int, tuple[tuple[int, ...], ...]], _OfRank] = {}
 
-    def _of(self, name: str, counts: Counts) -> list[float]:
-        """Sums over the units of each stage, by differences."""
-        prefix, ends = self._prefix[name], list(accumulate(counts, initial=0))
-        return [prefix[b] - prefix[a] for a, b in pairwise(ends)]
+    def _ranks(self, counts: Counts) -> list[_OfRank]:
+        ends = accumulate(counts, initial=0)
+        contents = [self._kinds[a:b] for a, b in pairwise(ends)]
+        return [self._of(k, tuple(contents[s] for s in row)) for k, row in enumerate(self.room.placement.stages)]
+
+    def _of(self, rank: int, contents: tuple[tuple[int, ...], ...]) -> _OfRank:
+        """Of ``rank``, whose stages hold such units: most moves leave most ranks what they had."""
+        if (rank, contents) not in self._found:
+            self._found[rank, contents] = self._worked_out(rank, [[self._known[k] for k in row] for row in contents])
+        return self._found[rank, contents]
+
+    def _worked_out(self, rank: int, rows: Sequence[Sequence[Layer]]) -> _OfRank:
+        """Recomputation counts in proportion to the memory that it has to give."""
+        room = self.room
+        activation, late, recomputed = (
+            [sum(one.activation for one in row) for row in rows],
+            [sum(one.late for one in row) for row in rows],
+            [sum(_least(one) for one in row) for row in rows],
+        )
+        layers = [one for row in rows for one in row]
+        work, static = sum(one.work for one in layers), sum(one.static for one in layers)
+        kept, left = room.kept_in_chunks(rank, activation, late), room.limit - room.fixed[rank] - static
+        load, over = work, kept - left
+        if over > 0 and self.recompute:
+            least = room.kept_in_chunks(rank, recomputed, late)
+            share = min(1.0, over / (kept - least)) if kept > least else 1.0
+            load += share * sum(one.forward for one in layers if one.recomputed is not None)
+            over = least - left
+        return _OfRank(kept + static, max(0.0, over), load, work)
 
     def is_buildable(self, counts: Counts) -> bool:
-        return is_buildable(stages_of(self.units, counts), self.room.placement)
-
-    def _needs(self, counts: Counts) -> list[float]:
-        """GB of each rank but for ``fixed``, nothing recomputed."""
-        activation, late, static = (self._of(name, counts) for name in ("activation", "late", "static"))
-        ranks = enumerate(self.room.placement.stages)
-        return [self.room.kept(rank, activation, late) + sum(static[s] for s in stages) for rank, stages in ranks]
+        return not self._has_mtp or is_buildable(stages_of(self.units, counts), self.room.placement)
 
     def is_short(self, counts: Counts) -> bool:
         """Whether a rank's memory does not do, nothing recomputed."""
-        room = self.room
-        return any(need + fixed > room.limit for need, fixed in zip(self._needs(counts), room.fixed, strict=True))
+        ranks = zip(self._ranks(counts), self.room.fixed, strict=True)
+        return any(one.need + fixed > self.room.limit for one, fixed in ranks)
 
     def givers(self, counts: Counts) -> Iterator[int]:
         """Stages of the rank with the most work, and of that with the least room."""
-        work, stages, needs = self._of("work", counts), self.room.placement.stages, self._needs(counts)
-        busiest = max(stages, key=lambda row: sum(work[s] for s in row))
-        yield from {*busiest, *stages[needs.index(max(needs))]}
+        ranks, stages = self._ranks(counts), self.room.placement.stages
+        work, needs = [one.work for one in ranks], [one.need for one in ranks]
+        yield from {*stages[work.index(max(work))], *stages[needs.index(max(needs))]}
 
     def price(self, counts: Counts) -> tuple[float, ...]:
-        """(GB that no rank has, work of the busiest rank, unevenness). Recomputation counts in proportion to the memory
-        that it has to give.
-        """
-        of = {name: self._of(name, counts) for name in self._prefix}
-        missing, loads = 0.0, []
-        for rank, stages in enumerate(self.room.placement.stages):
-            load = sum(of["work"][s] for s in stages)
-            left = self.room.limit - self.room.fixed[rank] - sum(of["static"][s] for s in stages)
-            over = self.room.kept(rank, of["activation"], of["late"]) - left
-            if over > 0 and self.recompute:
-                least = self.room.kept(rank, of["recomputed"], of["late"])
-                saved = left + over - least
-                share = min(1.0, over / saved) if saved > 0 else 1.0
-                load += share * sum(of["again"][s] for s in stages)
-                over = least - left
-            missing += max(0.0, over)
-            loads.append(load)
-        return round(missing, 9), round(max(loads), 9), sum(load * load for load in loads)
+        """(GB that no rank has, work of the busiest rank, unevenness)."""
+        ranks = self._ranks(counts)
+        missing, load = sum(one.missing for one in ranks), max(one.load for one in ranks)
+        return round(missing, 9), round(load, 9), sum(one.load**2 for one in ranks)
+
+
+def _least(one: Layer) -> float:
+    """GB that it keeps at least."""
+    return one.activation if one.recomputed is None else one.recomputed
 
 
 def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, model: Model, recompute: bool) -> Fitted:
@@ -163,9 +188,9 @@ def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, model: Model, recomp
     return Fitted(tuple(map(tuple, stages)), tuple(chosen), costs, activation, late, static, tuple(peaks))
 
 
-def unrecomputed(cut: Fitted) -> Fitted:
-    """The same stages with nothing recomputed; the peaks are still those of ``cut``."""
-    chosen = (0,) * len(cut.stages)
+def with_recomputed(cut: Fitted, counts: Sequence[int]) -> Fitted:
+    """The same stages with so many layers recomputed; the peaks are still those of ``cut``."""
+    chosen = tuple(min(count, len(_recomputable(layers))) for count, layers in zip(counts, cut.stages, strict=True))
     costs, activation, late = _stage_costs(cut.stages, chosen, cut.costs.attention)
     return replace(cut, recomputed=chosen, costs=costs, activation=activation, late=late)
 

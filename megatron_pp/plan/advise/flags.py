@@ -1,7 +1,5 @@
 """The flags that ask for a recommended pipeline: ours, for ``megatron-pp run``, and Megatron's."""
 
-from __future__ import annotations
-
 from megatron_pp.plan.advise.evaluate import Outcome
 from megatron_pp.plan.advise.layout import layout_text
 from megatron_pp.plan.advise.model import PART
@@ -30,17 +28,21 @@ def our_flags(outcome: Outcome, measured: str = MEASURED_FILE) -> list[str]:
 
 
 def megatron_flags(question: Question, outcome: Outcome) -> list[str]:
-    """Arguments of Megatron's scripts. Its one number for recomputed layers, the same on all stages, is the largest."""
+    """Arguments of Megatron's scripts. Its one number for recomputed layers, the same on all stages, is the largest.
+    Where layers are not known, nothing is said of recomputation.
+    """
     chosen, fit = outcome.candidate, outcome.fit
     flags = ["--pipeline-model-parallel-size", str(question.pipeline_size)]
     layout = layout_of(outcome)
     if layout:
-        flags += ["--pipeline-model-parallel-layout", f"'{layout}'"]
+        flags += ["--pipeline-model-parallel-layout", layout]
     elif chosen.num_chunks > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(chosen.num_chunks)]
     flags += ["--micro-batch-size", str(chosen.micro_batch), "--global-batch-size", str(question.global_batch)]
     if chosen.group_size:
         flags += ["--microbatch-group-size-per-virtual-pipeline-stage", str(chosen.group_size)]
+    if runs_in_megatron(outcome) and chosen.num_chunks > 1 and chosen.policy != OVERLAP and question.pipeline_size > 2:
+        flags.append("--no-overlap-p2p-communication")
     if fit is not None and any(fit.recomputed) and layout:
         most = str(max(fit.recomputed))
         flags += ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", most]

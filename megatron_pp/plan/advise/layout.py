@@ -1,7 +1,5 @@
 """Layers per stage, and Megatron's text for them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise

@@ -1,7 +1,5 @@
 """The sizes in a list of Megatron's arguments, or in a YAML file of them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """In which order to run microbatches that cost different times: sequences of different lengths, packed or not."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

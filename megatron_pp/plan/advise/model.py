@@ -94,6 +94,8 @@ class Model:
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("the model has no layers; give at least one")
+        if not 0 <= self.attention <= 1:
+            raise PlanError(f"the share of attention is {self.attention:g}; it must lie between 0 and 1")
         if not any(one.forward + one.backward_input for one in self.layers):
             raise PlanError("all times of the model are 0; give the time of a forward and of a backward")
 

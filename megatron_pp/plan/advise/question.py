@@ -1,7 +1,5 @@
 """What is asked of the advisor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,6 +65,8 @@ class Question:
         for name in ("pipeline_size", "global_batch", "data_parallel", "max_chunks"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if min(self.slices, default=0) < 1:
+            raise PlanError(f"slices of a sequence are {min(self.slices, default=0)}; the least is 1, a whole one")
         if not (math.isfinite(self.memory) and self.memory > 0):
             raise PlanError(f"the memory of a device is {self.memory:g} GB; it must be above 0")
         for name in self.schedules:

@@ -2,8 +2,6 @@
 promising first, for as long as the budget lasts.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import time
@@ -12,7 +10,8 @@ from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult
 from typing import Any
 
-from megatron_pp.plan.advise.candidates import Candidate, Estimate, candidates, estimate
+from megatron_pp.errors import PlanError
+from megatron_pp.plan.advise.candidates import Candidate, Estimate, candidates, estimate, why_none
 from megatron_pp.plan.advise.evaluate import Outcome, evaluate
 from megatron_pp.plan.advise.fit import Fitted
 from megatron_pp.plan.advise.question import Question
@@ -49,10 +48,11 @@ class Findings:
 
     @property
     def best(self) -> Outcome | None:
-        """The fastest; of those that are as fast, the one that needs the least memory."""
+        """The fastest by Megatron's flags; of those that are as fast, the one that needs the least memory."""
         fitting = self.fitting
-        as_fast = [one for one in fitting if one.step <= fitting[0].step * (1 + _AS_FAST)]
-        return min(as_fast, key=lambda one: (round(one.peak, 6), one.step), default=None)
+        least = min((one.flagged for one in fitting), default=0.0)
+        as_fast = [one for one in fitting if one.flagged <= least * (1 + _AS_FAST)]
+        return min(as_fast, key=lambda one: (round(one.peak, 6), one.flagged), default=None)
 
     @property
     def least_memory(self) -> Outcome | None:
@@ -78,6 +78,8 @@ def search(question: Question, budget: float, jobs: int = 1, report: Report | No
     possible whatever the memory.
     """
     began, found = time.monotonic(), list(candidates(question))
+    if not found:
+        raise PlanError(f"nothing is left to try: {why_none(question)}")
     found.sort(key=lambda one: not one.searches)  # they take long, so the first of them begins before the rest is known
     searches = sum(one.searches for one in found)
     say = report or (lambda done, of, what: None)

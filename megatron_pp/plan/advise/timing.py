@@ -2,8 +2,6 @@
 and none waits for another, and what they keep at most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import le
 

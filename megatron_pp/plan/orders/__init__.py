@@ -1,7 +1,5 @@
 """The schedule families. Each gives compute order only; ``megatron_pp.plan.lower`` adds the communication."""
 
-from __future__ import annotations
-
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.family import Family
 from megatron_pp.plan.orders import auto, loop, v, vocabulary

@@ -4,8 +4,6 @@ limit.
 One family for each placement, since the placement decides which layers a rank builds, long before a plan is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ family. Zero-bubble families (arXiv 2401.10241, section 2) take the weight gradi
 where the bubble was.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ Some repeat a pattern (arXiv 2405.15362, sections 3 and 4) with a period of 6 sl
 rank: two forwards, two backwards, two weight gradients. The others are written down phase by phase.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial

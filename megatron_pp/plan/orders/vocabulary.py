@@ -11,8 +11,6 @@ backward. Simulated with the output layer costing 0.05 to 1 of a forward and bac
 balanced stages, to 1% where a collective takes a fifth of a forward.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import partial
 from heapq import heappop, heappush

@@ -11,14 +11,14 @@ work of a rank  A rank's operations take turns. None starts before a path to it 
 link a to b     The messages of a directed link take turns on the wire in the same way.
 memory          What fits on a rank at once lets forwards wait for backwards and for the W of earlier microbatches: more
                 paths (``bound_memory.py``).
-memory of rank r  Its work with these paths before and behind it. From a forward that leaves no room for anything else
-                until its microbatch is back, the rank has nothing else to do.
+memory of rank r  Its work with these paths before and behind it. Until backwards come, and while others' last ones are
+                on their way, it has no more to do than its memory holds, so it is idle for the rest, and what is behind
+                that work starts later: paths again, of all ranks (``bound_work.py``). From a forward that leaves no
+                room for anything else until its microbatch is back, the rank has nothing else to do.
 
 The microbatches are taken to be alike. Where sequences are cut into slices, every slice counts as the cheapest one on
 paths, and memory is left out.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from megatron_pp.plan.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.sim.bound_memory import alone_from, waits_of
 from megatron_pp.plan.sim.bound_paths import PathFinder, Paths, StageTimes
+from megatron_pp.plan.sim.bound_work import RankWork
 from megatron_pp.plan.sim.one_machine import Job, least_end
 from megatron_pp.plan.spec import Plan
 
@@ -130,12 +131,21 @@ class _Problem:
             yield f"link {source} to {target}", least_end(jobs)
 
     def memory_terms(self, finder: PathFinder, memory: MemoryModel) -> Iterator[tuple[str, float]]:
-        heads, tails = finder.heads(), finder.tails()
-        yield MEMORY, tails.forward[0][0]
-        for rank in range(self.placement.pipeline_size):
-            alone = alone_from(self.placement.stages[rank], memory, memory.limits[rank])
-            ways = {None, alone}
-            yield f"memory of rank {rank}", max(least_end(self._work(rank, heads, tails, way)) for way in ways)
+        ranks = [
+            RankWork(row, self.num_microbatches, self.times, memory, limit, [w for w in finder.waits if w.stage in row])
+            for row, limit in zip(self.placement.stages, memory.limits, strict=True)
+        ]
+        heads, tails, before, behind = finder.heads(), finder.tails(), finder.nothing, finder.nothing
+        for rank in ranks:
+            rank.heads(rank.from_start(heads), before)
+            rank.tails(rank.from_end(tails), behind)
+        heads, tails = finder.heads(before), finder.tails(behind)
+        known = tails.forward[0][0]
+        yield MEMORY, known
+        for number, rank in enumerate(ranks):
+            alone = alone_from(rank.stages, memory, rank.limit)
+            ends = [least_end(self._work(number, heads, tails, way)) for way in {None, alone}]
+            yield f"memory of rank {number}", max(*ends, rank.end(heads, tails, max(known, *ends)))
 
     def _work(self, rank: int, heads: Paths, tails: Paths, alone: int | None = None) -> Iterator[Job]:
         """All operations of ``rank`` as jobs of one machine. A backward is two: up to its input gradient, and the rest,

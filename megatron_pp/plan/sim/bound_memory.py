@@ -2,8 +2,6 @@
 for themselves.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate
@@ -39,11 +37,11 @@ def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tu
                 if not least:
                     continue
                 most = int((limit - whole) / own) if until >= stage else int((limit - own) / least)
-                waits.append(Wait(stage, 1 + most, until, times.backward[until]))
+                waits.append(Wait(stage, 1 + most, until, times.backward[until], False))
                 least = min(least, memory.weight[until])
                 if least:
                     time = times.backward[until] + times.rest[until]
-                    waits.append(Wait(stage, 1 + int((limit - own) / least), until, time))
+                    waits.append(Wait(stage, 1 + int((limit - own) / least), until, time, True))
     return tuple(waits)
 
 

@@ -97,30 +97,38 @@ class Paths:
 
 
 class Wait(NamedTuple):
-    """Forward k + ``most`` of ``stage`` starts after the part of backward k of ``until`` that takes ``time``."""
+    """Forward k + ``most`` of ``stage`` starts after the part of backward k of ``until`` that takes ``time``: the whole
+    of it, or the part up to its input gradient.
+    """
 
     stage: int
     most: int
     until: int
     time: float
+    whole: bool
 
 
 @dataclass(frozen=True)
 class PathFinder:
-    """``waits``: what forwards wait for because of the memory."""
+    """``waits``: what forwards wait for because of the memory. Where ``least`` is given, what else is known of heads or
+    tails, paths go on from it.
+    """
 
     times: StageTimes
     rounds: int
     waits: tuple[Wait, ...] = ()
     forward_only: bool = False
 
-    def heads(self) -> Paths:
+    def heads(self, least: Paths | None = None) -> Paths:
+        least = least or self.nothing
         times, last = self.times, len(self.times.forward) - 1
         found = Paths([], [])
         for k in range(self.rounds):
             row: list[float] = []
             for s in range(last + 1):
-                start = row[s - 1] + times.output[s - 1] if s else 0.0
+                start = least.forward[k][s]
+                if s:
+                    start = max(start, row[s - 1] + times.output[s - 1])
                 if k:
                     start = max(start, found.forward[k - 1][s] + times.forward[s])
                 for wait in self._of_stage[s]:
@@ -129,7 +137,7 @@ class PathFinder:
                 row.append(start)
             back = [0.0] * len(row)
             for s in range(last, -1, -1):
-                start = row[s] + times.forward[s]
+                start = max(least.backward[k][s], row[s] + times.forward[s])
                 if s < last:
                     start = max(start, back[s + 1] + times.gradient[s + 1])
                 if k:
@@ -139,6 +147,12 @@ class PathFinder:
             found.backward.append(back)
         return found
 
+    @property
+    def nothing(self) -> Paths:
+        """Zeros."""
+        stages = len(self.times.forward)
+        return Paths(*([[0.0] * stages for _ in range(self.rounds)] for _ in range(2)))
+
     @cached_property
     def _of_stage(self) -> list[list[Wait]]:
         return [[wait for wait in self.waits if wait.stage == s] for s in range(len(self.times.forward))]
@@ -147,14 +161,15 @@ class PathFinder:
     def _until(self) -> list[list[Wait]]:
         return [[wait for wait in self.waits if wait.until == s] for s in range(len(self.times.forward))]
 
-    def tails(self) -> Paths:
+    def tails(self, least: Paths | None = None) -> Paths:
+        least = least or self.nothing
         times, last = self.times, len(self.times.forward) - 1
         forward: Table = [[]] * self.rounds
         backward: Table = [[]] * self.rounds
         for k in range(self.rounds - 1, -1, -1):
             row: list[float] = []
             for s in range(last + 1):
-                left = times.backward[s] + times.rest[s]
+                left = max(least.backward[k][s], times.backward[s] + times.rest[s])
                 if s:
                     left = max(left, times.gradient[s] + row[s - 1])
                 if k + 1 < self.rounds:
@@ -166,7 +181,7 @@ class PathFinder:
             backward[k] = row
             ahead = [0.0] * len(row)
             for s in range(last, -1, -1):
-                left = times.forward[s] + (0.0 if self.forward_only else row[s])
+                left = max(least.forward[k][s], times.forward[s] + (0.0 if self.forward_only else row[s]))
                 if s < last:
                     left = max(left, times.output[s] + ahead[s + 1])
                 if k + 1 < self.rounds:

@@ -6,8 +6,6 @@ alike, so they run in ascending order of microbatches. The solver gives the shor
 below which there is none; with P <= 4, M <= 8 and V <= 2 the two mostly meet within seconds.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass

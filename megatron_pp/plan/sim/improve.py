@@ -8,8 +8,6 @@ moves; the best one that leads to orders not seen before is made, shorter or not
 machine, as every rank searches for itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

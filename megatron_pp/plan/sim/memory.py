@@ -7,8 +7,6 @@ kept). Parameters, gradients and optimizer states are those of Megatron's mixed-
 keeps back of messages is counted as on NCCL (``recorded.py``). Kernels' workspace and fragmentation are not counted.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

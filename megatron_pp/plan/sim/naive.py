@@ -3,8 +3,6 @@
 Not for training, where every rank but one would always be idle; it is what the other schedules are measured against.
 """
 
-from __future__ import annotations
-
 from megatron_pp.plan.family import Family, Order, Shape, b, f
 
 NAIVE = "naive"

@@ -6,8 +6,6 @@ sender: once what was on the wire towards the sender, when the receive was poste
 connections of their own, and their announcements take no time.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """One machine that jobs take turns on: the least time for all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple

@@ -30,7 +30,7 @@ from megatron_pp.plan.sim.greedy import ROUNDING, UNKNOWN, Problem, Rules, Sched
 from megatron_pp.plan.sim.improve import improved
 from megatron_pp.plan.sim.naive import naive_orders
 from megatron_pp.plan.sim.simulate import simulate
-from megatron_pp.plan.spec import Plan, PlanSpec
+from megatron_pp.plan.spec import OVERLAP, Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
 
 _FINALISTS = 6  # searched orders that are lowered and simulated
@@ -159,8 +159,19 @@ class _Search:
 
     def _fitting(self, trials: Iterable[_Trial]) -> list[Candidate]:
         """Candidates; without those that exceed the limit after all, as a backward may need more than it frees."""
-        grown = [self._candidate(f"{self.spec.schedule} from {t.seed}", t.result.orders) for t in trials]
-        return [c for c in grown if self._fits(c.peaks)]
+        return [c for trial in trials for c in self._lowered(trial) if self._fits(c.peaks)]
+
+    def _lowered(self, trial: _Trial) -> Iterator[Candidate]:
+        """Where messages hold the order up, also with receives and releases a slot apart from where they are due: the
+        lowering's clock knows nothing of unequal times.
+        """
+        name, spec = f"{self.spec.schedule} from {trial.seed}", self.spec
+        first = self._candidate(name, trial.result.orders)
+        yield first
+        if spec.policy == OVERLAP and first.makespan > trial.result.makespan * (1 + ROUNDING):
+            apart = replace(spec, release_after=spec.release_after + 1, lookahead=spec.lookahead + 1)
+            plan = lowered(apart, self.placement, trial.result.orders)
+            yield self._judged(name, replace(plan, spec=spec), trial.result.orders)
 
     def _named_orders(self) -> dict[str, list[Order]]:
         """Of the families that do not offload by themselves."""

@@ -8,8 +8,6 @@ Events are worked off in the order of time, so the cost grows with the number of
 the number of ranks.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field

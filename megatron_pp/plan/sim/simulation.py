@@ -1,7 +1,5 @@
 """What a simulated (or recorded) step looks like: who ran what when, what it waited for, what went over which link."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ one waits for at the start and another at the end of a step is waited for once. 
 whose ranks have no gap within their own part, count on it; other schedules gain nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise

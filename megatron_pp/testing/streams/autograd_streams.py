@@ -7,8 +7,6 @@ done here, when the node that runs changes. A node knows no stream; but it has a
 each thread, so that the stream of a forward follows from the numbers at which the current stream changed.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from dataclasses import dataclass
 

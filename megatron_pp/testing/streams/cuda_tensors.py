@@ -5,8 +5,6 @@ In a rank's thread every tensor lies on the virtual device, but for those that w
 device wherever torch takes one, and makes a copy where a tensor goes from one to the other.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

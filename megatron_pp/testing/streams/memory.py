@@ -4,8 +4,6 @@ A block outlives its owners: memory that was freed and given to another tensor k
 the new owner is compared with those of the old one.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field

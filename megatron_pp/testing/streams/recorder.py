@@ -1,7 +1,5 @@
 """Which memory each operation of a thread reads and writes: a TorchDispatchMode enters it in the device's books."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache

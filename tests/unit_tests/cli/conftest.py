@@ -25,7 +25,7 @@ def command(capsys, monkeypatch):
     return run
 
 
-def refused(result, code, *words):
+def assert_refused(result, code, *words):
     """One line of complaint with ``words`` in it, and nothing else."""
     assert result[0] == code
     assert result[1] == ""

@@ -12,10 +12,12 @@ import pytest
 from megatron_pp.cli import advise
 from megatron_pp.plan.measured import measured_values
 from megatron_pp.tracing import files
-from tests.unit_tests.cli.conftest import refused
+from tests.unit_tests.cli.conftest import assert_refused
 
 SMALL = ("advise", "-P", 4, "--global-batch", 8, "--memory-gb", 80, "--jobs", 1)
 COSTS = ("--forward-ms", 1, "--backward-ms", 1, "--weight-ms", 1, "--activation-gb", 2, "--p2p-ms", 0.1)
+TIMES = {"forward_ms": 1, "backward_ms": 2}
+SIZES = ("--layers", 8, "--hidden-size", 64, "--seq-length", 64)
 FEW = ("--max-chunks", 2, "--schedules", "1f1b,zb_h1,zb_v,interleaved_1f1b")
 
 
@@ -99,6 +101,12 @@ def test_a_search_writes_what_it_plans_for(command, tmp_path):
     assert measured.forward == (1.0,) * 2
     assert measured.transfer == 0.1
     assert command(*size, "--costs", path, *FEW)[0] == 0
+    words = (*size, *COSTS, "--max-chunks", 1, "--measured-out", tmp_path / "m.json", "--json")
+    best = json.loads(command(*words, "--schedules", "auto")[1])["recommended"]
+    assert best["flags"]["megatron_pp"][2:4] == ["--pipeline-measured", str(tmp_path / "m.json")]
+    (tmp_path / "m.json").unlink()
+    assert command(*words, "--schedules", "1f1b")[2].endswith("m.json is not written: 1f1b is no search\n")
+    assert not (tmp_path / "m.json").exists()
 
 
 def test_sizes_and_rates(command):
@@ -115,6 +123,16 @@ def test_sizes_and_rates(command):
     assert command("advise", *given, *words)[1] == out
 
 
+def test_sizes_beside_times_say_what_a_message_is(command):
+    sizes = "--num-layers 8 --hidden-size 1000 --seq-length 1000 --bf16 --mtp-num-layers 1"
+    words = (*COSTS[:-2], "--megatron-args", sizes, "--max-chunks", 1, "--schedules", "1f1b", "--json")
+    slow, fast = (json.loads(command(*SMALL, *words, "--bandwidth", rate)[1])["recommended"] for rate in (2, 2e6))
+    assert slow["step_ms"] > fast["step_ms"] + 6  # 6 or more messages of 2 MB on the way of the first microbatch
+    assert slow["layout"].count("m") == 1
+    given = json.loads(command(*SMALL, *words, "--bandwidth", 2, "--activation-mb", 2)[1])["recommended"]
+    assert given["step_ms"] == slow["step_ms"]
+
+
 def test_a_file_of_layers(command, tmp_path):
     path = tmp_path / "layers.json"
     decoder = {"count": 6, "forward_ms": 1, "backward_ms": 2, "activation_gb": 1, "static_gb": 2}
@@ -128,8 +146,47 @@ def test_a_file_of_layers(command, tmp_path):
     assert best["layout"] == "Et*4|t*2L"
     # 4 layers with 2 GB of parameters and 1 of activations for each of 2 microbatches, and pipeline tensors.
     assert best["memory_gb"][0] == pytest.approx(4 * 2 + 2 * 4, abs=0.05)
-    path.write_text(json.dumps({"layers": [{"forward": 1}]}))
-    refused(command(*SMALL, "--costs", path), 2, str(path), "'forward' is not known")
+    assert_refused(command(*SMALL, "--costs", path, "--static-gb", 1), 2, "--static-gb is in --costs FILE")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"layers": [{"forward": 1}]}, "'forward' is not known"),
+        ({"layers": [TIMES], "mesage_mb": 1}, "'mesage_mb' is not known beside layers"),
+        ({"layers": None}, "layers is no list of objects"),
+        ({"layers": [["forward_ms", "backward_ms"]]}, "layers is no list of objects"),
+        ({"layers": []}, "no layers"),
+        ({"layers": [TIMES], "message_mb": -1}, "message_mb is -1; it must be a finite number of at least 0"),
+        ({"layers": [{**TIMES, "forward_ms": "1"}]}, "forward_ms is '1'; it must be a finite number"),
+        ({"layers": [{**TIMES, "backward_ms": float("nan")}]}, "backward_ms is nan"),
+        ({"layers": [{**TIMES, "weight_ms": None}]}, "weight_ms is None"),
+        ({"layers": [{**TIMES, "static_gb": 10**400}]}, "too large"),
+        ({"layers": [{**TIMES, "count": 1.5}]}, "the count of a layer is 1.5; it must be a whole number"),
+        ({"layers": [{**TIMES, "count": 0}]}, "the count of a layer is 0"),
+        ({"layers": [{**TIMES, "count": 10**9}]}, "more than 100000 layers"),
+        ({"layers": [{**TIMES, "kind": ["decoder"]}]}, "a layer is of kind ['decoder']"),
+        ({"forward": [1, 1], "run": {"pipeline_size": "2"}}, "pipeline_size of run is '2'"),
+        ({"forward": [1, 1], "units": {"time": "ms"}}, "memory was not measured"),
+    ],
+)
+def test_a_file_of_costs_that_holds_none_is_refused(command, tmp_path, content, problem):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(content))
+    assert_refused(command(*SMALL, "--costs", path), 2, str(path), problem)
+
+
+def test_what_was_measured_of_stages_counts_with_its_transfers_and_the_memory_that_is_added(command, tmp_path):
+    path = tmp_path / "measured.json"
+    values = {"forward": [1, 1], "backward_input": [1, 1], "weight": [1, 1], "activation": [2, 2], "transfer": 0.5}
+    path.write_text(json.dumps(values))
+    words = ("--global-batch", 1, "--memory-gb", 80, "--schedules", "1f1b", "--jobs", 1, "--costs", path)
+    _, out, _ = command("advise", "-P", 2, *words, "--static-gb", "3,5")
+    assert "step 7 ms" in out  # 6 of compute, a message there and one back
+    assert "memory of each rank 5, 7 GB, of 80\n" in out
+    _, out, _ = command("advise", "-P", 2, *words)
+    assert "parameters, gradients and optimizer states not counted (--static-gb)" in out
+    assert_refused(command("advise", "-P", 2, *words, "--static-gb", "1,2,3"), 2, "--static-gb has 3 numbers")
 
 
 @pytest.mark.parametrize(
@@ -159,10 +216,28 @@ def test_a_file_of_layers(command, tmp_path):
         ((*COSTS, "--spread-mtp"), "--mtp-layers, which is missing"),
         ((*COSTS, "--schedules", "vocab_1f1b"), "splits the output layer with its loss, so the model needs one"),
         ((*COSTS, "--microbatch-costs", "1,2,3"), "costs of 3 microbatches are given; a step has 8"),
+        ((*COSTS, "--data-parallel", 0), "data_parallel is 0"),
+        ((*COSTS, "--link", "0-9:1"), "--link 0-9 is no link between two of 4 ranks"),
+        ((*COSTS, "--bandwidth", 0), "--bandwidth must be above 0"),
+        ((*COSTS, "--bandwidth", 10), "--bandwidth needs the size of a message"),
+        ((*COSTS, "--attention-share", 0.1), "--attention-share weighs the slices of a sequence"),
+        ((*COSTS, "--attention-share", 2, "--sequence-slices", 4), "the share of attention is 2"),
+        ((*COSTS, "--sequence-slices", 0), "slices of a sequence are 0"),
+        ((*COSTS, "--schedules", "zb_h1", "--no-split-backward"), "zb_h1 splits backwards, and the model cannot"),
+        ((*COSTS, "--schedules", "gis", "--max-chunks", 1), "gis has 2 chunks a rank, and at most 1 are tried"),
+        ((*COSTS, "--schedules", "seq_1f1b"), "seq_1f1b is for slices of sequences, of which 1 is tried"),
+        ((*COSTS, "--schedules", "pipe_offload"), "pipe_offload offloads, and nothing says how long copies take"),
+        ((*COSTS, "--schedules", ""), "schedule '' is not known"),
+        ((*COSTS, "--plot", "none/front.svg"), "none/front.svg: cannot be written (No such file or directory)"),
+        ((*COSTS, "--measured-out", "/"), "/: cannot be written (Is a directory)"),
+        ((*SIZES, "--gpu", "h100", "--gpu-bandwidth", 1), "--gpu-bandwidth goes with --gpu-tflops"),
+        ((*SIZES, "--gpu", "h100", "--gpu-efficiency", 0), "the efficiency is 0"),
+        ((*SIZES, "--gpu", "h100", "--attention-share", 0.1, "--sequence-slices", 2), "does not go with --gpu"),
+        ((*SIZES, "--gpu-tflops", 100, "--gpu-bandwidth", 0), "--gpu-bandwidth must be above 0"),
     ],
 )
 def test_what_is_wrong_is_said(command, words, problem):
-    refused(command(*SMALL, *words), 2, problem)
+    assert_refused(command(*SMALL, *words), 2, problem)
 
 
 def test_memory_that_is_too_small_says_what_would_do(command):
@@ -192,6 +267,6 @@ def test_the_costs_of_a_run(command, tmp_path):
     assert code == 0
     best = json.loads(out)["recommended"]
     assert best["step_ms"] == pytest.approx(result.makespan, rel=0.01)
-    refused(
+    assert_refused(
         command("advise", "--from-trace", tmp_path, *words, "--forward-ms", 1, "--backward-ms", 1), 2, "--from-trace"
     )

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
+from megatron_pp.cli.command_line import main
+from megatron_pp.cli.terminal import print_table
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.serialize import load_plan
 from megatron_pp.plan.spec import PlanSpec
 from tests.harness.plan_text import placed, save_plan, without
-from tests.unit_tests.cli.conftest import refused
+from tests.unit_tests.cli.conftest import assert_refused
 
 # --- plan
 
@@ -86,7 +90,7 @@ def test_verify_reads_a_plan_file_of_version_1(command, tmp_path):
     code, out, _ = command("verify", "--import", path)
     assert (code, "deadlock-free" in out) == (0, True), out
     path.write_text(json.dumps({**content, "programs": [programs[0].replace("RG0.0 ", ""), programs[1]]}))
-    refused(command("simulate", "--import", path), 1, "refused: rank 0: WAIT_B0.0")
+    assert_refused(command("simulate", "--import", path), 1, "refused: rank 0: WAIT_B0.0")
 
 
 def test_verify_says_what_is_wrong_with_a_file_and_where(command, tmp_path):
@@ -109,7 +113,7 @@ def test_verify_under_the_rules_of_a_device(command, tmp_path):
     code, out, _ = command("verify", "--import", path, "--device", "device_sync")
     assert code == 1
     assert "refused: deadlock under device_sync: rank 0 waits at F0.1, which synchronises the device, for rank 1" in out
-    refused(command("verify", "--device", "one_queue,fast"), 2, "device rule 'fast' is not known; it is one of rendez")
+    assert_refused(command("verify", "--device", "one_queue,fast"), 2, "device rule 'fast' is not known; it is one of")
 
 
 # --- refusals, and the command as a process
@@ -152,7 +156,7 @@ def test_verify_under_the_rules_of_a_device(command, tmp_path):
 )
 def test_what_cannot_be_done_is_said_in_one_line(command, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    refused(command(*arguments.split()), 2, *words)
+    assert_refused(command(*arguments.split()), 2, *words)
     assert os.listdir(tmp_path) == []
 
 
@@ -167,7 +171,7 @@ def test_numbers_that_are_none_are_refused_by_the_parser(command, text):
 def test_a_plan_that_does_not_verify_is_not_simulated(command, tmp_path):
     path = tmp_path / "plan.json"
     save_plan(without(build_plan(PlanSpec("gpipe", 2, 1, 2)), 1, "RECV_F0.0"), path)
-    refused(command("simulate", "--import", path), 1, "refused: rank 1: WAIT_F0.0")
+    assert_refused(command("simulate", "--import", path), 1, "refused: rank 1: WAIT_F0.0")
 
 
 @pytest.mark.parametrize("name", ["plan", "verify", "simulate", "advise", "draw", "report"])
@@ -247,3 +251,21 @@ def test_tensors_that_skip_stages_are_counted(command):
     assert (found["cache"], found["messages"], found["peak"]) == ("all", 196, 7)
     assert found["by_cache"]["none"] == {"messages": 496, "peak": 31}
     assert "skip_tensors" not in json.loads(command("simulate", "-P", "2", "--json")[1])
+
+
+def test_a_closed_output_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["verify", "-P", "2", "-M", "2"]) == 0
+
+
+@pytest.mark.parametrize(("is_terminal", "lines"), [(True, 3), (False, 1)])
+def test_numbers_of_a_table_are_never_broken(monkeypatch, is_terminal, lines):
+    """Sentences are, on a terminal, and into parts that can be read however narrow it is."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=20, color_system=None)
+    why = "waits for messages in flight, and then for late peers"
+    print_table(console, "", ["schedule", "step ms", "why"], [["interleaved_zb V=4 M=128", "~12345.6", why]])
+    text = console.file.getvalue()
+    assert "interleaved_zb V=4 M=128" in text
+    assert "~12345.6" in text
+    assert sum(any(word in line for word in why.split()) for line in text.splitlines()) == lines

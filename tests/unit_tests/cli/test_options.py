@@ -12,7 +12,7 @@ from megatron_pp.cli.parser import parse
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
 from tests.harness.plan_text import save_plan
-from tests.unit_tests.cli.conftest import refused
+from tests.unit_tests.cli.conftest import assert_refused
 
 COMMANDS = {"plan": plan, "verify": verify, "simulate": simulate, "draw": draw, "report": report}
 OUTSIDE = {"help", "no_colour", "output"}  # of every command, and where the answer goes
@@ -120,7 +120,7 @@ def test_every_option_has_a_value_to_try(name):
 
 @pytest.mark.parametrize("option", ["--from-trace", "--run", "--rank", "--step"])
 def test_a_grid_takes_no_trace(command, option):
-    refused(command("draw", "--style", "grid", option, VALUES[option]), 2, f"{option} is for drawings in time")
+    assert_refused(command("draw", "--style", "grid", option, VALUES[option]), 2, f"{option} is for drawings in time")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_grid_takes_no_trace(command, option):
     ],
 )  # fmt: skip
 def test_an_option_that_does_not_apply_is_refused_by_name(command, line, words):
-    refused(command(*line.split()), 2, *words)
+    assert_refused(command(*line.split()), 2, *words)
 
 
 # --- files as schedules
@@ -187,13 +187,13 @@ def test_names_beside_a_file_have_its_sizes(command):
 )
 @pytest.mark.parametrize("name", ["plan", "verify", "simulate", "draw"])
 def test_sizes_that_contradict_the_file_are_refused_with_both(command, name, flag, words):
-    refused(command(name, "-s", "compute.csv", *flag.split()), 2, words)
+    assert_refused(command(name, "-s", "compute.csv", *flag.split()), 2, words)
 
 
 def test_files_of_two_sizes_do_not_stand_side_by_side(command):
     save_plan(build_plan(PlanSpec("gpipe", 2, 1, 3)), "three.csv")
     words = ("compute.csv is a schedule of 4 microbatches on 2 ranks, three.csv of 3 on 2",)
-    refused(command("simulate", "--compare", "compute.csv,three.csv"), 2, *words)
+    assert_refused(command("simulate", "--compare", "compute.csv,three.csv"), 2, *words)
 
 
 # --- names
@@ -216,7 +216,7 @@ def test_files_of_two_sizes_do_not_stand_side_by_side(command):
     ],
 )
 def test_the_nearest_name_is_suggested(command, line, meant):
-    refused(command(*line.split()), 2, f"is not known (did you mean {meant}?)")
+    assert_refused(command(*line.split()), 2, f"is not known (did you mean {meant}?)")
 
 
 def test_a_schedule_under_its_old_name_is_found(command):

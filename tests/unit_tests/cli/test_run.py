@@ -14,7 +14,7 @@ import pytest
 
 from megatron_pp.integrations import megatron_core, megatron_release
 from megatron_pp.integrations.settings import TABLE
-from tests.unit_tests.cli.conftest import refused
+from tests.unit_tests.cli.conftest import assert_refused
 from tests.unit_tests.integrations.test_megatron_versions import published_schedules
 
 PROBE = """
@@ -168,13 +168,13 @@ def test_what_it_raises_is_raised(command: Callable[..., tuple[int, str, str]], 
 def test_a_wrong_setting_is_said_before_the_script_runs(
     command: Callable[..., tuple[int, str, str]], flags: list[str], words: str
 ) -> None:
-    refused(command("run", *flags, script(NOTE_ARGUMENTS)), 2, "megatron-pp run: ", words)
+    assert_refused(command("run", *flags, script(NOTE_ARGUMENTS)), 2, "megatron-pp run: ", words)
     assert not Path("arguments").exists()
 
 
 def test_a_missing_script_is_said(command: Callable[..., tuple[int, str, str]]) -> None:
-    refused(command("run", "none.py"), 2, "megatron-pp run: none.py: there is no such file")
-    refused(command("run"), 2, "megatron-pp run: the following arguments are required: SCRIPT")
+    assert_refused(command("run", "none.py"), 2, "megatron-pp run: none.py: there is no such file")
+    assert_refused(command("run"), 2, "megatron-pp run: the following arguments are required: SCRIPT")
 
 
 def test_help_lists_every_setting(command: Callable[..., tuple[int, str, str]]) -> None:

@@ -12,7 +12,7 @@ from megatron_pp.plan.costs import FREE, StageCosts
 from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import PlanSpec
-from tests.unit_tests.cli.conftest import MODEL, refused
+from tests.unit_tests.cli.conftest import MODEL, assert_refused
 
 
 def test_simulate_under_the_rules_of_a_device(command):
@@ -36,7 +36,9 @@ def test_simulate_under_the_rules_of_a_device(command):
         rule: json.loads(command(*words, "--device", rule)[1])["makespan"] for rule in ("rendezvous", "device_sync")
     }
     assert spans["rendezvous"] == json.loads(command(*words)[1])["makespan"] < spans["device_sync"]
-    refused(command(*words, "--device", "one_queue", "--gloo"), 2, "one_queue: gloo's transfers wait for no device")
+    assert_refused(
+        command(*words, "--device", "one_queue", "--gloo"), 2, "one_queue: gloo's transfers wait for no device"
+    )
 
 
 def test_simulate_gives_the_closed_form(command):

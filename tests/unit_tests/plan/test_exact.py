@@ -66,8 +66,8 @@ def test_its_orders_run_as_fast_as_it_says_and_no_bound_is_above():
 
 def test_no_optimum_is_below_the_bound():
     rng, proven = random.Random(7), 0
-    for _ in range(12):
-        kind, size, chunks = rng.choice([(LOOP, 2, 1), (LOOP, 3, 1), (V_SHAPE, 2, 2), (LOOP, 2, 2)])
+    for _ in range(24):
+        kind, size, chunks = rng.choice([(LOOP, 1, 2), (LOOP, 2, 1), (LOOP, 3, 1), (V_SHAPE, 2, 2), (LOOP, 2, 2)])
         placement = Placement(kind, size, chunks)
         stages = range(placement.num_stages)
         costs = StageCosts.per_stage(*([rng.randint(1, 3) for _ in stages] for _ in range(3)))

@@ -9,15 +9,15 @@ import pytest
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.activations import kept_timeline
-from megatron_pp.plan.advise.answer import alternatives, as_json, in_one_line, throughput, why_not
+from megatron_pp.plan.advise.answer import alternatives, as_json, in_one_line, sentences, throughput, why_not
 from megatron_pp.plan.advise.candidates import candidates, estimate
 from megatron_pp.plan.advise.evaluate import evaluate
 from megatron_pp.plan.advise.flags import layout_of, megatron_flags, our_flags
 from megatron_pp.plan.advise.model import DECODER, EMBEDDING, LOSS, PART, Layer, Model, layer
 from megatron_pp.plan.advise.question import Question
-from megatron_pp.plan.advise.search import search
+from megatron_pp.plan.advise.search import Findings, search
 from megatron_pp.plan.builder import build_plan
-from megatron_pp.plan.costs import Link, Network
+from megatron_pp.plan.costs import Link, Network, StageCosts
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.verifier import verify
 
@@ -77,6 +77,26 @@ def test_recomputation_where_nothing_else_fits():
     assert max(best.fit.peaks) <= 3.2
 
 
+def test_megatron_recomputes_as_many_layers_on_all_stages_as_on_one():
+    model = Model((Layer(EMBEDDING, 0, 0, 0), *[layer(DECODER, 1, 1, 1, 1.0, static=0.5)] * 16, Layer(LOSS, 0, 0, 0)))
+    asked = question(models=((1, model),), schedules=("1f1b",), max_chunks=1, memory=12.0)
+    best = search(asked, budget=30.0).best
+    assert len(set(best.fit.recomputed)) > 1
+    most = max(best.fit.recomputed)
+    even = StageCosts.per_stage([4] * 4, [4 + most] * 4, [4] * 4)
+    step = simulate(build_plan(best.spec), even, Network(link=Link(0.1))).makespan
+    assert step > best.step
+    assert f"for all stages, {most}: the step is {step:.4g} ms then" in "".join(sentences(asked, best))
+    assert megatron_flags(asked, best)[-2:] == ["--recompute-num-layers", str(most)]
+    assert best.flagged == step
+    other = replace(best, step=best.step * 1.01, flagged=best.step * 1.01)
+    found = Findings(asked, (best, other), (), (), (), 0.0)
+    assert (found.fitting[0], found.best) == (best, other)
+    assert why_not(best, other).startswith("-1.0%, but +")
+    fluid = replace(asked, models=((1, Model((layer(PART, 16, 16, 16, 16.0),))),))
+    assert "not in the flags" in "".join(sentences(fluid, search(fluid, budget=30.0).best))
+
+
 def test_a_search_for_these_costs_is_at_least_as_good():
     named = search(question(pipeline_size=2, global_batch=4, schedules=("1f1b", "zb_h1")), budget=30.0).best
     model = Model((layer(PART, 4.0, 4.0, 4.0, 8.0, static=4.0),))
@@ -130,7 +150,7 @@ def test_layers_go_where_they_cost_least_and_come_out_as_megatrons_text():
     asked = question(models=((1, model),), schedules=("1f1b", "zb_h1"), max_chunks=1)
     best = search(asked, budget=30.0).best
     assert layout_of(best) == "Et*4|(t*4|)*2t*2L"
-    assert "'Et*4|(t*4|)*2t*2L'" in megatron_flags(asked, best)
+    assert "Et*4|(t*4|)*2t*2L" in megatron_flags(asked, best)
     assert "layers 4,4,4,2" in in_one_line(asked, best)
     even = evaluate(replace(asked, models=((1, Model((layer(PART, 16, 16, 16),))),)), best.candidate)
     assert best.step <= even.step * (1 + 1e-9)
