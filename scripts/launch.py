@@ -95,7 +95,7 @@ if __name__ == "__main__":
     # What it logs of a rank that has ended, the ranks and the last line say.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     folder = Path(tempfile.mkdtemp(prefix="megatron_pp_"))
-    os.environ["MEGATRON_PP_REPORTS"] = str(folder)  # see examples/gpt/reports.py
+    os.environ["MEGATRON_PP_REPORTS"] = str(folder)  # see examples/gpt/ending.py
     try:
         code = run(folder)
     finally:

@@ -32,9 +32,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     gc.disable()  # a seventh of the time to import torch goes into finding no garbage
     try:
-        from examples.gpt.program import end_process, main
+        from examples.gpt.ending import end_process
+        from examples.gpt.program import main
     except ModuleNotFoundError as error:
-        if error.name not in ("tyro", "tomli"):
+        if error.name != "tyro":
             raise
         sys.exit(f"train.py: {error}; install the project's extra: pip install -e '.[train]'")
     gc.freeze()  # nor is it looked through later

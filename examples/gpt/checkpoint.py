@@ -17,51 +17,39 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
-from examples.gpt.distributed import on_all_ranks
 from examples.gpt.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError, NoCheckpointError
 from examples.gpt.files import open_plain, read_text, sync_folder, write_atomically
 
 LATEST, DESCRIPTION, FORMAT = "latest", "description.json", 3
 _NAME = re.compile(r"step-[0-9A-Za-z._-]{1,80}")
-_OUR_NAME = re.compile(r"step-\d{8,}(-\d+)?")
-_UNFINISHED = re.compile(rf"\.{_OUR_NAME.pattern}\.unfinished")
 _TENSOR_FILE = re.compile(r"__\d+_\d+\.distcp")
-_OUR_FILE = re.compile(rf"{_TENSOR_FILE.pattern}|\.metadata(\.tmp)?|\.?{re.escape(DESCRIPTION)}(\.new)?")
-_CONTENT = {"name": str, "step": int, "layout": dict, "progress": dict, "files": dict, "tensors": dict}
-_TENSOR = {"relative_path": str, "offset": int, "length": int, "shape": list}
-_AT_ONCE = 1 << 24  # bytes
 
-
-class SavedTensor(NamedTuple):
-    """Where a tensor is: ``length`` bytes from ``offset`` on in a file. The names are those that DCP asks for."""
-
-    relative_path: str
-    offset: int
-    length: int
-    shape: list[int]
-
-    @property
-    def transform_descriptors(self) -> tuple[str, ...]:
-        """Nothing is compressed."""
-        return ()
+# What a description holds: a type, a list of them, fields by name, or any names (...) for values of one kind.
+_TENSOR = {"relative_path": str, "offset": int, "length": int, "shape": [int]}
+_CONTENT: dict[str, Any] = {"name": str, "step": int, "layout": dict, "progress": dict}
+_CONTENT |= {"files": {...: int}, "tensors": {...: _TENSOR}}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint in the folder ``path``, as its description says. ``name`` is the folder's when it was written (a
     copy has another), ``step`` counts optimizer steps, ``layout`` is what a run must have in common with it,
-    ``progress`` the run's own notes, ``files`` the CRC-32 of each file."""
+    ``progress`` the run's own notes, ``files`` the CRC-32 of each file. A tensor is in the file ``relative_path``,
+    ``length`` bytes from ``offset`` on."""
 
     path: Path
     name: str
@@ -69,41 +57,27 @@ class Checkpoint:
     layout: dict[str, Any]
     progress: dict[str, Any]
     files: dict[str, int]
-    tensors: dict[str, SavedTensor]
-
-    def note(self, name: str, *kinds: type) -> Any:
-        """A value of ``progress``. Raises CheckpointError if it is none of ``kinds``."""
-        value, place = self.progress.get(name), self.path / DESCRIPTION
-        if type(value) not in kinds:
-            raise CheckpointError(f"{place}: progress.{name} is {value!r:.60}; it must be a {kinds[0].__name__}")
-        return value
+    tensors: dict[str, dict[str, Any]]
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at ``path``: its own folder, a folder of checkpoints, or a run's folder. Reads JSON only. Raises
     NoCheckpointError if there is none, CheckpointError if its description cannot be used."""
     for folder in (path, path / "checkpoints"):
-        if os.path.lexists(folder / LATEST) and not os.path.lexists(folder / DESCRIPTION):
-            name = newest_name(folder)
-            if name is None:
-                raise CheckpointError(f"{folder / LATEST} names no checkpoint; {_advice(folder)}")
-            folder = folder / name
-        elif not os.path.lexists(folder / DESCRIPTION):
-            continue
+        is_one, has_some = (os.path.lexists(folder / name) for name in (DESCRIPTION, LATEST))
         try:
-            return read_description(folder)
+            if is_one or has_some:
+                return read_description(folder if is_one else folder / _newest_name(folder))
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_advice(folder.parent)}") from error
+            raise CheckpointError(f"{error}; {_advice(folder.parent if is_one else folder)}") from error
     raise NoCheckpointError(f"there is no checkpoint at {path}; give a run's folder or one of its checkpoints/step-...")
 
 
-def newest_name(folder: Path) -> str | None:
-    """What ``latest`` in a folder of checkpoints names; ``None`` if there is none, or one that cannot be used."""
-    try:
-        name = read_text(folder / LATEST).strip()
-    except (OSError, ValueError):
-        return None
-    return name if _NAME.fullmatch(name) else None
+def _newest_name(folder: Path) -> str:
+    with suppress(OSError, ValueError):
+        if _NAME.fullmatch(name := read_text(folder / LATEST).strip()):
+            return name
+    raise CheckpointError(f"{folder / LATEST} names no checkpoint")
 
 
 def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
@@ -117,8 +91,7 @@ def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
 
 def write_description(checkpoint: Checkpoint) -> None:
     """Write it into the checkpoint's folder. Raises OSError."""
-    tensors = {name: saved._asdict() for name, saved in checkpoint.tensors.items()}
-    content = {"format": FORMAT, **{name: getattr(checkpoint, name) for name in _CONTENT}, "tensors": tensors}
+    content = {"format": FORMAT, **{name: getattr(checkpoint, name) for name in _CONTENT}}
     text = json.dumps({**content, "crc32": _crc32(content)}, indent=1)
     write_atomically(checkpoint.path / DESCRIPTION, text + "\n")
 
@@ -127,74 +100,55 @@ def read_description(folder: Path) -> Checkpoint:
     """The checkpoint in ``folder``. Raises CheckpointError: the description is missing, damaged, of another format."""
     try:
         content = json.loads(read_text(folder / DESCRIPTION))
-        _check("the description", content, dict)
+        _check("description", content, dict)
         found, crc32 = content.pop("format", None), content.pop("crc32", None)
         if type(found) is not int or found != FORMAT:
             raise ValueError(f"format is {found!r:.60}; this version reads {FORMAT}: begin a new run")
         if crc32 != _crc32({"format": FORMAT, **content}):
             raise ValueError("it is damaged: its content does not have the CRC-32 that it names")
-        _check_fields("", content, _CONTENT)
-        for name, file_crc32 in content["files"].items():
-            _check(f"the CRC-32 of {name:.80}", file_crc32, int)
+        _check("description", content, _CONTENT)
+        for name in content["files"]:
             if not _TENSOR_FILE.fullmatch(name):
                 raise ValueError(f"{name!r:.80} is no name of a file of tensors")
-        for name, entry in content["tensors"].items():
-            where = f"tensor {name:.80}: "
-            _check_fields(where, entry, _TENSOR)
-            for size in entry["shape"]:
-                _check(f"{where}a size in shape", size, int)
-            if entry["relative_path"] not in content["files"]:
-                raise ValueError(f"{where}relative_path is {entry['relative_path']!r:.60}, which is none of files")
+        for name, place in content["tensors"].items():
+            if place["relative_path"] not in content["files"]:
+                raise ValueError(f"tensor {name:.80}: {place['relative_path']!r:.60} is none of files")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / DESCRIPTION} cannot be used: {error}") from error
-    tensors = {name: SavedTensor(**entry) for name, entry in content.pop("tensors").items()}
-    return Checkpoint(folder, tensors=tensors, **content)
+    return Checkpoint(folder, **content)
 
 
 def _crc32(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _check_fields(where: str, content: Any, kinds: dict[str, type]) -> None:
-    """Raises ValueError unless ``content`` is a dict of exactly these fields."""
-    _check(f"{where}the entry", content, dict)
-    if unlike := content.keys() ^ kinds.keys():
-        legal = f"it must hold {', '.join(kinds)}"
-        raise ValueError(f"{where}fields {sorted(unlike)!s:.80} are missing or unknown; {legal}")
-    for name, kind in kinds.items():
-        _check(f"{where}{name}", content[name], kind)
-
-
-def _check(name: str, value: Any, kind: type[Any]) -> None:
+def _check(name: Any, value: Any, kind: Any) -> None:
+    """Raises ValueError unless ``value`` is of a kind as in _CONTENT."""
+    wanted: type[Any] = kind if isinstance(kind, type) else type(kind)
     # Below 2**63: what the system takes as a size or an offset.
-    if type(value) is not kind or (kind is int and not 0 <= value < 2**63):
-        legal = "whole number from 0" if kind is int else kind.__name__
+    if type(value) is not wanted or (wanted is int and not 0 <= value < 2**63):
+        legal = "whole number from 0" if wanted is int else wanted.__name__
         raise ValueError(f"{name} is {value!r:.60}; it must be a {legal}")
+    if isinstance(kind, list):
+        for item in value:
+            _check(f"{name}[]", item, kind[0])
+    elif isinstance(kind, dict):
+        kinds = dict.fromkeys(value, kind[...]) if ... in kind else kind
+        if unlike := value.keys() ^ kinds.keys():
+            raise ValueError(f"{name}: {sorted(unlike)!s:.80} is missing or unknown; it must hold {', '.join(kinds)}")
+        for part, of_part in kinds.items():
+            _check(f"{name}.{part:.80}", value[part], of_part)
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill this rank's ``tensors`` in place, which may be others than this rank has saved. Collective. Each file is
-    compared with its CRC-32 first, by one of the ranks. Raises CheckpointError on every rank."""
-
-    def failed(said: str) -> CheckpointError:
-        advice = _advice(checkpoint.path.parent)
-        return CheckpointError(f"checkpoint {checkpoint.path} cannot be loaded: {said}; {advice}")
-
-    own = sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]
-    on_all_ranks(lambda: check_files(checkpoint, own), failed)
-    try:
-        read_tensors(checkpoint, tensors)
-    except CheckpointError as error:
-        raise failed(str(error)) from error
-
-
-def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """``load_tensors`` without the comparison of the files; also outside of a process group."""
+    """Fill this rank's ``tensors`` in place, which may be others than this rank has saved. Collective where there is a
+    process group. Each file is compared with its CRC-32 before it is read. Raises CheckpointError on every rank."""
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     try:
         dcp.load(dict(tensors), storage_reader=_Reader(checkpoint), planner=planner)
     except dcp.CheckpointException as error:
-        raise CheckpointError(_said(error)) from error
+        advice = _advice(checkpoint.path.parent)
+        raise CheckpointError(f"checkpoint {checkpoint.path} cannot be loaded: {_said(error)}; {advice}") from error
 
 
 def check_files(checkpoint: Checkpoint, names: Iterable[str]) -> None:
@@ -217,12 +171,16 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
         kinds, places = {}, {}
-        for name, saved in self.checkpoint.tensors.items():
-            size, origin = torch.Size(saved.shape), torch.Size([0] * len(saved.shape))
+        for name, place in self.checkpoint.tensors.items():
+            size, origin = torch.Size(place["shape"]), torch.Size([0] * len(place["shape"]))
             whole = [dcp_metadata.ChunkStorageMetadata(origin, size)]
             kinds[name] = dcp_metadata.TensorStorageMetadata(dcp_metadata.TensorProperties(), size, whole)
-            places[dcp_metadata.MetadataIndex(name, origin)] = saved
+            places[dcp_metadata.MetadataIndex(name, origin)] = SimpleNamespace(**place, transform_descriptors=())
         return dcp_metadata.Metadata(kinds, storage_data=places)  # type: ignore[arg-type]
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
+        check_files(self.checkpoint, {self.storage_data[item.storage_index].relative_path for item in plan.items})
+        return super().read_data(plan, planner)
 
 
 def _said(error: dcp.CheckpointException) -> str:
@@ -230,64 +188,83 @@ def _said(error: dcp.CheckpointException) -> str:
     return "; ".join(sorted({str(failure) for failure, _ in error.failures.values()}))
 
 
-class CheckpointWriter:
-    """Writes a run's checkpoints into ``folder``, keeps the ``keep`` newest, and removes nothing but its own."""
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    crc32: int  # of the file
+
+
+class CheckpointWriter(dcp.FileSystemWriter):
+    """Writes a run's checkpoints into ``folder``, keeps the ``keep`` newest, and removes nothing but its own.
+
+    DCP calls the methods below ``save``; an error of one rank it raises on all."""
 
     def __init__(self, folder: Path, keep: int, layout: dict[str, Any]) -> None:
+        super().__init__(folder)
         self.folder, self.keep, self.layout = folder, keep, layout
 
     def save(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> Path:
         """Write a checkpoint; its folder. Collective. Raises CheckpointWriteError on every rank.
 
         Tensors of one name on several ranks must hold equal values (those of data-parallel replicas do)."""
-        rank = dist.get_rank()
-        name = self._on_all_ranks(lambda: self._begin(step) if rank == 0 else "")[0]
-        unfinished = self.folder / f".{name}.unfinished"
+        self.step, self.progress, self.name = step, progress, ""
         try:
-            try:
-                metadata = dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(unfinished))
-            except dcp.CheckpointException as error:
-                raise self._failed(_said(error)) from error
-            own = unfinished.glob(f"__{rank}_*.distcp")
-            parts = self._on_all_ranks(lambda: {path.name: _crc32_of(path) for path in own})
-            files = {name: crc32 for part in parts for name, crc32 in part.items()}
-            checkpoint = Checkpoint(unfinished, name, step, self.layout, progress, files, _tensors_of(metadata))
-            self._on_all_ranks(lambda: self._publish(checkpoint) if rank == 0 else None)
-        except BaseException:
-            if rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        return self.folder / name
+            dcp.save(dict(tensors), storage_writer=self)
+        except dcp.CheckpointException as error:
+            if self.name and dist.get_rank() == 0:
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise CheckpointWriteError(f"a checkpoint in {self.folder} cannot be written: {_said(error)}") from error
+        return self.folder / self.name
 
-    def _failed(self, said: str) -> CheckpointWriteError:
-        return CheckpointWriteError(f"a checkpoint in {self.folder} cannot be written: {said}")
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        return plan  # rank 0 makes the folder
 
-    def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
-        return on_all_ranks(action, self._failed)
-
-    def _begin(self, step: int) -> str:
-        """Make an empty folder to write to, and choose the name to publish it under."""
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        """On rank 0: make an empty folder to write to, and choose the name to publish it under."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.iterdir():
-            if _UNFINISHED.fullmatch(path.name) and _holds_only_our_files(path):
+        for path in self.folder.glob(".step-*.unfinished"):
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-        name, repeat = f"step-{step:08d}", 1
+        name, repeat = f"step-{self.step:08d}", 1
         # A run resumed from an earlier checkpoint reaches the same step again; what is there stays whole.
         while any(os.path.lexists(self.folder / taken) for taken in (name, f".{name}.unfinished")):
             repeat += 1
-            name = f"step-{step:08d}-{repeat}"
+            name = f"step-{self.step:08d}-{repeat}"
         (self.folder / f".{name}.unfinished").mkdir()
-        return name
+        return [
+            replace(plan, storage_data=SimpleNamespace(prefix=f"__{rank}_", name=name))
+            for rank, plan in enumerate(plans)
+        ]
 
-    def _publish(self, checkpoint: Checkpoint) -> None:
-        write_description(checkpoint)
-        sync_folder(checkpoint.path)
-        os.rename(checkpoint.path, self.folder / checkpoint.name)
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        self.name = plan.storage_data.name
+        self.path = self.folder / f".{self.name}.unfinished"
+        written = super().write_data(plan, planner).wait()
+        crc32 = {name: _crc32_of(self.path / name) for name in {at.storage_data.relative_path for at in written}}
+        results: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        results.set_result([_Written(**vars(at), crc32=crc32[at.storage_data.relative_path]) for at in written])
+        return results
+
+    def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0: describe the checkpoint, give it its name, and remove those that are too many."""
+        super().finish(metadata, results)
+        files, tensors = {}, {}
+        sizes: dict[str, Any] = metadata.state_dict_metadata
+        written: Any
+        for written in (at for of_rank in results for at in of_rank):
+            place, name = written.storage_data, written.index.fqn
+            files[place.relative_path] = written.crc32
+            tensors[name] = {field: getattr(place, field) for field in ("relative_path", "offset", "length")}
+            tensors[name]["shape"] = list(sizes[name].size)
+        unfinished = Path(self.path)
+        write_description(Checkpoint(unfinished, self.name, self.step, self.layout, self.progress, files, tensors))
+        sync_folder(unfinished)
+        os.rename(unfinished, self.folder / self.name)
         sync_folder(self.folder)
-        write_atomically(self.folder / LATEST, checkpoint.name + "\n")
+        write_atomically(self.folder / LATEST, self.name + "\n")
         sync_folder(self.folder)  # before what it has named until now is removed
-        others = [path for path in _by_age(self.folder) if path.name != checkpoint.name and _is_ours(path)]
-        for path in others[max(self.keep, 1) - 1 :]:
+        # Copies have other names than their descriptions, and are the user's.
+        ours = [found.path for found in _described(self.folder) if found.name == found.path.name != self.name]
+        for path in ours[max(self.keep, 1) - 1 :]:
             # Renamed first: a removal that is cut short leaves no half checkpoint under a valid name.
             doomed = path.with_name(f".{path.name}.unfinished")
             if not os.path.lexists(doomed):
@@ -295,51 +272,30 @@ class CheckpointWriter:
                 shutil.rmtree(doomed)
 
 
-def _tensors_of(metadata: Any) -> dict[str, SavedTensor]:
-    """Where DCP has put each tensor."""
-    sizes = {name: list(kind.size) for name, kind in metadata.state_dict_metadata.items()}
-    places = {index.fqn: place for index, place in metadata.storage_data.items()}
-    return {n: SavedTensor(at.relative_path, at.offset, at.length, sizes[n]) for n, at in places.items()}
-
-
 def _crc32_of(path: Path) -> int:
     crc32 = 0
     with open_plain(path) as file:
-        while part := file.read(_AT_ONCE):
+        while part := file.read(1 << 24):
             crc32 = zlib.crc32(part, crc32)
     return crc32
 
 
 def _advice(folder: Path) -> str:
-    """Which checkpoint of a folder to use instead of a damaged one. Reads them, newest first."""
-    for path in _by_age(folder):
-        try:
-            checkpoint = read_description(path)
+    """Which checkpoint of a folder to use instead of a damaged one."""
+    for checkpoint in _described(folder):
+        with suppress(CheckpointError):
             check_files(checkpoint, checkpoint.files)
-        except CheckpointError:
-            continue
-        return f"the newest whole checkpoint there is {path}: give that one"
+            return f"the newest whole checkpoint there is {checkpoint.path}: give that one"
     return f"there is no whole checkpoint in {folder}: begin a new run"
 
 
-def _by_age(folder: Path) -> list[Path]:
-    """The folders in ``folder`` that are named and filled as checkpoints are, newest first; links are none."""
+def _described(folder: Path) -> Iterator[Checkpoint]:
+    """The checkpoints in ``folder`` whose descriptions can be used, newest first; links are none."""
     try:
-        paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and not path.is_symlink()]
-        dated = [((path / DESCRIPTION).stat().st_mtime_ns, path) for path in paths if (path / DESCRIPTION).is_file()]
+        files = [path / DESCRIPTION for path in folder.glob("step-*") if not path.is_symlink()]
+        dated = sorted(((file.stat().st_mtime_ns, file.parent) for file in files if file.is_file()), reverse=True)
     except OSError:  # another run is removing one
-        return []
-    return [path for _, path in sorted(dated, reverse=True)]
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether it is a checkpoint that was written here under this name, and nothing was put into it since."""
-    try:
-        named = _OUR_NAME.fullmatch(path.name) is not None and read_description(path).name == path.name
-    except CheckpointError:
-        return False
-    return named and _holds_only_our_files(path)
-
-
-def _holds_only_our_files(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink() and all(_OUR_FILE.fullmatch(name) for name in os.listdir(path))
+        return
+    for _, path in dated:
+        with suppress(CheckpointError):
+            yield read_description(path)

@@ -19,6 +19,7 @@ from torch import Tensor
 from examples.gpt.errors import DataError
 
 VOCAB_SIZE = 256  # tokens are bytes
+Microbatch = tuple[int, Tensor, Tensor]  # its number in the run, over all replicas; tokens and labels, int64 [b, s]
 
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 # Not part of every Python installation, or not the library itself.
@@ -36,7 +37,7 @@ def read_text(paths: Sequence[str], max_bytes: int) -> bytes:
             with open(file, "rb") as source:
                 text += source.read(max_bytes - len(text))
         except OSError as error:
-            raise DataError(f"cannot read data file {file}: {error.strerror}; give readable files to --data") from error
+            raise DataError(f"cannot read data file {file}: {error.strerror}; give others to --data") from error
     if not text:
         raise DataError(f"no text in {', '.join(map(str, paths)) or 'the standard library'}; give others to --data")
     return bytes(text)
@@ -45,11 +46,8 @@ def read_text(paths: Sequence[str], max_bytes: int) -> bytes:
 def _files_at(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    if not path.is_dir():  # a pipe, for one, gives its text to one rank only
-        problem = "is neither a file nor a folder" if path.exists() else "does not exist"
-        raise DataError(f"data path {path} {problem}; give existing files or folders to --data")
-    if not os.access(path, os.R_OK | os.X_OK):
-        raise DataError(f"cannot read data folder {path}: permission denied; give readable files to --data")
+    if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):  # a pipe, for one, gives its text to one rank only
+        raise DataError(f"data path {path} is no file or readable folder; give others to --data")
     files = sorted(path.rglob("*"))
     return [f for f in files if f.is_file() and not any(part[0] == "." for part in f.relative_to(path).parts)]
 
@@ -93,14 +91,6 @@ class BatchShape(NamedTuple):
         return self.samples * self.seq_length
 
 
-class Microbatch(NamedTuple):
-    """``number`` counts the microbatches of the run, of all replicas; tokens and labels are int64 ``[b, s]``."""
-
-    number: int
-    tokens: Tensor | None = None
-    labels: Tensor | None = None
-
-
 class SampleOrder:
     """Samples of a text: windows of ``seq_length + 1`` tokens that overlap by one, in a shuffled order per epoch.
     ``tokens`` is uint8, of one dimension. Raises DataError if the text, which is called ``name`` in the message, does
@@ -124,14 +114,12 @@ class SampleOrder:
         windows = torch.stack([self._window(first + i) for i in range(shape.micro_batch_size)]).long()
         return windows[:, :-1], windows[:, 1:]
 
-    def step_iterator(
-        self, step: int, data_parallel_rank: int, device: torch.device, numbers_only: bool = False
-    ) -> Iterator[Microbatch]:
+    def step_iterator(self, step: int, data_parallel_rank: int, device: torch.device) -> Iterator[Microbatch]:
         """All microbatches of step ``step`` for one replica, in order, on ``device``."""
         for microbatch in range(self.shape.num_microbatches):
             place = microbatch * self.shape.data_parallel_size + data_parallel_rank
-            content = () if numbers_only else self.microbatch(step, microbatch, data_parallel_rank)
-            yield Microbatch(step * self.shape.microbatches + place, *(tensor.to(device) for tensor in content))
+            tokens, labels = self.microbatch(step, microbatch, data_parallel_rank)
+            yield step * self.shape.microbatches + place, tokens.to(device), labels.to(device)
 
     def _window(self, sample: int) -> Tensor:
         epoch, index = divmod(sample, self.num_samples)

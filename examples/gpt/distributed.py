@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from examples.gpt.errors import ArgumentError, TrainingError, counted
+from examples.gpt.errors import ArgumentError, TrainingError
 from megatron_pp import parallel_state
+from megatron_pp.draw.facts import counted
 from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
 from megatron_pp.runtime.communicators import close_communicators
 
@@ -41,9 +42,8 @@ def choose_device(wanted: str, process: Process) -> torch.device:
     ArgumentError: ``cuda`` without enough GPUs."""
     gpus, needed = torch.cuda.device_count() if wanted != "cpu" else 0, process.local_world_size
     if wanted == "cuda" and gpus < needed:
-        ranks = f"{needed} process{'es' if needed > 1 else ''}"
-        there = f"--device is cuda, but this machine has {counted(gpus, 'GPU')} for {ranks}"
-        raise ArgumentError(f"{there}; each needs one: start fewer processes or give --device cpu")
+        there = f"--device is cuda, but of {counted(needed, 'rank')} here each needs a GPU, and there are {gpus}"
+        raise ArgumentError(f"{there}: start fewer, or give --device cpu")
     return torch.device("cuda", process.local_rank) if gpus >= needed else torch.device("cpu")
 
 
@@ -92,28 +92,25 @@ def agreed_place(store: Any, rank: int, world_size: int) -> str:
     return place
 
 
-def on_all_ranks(action: Callable[[], Any], failed: Callable[[str], Exception] | None = None) -> list[Any]:
+def on_all_ranks(action: Callable[[], Any]) -> list[Any]:
     """Run ``action`` on every rank. Returns what it gave on each. Collective. Where it raised a TrainingError or
-    OSError on any rank, every rank raises ``failed`` of what they all said, or, if that is not given, the first rank's
-    error itself."""
-    result, failure = None, None
+    OSError, every rank raises the first of these."""
     try:
         result = action()
     except (TrainingError, OSError) as error:
-        failure = error
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (result, failure))
-    failures = [failure for _, failure in outcomes if failure is not None]
-    if failures:
-        raise failed("; ".join(sorted({str(failure) for failure in failures}))) if failed else failures[0]
-    return [result for result, _ in outcomes]
+        result = error
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, result)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
 
 
 def check_same_settings(settings: Mapping[str, Any]) -> None:
     """Raises ArgumentError on every rank where processes were started with different settings. Collective."""
-    everyone = on_all_ranks(lambda: dict(settings))
-    for rank, others in enumerate(everyone):
-        for name, first in everyone[0].items():
-            if others[name] != first:
-                different = f"--{name.replace('_', '-')} is {first} on rank 0 and {others[name]} on rank {rank}"
-                raise ArgumentError(f"{different}; start all nodes with the same flags")
+    first, *others = on_all_ranks(lambda: dict(settings))
+    for rank, other in enumerate(others, start=1):
+        for name in (name for name in first if other[name] != first[name]):
+            different = f"--{name.replace('_', '-')} is {first[name]} on rank 0 and {other[name]} on rank {rank}"
+            raise ArgumentError(f"{different}; start all nodes with the same flags")

@@ -17,10 +17,10 @@ class DataError(TrainingError, OSError):
     """A data path cannot be read, or the text is too short."""
 
 
-class RunInUseError(TrainingError):
-    """Another run works in the run's folder."""
+class NonFiniteLossError(TrainingError):
+    """The loss or the gradient became infinite or not a number."""
 
-    exit_code = 5
+    exit_code = 1
 
 
 class CheckpointError(TrainingError):
@@ -45,12 +45,7 @@ class CheckpointWriteError(CheckpointError):
     exit_code = 4
 
 
-class NonFiniteLossError(TrainingError, ArithmeticError):
-    """The loss or the gradient became infinite or not a number."""
+class RunInUseError(TrainingError):
+    """Another run works in the run's folder."""
 
-    exit_code = 1
-
-
-def counted(number: int, name: str) -> str:
-    """``1 step``, ``2 steps``."""
-    return f"{number} {name}{'' if number == 1 else 's'}"
+    exit_code = 5

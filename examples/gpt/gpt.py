@@ -20,21 +20,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_pp import SplitOutputLayer, sequence_slice
-from megatron_pp.errors import ConfigError
 from megatron_pp.runtime.sequence_slices import SequenceSlice
 
 EMBEDDING, OUTPUT, OUTPUT_ROWS = "embedding.weight", "output.weight", "output_rows."
 ROTARY_BASE = 10000.0
-
-
-def check_model_config(config: Any) -> None:
-    """Raises ConfigError where heads do not divide the hidden size, or a head's size is odd."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    if hidden % heads or (hidden // heads) % 2:
-        raise ConfigError(
-            f"hidden_size {hidden} over {heads} attention heads gives {hidden / heads:g} numbers a head: rotary "
-            f"positions need a whole, even number; choose hidden_size as a multiple of {2 * heads}"
-        )
 
 
 class RotaryEmbedding(nn.Module):
@@ -52,8 +41,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """Rotate ``x`` of shape ``[b, heads, s, head_dim]``, whose first token is number ``start`` of its sequence; the
-        result has its shape and dtype."""
+        """Rotate ``x`` of shape ``[b, heads, s, head_dim]``, whose first token is number ``start`` of its sequence."""
         cos, sin = (table[start : start + x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -78,19 +66,15 @@ class CausalSelfAttention(nn.Module):
         query, key = rotary(query, start), rotary(key, start)
         if part is not None:
             key, value = part.extend(self, key, value, dim=2)
-        options: dict[str, Any] = {"dropout_p": self.dropout if self.training else 0.0}
-        if start == 0:
-            options["is_causal"] = True
-        else:
-            options["attn_mask"] = causal_rows(start, start + s, query.dtype, query.device)
-        context = F.scaled_dot_product_attention(query, key, value, **options)
+        mask = causal_rows(start, start + s, query.dtype, query.device) if start else None
+        dropout = self.dropout if self.training else 0.0
+        context = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=mask is None)
         return self.proj(context.permute(2, 0, 1, 3).reshape(s, b, h))
 
 
 @lru_cache(maxsize=64)
 def causal_rows(start: int, stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The mask of tokens ``start`` to ``stop`` among all up to ``stop``: one for all layers and microbatches, as each
-    use saves it for its backward."""
+    """The mask of tokens ``start`` to ``stop`` among all up to ``stop``: one tensor, as each use saves it."""
     return torch.full((stop - start, stop), -math.inf, dtype=dtype, device=device).triu_(start + 1)
 
 
@@ -120,17 +104,15 @@ def dropped(block: Any, branch: Tensor) -> Tensor:
 
 
 class LayerParts:
-    """What a GPT stage is built from; ``norm`` is called with the hidden size and ``eps``.
-
-    These parts are torch's own. Those of Transformer Engine (libraries.py) have the same methods."""
+    """What a GPT stage is built from: torch's own parts, with ``norm``, called with the hidden size and ``eps``. Those
+    of Transformer Engine (libraries.py) have the same methods."""
 
     def __init__(self, norm: Callable[..., nn.Module] = nn.LayerNorm) -> None:
         self.norm = norm
         self.replicas: Any = None  # process group of the ranks that hold the same weights; None: there are no others
 
     def block(self, config: Any, layer: int) -> nn.Module:
-        """Layer ``layer`` (0-based, in the whole model): called with ``(hidden [s, b, h], rotary)``, and with the slice
-        of the sequence where there are several."""
+        """Layer ``layer`` (0-based, in the whole model): called with ``(hidden [s, b, h], rotary, slice or None)``."""
         return Block(config, self.norm)
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -149,18 +131,17 @@ def seed_of(*parts: object) -> int:
 
 
 def _initialize(block: nn.Module, std: float, seed: int, name: str, num_layers: int = 0) -> None:
-    """Draw the matrices of the part of the model called ``name``, in fp32 on the CPU; norms start as the identity.
+    """Draw the matrices of the part of the model called ``name``, in fp32 on the CPU, however the model is cut.
 
-    Weights do not depend on how the model is cut. In one of ``num_layers`` layers, matrices that write to the residual
-    stream get ``std / sqrt(2 * num_layers)`` (GPT-2 report, section 2.3)."""
+    In one of ``num_layers`` layers, matrices that write to the residual stream get ``std / sqrt(2 * num_layers)``
+    (GPT-2 report, section 2.3)."""
     generator = torch.Generator().manual_seed(seed_of(seed, name))
-    with torch.no_grad():
-        for parameter_name, parameter in block.named_parameters():
-            if parameter.dim() < 2:
-                continue
-            writes_to_stream = parameter_name.endswith(("proj.weight", "down.weight", "fc2_weight"))
+    for own_name, parameter in block.named_parameters():
+        if parameter.dim() > 1:
+            writes_to_stream = own_name.endswith(("proj.weight", "down.weight", "fc2_weight"))
             scale = std / math.sqrt(2 * num_layers) if writes_to_stream else std
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * scale)
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * scale
+            parameter.detach().copy_(drawn)
 
 
 class GPTStage(nn.Module):
@@ -169,20 +150,15 @@ class GPTStage(nn.Module):
     The first stage owns the token embedding, the last one the final norm and the output projection, and each the layers
     it is given, which may be none. Activations between stages have dtype ``config.pipeline_dtype`` (fp32 if not set).
 
-    With ``share_embeddings_and_output_weights`` the output projection is a copy of the embedding that starts equal to
-    it, even where both lie in one process: ``optimizer.sum_tied_gradients`` then adds the two gradients in the same
-    order however the model is cut.
-
-    With ``output_split`` every stage has its rows of the output projection, and the last one no more than that.
-
     Args:
         config: sizes, ``init_method_std``, dropout and ``pipeline_dtype``, under Megatron's field names.
         layers: numbers (0-based, in the whole model) of this stage's layers, ascending.
         pre_process, post_process: this is the first, the last stage.
+        share_embeddings_and_output_weights: the output projection starts equal to the embedding, and is a copy even in
+            one process: ``optimizer.sum_tied_gradients`` adds the gradients in one order however the model is cut.
         vp_stage: number of this chunk on its rank, ``None`` without virtual pipelining.
-        seed: of the weights and of dropout, whose numbers follow from the seed, the microbatch and the layer alone:
-            they do not depend on how the model is cut or where a run was continued, and no state of theirs is saved.
-        output_split: the pipeline rank and size, where the schedule splits the output layer over all ranks.
+        seed: of the weights and of dropout, whose numbers follow from the seed, the microbatch and the layer alone.
+        output_split: the pipeline rank and size, where each rank has its rows of the output projection.
     """
 
     def __init__(
@@ -201,7 +177,6 @@ class GPTStage(nn.Module):
         output_split: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
-        check_model_config(config)
         self.config, self.vp_stage, self.seed = config, vp_stage, seed
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
@@ -237,31 +212,20 @@ class GPTStage(nn.Module):
     def set_is_first_microbatch(self) -> None:
         """Called by the schedule before a step's first microbatch: weights may have changed."""
         for block in self.layers.values():
-            if hasattr(block, "is_first_microbatch"):
-                block.is_first_microbatch = True  # type: ignore[assignment]
+            block.is_first_microbatch = True  # type: ignore[assignment]  # only Transformer Engine's read it
 
     def forward(
-        self,
-        tokens: Tensor | None = None,
-        labels: Tensor | None = None,
-        microbatch: int = 0,
-        checkpoint_activations: bool = False,
+        self, tokens: Tensor | None = None, labels: Tensor | None = None, microbatch: int = 0, recompute: bool = False
     ) -> Tensor:
         """Run the stage on one microbatch, or on the slice of it that the engine is at (``sequence_slice``).
 
-        Args:
-            tokens: int64 ``[b, s]``; read by the first stage only.
-            labels: int64 ``[b, s]``, the token after each of ``tokens``; read by the last stage only, or by all where
-                the output layer is split.
-            microbatch: its number in the run, from which dropout's numbers follow.
-            checkpoint_activations: keep only each layer's input and compute the rest again in backward.
+        ``tokens`` and ``labels``, the token after each, are int64 ``[b, s]``: read by the first and the last stage,
+        labels by all where the output layer is split. ``microbatch`` is its number in the run, from which dropout's
+        numbers follow. ``recompute``: keep only each layer's input, and compute the rest again in backward.
 
-        Returns:
-            An activation ``[s, b, h]``, of the slice's tokens; on the last stage the loss of each token, fp32 or wider
-            ``[b, s]``, or logits ``[b, s, vocab]`` when there are no labels; an activation where the output is split.
-        """
+        Returns an activation ``[s, b, h]``; on the last stage, unless the output is split, the loss of each token, fp32
+        or wider ``[b, s]``, or logits ``[b, s, vocab]`` when there are no labels."""
         part = sequence_slice()
-        of_slice = () if part is None else (part,)
         if part is not None:
             tokens, labels = (None if given is None else part.of(given, 1) for given in (tokens, labels))
         hidden = self._stage_input(tokens)
@@ -269,10 +233,10 @@ class GPTStage(nn.Module):
         with self.parts.forward_context():
             for layer, block in self.layers.items():
                 if draws:
-                    which = [f"slice {part.index} of {part.count}"] if part is not None else []
+                    which = [] if part is None else [f"slice {part.index} of {part.count}"]
                     torch.manual_seed(seed_of(self.seed, "dropout", microbatch, layer, *which))
-                inputs = hidden, self.rotary, *of_slice
-                hidden = self.parts.checkpointed(block, *inputs) if checkpoint_activations else block(*inputs)
+                inputs = hidden, self.rotary, part
+                hidden = self.parts.checkpointed(block, *inputs) if recompute else block(*inputs)
         for rows in self.output_rows.values():  # this rank's, where the output layer is split
             assert labels is not None, "a split output layer gives losses, no logits"
             return rows(self.final_norm(hidden).to(self.stream_dtype) if self.post_process else hidden, labels.t())
@@ -305,9 +269,8 @@ def build_gpt_chunks(
     device: torch.device | None = None,
     **options: Any,
 ) -> list[GPTStage]:
-    """The model chunks of one rank, on ``device`` (the CPU by default); ``options``: see GPTStage. ``stages``: the
-    stage that each chunk is, in chunk order; ``layers_of_stage``: for every stage of the model, the numbers of its
-    layers."""
+    """The model chunks of one rank, on ``device`` (the CPU by default), with ``options`` of GPTStage. ``stages``: which
+    stage each chunk is; ``layers_of_stage``: for every stage of the model, the numbers of its layers."""
     chunks = []
     for chunk, stage in enumerate(stages):
         options |= {"pre_process": stage == 0, "post_process": stage == len(layers_of_stage) - 1}

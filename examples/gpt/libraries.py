@@ -20,7 +20,6 @@ from examples.gpt.gpt import LayerParts, RotaryEmbedding, dropped
 from examples.gpt.settings import Settings
 
 TE = "transformer_engine"
-_NORMS = {"apex": ("apex.normalization", "FusedLayerNorm"), TE: (f"{TE}.pytorch", "LayerNorm")}
 _RECIPES = {
     "delayed": "DelayedScaling",
     "tensorwise": "Float8CurrentScaling",
@@ -44,8 +43,8 @@ class Libraries(NamedTuple):
 
 
 def choose_libraries(settings: Settings, device: torch.device, split: bool) -> Libraries:
-    """Choose as the settings say; ``split``: the schedule has weight-gradient operations. Raises ArgumentError: a
-    library that was asked for is not there, or needs a GPU."""
+    """Choose as the settings say; ``split``: the schedule has weight-gradient operations. Raises ArgumentError where a
+    library that was asked for cannot be used."""
     on_gpu = device.type == "cuda"
     fused_adam = _find("--optimizer-impl", settings.optimizer_impl, "apex", "apex.optimizers", "FusedAdam", on_gpu)
     optimizer = "apex FusedAdam" if fused_adam else f"torch AdamW (fused={on_gpu})"
@@ -54,22 +53,18 @@ def choose_libraries(settings: Settings, device: torch.device, split: bool) -> L
     elif settings.fp8 is not None:
         raise ArgumentError(f"--fp8 is {settings.fp8}, which needs --transformer-impl {TE}")
     else:
-        norm, layers = nn.LayerNorm, "layers: torch; norms: torch LayerNorm"
-        for library, (module, name) in reversed(_NORMS.items()):
-            if (found := _find("--norm-impl", settings.norm_impl, library, module, name, on_gpu)) is not None:
-                norm, layers = found, f"layers: torch; norms: {library} {name}"
-        parts = LayerParts(norm)
+        norm = _find("--norm-impl", settings.norm_impl, "apex", "apex.normalization", "FusedLayerNorm", on_gpu)
+        parts = LayerParts(norm or nn.LayerNorm)
+        layers = f"layers: torch; norms: {'apex FusedLayerNorm' if norm else 'torch LayerNorm'}"
     return Libraries(parts, fused_adam, (layers, f"optimizer: {optimizer}"))
 
 
 def _transformer_engine(settings: Settings, device: torch.device, split: bool) -> tuple[LayerParts, str]:
     flag, on_gpu = "--transformer-impl", device.type == "cuda"
-    if settings.norm_impl not in ("auto", TE):
-        inside = f"the norms of --transformer-impl {TE} are inside of its layers; leave --norm-impl out"
-        raise ArgumentError(f"--norm-impl is {settings.norm_impl}, but {inside}")
+    if settings.norm_impl != "auto":
+        raise ArgumentError(f"--norm-impl is {settings.norm_impl}, but {flag} {TE} has its own norms; leave one out")
     if settings.model.sequence_slices > 1:
-        slices = f"--sequence-slices is {settings.model.sequence_slices}"
-        raise ArgumentError(f"{slices}, but {flag} {TE} keeps no keys and values from slice to slice; leave one out")
+        raise ArgumentError(f"{flag} {TE} keeps no keys and values for --sequence-slices; leave one out")
     te, recipe, precision = _required(flag, TE, f"{TE}.pytorch", on_gpu), None, "no FP8"
     if settings.fp8 is not None:
         recipes = _required(flag, TE, f"{TE}.common.recipe", on_gpu)
@@ -88,9 +83,8 @@ def _find(flag: str, wanted: str, library: str, module: str, name: str, on_gpu: 
     """``module.name`` where it is wanted, or ``auto`` and there; else None."""
     if wanted == library:
         return getattr(_required(flag, library, module, on_gpu), name)
-    if wanted == "auto" and on_gpu:
-        with suppress(ArgumentError):
-            return getattr(_required(flag, library, module, on_gpu), name, None)
+    with suppress(ArgumentError):
+        return getattr(_required(flag, library, module, on_gpu), name, None) if wanted == "auto" else None
     return None
 
 
@@ -108,8 +102,7 @@ def _required(flag: str, library: str, module: str, on_gpu: bool) -> Any:
 class TransformerEngineBlock(nn.Module):
     """One pre-norm transformer layer from four fused modules; arguments as those of TransformerEngineParts.
 
-    Under FP8, copies of the weights are made in a step's first microbatch and kept for the others:
-    ``GPTStage.set_is_first_microbatch`` sets ``is_first_microbatch``, the first forward clears it."""
+    Under FP8, copies of the weights are made in a step's first microbatch and kept for the others."""
 
     def __init__(self, te: Any, config: Any, layer: int, device: torch.device, split: bool, fp8: bool) -> None:
         super().__init__()
@@ -118,20 +111,15 @@ class TransformerEngineBlock(nn.Module):
         if split:  # older releases do not have the keyword
             common["delay_wgrad_compute"] = True
         self.qkv = te.LayerNormLinear(hidden, 3 * hidden, eps=epsilon, **common)
-        self.core_attention = te.DotProductAttention(
-            self.num_heads,
-            hidden // self.num_heads,
-            attention_dropout=config.attention_dropout,
-            qkv_format="sbhd",
-            attn_mask_type="causal",
-            layer_number=layer + 1,
-        )
+        kind: dict[str, Any] = {"qkv_format": "sbhd", "attn_mask_type": "causal", "layer_number": layer + 1}
+        kind["attention_dropout"] = config.attention_dropout
+        self.core_attention = te.DotProductAttention(self.num_heads, hidden // self.num_heads, **kind)
         self.proj = te.Linear(hidden, hidden, **common)
         self.feed_forward = te.LayerNormMLP(hidden, config.ffn_hidden_size, eps=epsilon, activation="gelu", **common)
         self.hidden_dropout = config.hidden_dropout
         self.fp8, self.is_first_microbatch = fp8, True
 
-    def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryEmbedding, part: None = None) -> Tensor:
         """``[s, b, h]`` to ``[s, b, h]``, same dtype."""
         first = self.is_first_microbatch if self.fp8 else None  # None: nothing is kept between microbatches
         x = x + dropped(self, self._attention(x, rotary, first)).to(x.dtype)

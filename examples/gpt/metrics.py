@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import operator
 import os
 import re
 import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from examples.gpt.errors import CheckpointError
 from examples.gpt.files import open_plain, write_atomically
 from examples.gpt.settings import Settings
+from megatron_pp.plan.advise.transformer import GPUS
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 _PICTURES = {
@@ -26,14 +29,13 @@ _PICTURES = {
         "gradient_norm": "gradient norm",
     },
 }
-# Dense bf16, by a part of the device's name.
-_PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "V100": 125.0}
 
 
 def peak_tflops(device: torch.device) -> float:
-    """What the device can compute at most; 0 where that is not known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), 0.0)
+    """What the device can compute at most, dense in bf16; 0 where that is not known."""
+    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
+    found = max((part for part in GPUS if part in name), key=len, default=None)
+    return GPUS[found].flops / 1e12 if found else 0.0
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -51,14 +53,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    for line in lines:
-        try:
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        for line in lines:
             record = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
-            break
-        records.append(record)
+            operator.index(record["step"])
+            records.append(record)
     return records
 
 

@@ -11,42 +11,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from examples.gpt.gpt import EMBEDDING, OUTPUT, OUTPUT_ROWS, GPTStage
+from examples.gpt.settings import Settings
 from megatron_pp import parallel_state
 
 
-def finalize_gradients(
-    chunks: Sequence[GPTStage], last_stage_rank: int, model: Any, num_tokens: Tensor | None = None, **_: Any
-) -> None:
-    """Megatron's ``finalize_model_grads_func``, once the first two arguments are given. In place.
-
-    The data-parallel reduction comes first, the tied embedding's sum after it. ``num_tokens`` (int, one element, right
-    on the last stage, of global rank ``last_stage_rank``) is given under ``calculate_per_token_loss``: gradients are
-    summed over replicas and divided by the tokens of all. Otherwise they are averaged over replicas."""
+def finalize_gradients(chunks: Sequence[GPTStage], *_: Any, **__: Any) -> None:
+    """Megatron's ``finalize_model_grads_func``, once its first argument is given. In place: first the data-parallel
+    mean, then the tied embedding's sum."""
     gradients = [p.grad for chunk in chunks for p in chunk.parameters() if p.grad is not None]
     group = parallel_state.get_data_parallel_group()
     replicas = dist.get_world_size(group)
-    divisor: Tensor | int = replicas
-    if num_tokens is not None:
-        dist.broadcast(num_tokens, src=last_stage_rank, group=parallel_state.get_pipeline_model_parallel_group())
-        dist.all_reduce(num_tokens, group=group)
-        divisor = num_tokens.clamp(min=1)
     if replicas > 1 and gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients])  # one large message, not many small ones
         dist.all_reduce(flat, group=group)
-        for gradient, reduced in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(reduced.view_as(gradient))
-    if gradients and (num_tokens is not None or replicas > 1):
-        torch._foreach_div_(gradients, divisor)
+        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            torch.div(total.view_as(gradient), replicas, out=gradient)
     if chunks[0].output_rows:
         sum_tied_rows(chunks[0], parallel_state.get_pipeline_model_parallel_group())
-        return
-    holds_an_end = parallel_state.is_rank_in_embedding_group()
-    sum_tied_gradients(chunks, parallel_state.get_embedding_group() if holds_an_end else None)
+    elif parallel_state.is_rank_in_embedding_group():
+        sum_tied_gradients(chunks, parallel_state.get_embedding_group())
 
 
 def sum_tied_gradients(chunks: Sequence[GPTStage], group: Any) -> None:
-    """Add the gradients of the tied embedding's two copies, in place, on whichever ranks hold them. Called once a step
-    on every rank. ``group`` is not used where one rank holds both copies."""
+    """Add the gradients of a tied embedding's two copies, in place, once a step on the ranks of ``group``, which hold
+    them. It is not used where one rank holds both."""
     tied = [dict(chunk.named_parameters()) for chunk in chunks if chunk.share_embeddings_and_output_weights]
     copies: list[Any] = [parameters[name] for name in (EMBEDDING, OUTPUT) for parameters in tied if name in parameters]
     if len(copies) == 2:
@@ -108,11 +96,12 @@ class GradientClipper:
         return norm
 
 
-def learning_rate(step: int, peak: float, final: float, warmup_steps: int, total_steps: int) -> float:
-    """The rate of step ``step`` (0-based): a linear rise to ``peak``, then half a cosine to ``final``."""
+def learning_rate(step: int, settings: Settings) -> float:
+    """The rate of step ``step`` (0-based): a linear rise to the peak, then half a cosine to the last one."""
+    peak, final, warmup_steps = settings.learning_rate, settings.min_learning_rate, settings.warmup_steps
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    done = (step - warmup_steps) / max(total_steps - 1 - warmup_steps, 1)
+    done = (step - warmup_steps) / max(settings.train_steps - 1 - warmup_steps, 1)
     return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
 
 
@@ -120,29 +109,23 @@ class NamedAdamW:
     """AdamW over this rank's chunks: torch's, or apex's ``fused_adam``. Matrices are decayed, vectors (norms) are not.
     The state exists from the start, so a checkpoint holds and expects the same tensors at any step."""
 
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        fused_adam: Any | None = None,
-        fused: bool = False,
-    ) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], settings: Settings, fused_adam: Any = None) -> None:
         self.parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
         self._is_apex = fused_adam is not None
         groups = [  # either may be empty, where stages are
-            {"params": [p for p in self.parameters.values() if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in self.parameters.values() if p.dim() >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in self.parameters.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
-        common: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps}
-        if fused_adam is not None:
+        common: dict[str, Any] = {"lr": 0.0, "eps": settings.adam_eps}
+        common["betas"] = settings.adam_beta1, settings.adam_beta2
+        fused = not self._is_apex and any(p.is_cuda for p in self.parameters.values())
+        if self._is_apex:
             self._adamw = fused_adam(groups, adam_w_mode=True, **common)
         else:
             self._adamw = torch.optim.AdamW(groups, fused=fused or None, **common)
         for parameter in self.parameters.values():
             # torch's fused kernel reads its count of steps on the device.
-            step = torch.zeros((), device=parameter.device if fused and not self._is_apex else "cpu")
+            step = torch.zeros((), device=parameter.device if fused else "cpu")
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             self._adamw.state[parameter].update(step=step, **moments)
 

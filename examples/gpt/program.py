@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-import os
-import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +15,18 @@ import torch.distributed as dist
 from examples.gpt.checkpoint import CheckpointWriter
 from examples.gpt.data import VOCAB_SIZE, BatchShape, SampleOrder, read_text, split_text
 from examples.gpt.distributed import Process, check_same_settings, choose_device, joined
-from examples.gpt.errors import TrainingError, counted
+from examples.gpt.ending import StopRequest, exit_code_of, report
+from examples.gpt.errors import TrainingError
 from examples.gpt.gpt import GPTStage, build_gpt_chunks
-from examples.gpt.interrupt import StopRequest
 from examples.gpt.libraries import Libraries, choose_libraries
 from examples.gpt.metrics import Recorder, plot_metrics
 from examples.gpt.optimizer import NamedAdamW
-from examples.gpt.reports import exit_code_of, report
-from examples.gpt.run_folder import Start, agreed_start, find_start, this_launcher
+from examples.gpt.run_folder import agreed_start, find_start
 from examples.gpt.settings import Settings, parse, save_settings
-from examples.gpt.trainer import Texts, Trainer
+from examples.gpt.trainer import Trainer
 from megatron_pp import TransformerConfig, parallel_state, split_weight_grad
 from megatron_pp.config.settings import StepSettings
+from megatron_pp.draw.facts import counted
 from megatron_pp.errors import ConfigError, PipelineError, PlanError
 from megatron_pp.plan.placement import Placement
 from megatron_pp.plan.schedule_file import find_family
@@ -56,24 +53,15 @@ def main(argv: Sequence[str]) -> int:
     return 0 if trainer.stopped_by is None else 128 + trainer.stopped_by
 
 
-def end_process(code: int) -> NoReturn:
-    """Leave with ``code``; after a failure without the destructors of process groups, which may wait for peers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code != 0:
-        os._exit(code)
-    sys.exit(code)
-
-
 def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
     """Train as the command line says; signals are noted in ``stop`` from when the ranks have met.
 
     Bad input is raised before any communication, where one rank can see it."""
     settings, process = parse(argv), Process.from_environment()
     config = settings.make_config(process.world_size)
-    texts, layout = _read_texts(settings, config), _layout(settings, config)
-    if process.local_world_size == process.world_size:  # else rank 0's launcher may be on another node
-        find_start(settings, layout, this_launcher())
+    (training, validation), layout = _read_samples(settings, config), _layout(settings, config)
+    if process.local_world_size == process.world_size:  # else the folder may be on another node
+        find_start(settings, layout)
     device = choose_device(settings.device, process)
     libraries = choose_libraries(settings, device, find_family(config.schedule_name).splits_weight)
     shown = logging.StreamHandler()
@@ -92,26 +80,24 @@ def train(argv: Sequence[str], stop: StopRequest) -> Trainer:
             config.measure_out = config.measure_out or str(start.folder / FILE_NAME)
             chunks, split = _build_model(settings, config, device, libraries, timeout)
             if process.rank == 0:
-                save_settings(settings, start.folder, this_launcher())
+                save_settings(settings, start.folder)
                 _keep_log(start.folder)
             folder = start.folder if process.rank == 0 else None
             recorder = Recorder(folder, steps_done, settings)
-            sizes = f"{len(texts.training.tokens):,} + {len(texts.validation.tokens):,}"
+            sizes = f"{len(training.tokens):,} + {len(validation.tokens):,}"
             text = f"{sizes} bytes of text to learn from and to validate on"
             for line in (_introduction(config, device), text, *libraries.said, split):
                 recorder.say(line)
             writer = CheckpointWriter(start.folder / "checkpoints", settings.keep_checkpoints, layout)
-            rates = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps, settings.weight_decay
-            optimizer = NamedAdamW(chunks, *rates, libraries.fused_adam, fused=device.type == "cuda")
+            optimizer = NamedAdamW(chunks, settings, libraries.fused_adam)
             try:
-                trainer = Trainer(settings, chunks, texts, writer, recorder, stop, optimizer, device)
+                trainer = Trainer(settings, chunks, training, validation, writer, recorder, stop, optimizer, device)
                 if start.checkpoint is not None:
                     trainer.load(start.checkpoint)
                 trainer.train()
             finally:
                 recorder.close()
-            stop.granted = True
-            _conclude(trainer, start)
+            _conclude(trainer, start.folder)
     return trainer
 
 
@@ -123,14 +109,14 @@ def _keep_log(folder: Path) -> None:
     engine.setLevel(logging.INFO)
 
 
-def _read_texts(settings: Settings, config: TransformerConfig) -> Texts:
+def _read_samples(settings: Settings, config: TransformerConfig) -> tuple[SampleOrder, SampleOrder]:
+    """To learn from, and to validate on."""
     sizes = (settings.micro_batch_size, settings.num_microbatches, config.data_parallel_size or 1, settings.seq_length)
-    text = read_text(settings.data, settings.max_data_bytes)
+    text, shape = read_text(settings.data, settings.max_data_bytes), BatchShape(*sizes)
     training, validation = split_text(text, settings.validation_fraction)
-    return Texts(
-        SampleOrder(training, BatchShape(*sizes), settings.seed, "training"),
-        SampleOrder(validation, BatchShape(*sizes), VALIDATION_SEED, "validation"),
-        digest=hashlib.sha256(text).hexdigest()[:16],
+    return (
+        SampleOrder(training, shape, settings.seed, "training"),
+        SampleOrder(validation, shape, VALIDATION_SEED, "validation"),
     )
 
 
@@ -138,10 +124,10 @@ def _layout(settings: Settings, config: TransformerConfig) -> dict[str, Any]:
     """What a checkpoint must have in common with the run that loads it: the model, and what a step is made of.
 
     Not how the model is cut: ranks, chunks, replicas and the schedule are those of the run that loads."""
-    of_config = "num_layers hidden_size ffn_hidden_size num_attention_heads"
-    of_run = "seq_length micro_batch_size untie_embeddings_and_output_weights seed transformer_impl"
-    layout = {name: getattr(config, name) for name in of_config.split()}
-    layout |= {name: getattr(settings, name) for name in of_run.split()}
+    of_config = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+    of_run = ("seq_length", "micro_batch_size", "untie_embeddings_and_output_weights", "seed", "transformer_impl")
+    layout = {name: getattr(config, name) for name in of_config}
+    layout |= {name: getattr(settings, name) for name in of_run}
     microbatches = settings.num_microbatches * (config.data_parallel_size or 1)
     if find_family(config.schedule_name).barriers:  # its rows are tensors of their own
         layout["ranks that share the output layer"] = config.pipeline_model_parallel_size
@@ -188,16 +174,13 @@ def _introduction(config: TransformerConfig, device: torch.device) -> str:
     return f"{config.schedule_name}, {config.lowering_policy} communication, on {device.type}: {grid}, {layers}"
 
 
-def _conclude(trainer: Trainer, start: Start) -> None:
+def _conclude(trainer: Trainer, folder: Path) -> None:
     """What rank 0 leaves and says at the end. Collective."""
-    folder, timeline = start.folder, ""
     if trainer.settings.trace is not None:
         flush_traces()
         dist.barrier()
     if dist.get_rank() > 0:
         return
-    if trainer.settings.trace is not None:
-        timeline = _timeline(folder)
     said = [f"metrics are in {folder}"]
     # Asked before the plot: when other ranks have ended, the launcher sends this one a signal too.
     if trainer.stopped_by is not None:
@@ -207,16 +190,18 @@ def _conclude(trainer: Trainer, start: Start) -> None:
     if not math.isnan(trainer.validation_before):
         after = f", {trainer.validation_after:.3f} after {counted(trainer.validated_at, 'step')}"
         said += [f"validation loss: {trainer.validation_before:.3f} before{after if trainer.validated_at > 0 else ''}"]
-    no_plot = plot_metrics(folder, _introduction(trainer.config, trainer.device)) if trainer.settings.plot else None
-    print("\n".join(filter(None, [no_plot, *said, timeline])), flush=True)
+    if trainer.settings.trace is not None:
+        said.append(_timeline(folder))
+    if trainer.settings.plot and (no_plot := plot_metrics(folder, _introduction(trainer.config, trainer.device))):
+        said.insert(0, no_plot)
+    print("\n".join(said), flush=True)
 
 
 def _timeline(folder: Path) -> str:
     traces, page, chrome = folder / "traces", folder / "timeline.html", folder / "timeline.json"
     try:
-        steps = write_timeline(traces, page, chrome)
+        steps = listed(write_timeline(traces, page, chrome))
     except PlanError as error:
         return f"the traces could not be put together: {error}"
     where = f"open {page} in a browser, or {chrome} at https://ui.perfetto.dev"
-    name = "step" if len(steps) == 1 else "steps"
-    return f"timeline of {name} {listed(steps)}: {where}; in numbers: megatron-pp report {traces}"
+    return f"timeline of steps {steps}: {where}; in numbers: megatron-pp report {traces}"

@@ -9,8 +9,9 @@ import dataclasses
 import importlib.util
 import io
 import json
+import math
 import os
-import sys
+import re
 import typing
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
@@ -23,20 +24,15 @@ import tyro
 
 from examples.gpt.errors import ArgumentError, CheckpointError, NoCheckpointError
 from examples.gpt.files import read_text, write_atomically
-from examples.gpt.gpt import check_model_config
 from megatron_pp import TransformerConfig, build_plan
 from megatron_pp.config.parallel_grid import fit_grid
-from megatron_pp.errors import PlanError, ScheduleInputError
+from megatron_pp.errors import PlanError
+from megatron_pp.integrations.settings import parse_toml
 from megatron_pp.plan.schedule_file import find_family, names_a_file
 from megatron_pp.plan.slice_costs import slice_lengths
 from megatron_pp.plan.spec import PlanSpec
 from megatron_pp.runtime.pairs import PAIR_FUNCTIONS
 from megatron_pp.tracing.recorder import chosen_steps
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ARGUMENTS = "arguments.json"
 # Where this program's default is not the config's.
@@ -46,9 +42,14 @@ _DEFAULTS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 _NOT_FLAGS = {
     *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "sequence_parallel"),
     *("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype", "kv_channels"),
-    *("defer_embedding_wgrad_compute", "barrier_with_L1_time"),
+    *("defer_embedding_wgrad_compute", "barrier_with_L1_time", "calculate_per_token_loss"),
 }
 _CHUNKS = 2  # of schedules that take any number, where none is given
+# Smallest legal values.
+_LEAST = dict.fromkeys(("seq_length", "micro_batch_size", "num_microbatches", "max_data_bytes"), 1)
+_LEAST |= dict.fromkeys(("eval_steps", "log_interval", "keep_checkpoints"), 1)
+_LEAST |= dict.fromkeys(("train_steps", "warmup_steps", "eval_interval", "save_interval", "seed"), 0)
+_LEAST |= dict.fromkeys(("learning_rate", "min_learning_rate", "clip_grad", "weight_decay", "validation_fraction"), 0)
 # tyro wants a value for a switch that may also be None.
 _SWITCHES = {"--batch-p2p-comm": "--batch-p2p-comm=True", "--no-batch-p2p-comm": "--batch-p2p-comm=False"}
 
@@ -107,7 +108,7 @@ class Settings:
     transformer_impl: Literal["local", "transformer_engine"] = "local"  # what the layers are built from
     fp8: Literal["e4m3", "hybrid"] | None = None  # compute layers in FP8, in this format; needs Transformer Engine
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"  # how FP8 is scaled
-    norm_impl: Literal["auto", "torch", "apex", "transformer_engine"] = "auto"  # auto: fused norms, if any, on a GPU
+    norm_impl: Literal["auto", "torch", "apex"] = "auto"  # whose norms; auto: apex's, if there, on a GPU
     optimizer_impl: Literal["auto", "torch", "apex"] = "auto"  # whose AdamW; auto: apex's, if there, on a GPU
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs when every process has one
 
@@ -119,45 +120,25 @@ class Settings:
     tensorboard: bool = True  # write TensorBoard's files beside metrics.jsonl, where it is installed
     plot: bool = True  # draw the metrics at the end, where matplotlib is installed
     wandb: str | None = None  # project of Weights & Biases to log to; WANDB_MODE=offline keeps it in the run's folder
-    peak_tflops: float | None = None  # of one device, for MFU; None: known for V100, A100, H100, H200, B200 in bf16
+    peak_tflops: float | None = None  # of one device, for MFU; None: known for common GPUs in bf16
     trace: str | None = None  # record the pipeline's timeline in these training steps, as in 3,10-12, and draw it
 
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
 
     def check(self) -> None:
         """Raises ArgumentError where a value is impossible; the sentence says what would be right."""
-        positive = "seq_length micro_batch_size num_microbatches eval_steps log_interval keep_checkpoints"
-        positive += " max_data_bytes"
-        not_negative = "train_steps warmup_steps eval_interval save_interval clip_grad weight_decay seed"
-        for name in f"{positive} {not_negative}".split():
-            value, least = getattr(self, name), int(name in positive)
-            if not value >= least:  # so that not-a-number fails too
-                raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
-        if not 0.0 < self.learning_rate < float("inf"):
-            raise ArgumentError(f"--learning-rate is {self.learning_rate}; it must be a positive number such as 3e-3")
-        if not 0.0 <= self.min_learning_rate <= self.learning_rate:
-            legal = f"between 0 and --learning-rate {self.learning_rate}"
-            raise ArgumentError(f"--min-learning-rate is {self.min_learning_rate}; it must lie {legal}")
-        if not 0.0 < self.validation_fraction < 1.0:
-            raise ArgumentError(f"--validation-fraction is {self.validation_fraction}; it must lie between 0 and 1")
+        most = {"validation_fraction": 1.0, "min_learning_rate": self.learning_rate}
+        for name, least in _LEAST.items():
+            value, limit = getattr(self, name), most.get(name, math.inf)
+            if not (least <= value <= limit and value < math.inf):
+                legal = f"at least {least}" if limit == math.inf else f"between {least} and {limit}"
+                raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be {legal}")
         if self.run_dir is not None and self.resume is not None:
             raise ArgumentError("--run-dir and --resume are both given; a resumed run stays in its folder: give one")
-        if self.trace is not None:
-            try:
-                last = max(chosen[-1] for chosen in chosen_steps(self.trace))
-            except ScheduleInputError:
-                raise ArgumentError(f"--trace is {self.trace!r}; it must list steps, as in 3,10-12") from None
-            if last > self.train_steps:
-                raise ArgumentError(f"--trace is {self.trace}, but the run ends after step {self.train_steps}")
-        if not 0 <= self.model.measure < max(self.train_steps, 1):
-            raise ArgumentError(
-                f"--measure is {self.model.measure}; it must be at least 0, and below --train-steps "
-                f"({self.train_steps}), as the first step is not measured"
-            )
+        if self.trace is not None and max(steps[-1] for steps in chosen_steps(self.trace)) > self.train_steps:
+            raise ArgumentError(f"--trace is {self.trace}, but the run ends after step {self.train_steps}")
         if self.wandb is not None and importlib.util.find_spec("wandb") is None:
-            raise ArgumentError(
-                f"--wandb is {self.wandb}, but wandb is not installed; install it, or leave --wandb out"
-            )
+            raise ArgumentError(f"--wandb is {self.wandb}, but wandb is not installed; install it, or leave it out")
 
     def make_config(self, world_size: int) -> TransformerConfig:
         """The engine's config on ``world_size`` processes. Raises ConfigError, or PlanError for a schedule file."""
@@ -181,26 +162,30 @@ class Settings:
             overlapped_forward_backward=None if self.overlap_pairs is None else PAIR_FUNCTIONS[self.overlap_pairs],
             **options,
         )
-        check_model_config(config)
+        if (config.hidden_size // config.num_attention_heads) % 2:
+            heads = f"--hidden-size {config.hidden_size} over --num-attention-heads {config.num_attention_heads}"
+            raise ArgumentError(f"{heads} gives heads of an odd width, and rotary positions need an even one")
         if names_a_file(config.schedule_name):  # which may hold anything: verified before any communication
             family, sizes = find_family(config.schedule_name), (grid.pipeline_parallel, config.num_chunks)
             lowering: dict[str, Any] = {"policy": config.lowering_policy, "channels": config.p2p_channels}
-            lowering |= {"variable_shapes": config.variable_seq_lengths, "digest": family.digest}
-            lowering |= {"slices": config.sequence_slices}
-            build_plan(PlanSpec(family.name, *sizes, self.num_microbatches, **lowering))
-        self._check_slices(config)
+            lowering |= {"variable_shapes": config.variable_seq_lengths, "slices": config.sequence_slices}
+            build_plan(PlanSpec(family.name, *sizes, self.num_microbatches, digest=family.digest, **lowering))
+        # Of balanced slices, whatever attention costs, any lengths will do.
+        slice_lengths(self.seq_length, config.sequence_slices, 0.5 if config.balance_sequence_slices else 0.0)
         return config
-
-    def _check_slices(self, config: TransformerConfig) -> None:
-        attention = 0.5 if config.balance_sequence_slices else 0.0  # whatever it is: any lengths will do then
-        try:
-            slice_lengths(self.seq_length, config.sequence_slices, attention)
-        except PlanError as error:
-            raise ArgumentError(f"--sequence-slices: {error}; --seq-length is {self.seq_length}") from error
 
     def everything(self) -> dict[str, Any]:
         """All settings, those of the model too, by name."""
         return {name: value for name, value in (vars(self) | vars(self.model)).items() if name != "model"}
+
+    def to_save(self) -> dict[str, Any]:
+        """What a later ``--resume``, which may be given in another directory, shall find."""
+        values = {name: value for name, value in self.everything().items() if name in _SAVED}
+        values["data"] = [os.path.abspath(path) for path in self.data]
+        for name in ("pipeline_schedule", "pipeline_measured"):
+            if values[name] is not None and (name == "pipeline_measured" or names_a_file(values[name])):
+                values[name] = os.path.abspath(values[name])
+        return values
 
 
 _FIELDS = (*dataclasses.fields(Settings), *dataclasses.fields(ModelOptions))
@@ -221,43 +206,34 @@ def parse(argv: Sequence[str]) -> Settings:
     given: list[str] = []
     if settings.config is not None:
         try:
-            given = _flags_of(tomllib.loads(Path(settings.config).read_text(encoding="utf-8")))
+            given = _flags_of(parse_toml(Path(settings.config).read_text(encoding="utf-8")))
             _parse(given)
         except (OSError, ValueError) as error:
             raise ArgumentError(f"--config is {settings.config}, which cannot be used: {error}") from error
         settings = _parse([*given, *argv])
     if settings.resume is not None and settings.run_dir is None:
-        file = find_run(Path(settings.resume)) / ARGUMENTS
-        try:
-            content = json.loads(read_text(file))
-            forgotten = _BROUGHT if any(flag.startswith("--pipeline-schedule") for flag in [*given, *argv]) else set()
-            saved = _flags_of({name: value for name, value in content.items() if name in _SAVED - forgotten})
-            _parse(saved)
-        except (OSError, ValueError, AttributeError, RecursionError, ArgumentError) as error:
-            advice = "give all flags and a new --run-dir"
-            raise CheckpointError(f"{file} cannot be read ({error}); {advice}") from error
+        values = saved_values(find_run(Path(settings.resume)))
+        if any(flag.startswith("--pipeline-schedule") for flag in [*given, *argv]):
+            values = {name: value for name, value in values.items() if name not in _BROUGHT}
+        saved = _flags_of(values)
         settings = _parse([*saved, *given, *argv])
     settings.check()
     return settings
 
 
-def save_settings(settings: Settings, folder: Path, launcher: str) -> None:
-    """Write the settings to ``folder`` for a later ``--resume``, which may be given in another directory. ``launcher``:
-    what has started the run; see run_folder.py."""
-    content = {name: value for name, value in settings.everything().items() if name in _SAVED}
-    content |= {"data": [str(Path(path).absolute()) for path in settings.data], "launcher": launcher}
-    for name in ("pipeline_schedule", "pipeline_measured"):
-        if content[name] is not None and (name == "pipeline_measured" or names_a_file(content[name])):
-            content[name] = str(Path(content[name]).absolute())
-    write_atomically(folder / ARGUMENTS, json.dumps(dict(sorted(content.items())), indent=1) + "\n")
+def save_settings(settings: Settings, folder: Path) -> None:
+    write_atomically(folder / ARGUMENTS, json.dumps(settings.to_save(), indent=1, sort_keys=True) + "\n")
 
 
-def launcher_of(folder: Path) -> str:
-    """What has started the run in ``folder`` last; empty where there is none, or its settings cannot be read."""
+def saved_values(folder: Path) -> dict[str, Any]:
+    """What ``save_settings`` has written to ``folder``. Raises CheckpointError."""
+    file = folder / ARGUMENTS
     try:
-        return str(json.loads(read_text(folder / ARGUMENTS))["launcher"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return ""
+        values = {name: value for name, value in json.loads(read_text(file)).items() if name in _SAVED}
+        _parse(_flags_of(values))
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); give all flags, and a new --run-dir") from error
+    return values
 
 
 def find_run(path: Path) -> Path:
@@ -277,10 +253,9 @@ def _parse(argv: Sequence[str]) -> Settings:
     except SystemExit as end:
         if not end.code:  # --help
             raise
-        # What stands before the first rule of tyro's box, in one line: every rank says it.
-        lines = [line.strip("│ ") for line in said.getvalue().splitlines() if line[:1] not in "╭╰"]
-        sentence = " ".join(lines[: next((i for i, line in enumerate(lines) if line.startswith("─")), None)])
-        raise ArgumentError(f"{sentence.rstrip('.')} (--help lists all flags)") from None
+        # What stands between the first two rules of tyro's box, in one line: every rank says it.
+        sentence = re.split("[─-]{3,}", re.sub("[│╭╮]", " ", said.getvalue()))[1]
+        raise ArgumentError(f"{' '.join(sentence.split()).rstrip('.')} (--help lists all flags)") from None
 
 
 def _flags_of(values: dict[str, Any]) -> list[str]:

@@ -18,51 +18,39 @@ from torch import Tensor
 
 from examples.gpt.checkpoint import Checkpoint, CheckpointWriter, load_tensors
 from examples.gpt.data import VOCAB_SIZE, Microbatch, SampleOrder
-from examples.gpt.errors import NonFiniteLossError
+from examples.gpt.ending import StopRequest
+from examples.gpt.errors import CheckpointError, NonFiniteLossError
 from examples.gpt.gpt import GPTStage
-from examples.gpt.interrupt import StopRequest
 from examples.gpt.metrics import Recorder, peak_memory_gib, peak_tflops
 from examples.gpt.optimizer import GradientClipper, NamedAdamW, finalize_gradients, learning_rate
-from examples.gpt.run_folder import this_launcher
 from examples.gpt.settings import Settings
 from megatron_pp import get_forward_backward_func, parallel_state, sequence_slice
 from megatron_pp.faults.attach import watched
-from megatron_pp.plan.placement import Placement
 from megatron_pp.runtime.communicators import communicator_for
 from megatron_pp.weight_grad import store_of
 
 COMPUTE_TIMERS = ("forward-compute", "backward-compute", "weight-compute")
+_NOTES = {"validation_before": float, "validation_after": float, "validated_at": int}  # in a checkpoint
 
 
 def forward_step(
     data_iterator: Iterator[Microbatch], model: GPTStage, checkpoint: bool | None = None
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """One microbatch through one stage, as the schedules call it. Stages in the middle get its number alone."""
+    """One microbatch through one stage, as the schedules call it."""
     number, tokens, labels = next(data_iterator)
-    output = model(tokens, labels, number, checkpoint_activations=bool(checkpoint))
-    return output, summed_loss if model.config.calculate_per_token_loss else mean_loss
+    output = model(tokens, labels, number, recompute=bool(checkpoint))
+    return output, mean_loss
 
 
 def mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Megatron's pair: the mean over the microbatch, and what to report. Of a slice, its mean, and its share of the
     microbatch's, so that reports add up to whole microbatches."""
-    loss = losses.mean()
-    return loss, _report(loss)
-
-
-def summed_loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's triple: the sum over the microbatch, its tokens, and what to report (the mean, all the same)."""
-    tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
-    return losses.sum(), tokens, _report(losses.mean())
-
-
-def _report(mean: Tensor) -> dict[str, Tensor]:
-    part = sequence_slice()
-    return {"loss": mean.detach() if part is None else mean.detach() * part.share * part.count}
+    loss, part = losses.mean(), sequence_slice()
+    return loss, {"loss": loss.detach() if part is None else loss.detach() * part.share * part.count}
 
 
 class _Timer:
-    """One of Megatron's timers, on the host, or on a GPU's stream: notes when spans start and stop."""
+    """One of Megatron's timers. ``marks``: when its spans have started and stopped, on the host or a GPU's stream."""
 
     def __init__(self, on_gpu: bool) -> None:
         self.on_gpu = on_gpu
@@ -75,36 +63,25 @@ class _Timer:
 
     stop = start
 
-    def take_seconds(self) -> float:
-        marks, self.marks = self.marks, []
-        spans = zip(marks[::2], marks[1::2], strict=True)
-        if not self.on_gpu:
-            return sum(stop - start for start, stop in spans)
-        torch.cuda.synchronize()
-        return sum(start.elapsed_time(stop) for start, stop in spans) / 1000.0
-
 
 class ComputeTimers:
-    """``config.timers``: adds up the time inside forward, backward and weight-gradient passes; ignores other names."""
+    """``config.timers``: adds up the time inside forward, backward and weight-gradient passes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._timers: dict[str, _Timer] = defaultdict(partial(_Timer, device.type == "cuda"))
+        self.on_gpu = device.type == "cuda"
+        self._timers: dict[str, _Timer] = defaultdict(partial(_Timer, self.on_gpu))
 
     def __call__(self, name: str, log_level: int | None = None) -> _Timer:
         return self._timers[name]
 
     def take_seconds(self) -> float:
         """Seconds of compute since the last call."""
-        seconds = {name: timer.take_seconds() for name, timer in self._timers.items()}
-        return sum(seconds.get(name, 0.0) for name in COMPUTE_TIMERS)
-
-
-class Texts(NamedTuple):
-    """The samples to learn from and to validate on; ``digest`` differs between texts."""
-
-    training: SampleOrder
-    validation: SampleOrder
-    digest: str
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        marks = [timer.marks for name, timer in self._timers.items() if name in COMPUTE_TIMERS]
+        self._timers.clear()
+        spans = [span for of_one in marks for span in zip(of_one[::2], of_one[1::2], strict=True)]
+        return sum(start.elapsed_time(stop) / 1000.0 if self.on_gpu else stop - start for start, stop in spans)
 
 
 class Agreement(NamedTuple):
@@ -120,12 +97,13 @@ class Agreement(NamedTuple):
 class Trainer:
     """Trains this rank's chunks together with all other ranks. Construction is collective.
 
-    All that the ranks do together is watched (megatron_pp.faults): where one of them fails, in a step or outside, every
-    method raises a PipelineError on the others. The attributes from ``steps_done`` on are the same on every rank."""
+    All that the ranks do together is watched: where one of them fails, in a step or outside, every method raises a
+    PipelineError on the others. The attributes from ``steps_done`` on are the same on every rank."""
 
     settings: Settings
     chunks: list[GPTStage]
-    texts: Texts
+    training: SampleOrder
+    validation: SampleOrder
     writer: CheckpointWriter
     recorder: Recorder
     stop: StopRequest
@@ -143,9 +121,7 @@ class Trainer:
         self.config = config = self.chunks[0].config
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         sizes = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-        last_rank, _ = Placement(config.placement_name, sizes[0], config.num_chunks).homes[-1]
-        last_stage_rank = dist.get_global_rank(self.pipeline_group, last_rank)
-        config.finalize_model_grads_func = partial(finalize_gradients, self.chunks, last_stage_rank)
+        config.finalize_model_grads_func = partial(finalize_gradients, self.chunks)
         self.timers = config.timers = ComputeTimers(self.device)
         if (store := store_of(self.chunks)) is not None:
             store.timers = self.timers
@@ -156,15 +132,15 @@ class Trainer:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from ``checkpoint``. Collective. Raises CheckpointError: it cannot be used."""
-        before, after = (checkpoint.note(f"validation_{when}", float, int) for when in ("before", "after"))
-        validated_at, text = checkpoint.note("validated_at", int), checkpoint.note("text", str)
+        for name, kind in _NOTES.items():
+            value = checkpoint.progress.get(name)
+            if not isinstance(value, kind):
+                raise CheckpointError(f"{checkpoint.path}: {name} is {value!r:.60}; it must be a {kind.__name__}")
+            setattr(self, name, value)
         with self._watched("loading a checkpoint"):
             load_tensors(checkpoint, self.optimizer.tensors())
         self.steps_done = self.saved_at = checkpoint.step
-        self.validation_before, self.validation_after, self.validated_at = before, after, validated_at
         self.recorder.say(f"continuing from {checkpoint.path}")
-        if text != self.texts.digest:
-            self.recorder.say("the text is not the one that this run began with")
 
     def train(self) -> None:
         """Run all steps that are left, or until a signal. Collective. Raises NonFiniteLossError, which leaves the
@@ -189,7 +165,7 @@ class Trainer:
         start, settings = time.perf_counter(), self.settings
         with self._watched("the training step"):
             self.config.step_number = self.steps_done + 1
-            losses, bubble = self._run_schedule(self.texts.training, self.steps_done, forward_only=False)
+            losses, bubble = self._run_schedule(self.training, self.steps_done, forward_only=False)
             with self._watched("the norm of the gradient"):
                 norm = float(self.clipper.clip())
             agreed = self._agree(losses, bubble)
@@ -199,11 +175,10 @@ class Trainer:
                 f"before it: continue from a checkpoint with a lower --learning-rate than {settings.learning_rate}"
             )
         with self._watched("the optimizer step"):
-            rates = settings.learning_rate, settings.min_learning_rate, settings.warmup_steps, settings.train_steps
-            rate = learning_rate(self.steps_done, *rates)
+            rate = learning_rate(self.steps_done, settings)
             self.optimizer.step(rate)
             self.steps_done += 1
-            speed = self.texts.training.shape.tokens / (time.perf_counter() - start)
+            speed = self.training.shape.tokens / (time.perf_counter() - start)
             values = {"loss": agreed.loss, "learning_rate": rate, "gradient_norm": norm}
             values |= {"tokens_per_second": round(speed, 1), "bubble": round(agreed.bubble, 4)}
             values |= {"peak_memory_gib": round(agreed.memory_gib, 3), **self._mfu(speed)}
@@ -216,9 +191,7 @@ class Trainer:
         iterators: list[Any] = []
         for chunk in self.chunks:
             chunk.train(not forward_only)
-            is_middle = not (chunk.pre_process or chunk.post_process or chunk.output_rows)
-            data_rank = parallel_state.get_data_parallel_rank()
-            iterators.append(samples.step_iterator(step, data_rank, self.device, numbers_only=is_middle))
+            iterators.append(samples.step_iterator(step, parallel_state.get_data_parallel_rank(), self.device))
         several = self.config.virtual_pipeline_model_parallel_size is not None
         self.timers.take_seconds()
         start = time.perf_counter()
@@ -249,7 +222,7 @@ class Trainer:
         total, batches = 0.0, self.settings.eval_steps
         with self._watched("the validation"):
             for batch in range(batches):
-                agreed = self._agree(*self._run_schedule(self.texts.validation, batch, forward_only=True))
+                agreed = self._agree(*self._run_schedule(self.validation, batch, forward_only=True))
                 total, self.stopped_by = total + agreed.loss, agreed.stopped_by
                 if self.stopped_by is not None and batch + 1 < batches:
                     return
@@ -259,10 +232,9 @@ class Trainer:
         self.recorder.record(self.steps_done, validation_loss=self.validation_after)
 
     def _save(self) -> None:
-        progress: dict[str, Any] = {"text": self.texts.digest, "launcher": this_launcher()}
-        progress |= {name: getattr(self, name) for name in ("validation_before", "validation_after", "validated_at")}
+        notes = {name: getattr(self, name) for name in _NOTES}
         with self._watched("saving a checkpoint"):
-            path = self.writer.save(self.steps_done, self.optimizer.tensors(), progress)
+            path = self.writer.save(self.steps_done, self.optimizer.tensors(), notes)
         self.saved_at = self.steps_done
         self.recorder.say(f"saved {path}")
 

@@ -128,8 +128,8 @@ def _progress() -> Iterator[Report]:
     terminal = Console(stderr=True)
     hidden = not terminal.is_terminal
     with Progress(*columns, TextColumn("{task.description}"), console=terminal, transient=True, disable=hidden) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
+        task = bar.add_task("", visible=False)
+        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what, visible=True)
 
 
 def _nothing_fits(findings: Findings) -> str:

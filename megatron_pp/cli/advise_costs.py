@@ -11,7 +11,7 @@ from megatron_pp.plan.advise.model import DECODER, LETTERS, PART, RECOMPUTED_SHA
 from megatron_pp.plan.advise.question import Question
 from megatron_pp.plan.costs import Link
 from megatron_pp.plan.files import read_text
-from megatron_pp.plan.measured import GB, MS, MeasuredFile, Units
+from megatron_pp.plan.measured import GB, MS, MeasuredFile, MeasuredStep, Units
 from megatron_pp.plan.placement import LOOP, Placement
 
 _NUMBERS = ("forward_ms", "backward_ms", "weight_ms", "activation_gb", "static_gb")
@@ -24,7 +24,8 @@ _MOST_LAYERS = 100_000  # more are a slip of the keyboard
 class FileCosts:
     """Times in milliseconds, memory in GB.
 
-    ranks  of the pipeline on which it was measured; None where the file does not say
+    ranks  of the pipeline on which it was measured, micro_batch sequences of seq_length tokens in each microbatch; None
+           where the file does not say
     link   what every link is like, and ``links`` what each is like on that many ranks; None: not in the file
     host_bandwidth  of copies between a device and host memory; None: not in the file, or measured on a CPU
     """
@@ -34,6 +35,8 @@ class FileCosts:
     link: Link | None = None
     links: tuple[tuple[tuple[int, int], Link], ...] = ()
     host_bandwidth: float | None = None
+    micro_batch: int | None = None
+    seq_length: int | None = None
 
     def with_static(self, static: Sequence[float], ranks: int) -> Model:
         """The model with GB of parameters, gradients and optimizer states: one number of a rank, or one for each stage.
@@ -141,17 +144,18 @@ def _from_measured(content: dict[str, Any]) -> FileCosts:
         Layer(PART, time * f, time * i, time * w, memory * kept, memory * late, RECOMPUTED_SHARE * memory * kept)
         for f, i, w, kept, late in zip(*columns, waiting, strict=True)
     ]
-    ranks = file.run.pipeline_size or None if file.run else None
+    run = file.run or MeasuredStep()
+    ranks, sizes = run.pipeline_size or None, (run.micro_batch_size or None, run.seq_length or None)
     host, copies = None, file.copies
-    if copies is not None and file.run is not None and file.run.device != "cpu":
+    if copies is not None and run.device not in ("", "cpu"):
         host = min(copies.to_host, copies.to_device) * memory / time or None
     if network is None:
         each = tuple((pair, Link(time * latency)) for pair, latency in measured.each_link.items())
         one = Link(time * measured.transfer) if measured.transfer or each else None
-        return FileCosts(Model(tuple(layers)), ranks, one, each, host)
+        return FileCosts(Model(tuple(layers)), ranks, one, each, host, *sizes)
 
     def scaled(link: Link) -> Link:
         return Link(time * link.latency, link.bandwidth * memory / time)
 
     links = tuple((pair, scaled(link)) for pair, link in network.each_link.items())
-    return FileCosts(Model(tuple(layers), memory * network.message), ranks, scaled(network.link), links, host)
+    return FileCosts(Model(tuple(layers), memory * network.message), ranks, scaled(network.link), links, host, *sizes)

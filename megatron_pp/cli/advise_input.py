@@ -104,10 +104,11 @@ def question_of(args: argparse.Namespace) -> Question:
     """Raises UsageError where options contradict each other or one is missing, PlanError for impossible values."""
     megatron = read_megatron_args(args.megatron_args) if args.megatron_args is not None else {}
     _check_sources(args, megatron)
-    sizes = args.micro_batch_size or [whole_argument(megatron, "micro_batch_size", 1)]
+    traced, file = traced_findings(args), None if args.costs is None else read_costs(args.costs)
+    measured = file.micro_batch if file else None
+    sizes = args.micro_batch_size or [measured or whole_argument(megatron, "micro_batch_size", 1)]
     if not all(sizes):
         raise UsageError(f"{option(args, 'micro_batch_size')} has a 0; a microbatch has at least 1 sequence")
-    traced, file = traced_findings(args), None if args.costs is None else read_costs(args.costs)
     ranks = args.pipeline_size or (traced.measured.plan.spec.pipeline_size if traced else None)
     ranks = ranks or (file.ranks if file else None)
     ranks = ranks or whole_argument(megatron, "pipeline_model_parallel_size", 0)
@@ -120,7 +121,7 @@ def question_of(args: argparse.Namespace) -> Question:
     if memory is None:
         raise UsageError("--memory-gb is missing; it is the memory of a device")
     of_sizes = _Models(args, megatron, ranks, gpu, traced, file)
-    models = tuple((size, of_sizes.of(size, sizes[0])) for size in dict.fromkeys(sizes))
+    models = tuple((size, of_sizes.of(size, measured or sizes[0])) for size in dict.fromkeys(sizes))
     cost_options.check_links(args, models[0][1].message, ranks)
     question = Question(
         pipeline_size=ranks,
@@ -141,7 +142,7 @@ def question_of(args: argparse.Namespace) -> Question:
         splits_backward=not args.no_split_backward,
         gloo=args.gloo,
         microbatch_costs=_relative(args.microbatch_costs or ()),
-        seq_length=args.seq_length or whole_argument(megatron, "seq_length", 0) or None,
+        seq_length=args.seq_length or (file and file.seq_length) or whole_argument(megatron, "seq_length", 0) or None,
         peak_flops=gpu.flops if gpu is not None else None,
     )
     if traced is not None:

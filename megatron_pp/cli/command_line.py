@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_pp.cli import run
-from megatron_pp.cli.errors import BAD_INPUT, OK, REFUSED, RefusedError
+from megatron_pp.cli.errors import BAD_INPUT, ENDED, OK, REFUSED, RefusedError
 from megatron_pp.cli.parser import parse
 from megatron_pp.cli.terminal import open_terminal
 from megatron_pp.errors import MegatronPPError
@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         _drop_output()
         problem, code = f"the answer cannot be written ({error.strerror or error})", BAD_INPUT
+    except KeyboardInterrupt:
+        _drop_output()
+        problem, code = "ended by Ctrl-C", ENDED
     except (ImportError, MegatronPPError) as error:
         problem, code = _in_words(error), REFUSED if isinstance(error, RefusedError) else BAD_INPUT
     _complain(f"megatron-pp {args.command}: {problem}")

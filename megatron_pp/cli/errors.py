@@ -4,6 +4,7 @@
 1  the answer is no: the plan is refused, whatever is wrong with it and wherever it came from, or nothing fits
 2  no answer: wrong arguments, a file that cannot be read or written, or that holds no plan
 3  a search was ended by Ctrl-C or SIGTERM: the answer, where there is one, is the best until then
+130  ended by Ctrl-C, without an answer
 """
 
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ OK = 0
 REFUSED = 1
 BAD_INPUT = 2  # argparse's own code too
 INTERRUPTED = 3
+ENDED = 130  # 128 + SIGINT, as shells have it
 
 
 class RefusedError(MegatronPPError):

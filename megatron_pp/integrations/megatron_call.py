@@ -55,6 +55,11 @@ class MegatronCall(StepCall):
         if groups is None:
             megatron.require_initialised()
             groups = megatron.default_groups()
+        elif missing := [name for name in megatron.row.groups if not hasattr(groups, name)]:
+            raise ScheduleInputError(
+                f"{keyword} has no {', '.join(missing)}; set {', '.join(megatron.row.groups)}, or leave it out for the "
+                "groups of parallel_state"
+            )
         super().__init__(alone=alone, chunked=chunked, pg_collection=groups, **arguments)
         self.embedding: Any = None
         kind, size = find_family(self.spec.schedule).placement, self.communicator.size

@@ -29,6 +29,7 @@ class Row:
     graphs_field: str = "cuda_graph_impl"  # config field by which CUDA graphs are captured at a schedule's end
     joint_group: bool = False  # whether finalisation is given, as tp_dp_cp, all ranks of this pipeline stage
     fsdp_resync: bool = False  # without a pipeline, whether evaluation ends with Megatron-FSDP's parameter gathering
+    groups: tuple[str, ...] = ("tp", "cp", "pp", "embd", "pos_embd", "dp_cp")  # that its schedules ask for
 
 
 _EARLY = ("model_type", "pipeline_model_parallel_size")
@@ -36,8 +37,8 @@ TABLE: tuple[Row, ...] = (
     Row((0, 14), _EARLY, "grad_finalize_pgs", False, NEVER, graphs_field="enable_cuda_graph"),
     Row((0, 15), force_all_reduce=False, offload_reset=NEVER),
     Row((0, 16), offload_reset=AFTER_TRAINING),
-    Row((0, 17), backward_only=()),
-    Row((0, 18), backward_only=(), joint_group=True, fsdp_resync=True),
+    Row((0, 17), backward_only=(), groups=("tp", "cp")),
+    Row((0, 18), backward_only=(), groups=("tp", "cp"), joint_group=True, fsdp_resync=True),
 )
 
 # Parameters that all releases of the table have in common.

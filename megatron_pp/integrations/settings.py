@@ -115,7 +115,7 @@ def _from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        content = _parse_toml(read_text(path))
+        content = parse_toml(read_text(path))
     except ExchangeError as error:  # which names the file
         raise ConfigError(f"settings file {error}") from error
     except ValueError as error:
@@ -126,7 +126,8 @@ def _from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _accepted(content, where)
 
 
-def _parse_toml(text: str) -> dict[str, Any]:
+def parse_toml(text: str) -> dict[str, Any]:
+    """Raises ValueError for what is no TOML, ConfigError where no parser is installed."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:

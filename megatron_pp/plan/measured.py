@@ -190,9 +190,10 @@ class MeasuredStep:
     split_backward: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "pipeline_size", "num_chunks", "num_microbatches"):
+        sizes = ("steps", "pipeline_size", "num_chunks", "num_microbatches", "micro_batch_size", "seq_length")
+        for name in sizes:
             value = getattr(self, name)
-            if type(value) is not int or value < 0:
+            if value is not None and (type(value) is not int or value < 0):
                 raise PlanError(f"{name} of run is {value!r}; it must be a whole number of at least 0")
 
 

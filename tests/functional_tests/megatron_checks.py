@@ -249,12 +249,19 @@ def distributed_is_not_initialised(case: Case) -> str:
 
 
 def own_groups_and_communicator_are_taken(case: Case) -> list[float]:
-    """The caller passes process groups and Megatron's communicator, as multi-model training scripts do; the losses."""
+    """The caller passes process groups and Megatron's communicator, as multi-model training scripts do; the losses.
+
+    Groups that the release asks for and that are missing are an error at once, not after the step.
+    """
     run = megatron_lab.Run(case)
     megatron = megatron_release.load_megatron()
     groups = megatron.default_groups()
     communicator = p2p_communication.P2PCommunicator(pp_group=groups.pp, config=run.config)
     with megatron_core.installed(), torch.no_grad():
+        for name in megatron.row.groups:
+            some = {megatron.row.groups_keyword: types.SimpleNamespace(**{**vars(groups), name: None})}
+            delattr(some[megatron.row.groups_keyword], name)
+            raised(ScheduleInputError, f" has no {name}; ", lambda some=some: call_schedule(run, **some))
         reports = call_schedule(run, p2p_communicator=communicator, **{megatron.row.groups_keyword: groups})
     return [float(report["loss"]) for report in reports]
 

@@ -57,6 +57,7 @@ VARIED = {
     "embedding and loss counted as layers": dataclasses.replace(V, model=Model(layers=6, extra_config=COUNTED)),
     "per-token loss": dataclasses.replace(V, model=dataclasses.replace(SMALL_TIED, per_token_loss=True)),
     "multi-token prediction": dataclasses.replace(V, model=Model(layers=4, extra_config=MTP)),
+    "multi-token prediction, tied": dataclasses.replace(V, model=Model(layers=4, tied=True, extra_config=MTP)),
     "mixture of experts": dataclasses.replace(V, model=Model(layers=4, experts=4)),
     "tensor and sequence parallel, tied": dataclasses.replace(V, tp=2, model=SMALL_TIED),
     "distributed optimizer, tied": dataclasses.replace(

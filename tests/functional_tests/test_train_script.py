@@ -23,8 +23,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from examples.gpt.checkpoint import find_checkpoint
+from examples.gpt.ending import REPORTS
 from examples.gpt.program import main
-from examples.gpt.reports import REPORTS
 from megatron_pp.faults.liveness import ALIVE, STOPPED, process_of, state_of
 from tests.functional_tests.faulty_train import Fault, put_into_optimizer
 from tests.harness.processes import RankFailedError, run_processes
@@ -299,7 +299,7 @@ def test_a_run_is_alone_in_its_folder_and_ends_with_its_launcher(tmp_path: Path)
             with pytest.raises(RankFailedError) as refused:
                 train(2, tmp_path, resume)
             assert {kind for kind, _ in refused.value.errors.values()} == {"RunInUseError"}
-            assert f"the run's folder {folder} is in use: its run was started by process" in str(refused.value)
+            assert f"the run's folder {folder} is in use by another run" in str(refused.value)
             process.kill()
             wait_for_end(ranks)
         finally:
@@ -325,7 +325,7 @@ def test_a_run_of_which_a_rank_was_killed_starts_again_and_repeats_the_undisturb
     """Killed in step 6, where the last checkpoint is step 4's. Dropout is on."""
     folder = trained.parent
     flags = [*SMALL, *INTERLEAVED, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1"]
-    fault = with_fault("data-killed", 1, 22, folder, *flags, "--data", "texts", "--run-dir", "killed")
+    fault = with_fault("data-killed", 1, 44, folder, *flags, "--data", "texts", "--run-dir", "killed")
     output = run_well(launched(2, *fault, restarts=1), folder)
     assert (folder / "struck").exists()
     assert output.count("PipelineStallError: pipeline stalled: the process of rank 1") == 1, output
@@ -338,7 +338,7 @@ FAULTY_RUN = [*SHORT, *INTERLEAVED, "--train-steps", "8", "--eval-interval", "2"
 
 def test_an_error_of_one_rank_ends_all_ranks_also_in_a_validation(tmp_path: Path) -> None:
     """The error stands with its stack, the other rank says whose it was, and so does the last line; in at most 30."""
-    code, output = run(launched(2, *with_fault("validation", 1, 6, tmp_path, *FAULTY_RUN)), tmp_path)
+    code, output = run(launched(2, *with_fault("validation", 1, 12, tmp_path, *FAULTY_RUN)), tmp_path)
     assert code == 1, output  # after a process group's timeout the deadline would have come first
     assert output.splitlines().count("Traceback (most recent call last):") == 1, output
     assert "OSError: [Errno 5] the disk has gone away" in output
@@ -369,7 +369,7 @@ def test_bad_input_is_reported_once_and_ends_the_run(tmp_path: Path) -> None:
     assert [code for code, _ in ended] == [2, 2]
     output = "".join(said for _, said in ended)
     assert output.count("\n") == 1, output
-    assert output.startswith("train.py: DataError: data path nothing does not exist")
+    assert output.startswith("train.py: DataError: data path nothing is no file or readable folder")
 
 
 def bad_input(rank: int, size: int, folder: Path) -> tuple[int, str]:

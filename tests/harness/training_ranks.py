@@ -28,7 +28,7 @@ def _in_the_given_group(*_: Any) -> Iterator[None]:
 def train_here(flags: Sequence[str]) -> Any:
     """One run of the training program in this process. Returns its ``Trainer``."""
     from examples.gpt import program
-    from examples.gpt.interrupt import StopRequest
+    from examples.gpt.ending import StopRequest
 
     with StopRequest() as stop:
         return program.train(flags, stop)

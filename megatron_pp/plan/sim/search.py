@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.activations import kept_timeline
@@ -29,6 +30,7 @@ from megatron_pp.plan.sim.bound import lower_bound
 from megatron_pp.plan.sim.greedy import ROUNDING, UNKNOWN, Problem, Rules, Scheduled, Slots, schedule
 from megatron_pp.plan.sim.improve import improved
 from megatron_pp.plan.sim.naive import naive_orders
+from megatron_pp.plan.sim.no_wait import no_wait
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import OVERLAP, Plan, PlanSpec
 from megatron_pp.plan.verifier import verify
@@ -149,17 +151,32 @@ class _Search:
         least = self._least_makespan(named)
         if min((c.makespan for c in found), default=UNKNOWN) > least * (1 + ROUNDING):
             # For memory in which no pattern of a named family comes through; no order needs less.
-            single = self._try([("one microbatch at a time", naive_orders(self.shape))], _Pool())
-            grown = sorted([*self._grow(orders), *single], key=lambda trial: trial.result.makespan)
-            found += self._fitting([*grown, *self._improved(grown, least)])
+            single = self._try([("one microbatch at a time", naive_orders(self.shape))], _Pool(least))
+            grown = [*self._grow(orders, least), *single, *self._without_waits()]
+            grown.sort(key=lambda trial: trial.result.makespan)
+            for candidate in self._fitting(chain(grown, self._improved(grown, least))):
+                found.append(candidate)
+                if candidate.makespan <= least * (1 + ROUNDING) and self._may_run(candidate.plan, allowed):
+                    break
         for candidate in sorted([*found, *offloaded], key=lambda c: c.makespan):  # of equals, the named one comes first
-            if (allowed is None or allowed(candidate.plan)) and is_accepted(candidate.plan):
+            if self._may_run(candidate.plan, allowed):
                 return SearchResult(candidate, tuple((c, self._fits(c.peaks)) for c in named))
         raise PlanError(self._why_none(named))
 
-    def _fitting(self, trials: Iterable[_Trial]) -> list[Candidate]:
+    def _without_waits(self) -> Iterator[_Trial]:
+        """With one chunk; with several, those of one microbatch are in each other's way, and waits are worth it."""
+        if self.spec.num_chunks == 1 and not self.costs.microbatches:
+            found = no_wait(self.problem)
+            if found is not None:
+                yield _Trial("microbatches without waits", Rules(), found)
+
+    @staticmethod
+    def _may_run(plan: Plan, allowed: Callable[[Plan], bool] | None) -> bool:
+        return (allowed is None or allowed(plan)) and is_accepted(plan)
+
+    def _fitting(self, trials: Iterable[_Trial]) -> Iterator[Candidate]:
         """Candidates; without those that exceed the limit after all, as a backward may need more than it frees."""
-        return [c for trial in trials for c in self._lowered(trial) if self._fits(c.peaks)]
+        return (c for trial in trials for c in self._lowered(trial) if self._fits(c.peaks))
 
     def _lowered(self, trial: _Trial) -> Iterator[Candidate]:
         """Where messages hold the order up, also with receives and releases a slot apart from where they are due: the
@@ -238,7 +255,7 @@ class _Search:
     def _fits(self, peaks: Sequence[float]) -> bool:
         return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.memory.limits, strict=True))
 
-    def _grow(self, named: dict[str, list[Order]]) -> list[_Trial]:
+    def _grow(self, named: dict[str, list[Order]], least: float) -> list[_Trial]:
         """The best that the greedy scheduler makes of the named orders, shortest first."""
         seeds = self._seeds(named)
         pilot_size = _PILOT * self.spec.pipeline_size
@@ -250,9 +267,9 @@ class _Search:
             pilot = _Search(smaller, self.placement, self.families, self.patience)
             first = pilot._seeds(pilot._named_orders())
             promising = {(t.seed, t.rules) for t in pilot._try(first.items(), _Pool())}
-            return self._try(seeds.items(), _Pool(), promising)
+            return self._try(seeds.items(), _Pool(least), promising)
         patterns: Iterable[tuple[str, Sequence[Order]]] = seeds.items()
-        pool = _Pool()
+        pool = _Pool(least)
         for _ in range(_ROUNDS):
             patterns = [(trial.seed, trial.result.orders) for trial in self._try(patterns, pool)]
         return pool.trials
@@ -263,8 +280,8 @@ class _Search:
         pool: _Pool,
         promising: Collection[tuple[str, Rules]] | None = None,
     ) -> list[_Trial]:
-        """Every rule on every pattern, or those that are ``promising``, into ``pool``, whose trials are returned; left
-        out is what gets stuck under the memory limit.
+        """Every rule on every pattern, or those that are ``promising``, into ``pool``, whose trials are returned, until
+        a plan is the best there can be; left out is what gets stuck under the memory limit.
         """
         for name, orders in patterns:
             slots = slots_of(orders)
@@ -273,8 +290,11 @@ class _Search:
                     continue
                 self.patience.look()
                 result = schedule(self.problem, slots, rule, pool.most)
-                if result is not None:
-                    pool.add(_Trial(name, rule, result))
+                if result is None:
+                    continue
+                pool.add(trial := _Trial(name, rule, result))
+                if result.makespan <= pool.least and any(c.makespan <= pool.least for c in self._fitting([trial])):
+                    return pool.trials
         return pool.trials
 
     def _rules(self) -> list[Rules]:
@@ -316,10 +336,13 @@ def is_accepted(plan: Plan) -> bool:
 
 
 class _Pool:
-    """The shortest trials, each order once, shortest first; of equals, those that came first."""
+    """The shortest trials, each order once, shortest first; of equals, those that came first. None is shorter than
+    ``least``.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, least: float = 0.0) -> None:
         self.trials: list[_Trial] = []
+        self.least = least * (1 + ROUNDING)
 
     @property
     def most(self) -> float:

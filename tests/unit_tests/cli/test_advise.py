@@ -66,6 +66,16 @@ def test_a_signal_ends_the_search_with_an_answer(command, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_bar_on_the_terminal_counts(capsys, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with advise._progress():
+        pass
+    assert "None" not in capsys.readouterr().err
+    with advise._progress() as report:
+        report(3, 8, "zb_v")
+    assert "3/8" in capsys.readouterr().err
+
+
 def test_json_has_the_same(command):
     answer = json.loads(command(*SMALL, *COSTS, *FEW, "--json", "--device", "one_queue")[1])
     best = answer["recommended"]
@@ -187,6 +197,19 @@ def test_what_was_measured_of_stages_counts_with_its_transfers_and_the_memory_th
     _, out, _ = command("advise", "-P", 2, *words)
     assert "parameters, gradients and optimizer states not counted (--static-gb)" in out
     assert_refused(command("advise", "-P", 2, *words, "--static-gb", "1,2,3"), 2, "--static-gb has 3 numbers")
+
+
+def test_microbatches_are_as_large_as_when_they_were_measured(command, tmp_path):
+    path = tmp_path / "measured.json"
+    run = {"pipeline_size": 2, "micro_batch_size": 4, "seq_length": 100}
+    path.write_text(json.dumps({"forward": [4, 4], "backward_input": [4, 4], "weight": [4, 4], "run": run}))
+    words = ("--global-batch", 8, "--memory-gb", 80, "--schedules", "1f1b", "--jobs", 1, "--json", "--costs", path)
+    as_it_was, half = (
+        json.loads(command("advise", *words, *size)[1])["recommended"] for size in ((), ("--micro-batch-size", 2))
+    )
+    assert (as_it_was["micro_batch_size"], as_it_was["num_microbatches"], as_it_was["step_ms"]) == (4, 2, 36)
+    assert as_it_was["tokens_per_second"] == pytest.approx(8 * 100 / 36e-3)
+    assert (half["num_microbatches"], half["step_ms"]) == (4, 30)
 
 
 @pytest.mark.parametrize(

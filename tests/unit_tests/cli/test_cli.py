@@ -11,6 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from megatron_pp.cli import verify
 from megatron_pp.cli.command_line import main
 from megatron_pp.cli.terminal import print_table
 from megatron_pp.plan.builder import build_plan
@@ -251,6 +252,14 @@ def test_tensors_that_skip_stages_are_counted(command):
     assert (found["cache"], found["messages"], found["peak"]) == ("all", 196, 7)
     assert found["by_cache"]["none"] == {"messages": 496, "peak": 31}
     assert "skip_tensors" not in json.loads(command("simulate", "-P", "2", "--json")[1])
+
+
+def test_ctrl_c_is_said_in_one_line(command, monkeypatch):
+    def run(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "run", run)
+    assert_refused(command("verify"), 130, "megatron-pp verify: ended by Ctrl-C")
 
 
 def test_a_closed_output_is_no_error(monkeypatch):

@@ -28,7 +28,7 @@ from examples.gpt.libraries import choose_libraries
 from examples.gpt.program import _layout, main
 from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from megatron_pp.config.model_config import ModelParallelConfig, TransformerConfig
-from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleError, WorldSizeError
+from megatron_pp.errors import ConfigError, LayoutError, PlanError, ScheduleError, ScheduleInputError, WorldSizeError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.spec import PlanSpec
 from tests.harness.plan_text import save_plan
@@ -78,6 +78,7 @@ def test_every_schedule_and_communication_option_is_a_flag(help_text: str) -> No
         "autocast_dtype",
         "defer_embedding_wgrad_compute",
         "barrier_with_L1_time",
+        "calculate_per_token_loss",  # all samples have as many tokens
     }
     for name in {f.name for f in dataclasses.fields(ModelParallelConfig)} - without:
         assert f"--{name.replace('_', '-')}" in flags, name
@@ -145,7 +146,7 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     pair = Process(rank=1, world_size=2, local_rank=1, local_world_size=2)
     assert choose_device("auto", pair) == torch.device("cpu")
     assert choose_device("auto", Process()) == torch.device("cuda", 0)
-    with pytest.raises(ArgumentError, match="1 GPU for 2 processes"):
+    with pytest.raises(ArgumentError, match="of 2 ranks here each needs a GPU, and there are 1"):
         choose_device("cuda", pair)
 
 
@@ -155,17 +156,19 @@ BAD_INPUT = {
     "no number": ("--train-steps many", ArgumentError, "train-steps.*many"),
     "no microbatches": ("--num-microbatches 0", ArgumentError, "--num-microbatches is 0; it must be at least 1"),
     "no sequence": ("--seq-length 0", ArgumentError, "--seq-length is 0"),
-    "validation fraction": ("--validation-fraction 1", ArgumentError, "--validation-fraction is 1.0; .* 0 and 1"),
+    "validation fraction": ("--validation-fraction 1.5", ArgumentError, "--validation-fraction is 1.5; .* 0 and 1.0"),
+    "no training text": ("--validation-fraction 1", DataError, "training text of 0 bytes is too short"),
     "no text": ("--max-data-bytes 0", ArgumentError, "--max-data-bytes is 0; it must be at least 1"),
-    "trace": ("--trace first", ArgumentError, "--trace is 'first'; it must list steps"),
+    "trace": ("--trace first", ScheduleInputError, "trace_steps is 'first'; it must list steps"),
     "trace past the end": ("--trace 3,9-12 --train-steps 11", ArgumentError, "9-12, but the run ends after step 11"),
     "no wandb": ("--wandb mine", ArgumentError, "--wandb is mine, but wandb is not installed"),
     "no config": ("--config none.toml", ArgumentError, "--config is none.toml, which cannot be used: .*No such file"),
     "no samples": ("--micro-batch-size -1", ArgumentError, "--micro-batch-size is -1"),
     "negative steps": ("--train-steps -1", ArgumentError, "--train-steps is -1"),
-    "learning rate": ("--learning-rate 0", ArgumentError, "positive number"),
-    "learning rate is nan": ("--learning-rate nan", ArgumentError, "positive number"),
-    "final learning rate": ("--min-learning-rate 1", ArgumentError, "between 0 and --learning-rate"),
+    "learning rate": ("--learning-rate -1", ArgumentError, "--learning-rate is -1.0; it must be at least 0"),
+    "learning rate is nan": ("--learning-rate nan", ArgumentError, "--learning-rate is nan"),
+    "learning rate is infinite": ("--learning-rate inf", ArgumentError, "--learning-rate is inf"),
+    "final learning rate": ("--min-learning-rate 1", ArgumentError, "between 0 and 0.003"),
     "clipping": ("--clip-grad nan", ArgumentError, "--clip-grad is nan"),
     "precision": ("--precision fp8", ArgumentError, "fp8.*fp32.*bf16"),
     "world": ("--pipeline-model-parallel-size 3", WorldSizeError, "world size is 2.*nearest: 3"),
@@ -186,18 +189,18 @@ BAD_INPUT = {
     "layers": ("--num-layers 5", LayoutError, "nearest num_layers: 4 or 6"),
     "layout": ("--pipeline-model-parallel-layout 1,2", LayoutError, "3 of num_layers 4"),
     "heads": ("--num-attention-heads 3", ConfigError, "128.*3.*nearest"),
-    "missing data": ("--data /no/such/path", DataError, "/no/such/path does not exist"),
+    "odd heads": ("--hidden-size 36", ArgumentError, "36 over --num-attention-heads 4 gives heads of an odd width"),
+    "missing data": ("--data /no/such/path", DataError, "/no/such/path is no file or readable folder"),
     "short text": ("--max-data-bytes 2000", DataError, "training text of 1900 bytes is too short"),
     "short validation": ("--max-data-bytes 20000", DataError, "validation text of 1000 bytes is too short"),
     "no run": ("--resume /no/such/run", NoCheckpointError, "no run at /no/such/run"),
     "a name too long": (f"--resume {'x' * 5000}", NoCheckpointError, "no run at"),
     "two folders": ("--resume a --run-dir b", ArgumentError, "both given"),
-    "folder in a file": ("--run-dir /dev/null/run", ArgumentError, "no writable folder, so"),
     "no layers for FP8": ("--fp8 hybrid", ArgumentError, "--fp8 is hybrid, which needs --transformer-impl"),
     "unknown layers": ("--transformer-impl te", ArgumentError, "te.*local.*transformer_engine"),
     "no schedule file": ("--pipeline-schedule none.csv", ScheduleError, "none.csv: cannot be read"),
     "measured": ("--pipeline-schedule auto --pipeline-measured none.json", ScheduleError, "none.json: cannot be read"),
-    "no GPUs": ("--device cuda", ArgumentError, "GPUs for 2 processes"),
+    "no GPUs": ("--device cuda", ArgumentError, "of 2 ranks here each needs a GPU, and there are 0"),
 }
 LIBRARIES = {"--transformer-impl": "transformer_engine", "--optimizer-impl": "apex", "--norm-impl": "apex"}
 for flag, library in LIBRARIES.items():
@@ -262,7 +265,7 @@ def test_a_schedule_brings_its_number_of_chunks() -> None:
 
 def test_files_are_remembered_wherever_the_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    save_settings(parse(["--pipeline-schedule", "a.csv", "--pipeline-measured", "b.json"]), tmp_path, "")
+    save_settings(parse(["--pipeline-schedule", "a.csv", "--pipeline-measured", "b.json"]), tmp_path)
     saved = json.loads((tmp_path / ARGUMENTS).read_text())
     assert (saved["pipeline_schedule"], saved["pipeline_measured"]) == (
         str(tmp_path / "a.csv"),
@@ -330,7 +333,7 @@ def save_run(folder: Path, settings: Settings) -> Path:
     layout = _layout(settings, settings.make_config(2))
     write_description(Checkpoint(checkpoint, checkpoint.name, 3, layout, {}, {}, {}))
     (folder / "checkpoints" / "latest").write_text("step-00000003\n")
-    save_settings(settings, folder, "")
+    save_settings(settings, folder)
     return checkpoint
 
 
@@ -356,8 +359,8 @@ def test_checkpoints_of_another_model_are_refused(flags: str, difference: str, t
 @pytest.mark.usefixtures("second_of_two")
 def test_a_folder_with_a_run_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
     save_run(tmp_path, parse([]))
-    with pytest.raises(ArgumentError, match=f"--resume {tmp_path}"):
-        train_here(["--run-dir", str(tmp_path)])
+    with pytest.raises(ArgumentError, match=f"holds a run of other settings; give another, or --resume {tmp_path}"):
+        train_here(["--run-dir", str(tmp_path), "--seed", "7"])
 
 
 @pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/step-00000003"])

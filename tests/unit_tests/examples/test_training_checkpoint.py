@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt import checkpoint as checkpoints
 from examples.gpt.checkpoint import (
     DESCRIPTION,
     LATEST,
@@ -85,45 +83,6 @@ def test_a_step_saved_again_leaves_the_first_whole(tmp_path: Path) -> None:
     assert first != second
     assert find_checkpoint(tmp_path).path == second
     assert_holds(find_checkpoint(first), 3)
-
-
-class _PowerCut(BaseException):
-    """Ends a save where it strikes; no handler of ours may stop it."""
-
-
-# Where the power goes off: a function, and the last part of the path it must be given.
-MOMENTS = {
-    "tensors are written": (checkpoints, "_crc32_of", "__0_0.distcp"),
-    "the files are known": (checkpoints.json, "dumps", ""),
-    "the description is written": (os, "rename", "step-00000002"),
-    "it has its name": (os, "replace", LATEST),
-    "latest names it": (os, "rename", ".step-00000001.unfinished"),
-    "the former is out of sight": (shutil, "rmtree", ".step-00000001.unfinished"),
-}
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_save_cut_short_leaves_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    save(tmp_path, 1, keep=1)
-    owner, name, ending = MOMENTS[moment]
-    original = getattr(owner, name)
-
-    def strike(*args: object, **kwargs: object) -> object:
-        if ending and not any(str(argument).endswith("/" + ending) for argument in args):
-            return original(*args, **kwargs)
-        raise _PowerCut
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, strike)
-        with pytest.raises(_PowerCut):
-            save(tmp_path, 2, keep=1)
-    has_moved = moment in ("latest names it", "the former is out of sight")
-    assert_holds(find_checkpoint(tmp_path), 2 if has_moved else 1)
-    save(tmp_path, 3, keep=1)
-    assert_holds(find_checkpoint(tmp_path), 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step-00000003"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,28 +17,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt import interrupt, program
-from examples.gpt.data import Microbatch
+from examples.gpt import program
+from examples.gpt.ending import StopRequest, report
 from examples.gpt.gpt import OUTPUT, GPTStage
-from examples.gpt.interrupt import StopRequest
 from examples.gpt.metrics import METRICS, TENSORBOARD, Recorder, plot_metrics, read_metrics
 from examples.gpt.optimizer import (
     GradientClipper,
     NamedAdamW,
-    finalize_gradients,
     learning_rate,
     sum_tied_gradients,
 )
-from examples.gpt.reports import report
 from examples.gpt.settings import Settings
-from examples.gpt.trainer import ComputeTimers, forward_step, mean_loss, summed_loss
-from megatron_pp import parallel_state
+from examples.gpt.trainer import ComputeTimers, forward_step
 from tests.harness.processes import run_processes
 from tests.unit_tests.examples.test_gpt import (
     CUTS,
     WHOLE,
     make_batch,
-    make_config,
     make_stages,
     parameters_of,
     train_by_hand,
@@ -108,31 +102,18 @@ def test_the_clipper_counts_the_models_parameters(group: dist.ProcessGroup) -> N
         assert GradientClipper(stages, group, 0.0).num_parameters == sum(counted.values())
 
 
-def test_gradients_under_a_per_token_loss_are_divided_by_the_tokens(group: dist.ProcessGroup) -> None:
-    stages = make_stages(WHOLE)
-    train_by_hand(stages)
-    before = {name: p.grad.clone() for name, p in parameters_of(stages).items()}
-    parallel_state.initialize_model_parallel()
-    finalize_gradients(stages, 0, stages, torch.tensor(8, dtype=torch.int))
-    parallel_state.destroy_model_parallel()
-    for name, parameter in parameters_of(stages).items():
-        if name.startswith("layers."):
-            assert torch.equal(parameter.grad, before[name] / 8), name
-    tied = (before["embedding.weight"] + before[OUTPUT]) / 8
-    torch.testing.assert_close(parameters_of(stages)[OUTPUT].grad, tied)
-
-
 def test_the_learning_rate_rises_and_falls() -> None:
-    values = [learning_rate(step, peak=1.0, final=0.1, warmup_steps=4, total_steps=14) for step in range(14)]
+    settings = Settings(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4, train_steps=14)
+    values = [learning_rate(step, settings) for step in range(14)]
     assert values[:4] == [0.25, 0.5, 0.75, 1.0]
     assert values[4] == pytest.approx(1.0)
     assert values[-1] == pytest.approx(0.1)
     assert values[4:] == sorted(values[4:], reverse=True)
-    assert learning_rate(0, 1.0, 0.1, 0, 1) == 1.0
+    assert learning_rate(0, Settings(learning_rate=1.0, warmup_steps=0, train_steps=1)) == 1.0
 
 
 def make_optimizer(stages: list[GPTStage]) -> NamedAdamW:
-    return NamedAdamW(stages, (0.9, 0.95), 1e-8, weight_decay=0.5)
+    return NamedAdamW(stages, Settings(weight_decay=0.5))
 
 
 def test_adamw_decays_matrices_only() -> None:
@@ -176,13 +157,13 @@ def test_the_optimizers_tensors_are_all_that_it_needs_to_continue() -> None:
 
 
 def test_a_rank_without_parameters_takes_its_steps() -> None:
-    optimizer = NamedAdamW([torch.nn.ModuleDict()], (0.9, 0.95), 1e-8, 0.1)
+    optimizer = NamedAdamW([torch.nn.ModuleDict()], Settings())
     optimizer.step(1e-3)
     assert optimizer.tensors() == {}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_a_wish_and_the_next_one_soon_is_the_same_wish(number: signal.Signals) -> None:
+def test_a_signal_is_a_wish_and_the_next_one_is_the_same_wish(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
         assert signal.getsignal(number) == before
@@ -232,37 +213,6 @@ def test_a_launcher_finds_whole_reports_or_none(
     assert "OSError: [Errno 5] the disk has gone away" in capsys.readouterr().err
 
 
-BLOCKED = """
-import ctypes, importlib.util, signal, sys
-spec = importlib.util.spec_from_file_location("interrupt", sys.argv[1])
-interrupt = importlib.util.module_from_spec(spec)
-sys.modules["interrupt"] = interrupt
-spec.loader.exec_module(interrupt)
-interrupt.IMPATIENT_AFTER = 0.2
-libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
-with interrupt.StopRequest() as stop:
-    stop.begin()
-    print("blocked", flush=True)
-    libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)  # for ever, and no signal handler of Python runs
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="blocks in a call of glibc")
-def test_a_second_signal_ends_a_process_that_is_blocked_outside_of_python() -> None:
-    with subprocess.Popen([sys.executable, "-c", BLOCKED, str(interrupt.__file__)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            process.send_signal(signal.SIGTERM)
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.5)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 128 + signal.SIGTERM
-        finally:
-            process.kill()
-
-
 def test_timers_add_up_compute_and_nothing_else() -> None:
     timers = ComputeTimers(torch.device("cpu"))
     for name in ("forward-compute", "backward-compute", "forward-recv", "forward-backward"):
@@ -277,19 +227,13 @@ def test_timers_add_up_compute_and_nothing_else() -> None:
     assert timers.take_seconds() == 0.0
 
 
-@pytest.mark.parametrize(("per_token", "expected"), [(False, mean_loss), (True, summed_loss)])
-def test_a_stage_names_the_loss_function_that_the_config_asks_for(per_token: bool, expected: object) -> None:
-    (stage,) = make_stages(WHOLE, make_config(calculate_per_token_loss=per_token))
-    output, loss_function = forward_step(iter([Microbatch(0, *make_batch())]), stage)
-    assert loss_function is expected
+def test_the_loss_function_speaks_as_the_schedules_expect() -> None:
+    (stage,) = make_stages(WHOLE)
+    output, loss_function = forward_step(iter([(0, *make_batch())]), stage)
     assert torch.equal(output, stage(*make_batch()))
-
-
-def test_loss_functions_speak_as_the_schedules_expect() -> None:
-    losses = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
-    assert [float(x) for x in (mean_loss(losses)[0], mean_loss(losses)[1]["loss"])] == [3.0, 3.0]
-    total, tokens, report = summed_loss(losses)
-    assert (float(total), int(tokens), float(report["loss"])) == (12.0, 4, 3.0)
+    loss, report = loss_function(output)
+    assert torch.equal(loss, output.mean())
+    assert torch.equal(report["loss"], loss)
 
 
 def test_metrics_are_lines_of_json_and_later_ones_are_dropped_when_continued(tmp_path: Path) -> None:

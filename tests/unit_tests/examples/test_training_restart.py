@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,73 +13,59 @@ import torch.distributed as dist
 from examples.gpt import run_folder
 from examples.gpt.checkpoint import LATEST, Checkpoint, write_description
 from examples.gpt.distributed import agreed_place, check_same_settings
-from examples.gpt.errors import ArgumentError
-from examples.gpt.run_folder import Start, find_start, this_launcher
+from examples.gpt.errors import ArgumentError, CheckpointError
+from examples.gpt.run_folder import Start, find_start
 from examples.gpt.settings import ARGUMENTS, Settings, parse, save_settings
 from tests.harness.processes import run_processes
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYOUT = {"num_layers": 4}
-OURS, OTHER = "here/7/100", "there/9/100"
 
 
-def make_run(folder: Path, launcher: str = OURS) -> Settings:
+def make_run(folder: Path) -> Settings:
     folder.mkdir(parents=True)
-    save_settings(Settings(), folder, launcher)
+    save_settings(Settings(), folder)
     return Settings(run_dir=str(folder))
 
 
-def make_checkpoint(folder: Path, name: str, step: int, launcher: str = OURS) -> Path:
+def make_checkpoint(folder: Path, name: str, step: int) -> None:
     path = folder / "checkpoints" / name
     path.mkdir(parents=True)
-    write_description(Checkpoint(path, name, step, LAYOUT, {"launcher": launcher}, {}, {}))
+    write_description(Checkpoint(path, name, step, LAYOUT, {}, {}, {}))
     (folder / "checkpoints" / LATEST).write_text(name + "\n")
-    return path
 
 
-@pytest.mark.parametrize("launcher", ["", OTHER])
-def test_a_folder_that_holds_a_run_is_not_taken_for_a_new_one(tmp_path: Path, launcher: str) -> None:
-    for wrote in ("", OURS):
-        run = make_run(tmp_path / f"run{len(wrote)}", wrote)
-        with pytest.raises(ArgumentError, match=r"holds a run already; give another, or --resume"):
-            find_start(run, LAYOUT, launcher)
+def test_a_folder_that_holds_a_run_of_other_settings_is_not_taken(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    other = Settings(run_dir=str(tmp_path / "run"), seed=7)
+    with pytest.raises(ArgumentError, match=r"holds a run of other settings; give another, or --resume"):
+        find_start(other, LAYOUT)
 
 
-def test_the_launch_that_began_a_run_goes_on_with_it(tmp_path: Path) -> None:
+def test_a_run_that_is_started_again_goes_on(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert find_start(run, LAYOUT, OURS) == Start(tmp_path / "run")
+    assert find_start(run, LAYOUT) == Start(tmp_path / "run")
     make_checkpoint(tmp_path / "run", "step-00000004", 4)
-    start = find_start(run, LAYOUT, OURS)
-    assert start.checkpoint is not None
-    assert start.checkpoint.step == 4
-
-
-def test_a_run_resumed_from_an_older_checkpoint_does_so_again_until_it_has_saved(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    make_run(folder, OTHER)
-    old = make_checkpoint(folder, "step-00000004", 4, OTHER)
-    make_checkpoint(folder, "step-00000008", 8, OTHER)
-    run = Settings(resume=str(old))
-    for _ in range(3):  # the first start, and two restarts before anything was saved
-        start = find_start(run, LAYOUT, OURS)
+    make_checkpoint(tmp_path / "run", "step-00000008", 8)
+    for again in (run, Settings(resume=str(tmp_path / "run"))):
+        start = find_start(again, LAYOUT)
         assert start.checkpoint is not None
-        assert start.checkpoint.step == 4
-        save_settings(run, folder, OURS)
-    make_checkpoint(folder, "step-00000008-2", 8)
-    start = find_start(run, LAYOUT, OURS)
-    assert start.checkpoint is not None
-    assert start.checkpoint.path.name == "step-00000008-2"
+        assert start.checkpoint.step == 8
+    older = find_start(Settings(resume=str(tmp_path / "run" / "checkpoints" / "step-00000004")), LAYOUT)
+    assert older.checkpoint is not None
+    assert (older.folder, older.checkpoint.step) == (tmp_path / "run", 4)
 
 
 def test_a_run_without_a_folder_of_its_own_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "RUNS", tmp_path)
-    first = find_start(Settings(), LAYOUT, OURS)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    first = find_start(Settings(), LAYOUT)
+    assert first.folder.parent == tmp_path
     make_run(first.folder)
     monkeypatch.setattr(run_folder.time, "strftime", lambda _: "later")
-    assert find_start(Settings(), LAYOUT, OURS) == Start(first.folder)
-    other = find_start(Settings(), LAYOUT, OTHER).folder
-    assert other.parent == tmp_path
-    assert other.name.startswith("later-")
+    assert find_start(Settings(), LAYOUT) == first
+    monkeypatch.setattr(os, "getppid", lambda: os.getpid())  # another torchrun
+    assert find_start(Settings(), LAYOUT).folder.name.startswith("later-")
 
 
 @pytest.mark.parametrize("flags", [[], ["--config", "small.toml"]])
@@ -87,27 +74,15 @@ def test_a_run_lies_in_the_project_wherever_it_is_started(
 ) -> None:
     (tmp_path / "small.toml").write_text("num_layers = 4")
     monkeypatch.chdir(tmp_path)
-    assert find_start(parse(flags), LAYOUT, "").folder.parent == ROOT / "runs"
+    assert find_start(parse(flags), LAYOUT).folder.parent == ROOT / "runs"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"launcher": ""}', '{"launcher": 1}', '{"launcher": {}}'])
-def test_a_note_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "[]", '{"seed": 1'])
+def test_settings_that_cannot_be_read_are_refused(tmp_path: Path, text: str) -> None:
     run = make_run(tmp_path / "run")
     (tmp_path / "run" / ARGUMENTS).write_text(text)
-    for launcher in ("", OURS):
-        with pytest.raises(ArgumentError, match="holds a run already"):
-            find_start(run, LAYOUT, launcher)
-
-
-def test_a_launcher_is_the_process_that_torchrun_runs_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert this_launcher() == ""
-    found = set()
-    for run in ("none", "other"):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
-        found.add(this_launcher())
-    assert len(found) == 1
-    assert "" not in found
+    with pytest.raises(CheckpointError, match=r"arguments.json cannot be read"):
+        find_start(run, LAYOUT)
 
 
 def test_each_start_meets_in_a_place_of_its_own() -> None:

@@ -84,9 +84,9 @@ class Limited(MemoryTransport):
 def test_a_group_that_gives_up_before_the_guard_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     store = dist.HashStore()
 
-    def warnings(compute_timeout: float, rank: int = 0) -> list[str]:
+    def warnings(compute_timeout: float | None, rank: int = 0, p2p_timeout: float = 5.0) -> list[str]:
         caplog.clear()
-        config = toy_config(compute_timeout=compute_timeout, p2p_timeout=5.0)
+        config = toy_config(compute_timeout=compute_timeout, p2p_timeout=p2p_timeout)
         transport = Limited(MemoryNetwork(2, store=store), rank)
         communicator = P2PCommunicator(ThreadGroup(rank, 2), config, transport)
         for _ in range(2):
@@ -99,6 +99,9 @@ def test_a_group_that_gives_up_before_the_guard_is_warned_of_once(caplog: pytest
     assert "of pipeline threads gives up after 60 s, but config.compute_timeout is 60 s" in said
     assert warnings(60.0, rank=1) == []
     assert warnings(59.0) == []
+    assert warnings(None, p2p_timeout=59.0) == [], "nobody has asked for ten times as long"
+    (said,) = warnings(None, p2p_timeout=60.0)
+    assert "gives up after 60 s, but config.p2p_timeout is 60 s" in said
 
 
 def test_a_groups_timeout_is_read_from_the_group() -> None:

@@ -17,6 +17,7 @@ from megatron_pp.plan.measured import Measured
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.v import pattern_slots, v_half_offsets
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.sim.bound import lower_bound
 from megatron_pp.plan.sim.greedy import Problem, Rules, schedule
 from megatron_pp.plan.sim.search import SearchResult, peak_memory
 from megatron_pp.plan.sim.simulate import simulate
@@ -93,6 +94,17 @@ def test_measured_times_and_transfers_gain_from_the_search() -> None:
 
 
 @pytest.mark.slow
+def test_messages_do_not_hold_up_an_order_that_is_at_the_bound() -> None:
+    """With receives a slot ahead and sends released a slot later, as elsewhere, it takes 32.65."""
+    times = (1.5, 1.4, 0.65, 1.0), (1.55, 1.55, 0.55, 1.1), (1.15, 0.95, 0.45, 0.6)
+    measured = Measured(*times, transfer=0.9, memory_limit=5.3575, activation=times[0])
+    best = search("auto", 4, 1, 4, measured).best
+    placement = best.plan.placement
+    conditions = measured.costs(4), measured.network(), measured.memory(placement)
+    assert best.makespan == pytest.approx(lower_bound(placement, 4, *conditions).step)
+    verify(best.plan)
+
+
 def test_a_limit_per_rank_is_kept_on_each() -> None:
     result = search("auto", 4, 1, 12, Measured(memory_limit=(3.0, 4.0, 5.0, 6.0)))
     assert all(peak <= limit for peak, limit in zip(result.best.peaks, (3, 4, 5, 6), strict=True))

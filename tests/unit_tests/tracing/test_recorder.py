@@ -11,8 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from examples.gpt.errors import ArgumentError
-from examples.gpt.settings import Settings
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ExchangeError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -272,8 +270,8 @@ def test_a_profiled_step_can_be_recorded_too(tmp_path):
 
 @pytest.mark.parametrize("steps", ["", "4-2", "3,x", "-1"])
 def test_a_list_of_steps_that_is_none_is_refused(steps):
-    with pytest.raises(ArgumentError, match=r"--trace is '.*'; it must list steps, as in 3,10-12"):
-        Settings(trace=steps).check()
+    with pytest.raises(ScheduleInputError, match=r"trace_steps is '.*'; it must list steps, as in 3,10-12"):
+        chosen_steps(steps)
 
 
 @pytest.fixture
