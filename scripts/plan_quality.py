@@ -118,7 +118,8 @@ def large_table(rows: Sequence[Row]) -> list[str]:
     table = [["plan", "P", "V", "M", "transfer / F", "memory / 1F1B's", "step", "bound", "above it", "by", "search s"]]
     for row in rows:
         cells = [*(row[name] for name in ("plan", "P", "V", "M", "transfer", "memory"))]
-        cells += [f"{row['step']:.4g}", f"{row['bound']:.4g}", f"{row['step'] / row['bound'] - 1:.1%}", row["reason"]]
+        excess = max(0.0, row["step"] / row["bound"] - 1)
+        cells += [f"{row['step']:.4g}", f"{row['bound']:.4g}", f"{excess:.1%}", row["reason"]]
         table.append([*map(str, cells), f"{row['seconds']:.0f}"])
     return [markdown_table(table)]
 

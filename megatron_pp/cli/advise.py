@@ -26,7 +26,14 @@ from megatron_pp.draw.facts import percent, short
 from megatron_pp.draw.front import Point
 from megatron_pp.plan.advise import answer
 from megatron_pp.plan.advise.evaluate import Outcome
-from megatron_pp.plan.advise.flags import MEASURED_FILE, megatron_flags, our_flags, runs_in_megatron
+from megatron_pp.plan.advise.flags import (
+    MEASURED_FILE,
+    megatron_flags,
+    megatron_models_run,
+    our_flags,
+    our_settings,
+    runs_in_megatron,
+)
 from megatron_pp.plan.advise.microbatch_order import MicrobatchOrder, best_order
 from megatron_pp.plan.advise.search import Findings, Report, search
 from megatron_pp.plan.files import check_writable, write_whole
@@ -155,11 +162,16 @@ def _show(findings: Findings, best: Outcome, order: MicrobatchOrder | None, meas
     rules = ", ".join(certificate.get("rules", ()))
     print_line(console, f"    verified: {rules}; {certificate.get('digest', '')}")
     print_line(console, "")
-    flags = [*our_flags(best, measured), "pretrain_gpt.py", *megatron_flags(question, best)]
-    print_line(console, f"megatron-pp run {shlex.join(flags)} ...")
+    if megatron_models_run(best):
+        flags = [*our_flags(best, measured), "pretrain_gpt.py", *megatron_flags(question, best)]
+        print_line(console, f"megatron-pp run {shlex.join(flags)} ...")
+    else:
+        settings = ", ".join(f"{name}={value!r}" for name, value in our_settings(best, measured).items())
+        print_line(console, f"TransformerConfig({settings}, ...)")
+        print_line(console, "    in a training loop of your own: Megatron's models cannot run it")
     if best.candidate.searches and not Path(measured).exists():
         print_line(console, f"    {measured}: --measured-out {measured} writes it")
-    if not runs_in_megatron(best):
+    if megatron_models_run(best) and not runs_in_megatron(best):
         print_line(console, "    Megatron without megatron_pp has no such schedule")
     print_line(console, "")
     names = ["pipeline", "step ms", "bubble", "GB", "over the bound"]

@@ -135,23 +135,22 @@ def install_with(settings: InstallSettings) -> None:
         logger.warning(unknown)
     plugin = Plugin(megatron, settings)
     theirs = [getattr(megatron.schedules, name) for name in ENTRIES]
-    replace_names([(function, Schedule(function, plugin)) for function in theirs])
-    take_models()
+    entries = [(function, Schedule(function, plugin)) for function in theirs]
+    replace_names([*entries, *install_v(settings.overrides.get("pipeline_schedule"))])
 
 
 def take_models() -> None:
     """Let GPTModels be built for V schedules, if the engine is installed."""
     current = _current()
     if current is not None:
-        install_v(current.settings.overrides.get("pipeline_schedule"))
+        replace_names(install_v(current.settings.overrides.get("pipeline_schedule")))
 
 
 def uninstall() -> None:
     """Restore Megatron-core's own schedules everywhere, where they are replaced."""
     schedules = _schedules()
-    replace_names([(schedule, schedule.theirs) for schedule in schedules])
     if schedules:
-        uninstall_v()
+        replace_names([*((schedule, schedule.theirs) for schedule in schedules), *uninstall_v()])
 
 
 def is_installed() -> bool:

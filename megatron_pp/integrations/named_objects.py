@@ -13,6 +13,8 @@ def replace_names(replacements: Sequence[tuple[Any, Any]]) -> None:
     by_id = {id(old): new for old, new in replacements}
     for path, module in list(sys.modules.items()):
         names = None if path.partition(".")[0] in _ELSEWHERE else getattr(module, "__dict__", None)
-        for name, value in list(names.items()) if isinstance(names, dict) else []:
+        if not isinstance(names, dict) or by_id.keys().isdisjoint(map(id, list(names.values()))):
+            continue
+        for name, value in list(names.items()):
             if id(value) in by_id:
                 setattr(module, name, by_id[id(value)])

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations.named_objects import replace_names
 from megatron_pp.plan.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.schedule_file import placement_kind
 
@@ -257,8 +256,9 @@ def _default_groups() -> Any:
     ).ProcessGroupCollection.use_mpu_process_groups()
 
 
-def install_v(schedule: str | None = None) -> None:
-    """Let GPTModels be built for V schedules: for ``schedule``, or else for that of their config.
+def install_v(schedule: str | None = None) -> list[tuple[Any, Any]]:
+    """Let GPTModels be built for V schedules: for ``schedule``, or else for that of their config. Returns what is left
+    to the caller, (old, new) of functions to replace under all their names.
 
     Where GPTModel cannot be imported, nothing is done. A further call changes ``schedule``, and takes what has been
     imported since.
@@ -266,27 +266,29 @@ def install_v(schedule: str | None = None) -> None:
     found = _targets()
     use = next((function.use for _, _, function in found if isinstance(function, ByChunk)), Use())
     use.schedule = schedule
-    _put(
+    return _put(
         (owner, name, (PlacedModel if name == "__init__" else ByChunk)(function, use))
         for owner, name, function in found
         if not isinstance(function, ByChunk)
     )
 
 
-def uninstall_v() -> None:
-    """Restore what `install_v` replaced."""
-    _put((owner, name, current.original) for owner, name, current in _targets() if isinstance(current, ByChunk))
+def uninstall_v() -> list[tuple[Any, Any]]:
+    """Restore what `install_v` replaced; returns what is left to the caller, as there."""
+    return _put((owner, name, current.original) for owner, name, current in _targets() if isinstance(current, ByChunk))
 
 
-def _put(replacements: Iterable[tuple[Any, str, Any]]) -> None:
-    """Put each third item in place of what its module or class (the first) has under a name (the second)."""
+def _put(replacements: Iterable[tuple[Any, str, Any]]) -> list[tuple[Any, Any]]:
+    """Put each third item in place of what its class (the first) has under a name (the second). Returns the (old, new)
+    of those whose first item is a module.
+    """
     named = []
     for owner, name, new in replacements:
         if isinstance(owner, type):
             setattr(owner, name, new)
         else:
             named.append((vars(owner)[name], new))
-    replace_names(named)
+    return named
 
 
 def _targets() -> list[tuple[Any, str, Any]]:

@@ -17,6 +17,7 @@ from megatron_pp.plan.costs import WEIGHT_SHARE
 from megatron_pp.plan.instruction import Instruction, without_pairs
 from megatron_pp.plan.spec import Plan
 
+_Programs = Sequence[Sequence[Instruction]]
 Shares = float | Sequence[float]  # one for all stages, or one per stage in model order
 
 # By op: forwards with memory on the device, split backwards whose memory waits for W, forwards with memory on the host.
@@ -36,11 +37,11 @@ def kept_timeline(
     """
     in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
     kept, now = [0.0] * len(stages), 0.0  # of each chunk, and of all
-    for at in without_pairs(order):
-        if at.op in KEPT or at.op in WAITING:
-            chunk, stage = at.chunk, stages[at.chunk]
-            in_flight[chunk] += KEPT.get(at.op, 0)
-            waiting[chunk] += WAITING.get(at.op, 0)
+    for op, _, _, _, chunk, _, _, _ in without_pairs(order):
+        if op in KEPT or op in WAITING:
+            stage = stages[chunk]
+            in_flight[chunk] += KEPT.get(op, 0)
+            waiting[chunk] += WAITING.get(op, 0)
             kept[chunk] = forward[stage] * in_flight[chunk] + weight[stage] * waiting[chunk]
             now = sum(kept)
         yield now
@@ -100,18 +101,20 @@ def logits_timeline(plan: Plan, rank: int) -> Iterator[int]:
         yield now
 
 
-def peak_activations(plan: Plan, weight_share: Shares = WEIGHT_SHARE) -> tuple[float, ...]:
-    """The most that each rank keeps at once, in units of one chunk's forward. Raises PlanError, see
-    activations_timeline.
+def peak_activations(
+    plan: Plan, weight_share: Shares = WEIGHT_SHARE, programs: _Programs | None = None
+) -> tuple[float, ...]:
+    """The most that each rank keeps at once, in units of one chunk's forward. ``programs``: what the ranks run besides
+    communication, where it is known. Raises PlanError, see activations_timeline.
     """
-    counted = ([at for at in program if at.op in _CHANGES] for program in plan.programs)
+    counted = ([at for at in program if at.op in _CHANGES] for program in programs or plan.programs)
     return tuple(max(_timeline(plan, rank, run, weight_share), default=0.0) for rank, run in enumerate(counted))
 
 
-def peak_on_host(plan: Plan) -> tuple[float, ...]:
-    """The most that each rank has offloaded at once, in the same unit."""
+def peak_on_host(plan: Plan, programs: _Programs | None = None) -> tuple[float, ...]:
+    """The most that each rank has offloaded at once, in the same unit; ``programs`` as ``peak_activations``."""
     ones = (1.0 / plan.spec.slices,) * plan.placement.num_stages
-    copies = ([at for at in program if at.op in _ON_HOST] for program in plan.programs)
+    copies = ([at for at in program if at.op in _ON_HOST] for program in programs or plan.programs)
     timelines = (host_timeline(c, s, ones) for c, s in zip(copies, plan.placement.stages, strict=True))
     return tuple(max(timeline, default=0.0) for timeline in timelines)
 

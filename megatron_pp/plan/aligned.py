@@ -10,31 +10,43 @@ machine, which names what is wrong. That each message has one sender and is post
 (``lifetime.py``).
 """
 
+from __future__ import annotations
+
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
 from megatron_pp.plan.dataflow import channel_of, message_of
-from megatron_pp.plan.instruction import COMPUTE_OPS, POST_OF, SINGLE_COMPUTE_OPS, TRANSFER_OPS, Instruction, later
+from megatron_pp.plan.instruction import (
+    COMPUTE_OPS,
+    FINISHED_BY,
+    GROUP_OPS,
+    NONE,
+    POST_OF,
+    SINGLE_COMPUTE_OPS,
+    TRANSFER_OPS,
+    later,
+)
 from megatron_pp.plan.repeated import Block
+from megatron_pp.plan.sites import Site, are_before, positions_of, sites_of
 from megatron_pp.plan.spec import DEVICE_SYNC, ONE_QUEUE, ONE_WAY, Plan
 
-_Message = tuple[str, int, int, int, str]  # the fields of a Message
+_Name = tuple[str, int, int, str]  # the fields of a Message but for the microbatch
 _Key = tuple[int, int, str]  # the two ranks, and FORWARD or BACKWARD where that is a queue by itself
 
 
-def runs_aligned(plan: Plan, device: Collection[str], block: Block | None = None) -> bool:
+def runs_aligned(
+    plan: Plan, device: Collection[str], block: Block | None = None, ranks: Sequence[RankQueues] | None = None
+) -> bool:
     """Whether all queues are aligned and every rank comes to its end, under rendezvous and ``device``; with ``block``,
-    whether besides ranks that run to its ends come to a standstill as ranks that run to its starts do.
+    whether besides ranks that run to its ends come to a standstill as ranks that run to its starts do. ``ranks``: the
+    queues of each, where they are known.
     """
-    if plan.spec.variable_shapes or plan.placement.barriers:
-        return False
-    ranks = []
-    for rank in range(len(plan.programs)):
-        ranks.append(_Rank(plan, rank, device))
-        if not ranks[rank].is_simple:
-            return False
-    if not all(_is_aligned(rank, ranks) for rank in ranks):
+    if ranks is None:
+        ranks = [RankQueues(plan, rank, device, sites_of(program)) for rank, program in enumerate(plan.programs)]
+    if not all(rank.is_simple for rank in ranks) or not all(_is_aligned(rank, ranks) for rank in ranks):
         return False
     run = _Run(ranks)
     if block is not None:
@@ -47,89 +59,79 @@ def runs_aligned(plan: Plan, device: Collection[str], block: Block | None = None
     return all(done == len(needs) for done, needs in zip(run.next, run.needs, strict=True))
 
 
-class _Queue:
-    """What a rank posts on one queue: by number, the message, and where in the program it is posted and waited for.
-    ``needed``: the last number that the rank is known to have waited for.
+class _Queue(NamedTuple):
+    """What a rank posts on one queue, in order: where in the program each is posted and waited for, and its message, of
+    which ``names`` hold all but the microbatch.
     """
 
-    def __init__(self, key: _Key, peer: int) -> None:
-        self.key = key
-        self.peer = peer
-        self.messages: list[_Message] = []
-        self.positions: list[int] = []
-        self.finishes: dict[int, int] = {}
-        self.needed = -1
+    peer: int
+    positions: tuple[int, ...]
+    finishes: tuple[int, ...]
+    names: tuple[_Name, ...]
+    microbatches: tuple[int, ...]
 
 
-class _Site(NamedTuple):
-    """The sends, or the receives, of one kind to or from one peer: ``posted`` are those not waited for, by message."""
-
-    queue: _Queue
-    kind: str
-    to_receiver: int  # stages from the one that posts to the one that receives
-    posted: dict[_Message, int]
-
-
-class _Rank:
+class RankQueues:
     """The queues of one rank. ``needs``: at which position it waits until which number of which queue is over.
     ``is_simple``: every operation is posted by itself, and before it is waited for.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: Collection[str]) -> None:
+    def __init__(self, plan: Plan, rank: int, device: Collection[str], sites: Sequence[Site]) -> None:
         self.rank = rank
         self.program = plan.programs[rank]
         self.one_way = plan.spec.channels == ONE_WAY
-        self.one_queue, self.device_sync = ONE_QUEUE in device, DEVICE_SYNC in device
         self.queues: dict[_Key, _Queue] = {}
-        self.needs: list[tuple[int, _Queue, int]] = []
-        self._sites: dict[tuple[str, int], _Site] = {}  # by the op that posts, and the peer
-        self.is_simple = self._follow()
+        self.needs: list[tuple[int, _Key, int]] = []
+        self.is_simple = not plan.spec.variable_shapes and not plan.placement.barriers and self._follow(sites)
+        if self.is_simple:
+            self._find_needs(positions_of(COMPUTE_OPS if DEVICE_SYNC in device else (), sites), ONE_QUEUE in device)
 
-    def _follow(self) -> bool:
-        sites, one_queue = self._sites, self.one_queue
-        for position, at in enumerate(self.program):
-            op, stage, mb, peer, _, part, tensor, members = at
-            if op in TRANSFER_OPS:
-                post = POST_OF.get(op, op)
-                queue, kind, to_receiver, posted = sites.get((post, peer)) or self._site(post, at)
-                message = (kind, stage + to_receiver, mb, part, tensor)
-                if op != post:
-                    number = posted.pop(message, None)
-                    if number is None:
-                        return False
-                    queue.finishes[number] = position
-                else:
-                    number = posted[message] = len(queue.positions)
-                    queue.messages.append(message)
-                    queue.positions.append(position)
-                    number = number - 1 if one_queue else -1  # what is in front of it on its queue
-                if number > queue.needed:
-                    self._need(position, queue, number)
-            elif members and not SINGLE_COMPUTE_OPS.issuperset(one.op for one in members):
+    def _follow(self, sites: Iterable[Site]) -> bool:
+        """Fill the queues; whether they are simple."""
+        never = len(self.program)
+        ends = {site.at._replace(mb=NONE): site for site in sites if site.at.op in TRANSFER_OPS}
+        entries: defaultdict[tuple[_Key, int], list[tuple[int, int, _Name, int]]] = defaultdict(list)
+        for at, (_, positions, microbatches) in ends.items():
+            post = POST_OF.get(at.op)
+            if post is not None and at._replace(op=post) not in ends:
                 return False
-            elif self.device_sync and op in COMPUTE_OPS:
-                for queue in self.queues.values():
-                    self._need(position, queue, len(queue.positions) - 1)
-        return True
+            if post is not None:
+                continue
+            finish = ends.get(at._replace(op=FINISHED_BY[at.op]))
+            over = dict(zip(finish.microbatches, finish.positions, strict=True)) if finish else {}
+            finishes = [over.get(mb, never) for mb in microbatches]
+            once = len(over) == len(finish.positions if finish else ()) and len(set(microbatches)) == len(microbatches)
+            if not once or not over.keys() <= set(microbatches) or not are_before(positions, finishes):
+                return False
+            source, target, kind = channel_of(at, self.rank)
+            key = (source, target, kind) if self.one_way else (min(source, target), max(source, target), "")
+            name = kind, message_of(at).stage, at.slice, at.tensor
+            entries[(key, at.peer)] += zip(positions, finishes, repeat(name), microbatches)
+        self.queues = {key: _Queue(peer, *zip(*sorted(posts), strict=True)) for (key, peer), posts in entries.items()}
+        groups = (self.program[k] for k in positions_of(GROUP_OPS, sites))
+        return all(one.op in SINGLE_COMPUTE_OPS for at in groups for one in at.members)
 
-    def _need(self, position: int, queue: _Queue, number: int) -> None:
-        if number > queue.needed:
-            queue.needed = number
-            self.needs.append((position, queue, number))
+    def _find_needs(self, computes: Sequence[int], one_queue: bool) -> None:
+        never = len(self.program)
+        for key, queue in self.queues.items():
+            waits = [(at, number) for number, at in enumerate(queue.finishes) if at < never]
+            if one_queue:
+                waits += zip(queue.positions[1:], count())  # for what is in front of it on its queue
+            waits += ((at, bisect_left(queue.positions, at) - 1) for at in computes)
+            needed = -1
+            for at, number in sorted(waits):
+                if number > needed:
+                    needed = number
+                    self.needs.append((at, key, number))
+        self.needs.sort()
 
-    def _site(self, post: str, at: Instruction) -> _Site:
-        source, target, kind = channel_of(at, self.rank)
-        key = (source, target, kind) if self.one_way else (min(source, target), max(source, target), "")
-        queue = self.queues.setdefault(key, _Queue(key, at.peer))
-        to_receiver = message_of(at).stage - at.stage
-        site = self._sites[(post, at.peer)] = _Site(queue, kind, to_receiver, {})
-        return site
 
-
-def _is_aligned(rank: _Rank, ranks: Sequence[_Rank]) -> bool:
+def _is_aligned(rank: RankQueues, ranks: Sequence[RankQueues]) -> bool:
     for key, queue in rank.queues.items():
         other = ranks[queue.peer].queues.get(key) if 0 <= queue.peer < len(ranks) else None
-        if other is None or other.peer != rank.rank or queue.messages != other.messages:
+        if other is None or other.peer != rank.rank:
+            return False
+        if (queue.names, queue.microbatches) != (other.names, other.microbatches):
             return False
     return True
 
@@ -137,15 +139,15 @@ def _is_aligned(rank: _Rank, ranks: Sequence[_Rank]) -> bool:
 class _Run:
     """All ranks against each other. ``reached[r]``: rank r has posted all that stands before it."""
 
-    def __init__(self, ranks: Sequence[_Rank]) -> None:
+    def __init__(self, ranks: Sequence[RankQueues]) -> None:
         self.ranks = ranks
         self.reached = [0] * len(ranks)
         self.next = [0] * len(ranks)  # of its needs
         # Of each need of each rank: where the rank waits, for which peer, and what that has to reach.
-        self.needs = [
-            [(at, queue.peer, ranks[queue.peer].queues[queue.key].positions[k]) for at, queue, k in rank.needs]
-            for rank in ranks
-        ]
+        self.needs: list[list[tuple[int, int, int]]] = []
+        for rank in ranks:
+            theirs = {key: (queue.peer, ranks[queue.peer].queues[key].positions) for key, queue in rank.queues.items()}
+            self.needs.append([(at, theirs[key][0], theirs[key][1][k]) for at, key, k in rank.needs])
 
     def upto(self, limits: Sequence[int]) -> None:
         """Run every rank to its limit, or until nothing moves."""
@@ -180,7 +182,7 @@ class _Run:
         """
         return [list(self._state_of(rank, limits[rank.rank], since)) for rank in self.ranks]
 
-    def _state_of(self, rank: _Rank, limit: int, since: int) -> Iterator[Any]:
+    def _state_of(self, rank: RankQueues, limit: int, since: int) -> Iterator[Any]:
         reached, k = self.reached, self.next[rank.rank]
         at = min([limit, *(need[0] for need in self.needs[rank.rank][k : k + 1])])
         yield [later(one, -since) for one in rank.program[at:limit]]
@@ -188,10 +190,5 @@ class _Run:
             other = self.ranks[queue.peer].queues[key]
             count = bisect_left(queue.positions, reached[rank.rank])
             over = min(count, bisect_left(other.positions, reached[queue.peer]))
-            kept = [k for k in range(count) if k >= over or queue.finishes.get(k, at) >= at]
-            yield key, [(_earlier(queue.messages[k], since), k < over) for k in kept]
-
-
-def _earlier(message: _Message, microbatches: int) -> _Message:
-    kind, stage, mb, part, tensor = message
-    return kind, stage, mb - microbatches, part, tensor
+            kept = [k for k in range(count) if k >= over or queue.finishes[k] >= at]
+            yield key, [(queue.names[k], queue.microbatches[k] - since, k < over) for k in kept]

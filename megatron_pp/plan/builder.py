@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import count
 from typing import NamedTuple
 
@@ -64,6 +65,7 @@ def verified_plan(spec: PlanSpec, announce: Announce | None = None) -> tuple[Pla
             else:
                 plan = lowered_plan(spec, announce)
                 found = _PLANS.put(spec, (plan, verify(plan)), _size((*plan.programs, *plan.orders)))
+            _orders.cache_clear()
         return found
 
 
@@ -157,13 +159,15 @@ class _Orders(Lines):
         return self._made[rank]
 
 
-def _orders(spec: PlanSpec) -> Iterable[Sequence[Instruction]]:
+@lru_cache(maxsize=2)  # those of one period more are the next ones that are tried as a template
+def _orders(spec: PlanSpec) -> tuple[Sequence[Instruction], ...]:
     orders = family_of(spec).orders(spec.shape)
-    return orders if spec.split_backward else map(_whole, orders)
+    return tuple(orders if spec.split_backward else map(_whole, orders))
 
 
 def forget_plans() -> None:
     """Empty the caches."""
+    _orders.cache_clear()
     _PLANS.clear()
     _TEMPLATES.clear()
     _PLACES.clear()
@@ -183,7 +187,7 @@ def lowered_plan(spec: PlanSpec, announce: Announce | None = None) -> Plan:
     remark = family.remark(spec.shape)
     if family.search is not None:
         return replace(family.search(spec, announce), spec=spec, remark=remark)
-    orders = family.orders(spec.shape)
+    orders = _orders(spec)
     programs = family.programs(spec) if family.programs is not None else None
     if programs is not None:
         return Plan(spec, placement, programs, tuple(map(placement.place, count(), orders)), remark)

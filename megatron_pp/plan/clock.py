@@ -69,27 +69,28 @@ class _Clock:
         order, ends = self.orders[rank], self.ends[rank]
         now = ends[-1] if ends else 0
         result_ends, waiters, sites = self.result_ends, self.waiters, self.sites
-        while len(ends) < len(order):
-            entry = order[len(ends)]
+        for k in range(len(ends), len(order)):
+            entry = order[k]
             together = entry.members or (entry,)
+            made: list[tuple[Result, tuple[int, int]]] = []
             for at in together:
-                needed, _ = sites.get((at.op, at.stage)) or self._site(at)
+                op, stage, mb, _, _, part, _, _ = at
+                needed, left = sites.get((op, stage)) or self._site(at)
                 for result in needed:
-                    end = result_ends[result].get((at.mb, at.slice))
+                    end = result_ends[result].get((mb, part))
                     if end is None:
-                        waiters[result].setdefault((at.mb, at.slice), []).append(rank)
+                        waiters[result].setdefault((mb, part), []).append(rank)
                         return
                     if end > now:
                         now = end
+                if left is not None:
+                    made.append((left, (mb, part)))
             now += len(together)
             ends.append(now)
-            for at in together:
-                _, left = sites[(at.op, at.stage)]
-                if left is not None:
-                    part = at.mb, at.slice
-                    result_ends[left][part] = now
-                    if waiters[left] and part in waiters[left]:
-                        ready += waiters[left].pop(part)
+            for left, of in made:
+                result_ends[left][of] = now
+                if waiters[left] and of in waiters[left]:
+                    ready += waiters[left].pop(of)
 
     def _site(self, at: Instruction) -> tuple[tuple[Result, ...], Result | None]:
         left = (RESULT_OF.get(at.op, at.op), at.stage)

@@ -122,7 +122,7 @@ class _Programs(Lines):
 
 
 def _in_turn(inputs: list[tuple[_Turn, Instruction]]) -> Iterable[Instruction]:
-    return map(_SECOND, inputs if len(inputs) == 1 else sorted(inputs, key=_FIRST))
+    return (inputs[0][1],) if len(inputs) == 1 else map(_SECOND, sorted(inputs, key=_FIRST))
 
 
 class _RankLowering:
@@ -143,6 +143,7 @@ class _RankLowering:
         self.routes = routes_of(spec.skip_tensors, spec.skip_cache, placement) if spec.skip_tensors else None
         self.within: dict[tuple[int, str], Instruction] = {}  # by entry of a pair and op: its sends
         self.posts: dict[int, list[Post]] = defaultdict(list)
+        self.receives: dict[int, list[Post]] = defaultdict(list)  # those that stand before all posts of their boundary
         self.releases: dict[int, list[Instruction]] = defaultdict(list)
         self.collectives: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)  # round and post of each
         # Hand-offs, waits, and receives behind others, each with the round of what it may have to wait for.
@@ -193,14 +194,14 @@ class _RankLowering:
                 if hand is not None:
                     inputs[i].append(((0, _POSTS, 0), placed(hand, stage, mb, NONE, chunk, part)))
                 elif came is not None:
-                    due = came.ends[(mb, part)]
-                    receives.append(post_of(came, due, at, i))
+                    receives.append(post_of(came, came.ends[(mb, part)], at, i))
                     if came.names:
-                        self.behind[receives[-1].post] = list(named_posts(came, due, at, i))
+                        self.behind[receives[-1].post] = list(named_posts(came, receives[-1]))
                 if went is not None:
-                    sends.append(post_of(went, ends[i], at, i))
+                    slack = went.ends[(mb, part)] - 1 - ends[i]
+                    sends.append(post_of(went, ends[i], at, i, slack if slack > 0 else 0))
                     if went.names:
-                        sends += named_posts(went, ends[i], at, i)
+                        sends += named_posts(went, sends[-1])
         return sorted(sends), sorted(receives)
 
     def _site(self, op: str, stage: int) -> _Site:
@@ -286,14 +287,15 @@ class _RankLowering:
         """Post each receive when it is due, or by look-ahead earlier, but behind the wait of the one before it on its
         channel; where that comes too late, when it is due or as late as the sender does not have to wait for it.
         """
-        lines: dict[tuple[int, str], list[Post]] = defaultdict(list)
-        ends, posts, inputs = self.ends, self.posts, self.inputs
+        lines: dict[tuple[str, int], list[Post]] = defaultdict(list)
+        ends, inputs, ahead = self.ends, self.inputs, self._ahead
+        posts = self.posts if self.routes or self.placement.barriers else self.receives
         for receive in receives:
             lines[receive.channel].append(receive)
         for line in lines.values():
             for before, receive, after in zip([None, *line], line, [*line[1:], None], strict=False):
                 boundary = due = bisect_right(ends, receive.round)
-                wanted = self._ahead(receive.use)
+                wanted = ahead(receive.use)
                 wanted = due if due < wanted else wanted
                 if before is None or (used := before.use) < wanted:
                     posts[wanted].append(receive)
@@ -317,11 +319,14 @@ class _RankLowering:
         before, after = syncs_of(self.spec, self.rank, self.order)
         copies, loads = self._copies()
         program: list[Instruction] = []
-        posts, collectives, releases, inputs = self.posts, self.collectives, self.releases, self.inputs
+        collectives, receives, posts = self.collectives, self.receives, self.posts
+        releases, inputs = self.releases, self.inputs
         alone = self.looks_ahead  # a post is, where it is the only one at its boundary
         for i, entry in enumerate((*self.order, None)):
             if i in collectives:
                 self._emit_with_collectives(i, program)
+            if i in receives:
+                program += [receive.post for receive in sorted(receives[i])]
             if i in posts:
                 here = posts[i]
                 if alone and len(here) == 1:
@@ -402,7 +407,7 @@ class _RankLowering:
             program += [p.post for p in receives_first(posts)]
             return
         receives = [p for p in posts if p.post.op in RECV_OPS]
-        first: dict[tuple[int, str], Post] = {}
+        first: dict[tuple[str, int], Post] = {}
         for p in receives:
             first.setdefault(p.channel, p)
         program += [p.post for p in first.values()]
@@ -414,7 +419,7 @@ class _RankLowering:
         """The same where named tensors are among them. On one hardware queue one waits for that before it on its
         channel, so within a round they go out by their places, which both ends and all ranks agree on.
         """
-        first: dict[tuple[int, str], Post] = {}
+        first: dict[tuple[str, int], Post] = {}
         for p in posts:
             first.setdefault(p.channel, p)
         at_once = [p for p in posts if (p.post.op in SEND_OPS and not p.place) or first[p.channel] is p]

@@ -1,10 +1,12 @@
 """Ends of messages, as lowering lays them out on a rank's boundaries."""
 
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_pp.plan.instruction import RECV_OPS, SEND_OPS, Instruction
 
+_CHANNEL = itemgetter(*map(Instruction._fields.index, ("op", "peer")))
 _new = tuple.__new__  # in a third of the time of Post(...) and Instruction(...)
 
 
@@ -24,10 +26,9 @@ class Post(NamedTuple):
     place: int = 0  # in its message: 0, and of the named tensors that go with it 1, 2, ...
 
     @property
-    def channel(self) -> tuple[int, str]:
+    def channel(self) -> tuple[str, int]:
         """Among the one-way channels of its rank."""
-        post = self.post
-        return post.peer, post.op
+        return _CHANNEL(self.post)
 
 
 class Way(NamedTuple):
@@ -45,19 +46,19 @@ class Way(NamedTuple):
     names: tuple[str, ...]
 
 
-def named_posts(way: Way, due: int, at: Instruction, use: int) -> Iterable[Post]:
-    """Those of the named tensors that go with the message of ``post_of``."""
-    return (post_of(way, due, at, use, name, place) for place, name in enumerate(way.names, 1))
+def named_posts(way: Way, of: Post) -> Iterable[Post]:
+    """Those of the named tensors that go with the message ``of``."""
+    named = ((place, of.post._replace(tensor=name)) for place, name in enumerate(way.names, 1))
+    return (of._replace(post=at, finish=at._replace(op=way.finish), place=place) for place, at in named)
 
 
-def post_of(way: Way, due: int, at: Instruction, use: int, name: str = "", place: int = 0) -> Post:
+def post_of(way: Way, due: int, at: Instruction, use: int, slack: int = 0) -> Post:
     """This rank's end of the message that ``at``, of its entry ``use``, needs or makes; ``due``: its round."""
-    peer, to, towards, post, finish, ends, _ = way
-    _, stage, mb, _, chunk, part, *_ = at
-    first = _new(Instruction, (post, stage, mb, peer, chunk, part, name, ()))
-    last = _new(Instruction, (finish, stage, mb, peer, chunk, part, name, ()))
-    slack = ends[(mb, part)] - 1 - due
-    return _new(Post, (due, towards, to, mb, first, last, use, slack if slack > 0 else 0, place))
+    peer, to, towards, post, finish, _, _ = way
+    _, stage, mb, _, chunk, part, _, _ = at
+    first = _new(Instruction, (post, stage, mb, peer, chunk, part, "", ()))
+    last = _new(Instruction, (finish, stage, mb, peer, chunk, part, "", ()))
+    return _new(Post, (due, towards, to, mb, first, last, use, slack, 0))
 
 
 def receives_first(posts: list[Post]) -> list[Post]:

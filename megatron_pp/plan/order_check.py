@@ -86,14 +86,14 @@ def _incomplete(rank: int, ops: str, cell: tuple[int, int, int], trains: bool) -
     return _error(rank, instruction(missing, *cell), "the order lacks it")
 
 
-def check_programs(plan: Plan) -> None:
-    """Raises PlanError where a program's compute is not the plan's order; a plan may come without orders. The programs
-    are complete (``check_rank``), and so is an order that runs the same.
+def check_programs(plan: Plan, programs: Iterable[Iterable[Instruction]]) -> None:
+    """Raises PlanError where the compute of one of ``programs`` is not the plan's order; a plan may come without
+    orders. The programs are complete (``check_rank``), and so is an order that runs the same.
     """
     if not plan.orders:
         return
     spec = plan.spec
-    runs = ((run_of(o, spec), _compute_of(p)) for o, p in zip_longest(plan.orders, plan.programs, fillvalue=()))
+    runs = ((run_of(o, spec), _compute_of(p)) for o, p in zip_longest(plan.orders, programs, fillvalue=()))
     differs = next(((rank, *run) for rank, run in enumerate(runs) if run[0] != run[1]), None)
     if differs or spec.forward_only:  # an evaluation does not run all of its order
         check_orders(plan.orders, plan.placement, spec.num_microbatches, spec.forward_only, spec.slices)

@@ -2,15 +2,16 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from operator import eq, itemgetter, sub
+from itertools import compress, count
+from operator import eq, itemgetter, ne, sub
 
-from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, PAIR, WEIGHT_GRAD, Instruction
+from megatron_pp.plan.instruction import BACKWARD_OPS, FORWARD, INPUT_GRAD, PAIR, WEIGHT_GRAD, Instruction, later
 from megatron_pp.plan.repeated import Block
 from megatron_pp.plan.spec import PlanSpec
 
 _MARGIN = 4  # operations of a rank between its steady state and the block, on either side
 _Line = Sequence[Instruction]
-_OPERATION = itemgetter(*map(Instruction._fields.index, ("op", "mb", "chunk", "slice")))
+_OP = itemgetter(Instruction._fields.index("op"))
 
 
 def fewest_microbatches(orders: Iterable[_Line], forwards: int, period: int) -> int:
@@ -27,10 +28,9 @@ def steady_place(spec: PlanSpec, period: int, runs: Sequence[_Line], longer: Seq
     """
     first, last = 1, _operations(spec, spec.num_microbatches)
     for run, wanted in zip(runs, longer, strict=True):
-        ran, goal, ends = list(map(_OPERATION, run)), list(map(_OPERATION, wanted)), _ends(run, spec)
-        moved = [(op, mb + period, chunk, part) for op, mb, chunk, part in ran]
-        first = max(first, bisect_left(ends, len(ran) - _alike(reversed(moved), reversed(goal))) + 1)
-        last = min(last, bisect_right(ends, _alike(ran, goal)) - _operations(spec, period))
+        ends, moved = _ends(run, spec), (later(at, period) for at in reversed(run))
+        first = max(first, bisect_left(ends, len(run) - _alike(moved, reversed(wanted), len(run))) + 1)
+        last = min(last, bisect_right(ends, _alike(run, wanted, len(run))) - _operations(spec, period))
     # A shorter last group delays operations far ahead of it: found by trials, for all sizes that were tried.
     margin = 3 * spec.pipeline_size if spec.num_microbatches % period else _MARGIN
     if last - first < margin:
@@ -41,14 +41,9 @@ def steady_place(spec: PlanSpec, period: int, runs: Sequence[_Line], longer: Seq
     return place if all(map(eq, lengths, longer_by)) else None
 
 
-def _alike(ran: Iterable[object], goal: Iterable[object]) -> int:
-    """How many of both are the same before one differs."""
-    count = 0
-    for one, other in zip(ran, goal, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+def _alike(ran: Iterable[Instruction], goal: Iterable[Instruction], length: int) -> int:
+    """How many of ``ran``, of that length, are the same as in ``goal``, which is longer, before one differs."""
+    return next(compress(count(), map(ne, ran, goal)), length)
 
 
 def block_at(place: int, spec: PlanSpec, period: int, lines: Iterable[_Line]) -> Block:
@@ -67,7 +62,7 @@ def _operations(spec: PlanSpec, microbatches: int) -> int:
 def _ends(line: _Line, spec: PlanSpec) -> list[int]:
     """Right behind each of them, or the pair that it is in."""
     ops = {FORWARD} if spec.forward_only else {*BACKWARD_OPS, PAIR}
-    return [k for k, at in enumerate(line, 1) if at.op in ops]
+    return [k for k, op in enumerate(map(_OP, line), 1) if op in ops]
 
 
 def _edges(orders: Iterable[_Line]) -> tuple[int, int]:

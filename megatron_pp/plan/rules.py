@@ -128,6 +128,11 @@ def facts_at_end(placement: Placement, stage: int, forward_only: bool) -> int:
     return facts if forward_only else facts | B_RAN
 
 
+def facts_in(facts: int) -> Iterator[int]:
+    """Each by itself."""
+    return (fact for fact in _WORDS if facts & fact)
+
+
 def words_of(facts: int) -> Iterator[str]:
     """Each fact in words."""
-    return (words for fact, words in _WORDS.items() if facts & fact)
+    return map(_WORDS.__getitem__, facts_in(facts))

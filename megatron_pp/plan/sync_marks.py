@@ -7,11 +7,12 @@ behind rank 0 in the forward direction and ahead in the backward one (Megatron's
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan import instruction as ins
 from megatron_pp.plan.instruction import NONE, Instruction, numbered
+from megatron_pp.plan.sites import Site, positions_of
 from megatron_pp.plan.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 
 _NOTED = ins.COMPUTE_OPS | ins.SYNC_OPS
@@ -96,19 +97,19 @@ def prepares_in_forward(plan: Plan, rank: int) -> bool:
     return True
 
 
-def check_syncs(plan: Plan, rank: int) -> None:
+def check_syncs(plan: Plan, rank: int, sites: Iterable[Site]) -> None:
     """Gradient and parameter syncs stand once per chunk, where nothing that they cover comes after (gradients) or
-    before (parameters). Raises PlanError.
+    before (parameters), in the program with these sites. Raises PlanError.
     """
-    _Check(plan, rank).run()
+    _Check(plan, rank, sites).run()
 
 
 class _Check:
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, sites: Iterable[Site]) -> None:
         self.rank = rank
         self.spec = plan.spec
         self.program = plan.programs[rank]
-        noted = [(k, entry) for k, entry in enumerate(self.program) if entry.op in _NOTED]
+        noted = [(k, self.program[k]) for k in positions_of(_NOTED, sites)]
         self.syncs = [(k, entry) for k, entry in noted if entry.op in ins.SYNC_OPS]
         ran = [(k, at) for k, entry in noted for at in ins.each([entry])]
         backwards = [(k, at) for k, at in ran if at.op in _BACKWARDS]

@@ -59,4 +59,12 @@ def test_two_megatrons_in_one_process(tmp_path: Path) -> None:
     from benchmarks.megatron_library import SOURCE_VARIABLE
 
     environment = {SOURCE_VARIABLE: str(tmp_path)}
-    run_processes(both_megatrons, 1, (str(tmp_path),), backend=None, timeout=180.0, environment=environment)
+    run_processes(
+        both_megatrons,
+        1,
+        (str(tmp_path),),
+        backend=None,
+        timeout=180.0,
+        environment=environment,
+        start_method="forkserver",
+    )

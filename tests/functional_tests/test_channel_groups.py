@@ -54,7 +54,7 @@ def senders() -> list[str]:
 
 @pytest.fixture(scope="module")
 def per_rank() -> list[Any]:
-    return run_processes(rank_main, SIZE, timeout=300.0)
+    return run_processes(rank_main, SIZE, timeout=300.0, start_method="mixed")
 
 
 def test_numbers_are_those_of_one_process(per_rank: list[Any]) -> None:

@@ -21,9 +21,9 @@ from tests.megatron.runner import run_jobs  # isort: skip
 pytestmark = needs_megatron
 
 CASES = {
-    **{name: dataclasses.replace(case, steps=min(case.steps, 2)) for name, case in groups.DATA_AND_TENSOR.items()},
+    **{name: case.short() for name, case in groups.DATA_AND_TENSOR.items()},
     **{
-        name: cases[name]
+        name: cases[name].short()
         for cases, name in (
             (groups.EXPERTS, "4 experts, evaluation between steps"),
             (groups.EXPERTS, "EP 2, chunks"),

@@ -84,7 +84,7 @@ def _differences(rank: int, size: int) -> dict[str, list[float]]:
 
 
 def test_gradients_of_megatrons_layers_are_those_without_delay() -> None:
-    (found,) = run_processes(_differences, 1, timeout=120)
+    (found,) = run_processes(_differences, 1, timeout=120, start_method="forkserver")
     assert len(found) == 2 * (6 + 10)
     assert {name: difference for name, (difference, _) in found.items() if difference} == {}
     assert min(size for _, size in found.values()) > 0

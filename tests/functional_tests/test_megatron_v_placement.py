@@ -44,16 +44,16 @@ TRAINED = [
         clip_grad=0.0,
         steps=2,
         split_weight_grad=True,
-    )
+    ).short()
     for pp in (2, 4)
     for model in MODELS[pp]
     for name, policy in zip(SCHEDULES, POLICIES, strict=True)
     if EXHAUSTIVE or (pp, model.tied) == (2, True) or ((pp, model.tied) == (4, False) and name in ("zb_v", "dualpipev"))
 ]
-V = Case(SMALL, pp=2, vp=2, schedule="zb_v", policy="overlap", optimizer="adam", clip_grad=0.0, steps=2)
+V = Case(SMALL, pp=2, vp=2, schedule="zb_v", policy="overlap", optimizer="adam", clip_grad=0.0, steps=2).short()
 VARIED = {
     "layout": dataclasses.replace(V, model=Model(layers=6, extra_config=LAYOUT)),
-    "uneven stages": dataclasses.replace(V, pp=4, model=Model(layers=10, extra_config=UNEVEN)),
+    "uneven stages": dataclasses.replace(V, pp=4, microbatches=8, model=Model(layers=10, extra_config=UNEVEN)),
     "embedding and loss counted as layers": dataclasses.replace(V, model=Model(layers=6, extra_config=COUNTED)),
     "per-token loss": dataclasses.replace(V, model=dataclasses.replace(SMALL_TIED, per_token_loss=True)),
     "multi-token prediction": dataclasses.replace(V, model=Model(layers=4, extra_config=MTP)),
@@ -67,8 +67,8 @@ VARIED = {
 }
 ALONE = [
     Case(Model(), pp=4, vp=2, policy="overlap", schedule="zb_v"),
-    Case(SMALL, pp=2, vp=2, schedule="v_min", forward_only=True),
-    Case(SMALL, pp=2, vp=2, schedule="zb_v", policy="overlap", variable_shapes=True),
+    Case(SMALL, pp=2, vp=2, schedule="v_min", forward_only=True).short(),
+    Case(SMALL, pp=2, vp=2, schedule="zb_v", policy="overlap", variable_shapes=True).short(),
 ]
 
 

@@ -22,16 +22,19 @@ TIED = Model(layers=4, tied=True, position="learned_absolute")
 EXPERTS = Model(layers=4, experts=4)
 
 ONE_RANK_WIDE = [
-    dataclasses.replace(SPLIT, pp=2, schedule="zb_h1"),
-    dataclasses.replace(SPLIT, pp=2, schedule="zb_h1", policy="batched", variable_shapes=True),
-    dataclasses.replace(SPLIT, pp=2, schedule="zb_h2", model=TIED),
-    dataclasses.replace(SPLIT, pp=2, vp=2, schedule="interleaved_zb"),
-    dataclasses.replace(SPLIT, pp=2, vp=2, schedule="interleaved_zb", policy="plain", model=TIED),
-    dataclasses.replace(SPLIT, pp=2, schedule="auto"),
-    dataclasses.replace(SPLIT, pp=2, schedule="zb_h1", model=EXPERTS),
-    dataclasses.replace(SPLIT, pp=4, schedule="zb_h1"),
-    dataclasses.replace(SPLIT, pp=2, vp=2, schedule="interleaved_zb", split_weight_grad=False),  # install() does it
-    dataclasses.replace(SPLIT, pp=4, schedule="1f1b"),  # converted, and every backward whole
+    case.short()
+    for case in (
+        dataclasses.replace(SPLIT, pp=2, schedule="zb_h1"),
+        dataclasses.replace(SPLIT, pp=2, schedule="zb_h1", policy="batched", variable_shapes=True),
+        dataclasses.replace(SPLIT, pp=2, schedule="zb_h2", model=TIED),
+        dataclasses.replace(SPLIT, pp=2, vp=2, schedule="interleaved_zb"),
+        dataclasses.replace(SPLIT, pp=2, vp=2, schedule="interleaved_zb", policy="plain", model=TIED),
+        dataclasses.replace(SPLIT, pp=2, schedule="auto"),
+        dataclasses.replace(SPLIT, pp=2, schedule="zb_h1", model=EXPERTS),
+        dataclasses.replace(SPLIT, pp=4, schedule="zb_h1"),
+        dataclasses.replace(SPLIT, pp=2, vp=2, schedule="interleaved_zb", split_weight_grad=False),  # install() does it
+        dataclasses.replace(SPLIT, pp=4, schedule="1f1b"),  # converted, and every backward whole
+    )
 ]
 
 # Megatron's own 1F1B and interleaved 1F1B at the same cut, with an optimizer, and ours on its zero-bubble order.

@@ -76,7 +76,7 @@ def everything(rank: int, _: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, Any]]:
-    return run_processes(everything, WORLD, timeout=DEADLINE)
+    return run_processes(everything, WORLD, timeout=DEADLINE, start_method="mixed")
 
 
 def test_every_group_works_and_has_the_right_members(answers):

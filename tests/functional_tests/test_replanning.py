@@ -67,7 +67,6 @@ def rank_main(rank: int, folder: str, victim: int, where: str) -> None:
 @pytest.mark.parametrize(("victim", "where"), [(1, CHANGE), (0, LEADER), (2, READ)])
 def test_a_rank_that_dies_amid_a_change_is_the_error_of_all(tmp_path: Path, victim: int, where: str) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_pp.testing.pipeline", "tests.harness.proposals"])
     ranks = [context.Process(target=rank_main, args=(rank, str(tmp_path), victim, where)) for rank in range(SIZE)]
     try:
         for one in ranks:

@@ -13,7 +13,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from examples.gpt.checkpoint import find_checkpoint
+from examples.gpt.ending import REPORTS
+from examples.gpt.program import main
 from megatron_pp.faults.liveness import ALIVE, STOPPED, process_of, state_of
 from tests.functional_tests.faulty_train import Fault, put_into_optimizer
 from tests.harness.processes import RankFailedError, run_processes
@@ -272,12 +275,11 @@ def signalled(rank: int, size: int, folder: Path) -> str:
     return train_rank(rank, size, folder, [[*ENDLESS, *ON_TEXT, "--run-dir", "run"]])
 
 
-def test_the_launcher_ends_with_the_code_of_ranks_that_a_signal_has_stopped(tmp_path: Path) -> None:
-    script = tmp_path / "stopped.py"
-    script.write_text(f"raise SystemExit({128 + signal.SIGTERM})")
-    code, output = run(launched(2, str(script)), tmp_path)
-    assert code == 128 + signal.SIGTERM, output
-    assert "Traceback" not in output
+@pytest.mark.parametrize("code", [128 + signal.SIGTERM, 2], ids=["stopped by a signal", "bad input"])
+def test_the_launcher_ends_with_the_code_of_its_ranks_and_says_nothing(tmp_path: Path, code: int) -> None:
+    script = tmp_path / "ended.py"
+    script.write_text(f"raise SystemExit({code})")
+    assert run(launched(2, str(script)), tmp_path) == (code, "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's own means; and finds the ranks in /proc")
@@ -363,9 +365,20 @@ def faulty_optimizer(rank: int, size: int, folder: Path) -> None:
 
 
 def test_bad_input_is_reported_once_and_ends_the_run(tmp_path: Path) -> None:
-    code, output = run(train_sh(*SMALL, "--data", "nothing"), tmp_path)
-    assert (code, output.count("\n")) == (2, 1), output
+    ended = run_processes(bad_input, 2, (tmp_path,), backend=None, timeout=DEADLINE, start_method="forkserver")
+    assert [code for code, _ in ended] == [2, 2]
+    output = "".join(said for _, said in ended)
+    assert output.count("\n") == 1, output
     assert output.startswith("train.py: DataError: data path nothing is no file or readable folder")
+
+
+def bad_input(rank: int, size: int, folder: Path) -> tuple[int, str]:
+    """The program's exit code on one rank, as under the launcher, and all that it prints."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    os.environ[REPORTS] = str(folder)
+    os.chdir(folder)
+    with redirect_stdout(StringIO()) as said, redirect_stderr(said):
+        return main([*SMALL, "--data", "nothing"]), said.getvalue()
 
 
 @pytest.mark.parametrize("ranks", ["x", "0", "-1", "2.5"])

@@ -148,7 +148,7 @@ def wrong_placements_are_errors(case: Case) -> list[str]:
 
 def _save(run: lab.Run, folder: str) -> None:
     """Megatron writes from child processes, which the daemons that ranks are here may not have, logs their memory with
-    psutil, and leaves the process behind that holds their queue.
+    psutil, and holds their queue in a process that it leaves behind, which imports torch.
     """
     if dist.get_rank() == 0:
         os.makedirs(folder)
@@ -158,7 +158,7 @@ def _save(run: lab.Run, folder: str) -> None:
     with (
         mock.patch.dict(config, daemon=False),
         memory,
-        multiprocessing.get_context("spawn").Manager() as manager,
+        multiprocessing.get_context("fork").Manager() as manager,
         mock.patch.object(filesystem_async, "_results_queue", manager.Queue()),
     ):
         dist_checkpointing.save(_state(run), folder)

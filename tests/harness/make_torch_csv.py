@@ -1,13 +1,12 @@
-"""Write PyTorch's own pipeline schedules as CSV: ``make_torch_csv.py FOLDER P M [FOLDER P M ...]``. One file each with
-the compute order, ``NAME.csv``, and where its runtime has communication, ``NAME-comms.csv``.
+"""Write PyTorch's own pipeline schedules as CSV: one file each with the compute order, ``NAME.csv``, and where its
+runtime has communication, ``NAME-comms.csv``.
 
-A program of its own, because PyTorch's stages want a process group: here its fake one, which never communicates.
+For a process of its own, because PyTorch's stages want a process group: here its fake one, which never communicates.
 """
 
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 
 import torch
@@ -34,11 +33,17 @@ def make(name: str, size: int, microbatches: int) -> schedules._PipelineSchedule
     return kind([stage(i, count) for i in mine], microbatches, loss_fn=loss)
 
 
-def main(folder: str, size: int, microbatches: int) -> None:
+def write_files(rank: int, world: int, folders: dict[tuple[int, int], Path]) -> None:
+    """The files of (pipeline size, microbatches) into its folder."""
+    for (size, microbatches), folder in folders.items():
+        _write(folder, size, microbatches)
+
+
+def _write(folder: Path, size: int, microbatches: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     for name in SINGLE + LOOPED + V_SHAPED:
         made = make(name, size, microbatches)
-        target = Path(folder) / f"{name}.csv"
+        target = folder / f"{name}.csv"
         if isinstance(made, schedules._PipelineScheduleRuntime):
             made._dump_csv(str(target), format="compute_only")
             made._dump_csv(str(target.with_name(f"{name}-comms.csv")), format="compute_comms")
@@ -46,8 +51,3 @@ def main(folder: str, size: int, microbatches: int) -> None:
             with target.open("w", newline="") as out:
                 csv.writer(out).writerows(made.pipeline_order.values())
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    for at in range(1, len(sys.argv), 3):
-        main(sys.argv[at], int(sys.argv[at + 1]), int(sys.argv[at + 2]))

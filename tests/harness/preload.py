@@ -12,7 +12,7 @@ gc.disable()
 # Optimizers load torch._dynamo.
 for _name in (
     *("pytest", "torch.distributed", "torch._dynamo", "megatron_pp.schedules", "megatron_pp.weight_grad"),
-    *("examples.gpt.program", "tests.harness.processes"),
+    *("megatron_pp.testing.pipeline", "examples.gpt.program", "tests.harness.processes"),
 ):
     importlib.import_module(_name)
 gc.freeze()

@@ -54,15 +54,17 @@ def run_processes(
     ``backend`` None leaves process groups to ``rank_main``. ``start_method`` is multiprocessing's: "spawn" starts
     every rank as a launcher does; "forkserver", after ``multiprocessing.set_forkserver_preload(["torch"])``, in a
     twentieth of the time, but then all ranks share one hash seed (no dependence on the order of a set shows), and
-    ``environment`` comes too late for the interpreter. Raises RankFailedError as soon as a rank has
+    ``environment`` comes too late for the interpreter. "mixed" spawns the last rank and forks the others: sets have
+    one order there and another here. Raises RankFailedError as soon as a rank has
     raised (after a moment for reports of the others), RanksTimedOutError at the deadline; no process outlives the
     call.
     """
-    context: Any = multiprocessing.get_context(start_method)
+    fork_or_spawn = ["forkserver"] * (size - 1) + ["spawn"] if start_method == "mixed" else [start_method] * size
     with tempfile.TemporaryDirectory(prefix="megatron_pp_ranks_") as folder:
         store = os.path.join(folder, "store")
         processes, pipes = [], []
-        for rank in range(size):
+        for rank, method in enumerate(fork_or_spawn):
+            context: Any = multiprocessing.get_context(method)
             here, there = context.Pipe(duplex=False)
             setup = _Setup(rank, size, backend, store, group_timeout, environment or {})
             process = context.Process(target=_rank_process, args=(there, setup, rank_main, tuple(args)), daemon=True)

@@ -6,7 +6,7 @@ Plain dataclasses without torch, so that a test or a script can list cases and r
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 POLICIES = ("overlap", "overlap+flush", "batched", "plain")
@@ -66,6 +66,11 @@ class Case:
     def world(self) -> int:
         return self.pp * self.tp * self.dp * self.cp
 
+    def short(self) -> Case:
+        """At most two steps, of two microbatches a stage, and four at least: a warm-up, a steady state, a cool-down."""
+        count = min(self.microbatches, max(4, 2 * self.pp))
+        return replace(self, steps=min(self.steps, 2), microbatches=count)
+
     def label(self) -> str:
         """One line that is different for each case of a table."""
         parts = [f"P={self.pp}", f"V={self.vp or '-'}", self.policy]
@@ -93,7 +98,7 @@ class Case:
 class Job:
     """A case to run and what to do with its losses and gradients.
 
-    `save` and `reference` are paths of torch files; "{rank}" in them becomes the rank. `reference` is what the
+    `save` and `reference` are paths of files; "{rank}" in them becomes the rank. `reference` is what the
     run's own losses, gradients and parameters are compared with; with `other_cut` it has the same parameters on other
     ranks of the pipeline. `check` is "module:function", called on every rank
     with the case in place of all this; what it returns comes back in the outcome's `facts`.

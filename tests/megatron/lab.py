@@ -49,7 +49,7 @@ with cpu_shim.triton_stand_in():
 from megatron_pp.plan.schedule_file import find_family  # noqa: E402
 from megatron_pp.weight_grad import split_weight_grad, store_of  # noqa: E402
 from tests.megatron.cases import Case, Job, Model  # noqa: E402
-from tests.megatron.comparison import compare, read_reference  # noqa: E402
+from tests.megatron.comparison import compare, read_reference, write_reference  # noqa: E402
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
 Tensors = dict[str, torch.Tensor]
@@ -439,7 +439,7 @@ def run_job(job: Job) -> dict[str, Any]:
     }
     rank = dist.get_rank()
     if job.save is not None:
-        torch.save(snapshot, job.save.format(rank=rank))
+        write_reference(snapshot, job.save.format(rank=rank))
     report: dict[str, Any] = {
         "losses": [float(loss[0]) for loss in run.losses],
         "trace": lines,

@@ -6,7 +6,14 @@ from typing import Any
 
 from megatron_pp.plan.advise.candidates import Candidate, Estimate
 from megatron_pp.plan.advise.evaluate import Outcome
-from megatron_pp.plan.advise.flags import MEASURED_FILE, layout_of, megatron_flags, our_flags
+from megatron_pp.plan.advise.flags import (
+    MEASURED_FILE,
+    layout_of,
+    megatron_flags,
+    megatron_models_run,
+    our_flags,
+    our_settings,
+)
 from megatron_pp.plan.advise.microbatch_order import MicrobatchOrder
 from megatron_pp.plan.advise.model import PART, STEPS
 from megatron_pp.plan.advise.question import Question
@@ -205,7 +212,10 @@ def _facts(question: Question, one: Outcome, measured: str) -> dict[str, Any]:
         "layout": layout_of(one) or None,
         "layers_per_stage": _counts(one.fit.stages),
         "recomputed_per_stage": _recomputed(one),
-        "flags": {"megatron_pp": our_flags(one, measured), "megatron": megatron_flags(question, one)},
+        "settings": our_settings(one, measured),
+        "flags": {"megatron_pp": our_flags(one, measured), "megatron": megatron_flags(question, one)}
+        if megatron_models_run(one)
+        else None,
         "certificate": one.certificate,
     }
     return facts

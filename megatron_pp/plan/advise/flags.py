@@ -1,30 +1,50 @@
 """The flags that ask for a recommended pipeline: ours, for ``megatron-pp run``, and Megatron's."""
 
+from typing import Any
+
 from megatron_pp.plan.advise.evaluate import Outcome
 from megatron_pp.plan.advise.layout import layout_text
 from megatron_pp.plan.advise.model import PART
 from megatron_pp.plan.advise.question import Question
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
-from megatron_pp.plan.spec import BATCHED, OVERLAP
+from megatron_pp.plan.spec import OVERLAP, PLAIN
 
 MEASURED_FILE = "advised.json"
 
 
-def our_flags(outcome: Outcome, measured: str = MEASURED_FILE) -> list[str]:
-    """Settings of ``megatron-pp run``, also keywords of ``install``. ``measured``: where a search reads its costs."""
+def our_settings(outcome: Outcome, measured: str = MEASURED_FILE) -> dict[str, Any]:
+    """Fields of our config, and but for slices settings of ``megatron-pp run`` and keywords of ``install``.
+    ``measured``: where a search reads its costs.
+    """
     chosen = outcome.candidate
-    flags = ["--pipeline-schedule", chosen.schedule]
+    settings: dict[str, Any] = {"pipeline_schedule": chosen.schedule}
     if chosen.searches:
-        flags += ["--pipeline-measured", measured]
-    if chosen.policy in (OVERLAP, BATCHED):
-        flags.append("--overlap-p2p-comm" if chosen.policy == OVERLAP else "--batch-p2p-comm")
+        settings["pipeline_measured"] = measured
+    if chosen.policy == PLAIN:
+        settings |= {"overlap_p2p_comm": False, "batch_p2p_comm": False}
+    else:
+        settings["overlap_p2p_comm" if chosen.policy == OVERLAP else "batch_p2p_comm"] = True
     if chosen.group_size:
-        flags += ["--microbatch-group-size-per-vp-stage", str(chosen.group_size)]
+        settings["microbatch_group_size_per_vp_stage"] = chosen.group_size
     if chosen.offload_chunks:
-        flags += ["--offload-chunks", str(chosen.offload_chunks), "--offload-slots", str(chosen.offload_slots)]
+        settings |= {"offload_chunks": chosen.offload_chunks, "offload_slots": chosen.offload_slots}
     if chosen.slices > 1:
-        flags += ["--sequence-slices", str(chosen.slices)]
+        settings["sequence_slices"] = chosen.slices
+    return settings
+
+
+def our_flags(outcome: Outcome, measured: str = MEASURED_FILE) -> list[str]:
+    """Of ``megatron-pp run``."""
+    flags = []
+    for name, value in our_settings(outcome, measured).items():
+        flag = name.replace("_", "-")
+        flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return flags
+
+
+def megatron_models_run(outcome: Outcome) -> bool:
+    """Whether Megatron's models can: they run sequences whole, and have their output layer on the last stage."""
+    return outcome.candidate.slices == 1 and not outcome.candidate.family.barriers
 
 
 def megatron_flags(question: Question, outcome: Outcome) -> list[str]:

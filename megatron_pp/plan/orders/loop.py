@@ -191,8 +191,11 @@ class _SlotBySlot:
         return backward if backward is not None and self._ready(rank, todo[backward]) else None
 
     def _ready(self, rank: int, at: Instruction) -> bool:
-        needed = inputs_of(at.op, self.stages[rank][at.chunk], self.num_stages)
-        return all((kind, stage, at.mb, at.slice) in self.done for kind, stage in needed)
+        op, _, mb, _, chunk, part, _, _ = at
+        for kind, stage in inputs_of(op, self.stages[rank][chunk], self.num_stages):
+            if (kind, stage, mb, part) not in self.done:
+                return False
+        return True
 
 
 def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:

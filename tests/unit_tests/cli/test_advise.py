@@ -6,11 +6,22 @@ import json
 import os
 import signal
 from contextlib import contextmanager
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_pp.cli import advise
+from megatron_pp.cli import advise, run
+from megatron_pp.config.model_config import TransformerConfig
+from megatron_pp.config.rules import lowering_policy
+from megatron_pp.integrations import on_import
+from megatron_pp.plan.advise.candidates import candidates
+from megatron_pp.plan.advise.evaluate import Outcome
+from megatron_pp.plan.advise.flags import megatron_models_run, our_flags, our_settings
+from megatron_pp.plan.advise.model import PART, Model, layer
+from megatron_pp.plan.advise.question import Question
 from megatron_pp.plan.measured import measured_values
+from megatron_pp.plan.spec import POLICIES
 from megatron_pp.tracing import files
 from tests.unit_tests.cli.conftest import assert_refused
 
@@ -85,6 +96,32 @@ def test_json_has_the_same(command):
     assert len(best["memory_gb"]) == 4
     assert {one["schedule"] for one in answer["alternatives"]} == {"1f1b", "zb_h1", "interleaved_1f1b", "zb_v"}
     assert all(one["why_not"] for one in answer["alternatives"])
+
+
+def test_flags_are_those_of_the_command_that_runs_them(monkeypatch, tmp_path):
+    """And fields of our config where Megatron's models cannot run the schedule."""
+    (tmp_path / "m.json").write_text("{}")
+    given = []
+    monkeypatch.setattr(on_import, "install_on_import", given.append)
+    asked = Question(4, 8, 80.0, ((1, Model((layer(PART, 4, 4, 4, 8.0),))),), slices=(1, 2), host_bandwidth=1.0)
+    for one in candidates(asked):
+        for policy in POLICIES:
+            outcome = Outcome(replace(one, policy=policy, group_size=8))
+            assert set(our_settings(outcome)) <= {field.name for field in fields(TransformerConfig)}
+            if megatron_models_run(outcome):
+                run.prepare([*our_flags(outcome, str(tmp_path / "m.json")), __file__])
+                assert lowering_policy(SimpleNamespace(**given.pop().overrides)) == policy
+            else:
+                assert one.slices == 2
+
+
+def test_slices_are_for_a_loop_of_ones_own(command):
+    words = ("--schedules", "seq_1f1b", "--sequence-slices", 2)
+    code, out, _ = command(*SMALL, *COSTS, *words)
+    assert code == 0
+    assert "TransformerConfig(pipeline_schedule='seq_1f1b', overlap_p2p_comm=True, sequence_slices=2, ...)" in out
+    assert "megatron-pp run" not in out
+    assert json.loads(command(*SMALL, *COSTS, *words, "--json")[1])["recommended"]["flags"] is None
 
 
 def test_costs_of_layers(command):

@@ -138,14 +138,14 @@ COSTS = ["--forward-ms", 1, "--backward-ms", 1.3, "--weight-ms", 0.8, "--p2p-ms"
 @pytest.mark.slow
 def test_auto_is_searched_for_the_costs_that_are_given(command):
     """As from Python with the same values; without costs as ever."""
-    measured = Measured(1.0, 1.3, 0.8, backward=2.1, transfer=0.2, memory_limit=4.0, weight_activation=1.0)
-    expected = build_plan(PlanSpec("auto", 4, 1, 8, measured=measured))
-    step = simulate(expected, measured.costs(4), measured.network()).makespan
-    alone = json.loads(command("simulate", "-s", "auto", "-P", 4, "-V", 1, "-M", 8, *COSTS, "--json")[1])
-    ranked = json.loads(command("simulate", "--compare", "auto", "-P", 4, "-V", 1, "-M", 8, *COSTS, "--json")[1])
+    measured = Measured(1.0, 1.3, 0.8, backward=2.1, transfer=0.2, memory_limit=2.0, weight_activation=1.0)
+    expected = build_plan(PlanSpec("auto", 2, 1, 6, measured=measured))
+    step = simulate(expected, measured.costs(2), measured.network()).makespan
+    alone = json.loads(command("simulate", "-s", "auto", "-P", 2, "-V", 1, "-M", 6, *COSTS, "--json")[1])
+    ranked = json.loads(command("simulate", "--compare", "auto", "-P", 2, "-V", 1, "-M", 6, *COSTS, "--json")[1])
     assert alone["makespan"] == ranked[0]["makespan"] == step
-    spec = PlanSpec("auto", 4, 1, 8)
-    assert fitted(spec, StageCosts.uniform(4, 4.0, 4.0, 4.0), FREE) == spec
+    spec = PlanSpec("auto", 2, 1, 6)
+    assert fitted(spec, StageCosts.uniform(2, 4.0, 4.0, 4.0), FREE) == spec
 
 
 @pytest.mark.slow

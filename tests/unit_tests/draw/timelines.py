@@ -18,7 +18,9 @@ FREE = Network()
 
 
 def plan_of(schedule: str, p: int = 4, m: int = 8, v: int | None = None) -> Plan:
-    return build_plan(PlanSpec(schedule, p, v or SCHEDULES[schedule].chunks or 2, m))
+    """A schedule that is searched has P microbatches: its search takes seconds else."""
+    family = SCHEDULES[schedule]
+    return build_plan(PlanSpec(schedule, p, v or family.chunks or 2, m if family.search is None else p))
 
 
 def timeline_of(

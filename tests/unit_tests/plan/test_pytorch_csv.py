@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +19,9 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.serialize import format_plan, load_plan, parse_plan
 from megatron_pp.plan.spec import POLICIES
 from megatron_pp.plan.verifier import verify
+from tests.harness.make_torch_csv import write_files
 from tests.harness.plan_text import small_plan
+from tests.harness.processes import run_processes
 
 TORCH_SCHEDULES = {
     "ScheduleGPipe": "loop",
@@ -55,10 +54,7 @@ def test_pytorchs_format_is_numbered_by_stage_with_idle_cells():
 def torch_files(tmp_path_factory):
     """Folders with the files of PyTorch's seven schedules: (P, M) -> folder."""
     folders = {(p, m): tmp_path_factory.mktemp(f"p{p}m{m}") for p, m in ((2, 4), (4, 8))}
-    script = Path(__file__).parents[2] / "harness" / "make_torch_csv.py"
-    shapes = [str(argument) for shape, folder in folders.items() for argument in (folder, *shape)]
-    done = subprocess.run([sys.executable, str(script), *shapes], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_processes(write_files, 1, (folders,), backend=None, start_method="forkserver")
     return folders
 
 

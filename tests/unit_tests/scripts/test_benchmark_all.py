@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+import benchmarks.all as every_benchmark
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "benchmark.py"
 
@@ -35,23 +38,23 @@ def outcomes(printed: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_a_failure_ends_no_other(tmp_path: Path) -> None:
-    (tmp_path / "tracing.json").mkdir()  # so its report cannot be written
-    process = start(tmp_path, "tracing", "gpu")
-    printed, _ = process.communicate(timeout=240)
-    assert outcomes(printed) == [
-        ["tracing", "exit", "code", "2"],
+@pytest.mark.parametrize(("failing", "code"), [(["tracing"], 1), ([], 0)])
+def test_a_failure_ends_no_other_and_a_missing_gpu_is_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    failing: list[str],
+    code: int,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in failing:
+        (tmp_path / f"{name}.json").mkdir()  # so its report cannot be written
+    asked = argparse.Namespace(out=tmp_path, only=[*failing, "gpu"], quick=True, deadline=240.0)
+    assert every_benchmark.run(asked) == code
+    assert outcomes(capfd.readouterr().out) == [
+        *([name, "exit", "code", "2"] for name in failing),
         ["gpu", "left", "out:", "there", "is", "no", "GPU"],
     ]
-    assert process.returncode == 1
-
-
-@pytest.mark.slow
-def test_a_missing_gpu_is_no_failure(tmp_path: Path) -> None:
-    process = start(tmp_path, "gpu")
-    printed, _ = process.communicate(timeout=240)
-    assert outcomes(printed) == [["gpu", "left", "out:", "there", "is", "no", "GPU"]]
-    assert process.returncode == 0
 
 
 def runs_its_own_program(parent: int) -> bool:
