@@ -34,14 +34,13 @@ class Start(NamedTuple):
     checkpoint: Checkpoint | None = None
 
 
-def find_start(settings: Settings, layout: dict[str, Any]) -> Start:
-    """Where the run of these settings begins. Raises ArgumentError: the folder holds another run; CheckpointError:
-    there is no checkpoint to continue from, or it is of another layout."""
+def find_start(settings: Settings, layout: dict[str, Any], again: bool = False) -> Start:
+    """Where the run of these settings begins; ``again``: after a restart by torchrun. Raises ArgumentError: the folder
+    holds another run; CheckpointError: there is no checkpoint to continue from, or it is of another layout."""
     folder, checkpoint = _folder_of(settings), None
     if settings.resume is not None:
         checkpoint = find_checkpoint(Path(settings.resume))
-        # A copy with a name of the user's is never the newest: a restart begins there again.
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and checkpoint.path.name == checkpoint.name:
+        if again and checkpoint.path.name == checkpoint.name:  # a copy under another name is never the newest
             checkpoint = find_checkpoint(folder)
     elif (folder / ARGUMENTS).exists():
         if saved_values(folder) != settings.to_save():
@@ -63,8 +62,14 @@ def agreed_start(settings: Settings, layout: dict[str, Any]) -> Iterator[Start]:
         def begin() -> Start | None:
             if dist.get_rank() > 0:
                 return None
-            held.enter_context(lock_folder(_folder_of(settings)))
-            return find_start(settings, layout)
+            file, launcher = held.enter_context(lock_folder(_folder_of(settings))), _launcher()
+            # The restart count does not do: an agent does not count restarts that another one caused.
+            start = find_start(settings, layout, again="TORCHELASTIC_RUN_ID" in os.environ and file.read() == launcher)
+            file.seek(0)
+            file.truncate()
+            file.write(launcher)
+            file.flush()
+            return start
 
         start: Start = on_all_ranks(begin)[0]
         on_all_ranks(lambda: (start.folder / LOCK).stat())  # every node writes to it
@@ -95,7 +100,11 @@ def _folder_of(settings: Settings) -> Path:
         return find_run(Path(settings.resume))
     if settings.run_dir is not None:
         return Path(settings.run_dir)
-    # Named after torchrun's process, which outlives those that it starts.
-    process = process_of(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
-    name = f"{process.pid}-{process.started}"
+    name = _launcher().decode()
     return next(RUNS.glob(f"*-{name}"), RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+
+
+def _launcher() -> bytes:
+    """Torchrun's process, which outlives those that it starts; without torchrun this one."""
+    process = process_of(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+    return f"{process.pid}-{process.started}".encode()
