@@ -95,7 +95,7 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
 def whole(text: str) -> int:
     """A whole number of at least 0, for argparse."""
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at most nine digits")
     return int(text)
 
 

@@ -30,6 +30,8 @@ DEVICE_SYNC = "device_sync"  # compute may synchronise the device, as Megatron's
 STATIC_BUFFERS = "static_buffers"  # graphed layers reuse an input gradient's buffer after the next backward
 DEVICE_RULES = (RENDEZVOUS, ONE_QUEUE, DEVICE_SYNC, STATIC_BUFFERS)
 
+MOST_TASKS = 10**8  # stages times microbatches times slices: a plan of more fits into no host's memory
+
 HOOKS = "hooks"  # data-parallel hooks fire in the last backward of a chunk, outside no_sync
 EXPLICIT = "explicit"  # config.grad_sync_func is called, staggered by rank as Megatron does
 
@@ -125,6 +127,12 @@ class PlanSpec:
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        tasks = self.pipeline_size * self.num_chunks * self.num_microbatches * self.slices
+        if tasks > MOST_TASKS:
+            raise PlanError(
+                f"pipeline size {self.pipeline_size}, {self.num_chunks} model chunks and {self.num_microbatches} "
+                f"microbatches make {tasks:,} forwards; a plan has at most {MOST_TASKS:,}"
+            )
         if self.offload_chunks is not None and self.offload_chunks > self.num_chunks:
             raise PlanError(f"{self.offload_chunks} chunks of every rank are to be offloaded; it has {self.num_chunks}")
         _one_of("cache of skip tensors", self.skip_cache, CACHES)

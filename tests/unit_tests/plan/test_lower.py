@@ -327,6 +327,11 @@ def test_a_plan_is_built_once() -> None:
         ({"num_microbatches": 2.0}, "number of microbatches is 2.0; it must be a whole number of at least 1"),
         ({"pipeline_size": True}, "pipeline size is True; it must be a whole number of at least 1"),
         ({"num_chunks": 0}, "number of model chunks is 0; it must be a whole number of at least 1"),
+        (
+            {"num_microbatches": 10**8},
+            "pipeline size 2, 1 model chunks and 100000000 microbatches make 200,000,000 forwards; "
+            "a plan has at most 100,000,000",
+        ),
         ({"group_size": -1}, "group size is -1; it must be a whole number of at least 0"),
         ({"release_after": 0}, "release_after is 0; it must be a whole number of at least 1"),
         ({"lookahead": -1}, "lookahead is -1; it must be a whole number of at least 0"),
