@@ -28,7 +28,7 @@ from megatron_pp.integrations.megatron_versions import ENTRIES
 from megatron_pp.integrations.named_objects import replace_names
 from megatron_pp.integrations.settings import InstallSettings, read_settings
 from megatron_pp.integrations.v_placement import install_v, uninstall_v
-from megatron_pp.runtime.arguments import check_keywords
+from megatron_pp.runtime.arguments import check_required
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
@@ -81,7 +81,7 @@ class Schedule:
             plugin.log_once(reason)
             return self._hand_back(arguments)
         name = self.theirs.__name__
-        check_keywords(name, arguments, arguments)
+        check_required(name, arguments)
         alone = name == "forward_backward_no_pipelining"
         chunked = name == "forward_backward_pipelining_with_interleaving"
         call = MegatronCall(plugin.megatron, plugin.settings, alone=alone, chunked=chunked, **arguments)

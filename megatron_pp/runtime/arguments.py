@@ -24,6 +24,11 @@ def check_keywords(function: str, arguments: Mapping[str, Any], known: Collectio
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+    check_required(function, arguments)
+
+
+def check_required(function: str, arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError, naming the function that the user called, for a keyword that it lacks."""
     missing = [name for name in REQUIRED_ARGUMENTS if name not in arguments]
     if missing:
         raise TypeError(f"{function}() is missing the keyword argument(s) {', '.join(missing)}")

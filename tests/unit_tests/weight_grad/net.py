@@ -111,6 +111,15 @@ def split_step(
             store.run(0, mb)
 
 
+def step_on_ones(model: nn.Linear, store: WeightGradStore) -> None:
+    """A step of one microbatch of ones, with W after it."""
+    with store.step({0: 0}):
+        loss = model(torch.ones(1, model.in_features)).sum()
+        with store.backward(0, 0):
+            loss.backward()
+        store.run(0, 0)
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -12,10 +12,7 @@ from torch import nn
 
 from megatron_pp.errors import WeightGradSplitError
 from megatron_pp.weight_grad import split_weight_grad, store_of, unsplit_weight_grad
-from tests.unit_tests.weight_grad.net import (
-    Net,
-    new_net,
-)
+from tests.unit_tests.weight_grad.net import Net, new_net, step_on_ones
 
 
 def test_what_becomes_of_each_layer_is_reported() -> None:
@@ -85,9 +82,5 @@ def test_a_parameter_that_is_replaced_is_found() -> None:
     model.weight = nn.Parameter(torch.zeros(2, 2))
     del model.bias
     model.register_parameter("bias", None)
-    with store.step({0: 0}):
-        loss = model(torch.ones(1, 2)).sum()
-        with store.backward(0, 0):
-            loss.backward()
-        store.run(0, 0)
+    step_on_ones(model, store)
     assert torch.equal(model.weight.grad, torch.ones(2, 2))
