@@ -47,11 +47,12 @@ class TracedRun:
         return Plan(spec, placement, programs, ComputeOf(programs))
 
     def began(self, step: int) -> float:
-        """When the first rank began ``step``, relative to the first recorded step."""
-        return (_first_start(self, step) - _first_start(self, self.steps[0])) / _NANOSECONDS
+        """When ``step`` began, relative to the first recorded step."""
+        return (_beginning(self, step) - _beginning(self, self.steps[0])) / _NANOSECONDS
 
     def measured(self, step: int) -> Simulation:
-        """The step as it happened, from its first instruction on any rank."""
+        """The step as it happened, from its first instruction on any rank. Where nothing makes the ranks meet between
+        two steps, one that waits in this step while others compute in the one before it is idle there, not here."""
         return _Merge(self, step).simulation()
 
 
@@ -106,7 +107,7 @@ class _Merge:
         self.plan = run.plan(step)
         first = run.ranks[0]
         self.size = first.plans[first.steps[step].plan].message_bytes
-        zero = _first_start(run, step)
+        zero = _beginning(run, step)
         self.starts, self.ends = [], []
         for trace, base in zip(run.ranks, _bases(run, step), strict=True):
             self.starts.append(_milliseconds(trace.steps[step].starts, base - zero))
@@ -199,11 +200,25 @@ def _bases(run: TracedRun, step: int) -> list[float]:
     return [trace.steps[step].base - trace.ahead_at(trace.steps[step].base) for trace in run.ranks]
 
 
-def _first_start(run: TracedRun, step: int) -> float:
-    """When the first instruction of any rank began."""
-    timed = zip(_bases(run, step), (trace.steps[step].starts for trace in run.ranks), strict=True)
-    return min(base + starts[0] for base, starts in timed if len(starts))
+def _beginning(run: TracedRun, step: int) -> float:
+    """When the first instruction of any rank began; where the last rank was still in the step before, the end of that
+    or the first compute."""
+    bases, traced = _bases(run, step), [trace.steps[step] for trace in run.ranks]
+    first = min(base + times.starts[0] for base, times in zip(bases, traced, strict=True) if len(times.starts))
+    before = _end(run, step - 1) if step - 1 in run.steps else first
+    if before <= first:
+        return first
+    plan = run.plan(step)
+    for rank, (base, times) in enumerate(zip(bases, traced, strict=True)):
+        timed = zip(plan.timed(rank), times.starts, strict=True)
+        before = min(before, next((base + start for at, start in timed if at.op in ins.COMPUTE_OPS), before))
+    return before
+
+
+def _end(run: TracedRun, step: int) -> float:
+    traced = zip(_bases(run, step), (trace.steps[step].ends for trace in run.ranks), strict=True)
+    return max(base + ends[-1] for base, ends in traced if len(ends))
 
 
 def _milliseconds(times: Sequence[int], shift: float) -> array[float]:
-    return array("d", ((t + shift) / _NANOSECONDS for t in times))
+    return array("d", (max(0.0, (t + shift) / _NANOSECONDS) for t in times))

@@ -21,8 +21,9 @@ MILLISECOND = 1_000_000
 SLOW_LINK = Network(1e6, link=Link(bandwidth=1e6 / 1.5), gloo=True)  # 1.5 ms a message, over gloo
 
 
-def write_traces(folder, steps, *, skew=0, run="abc", pipeline=None):
-    """Files as ranks would have written them that ran ``steps`` (simulations, in ms), rank r's clock r * skew ahead."""
+def write_traces(folder, steps, *, skew=0, run="abc", pipeline=None, apart=10**4):
+    """Files as ranks would have written them that ran ``steps`` (simulations, in ms), each ``apart`` ms after the one
+    before, rank r's clock r * skew ns ahead."""
     plan = steps[0].plan
     pipeline = pipeline or tuple(range(plan.spec.pipeline_size))
     for rank in range(plan.spec.pipeline_size):
@@ -30,7 +31,7 @@ def write_traces(folder, steps, *, skew=0, run="abc", pipeline=None):
         ahead = rank * skew
         lines = [header_line(header), sync_line(10**9 + ahead, ahead), plan_line(plan, rank, 1e6)]
         for number, step in enumerate(steps, start=1):
-            base = number * 10**10 + ahead + round(step.starts[rank][0] * MILLISECOND)
+            base = 10**10 + ahead + round(((number - 1) * apart + step.starts[rank][0]) * MILLISECOND)
             shift = step.starts[rank][0]
             starts = [round((t - shift) * MILLISECOND) for t in step.starts[rank]]
             ends = [round((t - shift) * MILLISECOND) for t in step.ends[rank]]
@@ -70,6 +71,22 @@ def test_a_step_comes_back_as_it_was(tmp_path, schedule, v, options, skew):
         assert measured.waits[rank].peer_late == pytest.approx(step.waits[rank].peer_late, abs=1e-2)
         assert measured.waits[rank].release == pytest.approx(step.waits[rank].release, abs=1e-2)
         assert found.other(rank) == pytest.approx(0.0, abs=1e-2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zb"])
+def test_a_rank_that_waits_for_others_to_end_the_step_before_is_not_idle_in_the_next(tmp_path, schedule):
+    first, second = (simulated(schedule, v=1 if schedule == "1f1b" else 2) for _ in range(2))
+    for rank in range(1, 4):  # each goes on at once, to the wait for its first input
+        for times in (second.starts[rank], second.ends[rank][:1]):
+            times[0] = first.ends[rank][-1] - first.makespan
+        second.starts[rank][1] = second.starts[rank][0]
+    write_traces(tmp_path, [first, second], apart=first.makespan, skew=10**9)
+    traced = load_run(tmp_path)
+    assert traced.began(2) == pytest.approx(first.makespan, abs=1e-3)
+    one, other = traced.measured(1), traced.measured(2)
+    assert other.makespan == pytest.approx(one.makespan, abs=1e-3)
+    assert other.busy == pytest.approx(one.busy, abs=1e-2)
+    assert [w.peer_late for w in other.waits] == pytest.approx([w.peer_late for w in one.waits], abs=1e-2)
 
 
 # As release 0.1 wrote them, per rank.
