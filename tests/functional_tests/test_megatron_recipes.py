@@ -21,7 +21,12 @@ pytestmark = needs_megatron
 
 OUR_LINE = 'megatron_core.install(pipeline_schedule="zb_h1")\n'
 OUR_IMPORTS = re.compile(r"^from megatron_pp.*\n", re.MULTILINE)
-FIELDS = "print('config', config.overlap_p2p_comm, config.batch_p2p_comm, hasattr(config, 'trace_dir'))\n"
+# One write: both ranks write to the launcher's pipe.
+FIELDS = """
+import sys
+fields = config.overlap_p2p_comm, config.batch_p2p_comm, hasattr(config, "trace_dir")
+sys.stdout.write(" ".join(map(str, ("config", *fields))) + "\\n")
+"""
 
 
 @pytest.fixture(scope="module")
