@@ -113,9 +113,12 @@ def replan_steps(name: str, value: object) -> int:
     return int(found[1])
 
 
-def checked_costs(costs: Iterable[float], count: int) -> tuple[float, ...]:
-    """What each of ``count`` microbatches costs."""
+def checked_costs(costs: Any, count: int | None = None) -> tuple[float, ...]:
+    """What each of ``count`` microbatches costs; None: of any number of them."""
+    if not isinstance(costs, Iterable):
+        raise ConfigError(f"microbatch_costs is {costs!r}; it must be a list of numbers above 0, or a function")
     found = tuple(costs)
+    count = len(found) if count is None else count
     numbers = [cost for cost in found if isinstance(cost, (int, float)) and not isinstance(cost, bool)]
     if len(found) != count or len(numbers) != count or not all(0 < cost < math.inf for cost in numbers):
         raise ConfigError(

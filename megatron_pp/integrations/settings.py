@@ -229,7 +229,7 @@ def _step_number(name: str, value: Any) -> Any:
 
 
 def _microbatch_costs(name: str, value: Any) -> Any:
-    return value if callable(value) else rules.checked_costs(value, len(value))
+    return value if callable(value) else rules.checked_costs(value)
 
 
 def _number(text: str) -> Any:

@@ -193,7 +193,7 @@ def warn_of_limits(plan: Plan, is_converted: bool) -> None:
     if plan.remark:
         warn_once(plan.remark)
     family = find_family(spec.schedule)
-    if not is_converted and family.splits_weight:
+    if not is_converted and family.splits_weight and spec.pipeline_size > 1:  # else there is no bubble to fill
         warn_once(
             f"schedule {family.name} splits backwards, but the model does all of each at once: convert its chunks with "
             "megatron_pp.weight_grad.split_weight_grad"

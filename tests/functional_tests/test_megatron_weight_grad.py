@@ -33,6 +33,7 @@ ONE_RANK_WIDE = [
         dataclasses.replace(SPLIT, pp=2, schedule="zb_h1", model=EXPERTS),
         dataclasses.replace(SPLIT, pp=4, schedule="zb_h1"),
         dataclasses.replace(SPLIT, pp=2, vp=2, schedule="interleaved_zb", split_weight_grad=False),  # install() does it
+        dataclasses.replace(SPLIT, schedule="zb_h1", split_weight_grad=False),  # no pipeline: nothing is converted
         dataclasses.replace(SPLIT, pp=4, schedule="1f1b"),  # converted, and every backward whole
     )
 ]

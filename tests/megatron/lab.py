@@ -371,7 +371,7 @@ class Run:
     def check_conversion(self) -> None:
         """Whoever converts the chunks, they are after a training step of ours that splits backwards."""
         family = find_family(self.case.schedule or "1f1b")
-        if self.case.engine == "ours" and family.splits_weight and not self.case.forward_only:
+        if self.case.engine == "ours" and self.case.pp > 1 and family.splits_weight and not self.case.forward_only:
             store = store_of(self.chunks)
             assert store is not None, "the chunks were not converted"
             assert store.report.deferred_share > 0

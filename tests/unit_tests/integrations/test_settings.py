@@ -235,6 +235,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("trace_steps", "3-1", "trace_steps is '3-1'; it must list steps, as in 3,10-12"),
     ("trace_dir", 3, "trace_dir is 3; it must be a text"),
     ("step_number", "3", "step_number is '3'; it must be a whole number of at least 0 (or a function that returns it)"),
+    ("microbatch_costs", 3, "microbatch_costs is 3; it must be a list of numbers above 0, or a function"),
+    ("microbatch_costs", [1, 0], "microbatch_costs is [1, 0]; it must be 2 finite numbers above 0, one for each"),
     ("pipeline_schedule", "zbv", "pipeline_schedule is 'zbv' (did you mean zb_v?); it must be one of gpipe, 1f1b, "),
     ("pipeline_schedule", 1, "pipeline_schedule is 1; it must be a text"),
     ("pipeline_schedule", "none.csv", "pipeline_schedule: none.csv: cannot be read (No such file or directory)"),
