@@ -31,6 +31,7 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     virtual_pipeline_model_parallel_size: int | None
     sequence_parallel: bool
     hidden_size: int
+    ffn_hidden_size: int | None
     pipeline_dtype: torch.dtype | None
     enable_autocast: bool
     autocast_dtype: torch.dtype | None
@@ -102,9 +103,8 @@ class StepSettings(NamedTuple):  # five times faster to make than a frozen datac
     @property
     def device_rules(self) -> tuple[str, ...]:
         """The plan's rules of a CUDA device that runs this step; see ``plan.spec``."""
-        timed = (
-            getattr(self.timers, "_log_level", 0) >= 2
-        )  # Megatron's, around each forward and backward: they synchronise
+        # Megatron's, around each forward and backward: they synchronise.
+        timed = getattr(self.timers, "_log_level", 0) >= 2
         holds = {
             ONE_QUEUE: True,
             DEVICE_SYNC: timed if self.device_sync is None else self.device_sync,
