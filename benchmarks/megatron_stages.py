@@ -16,7 +16,6 @@ from benchmarks.bubble import Lengths
 from benchmarks.rounds import timed_rounds
 from megatron_pp.integrations import megatron_core
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.weight_grad import split_weight_grad
 from tests.megatron import lab
 from tests.megatron.cases import Case
 
@@ -65,8 +64,6 @@ class RecordedRun(TimedRun):
     def _time(self, decoder: Any) -> None:
         for layer in decoder.layers:
             layer.pre_mlp_layernorm = self.length.stage(self.split)
-        if self.split:
-            split_weight_grad([decoder])
 
 
 def record(case: Case, lengths: Lengths, folder: Path) -> None:

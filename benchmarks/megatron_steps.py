@@ -44,9 +44,10 @@ def run(args: argparse.Namespace) -> Report:
         rows,
         numbers_of(args),
         [
-            "Medians of steps in turns, in the same processes; ranks meet before each. Layers sleep, one a chunk; gloo "
-            "on the loopback, messages of 1 KiB. Simulated: our plan, transfers free. Without chunks Megatron has no "
-            "overlap: its plain exchange stands beside ours. Wanted: ours / megatron at most 1.03."
+            "Medians of steps in turns, in the same processes, and the ratio of the fastest, which noise can only "
+            "lengthen; ranks meet before each. Layers sleep, one a chunk; gloo on the loopback, messages of 1 KiB. "
+            "Simulated: our plan, transfers free. Without chunks Megatron has no overlap: its plain exchange stands "
+            "beside ours. Wanted: ours / megatron at most 1.03."
         ],
     )
 
@@ -84,7 +85,8 @@ def _row(case: Case, lengths: Lengths, per_rank: list[dict[str, list[float]]]) -
         variable_shapes=case.variable_shapes,
     )  # fmt: skip
     steps = slowest_rank(per_rank)
-    theirs, ours = (summary(steps[engine], 1e3)["median"] for engine in ("megatron", "ours"))
+    theirs, ours = (summary(steps[engine], 1e3) for engine in ("megatron", "ours"))
+    ratios = {kind: ours[kind] / theirs[kind] for kind in ours}
     simulated = 1e3 * lengths.simulated(spec).makespan
     return {
         "P": case.pp,
@@ -92,9 +94,10 @@ def _row(case: Case, lengths: Lengths, per_rank: list[dict[str, list[float]]]) -
         "V": spec.num_chunks,
         "policy": case.policy,
         "shapes": "variable" if case.variable_shapes else "fixed",
-        "megatron ms": theirs,
-        "ours ms": ours,
-        "ours / megatron": ours / theirs,
+        "megatron ms": theirs["median"],
+        "ours ms": ours["median"],
+        "ours / megatron": ratios["median"],
+        "of the fastest": ratios["min"],
         "simulated ms": simulated,
-        "ours / simulated": ours / simulated,
+        "ours / simulated": ours["median"] / simulated,
     }
