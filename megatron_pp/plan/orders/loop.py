@@ -225,8 +225,10 @@ def has_short_group(shape: Shape) -> bool:
 
 
 def is_in_step(shape: Shape) -> bool:
-    """Whether all ranks of an interleaved order have their forwards and backwards in turn together."""
-    return shape.num_chunks > 1 and not has_short_group(shape)
+    """Whether all ranks of an interleaved order run forwards and backwards in turn together, for most of the step:
+    with a short group some wait for others, and with one microbatch a rank hardly any take turns."""
+    several = shape.num_microbatches * shape.slices > shape.pipeline_size
+    return shape.num_chunks > 1 and several and not has_short_group(shape)
 
 
 def zb_h1(shape: Shape) -> list[Order]:
