@@ -16,6 +16,7 @@ from megatron_pp.plan.clock import run_clock
 from megatron_pp.plan.costs import GLOO_DETACHED_BYTES, Link, Network, StageCosts
 from megatron_pp.plan.instruction import COMPUTE_OPS, format_program
 from megatron_pp.plan.placement import Placement
+from megatron_pp.plan.schedule_file import find_family
 from megatron_pp.plan.sim.simulate import simulate
 from megatron_pp.plan.spec import BATCHED, CHANNELS, OVERLAP, POLICIES, SHARED, Plan, PlanSpec
 from tests.harness.plan_text import placed, with_programs
