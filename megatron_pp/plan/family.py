@@ -86,6 +86,11 @@ class Family:
     offloads: Callable[[Shape], int] = no_offloads
     barriers: int = 0
 
+    @property
+    def idles_in_short_groups(self) -> bool:
+        """Whether ranks wait where a group has fewer microbatches than there are ranks, which full groups do not."""
+        return self.grouped and not self.small_groups and self.search is None
+
 
 f, b, i, w = (partial(instruction, op) for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))
 """An operation of (chunk, microbatch), or of a slice: (chunk, microbatch, slice)."""

@@ -26,10 +26,8 @@ INPUT_GRAD = "I"  # input gradients only; the weight gradients are left for W
 WEIGHT_GRAD = "W"  # the weight gradients that I left
 PAIR = "PAIR"  # a forward and a full backward that run as one, each with its send behind it where that goes out within
 # The output layer and its loss, split over all ranks (arXiv 2411.05288): of one microbatch, on every rank.
-OUTPUT_S = (
-    "S"  # logits of the rank's rows, and their softmax statistics; with one barrier also the input gradient's part
-)
-OUTPUT_T = "T"  # weight gradient of the rank's rows; with two barriers also the input gradient's part
+OUTPUT_S = "S"  # logits of its rows, and their softmax statistics; with one barrier also the input gradient's part
+OUTPUT_T = "T"  # weight gradient of its rows; with two barriers also the input gradient's part
 # Activations, from a stage to the one after it.
 RECV_F = "RECV_F"  # allocate the buffer and post the receive of the stage's input; never blocks
 WAIT_F = "WAIT_F"  # wait for that receive
