@@ -6,7 +6,7 @@ functions.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -61,6 +61,7 @@ class BackwardHalf(NamedTuple):
     output_grad: Activation
 
 
+@runtime_checkable
 class JointSteps(Steps, Protocol):
     """Steps that can run a forward and the backward of another microbatch as one, operation by operation."""
 
